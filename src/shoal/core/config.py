@@ -1,0 +1,166 @@
+"""How configuration is declared, read and refused.
+
+Each room declares one frozen ``Config`` for its own section. A key that nobody declared is an error with the nearest name,
+because a misspelt key that is silently ignored costs a training run. Field docstrings are the help text: there is no second
+place to write it.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
+
+from shoal.core.errors import RequestError, did_you_mean
+
+ConfigType = TypeVar("ConfigType", bound="Config")
+
+
+class Config(BaseModel):
+    """A frozen section of a recipe. Subclasses write a docstring under every field."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, strict=False
+    )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        RequestError: the file is missing, unreadable or not TOML.
+    """
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise RequestError(f"no such file: {path}") from None
+    except IsADirectoryError:
+        raise RequestError(f"{path} is a folder; give the recipe file inside it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise RequestError(f"{path} is not valid TOML: {error}") from error
+
+
+def apply_overrides(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tables with each ``section.key=value`` set; a value is TOML, or a bare word taken as a string.
+
+    Raises:
+        RequestError: an override has no ``=``, or goes through something that is not a section.
+    """
+    result = _copy_tables(tables)
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        parts = [part.strip() for part in name.split(".")]
+        if not equals or not all(parts):
+            raise RequestError(f"--set {override!r} is not section.key=value, such as --set train.steps=100")
+        table = result
+        for part in parts[:-1]:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise RequestError(f"--set {override!r}: {part!r} is a value, not a section")
+        table[parts[-1]] = _parse_value(text.strip())
+    return result
+
+
+def _copy_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy_tables(value) if isinstance(value, Mapping) else value for key, value in tables.items()}
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def validate(config: type[ConfigType], tables: Mapping[str, Any], *, origin: str) -> ConfigType:
+    """An instance of ``config`` from plain tables.
+
+    Raises:
+        RequestError: says every wrong key with its path, what was found, what is allowed, and the nearest name.
+    """
+    try:
+        return config.model_validate(tables)
+    except ValidationError as error:
+        lines = [_explain(config, problem) for problem in error.errors(include_url=False)]
+        raise RequestError("\n".join(f"{origin}: {line}" for line in dict.fromkeys(lines))) from None
+
+
+def tagged(*members: type[Config], key: str) -> Any:
+    """A section whose keys depend on one of them: ``[model] name = "gpt"`` allows other keys than ``name = "cnn"``.
+
+    Each member declares ``key`` as a ``Literal`` (its tags), except that a member without it is chosen by ``build``.
+    """
+
+    def choose(value: Any) -> str | None:
+        if isinstance(value, Mapping):
+            return "build" if "build" in value else value.get(key)
+        return "build" if hasattr(value, "build") else getattr(value, key, None)
+
+    options = [Annotated[member, Tag(tag)] for member in members for tag in _tags(member, key)]
+    return Annotated[reduce(or_, options), Discriminator(choose)]  # type: ignore[return-value]
+
+
+def _tags(member: type[BaseModel], key: str) -> tuple[str, ...]:
+    field = member.model_fields.get(key)
+    return ("build",) if field is None else tuple(str(tag) for tag in get_args(field.annotation))
+
+
+def _explain(config: type[BaseModel], problem: Any) -> str:
+    keys, section = _walk(config, [str(part) for part in problem["loc"]])
+    path = ".".join(keys)
+    if problem["type"] == "extra_forbidden":
+        allowed = section.model_fields if section is not None else ()
+        return f"unknown key {path!r}; {did_you_mean(keys[-1], allowed)}"
+    if problem["type"] == "missing":
+        return f"key {path!r} is missing"
+    context = problem.get("ctx", {})
+    if problem["type"] == "union_tag_invalid":
+        expected = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
+        return f"{path}: there is no {context['tag']!r}; {did_you_mean(context['tag'], expected)}"
+    if problem["type"] == "union_tag_not_found":
+        return f"section {path!r} says neither which one it is nor 'build'; see `shoal train --help-recipe`"
+    message = problem["msg"].removeprefix("Value error, ")
+    found = "" if problem["type"] == "value_error" else f" (found {problem['input']!r})"
+    return f"{path}: {message}{found}" if path else f"{message}{found}"
+
+
+def _walk(config: type[BaseModel], location: Sequence[str]) -> tuple[list[str], type[BaseModel] | None]:
+    """The keys that the user wrote on the way to ``location``, and the section that holds the last of them.
+
+    pydantic puts the tag of a tagged section into the location; it is not a key of the recipe, so it is left out here.
+    """
+    keys: list[str] = []
+    section: type[BaseModel] | None = config
+    parts = list(location)
+    while parts:
+        part = parts.pop(0)
+        keys.append(part)
+        if not parts or section is None:
+            break
+        field = section.model_fields.get(part)
+        members = _members(field.annotation) if field is not None else {}
+        if "" in members:
+            section = members[""]
+        elif members and parts[0] in members:
+            section = members[parts.pop(0)]
+        else:
+            section = None
+    return keys + parts if section is None else keys, section
+
+
+def _members(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The sections that a field can hold, by tag; an untagged one has the tag ``""``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {"": annotation}
+    found: dict[str, type[BaseModel]] = {}
+    for option in get_args(annotation):
+        if get_origin(option) is Annotated:
+            member, *marks = get_args(option)
+            found.update({mark.tag: member for mark in marks if isinstance(mark, Tag)})
+    return found

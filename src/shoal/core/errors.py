@@ -1,0 +1,49 @@
+"""The errors people see, and the exit codes they become.
+
+Two kinds only, because a user can do two things about an error: change the request, or look at what happened. Both carry one
+message that names the numbers and the fix; the command line prints that message and nothing else unless ``--debug`` is given.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_DONE = 0
+EXIT_NO = 1
+EXIT_WRONG_REQUEST = 2
+EXIT_SIGINT = 130
+EXIT_SIGTERM = 143
+
+
+class ShoalError(Exception):
+    """Anything Shoal raises on purpose."""
+
+    exit_code = EXIT_NO
+
+
+class RequestError(ShoalError):
+    """The request was wrong: a misspelt key, an impossible plan, a missing file. Raised before any process starts."""
+
+    exit_code = EXIT_WRONG_REQUEST
+
+
+class RunError(ShoalError):
+    """The request was fine and the run failed: a dead rank, a non-finite loss, a refused checkpoint."""
+
+
+class WaitExpired(RunError):
+    """A wait reached its deadline. The message says who waited, at which step, and for whom."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice closest to a misspelt ``name``, or None when nothing is close."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """A sentence that offers the nearest choice, or lists them all when none is near."""
+    options = sorted(choices)
+    close = nearest(name, options)
+    if close is not None:
+        return f"did you mean {close!r}?"
+    return "the choices are " + ", ".join(options)

@@ -1,0 +1,157 @@
+"""What can happen in a run: one frozen dataclass per kind of event.
+
+Real runs and simulated runs write the same events, so one reader (the dashboard, a script) understands both. An event is a
+value: who writes it to disk, and when, is the business of ``telemetry``.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events; ``kind`` is what a reader switches on."""
+
+    kind: ClassVar[str] = "event"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The event's own fields, with its kind first."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """A rank begins training: a fresh start, a resume or a restart."""
+
+    kind: ClassVar[str] = "run_started"
+    plan: str
+    world_size: int
+    step: int
+    """Steps already done; above zero after a resume."""
+    generation: int
+    """0 for the first start of this command, one more for each restart by the supervisor."""
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """One optimizer step, or one that was skipped."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    """Steps done when this one ended; the first step is 1."""
+    loss: float
+    """Mean over the global batch, the same on every rank."""
+    lr: float
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    samples: int
+    tokens: int
+    seconds: float
+    data_seconds: float
+    """Part of ``seconds`` spent waiting for data."""
+    skipped: bool = False
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """A pass over a held-out split."""
+
+    kind: ClassVar[str] = "evaluated"
+    step: int
+    split: str
+    loss: float
+    accuracy: float | None
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint was committed: every rank voted for it and it has its final name."""
+
+    kind: ClassVar[str] = "checkpoint_saved"
+    step: int
+    path: str
+    num_bytes: int
+    stall_seconds: float
+    """How long the training loop stood still for it."""
+    write_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A save failed on some rank and therefore on all; training goes on and older checkpoints are untouched."""
+
+    kind: ClassVar[str] = "checkpoint_failed"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRefused(Event):
+    """A checkpoint on disk was not whole and was passed over."""
+
+    kind: ClassVar[str] = "checkpoint_refused"
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryMeasured(Event):
+    """Where a rank's memory is."""
+
+    kind: ClassVar[str] = "memory"
+    step: int
+    weights_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    other_bytes: int
+    """Resident memory that is none of the three: activations, buffers, the interpreter, libraries."""
+    rss_bytes: int
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite(Event):
+    """A loss or gradient was NaN or infinite."""
+
+    kind: ClassVar[str] = "non_finite"
+    step: int
+    culprit_rank: int
+    what: str
+    """The parameter's name, or ``loss``."""
+    action: str
+    """stop or skip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned(Event):
+    """Something the user should know and the run survives."""
+
+    kind: ClassVar[str] = "warning"
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailed(Event):
+    """The supervisor's verdict on why a generation ended."""
+
+    kind: ClassVar[str] = "rank_failed"
+    culprit_rank: int
+    step: int
+    phase: str
+    cause: str
+    generation: int
+    restarting: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    """A rank leaves training in an orderly way."""
+
+    kind: ClassVar[str] = "run_ended"
+    status: str
+    step: int
+    seconds: float

@@ -1,0 +1,73 @@
+"""The names inside a run directory. Who writes each file is elsewhere; that all of them agree on its name is here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run directory, by its path."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe as resolved, every default filled in."""
+        return self.root / "recipe.toml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan that ran."""
+        return self.root / "plan.json"
+
+    @property
+    def summary(self) -> Path:
+        """How the run ended, with its numbers."""
+        return self.root / "summary.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held, by ``flock``, by the process that runs here; its text is that process's id."""
+        return self.root / "run.lock"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per kept checkpoint."""
+        return self.root / "checkpoints"
+
+    @property
+    def traces(self) -> Path:
+        """Profiles of chosen steps."""
+        return self.root / "traces"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard files."""
+        return self.root / "tensorboard"
+
+    @property
+    def errors(self) -> Path:
+        """What each failed rank said of its own failure."""
+        return self.root / "errors"
+
+    @property
+    def supervisor_events(self) -> Path:
+        """The events of the process that started the ranks, in the same form as theirs."""
+        return self.root / "events" / "supervisor.jsonl"
+
+    def events(self, rank: int) -> Path:
+        """The events of one rank, one JSON object per line."""
+        return self.root / "events" / f"rank-{rank:03d}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        """What one rank printed."""
+        return self.root / "logs" / f"rank-{rank:03d}.log"
+
+    def error(self, rank: int) -> Path:
+        """What one rank said of its own failure."""
+        return self.errors / f"rank-{rank:03d}.json"
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing has ever run here."""
+        return not self.recipe.exists() and not self.checkpoints.exists()
