@@ -1,0 +1,70 @@
+# Two commands on a fresh machine: `make demo` trains a model, `make test` proves the code. Everything lives in .venv and runs/.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types soak bench clean tools
+
+help:
+	@echo "make demo     install, train a small GPT on two processes, evaluate it, print a sample"
+	@echo "make install  make .venv with everything that the tests need"
+	@echo "make test     the tests            make lint    ruff            make types   mypy, strict"
+	@echo "make soak     the long sweeps      make bench   the benchmarks  make clean   remove .venv and caches, keep runs/"
+
+# Stamps: pip runs again only when what is asked for has changed. What the tests need includes what a run needs.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Shoal needs Python 3.11 or newer; try make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e '.[test]'
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e '.[bench]'
+	@touch $(VENV)/.installed $@
+
+install: $(VENV)/.installed-test tools
+
+# Programs that some tests look with. Without them those tests skip and say why, so this never fails.
+tools:
+	@missing=""; \
+	command -v strace >/dev/null 2>&1 || missing="$$missing strace"; \
+	command -v ss >/dev/null 2>&1 || missing="$$missing iproute2"; \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing) >/dev/null 2>&1 && missing=""; \
+	fi; \
+	if [ -n "$$missing" ]; then echo "missing:$$missing; tests that need them will skip" >&2; fi
+
+demo: $(VENV)/.installed
+	@set -e; number=1; while [ -e runs/demo-$$number ]; do number=$$((number + 1)); done; run=runs/demo-$$number; \
+	$(BIN)/shoal train recipes/gpt.toml --run-dir $$run; \
+	$(BIN)/shoal eval $$run --split test; \
+	$(BIN)/shoal sample $$run --prompt "def "; \
+	echo "run directory: $$run"
+
+test: install
+	$(BIN)/python -m pytest -m "not soak"
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.installed-test
+	$(BIN)/mypy
+
+soak: install
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+bench: $(VENV)/.installed-bench
+	@set -e; for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python $$main; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

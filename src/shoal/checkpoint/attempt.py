@@ -1,0 +1,142 @@
+"""One save as one rank lives through it: begin, write, vote, commit, vote.
+
+Every exit is the same on every rank. A rank that fails before a vote does not raise, it votes no, because the others are
+waiting for its ballot. Rank 0 makes the folder, writes the manifest and renames. When the ranks lose touch after that, the disk
+is the judge: the checkpoint with this save's id either has its name or has not.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.commit import Draft, abandon, begin, commit, write_part
+from shoal.checkpoint.files import NotWhole
+from shoal.checkpoint.manifest import Manifest, Part, decode_part, encode_part, merge
+from shoal.checkpoint.shard import Blob
+from shoal.checkpoint.vote import LostTouch, Phase, SaveFailed, Vote
+from shoal.checkpoint.whole import glance
+from shoal.core.clock import Deadline
+from shoal.core.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one rank wants to have saved."""
+
+    step: int
+    plan: str
+    values: Mapping[str, Any]
+    blobs: Mapping[str, Blob]
+    """This rank's own share: its part of the shared tensors, and its local ones."""
+    shared: Mapping[str, tuple[str, tuple[int, ...]]]
+    """All shared tensors as ``{name: (dtype, shape)}``: together the ranks must write each of them once."""
+    deadline: Deadline
+    problem: str | None = None
+    """Why this rank cannot take part; it still votes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A committed checkpoint."""
+
+    path: Path
+    num_bytes: int
+    lost_touch: str | None = None
+    """Set when the last vote was cut off and the disk said that the commit had happened."""
+
+
+def attempt(request: Request, *, root: Path, vote: Vote) -> Saved:
+    """Save once, together with all other ranks.
+
+    Raises:
+        SaveFailed: some rank failed, so there is no new checkpoint; what was written is removed.
+        LostTouch: a rank died or did not come in time; there is no new checkpoint as far as this rank can see.
+    """
+    draft = _begin(request, root, vote)
+    try:
+        parts = _write(request, draft, vote)
+        problem = _commit(request, draft, parts) if vote.rank == 0 else None
+        saved = Saved(path=draft.final, num_bytes=sum(part.entry.size for part in parts))
+        try:
+            vote.exchange(request.step, Phase.COMMIT, request.deadline, problem=problem)
+        except LostTouch as error:
+            if not _is_committed(draft):
+                raise
+            return Saved(path=saved.path, num_bytes=saved.num_bytes, lost_touch=str(error))
+        return saved
+    except SaveFailed:
+        if vote.rank == 0:
+            abandon(draft)
+        raise
+
+
+def _begin(request: Request, root: Path, vote: Vote) -> Draft:
+    """Rank 0 makes the folder and tells its id."""
+    draft, problem = None, request.problem
+    if vote.rank == 0 and problem is None:
+        try:
+            draft = begin(root, request.step)
+        except OSError as error:
+            problem = f"cannot make a folder in {root}: {_explain(error)}"
+    text = draft.id.encode() if draft is not None else b""
+    try:
+        texts = vote.exchange(request.step, Phase.BEGIN, request.deadline, problem=problem, text=text)
+    except SaveFailed:
+        if draft is not None:
+            abandon(draft)
+        raise
+    return Draft(root=root, step=request.step, id=texts[0].decode())
+
+
+def _write(request: Request, draft: Draft, vote: Vote) -> list[Part]:
+    """Write this rank's shard and hear what the others wrote."""
+    problem, text = None, b""
+    try:
+        text = encode_part(write_part(draft, vote.rank, request.blobs))
+    except OSError as error:
+        problem = f"cannot write its shard: {_explain(error)}"
+    texts = vote.exchange(request.step, Phase.WRITE, request.deadline, problem=problem, text=text)
+    try:
+        return [decode_part(other) for other in texts]
+    except NotWhole as error:
+        raise SaveFailed(str(error)) from error
+
+
+def _commit(request: Request, draft: Draft, parts: list[Part]) -> str | None:
+    """Rank 0's part: the reason why there is no commit, or None when there is one."""
+    if request.deadline.is_over:
+        return f"the ranks took longer than {request.deadline.seconds:g} s to write"
+    try:
+        manifest = merge(parts, id=draft.id, step=request.step, plan=request.plan, values=request.values)
+        problem = _missing(request, manifest)
+        if problem is None:
+            commit(draft, manifest)
+        return problem
+    except OSError as error:
+        return f"cannot commit: {_explain(error)}"
+    except (ValueError, NotWhole) as error:
+        return f"cannot commit: {error}"
+
+
+def _missing(request: Request, manifest: Manifest) -> str | None:
+    for name, (dtype, shape) in request.shared.items():
+        tensor = manifest.tensors.get(name)
+        if tensor is None:
+            return f"no rank wrote {name!r}; the ranks do not hold the same tensors"
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            return f"{name!r} is {dtype} {shape} on rank 0 and {tensor.dtype} {tensor.shape} on the rank that wrote it"
+    return None
+
+
+def _is_committed(draft: Draft) -> bool:
+    try:
+        return glance(draft.final).id == draft.id
+    except (NotWhole, RequestError):
+        return False
+
+
+def _explain(error: OSError) -> str:
+    where = f" ({os.path.basename(os.fspath(error.filename))})" if error.filename is not None else ""
+    return f"{error.strerror or error}{where}"

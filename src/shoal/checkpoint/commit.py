@@ -1,0 +1,155 @@
+"""How a save becomes a checkpoint, step by step, and what each step leaves behind when the process dies after it.
+
+::
+
+    1  mkdir  .tmp-step-N-<id>            leftover, swept at the next start
+    2  write and fsync every shard        leftover
+    3  write and fsync manifest.json      leftover: a complete one, but nobody voted for it
+    4  fsync the folder                   leftover
+    5  rename step-N to .replaced-...     only if something has that name; found there, and put back by the sweep
+    6  rename .tmp-... to step-N          committed
+    7  fsync the parent                   committed, and durable
+    8  delete .replaced-...               leftover
+
+So at every moment the newest whole checkpoint is exactly the old one or exactly the new one. The votes between the ranks stand
+between 2 and 3 and after 7 (``attempt.py``). No torch.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.files import new_file, sync_folder
+from shoal.checkpoint.layout import MANIFEST, Beside, beside_name, draw_id, shard_name, step_name
+from shoal.checkpoint.manifest import MAX_BYTES, Manifest, Part, encode, merge, whole_tensor
+from shoal.checkpoint.shard import CHUNK_BYTES, Blob, write_shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A checkpoint on its way: the folder it is written in and the one it is to become."""
+
+    root: Path
+    step: int
+    id: str
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are written."""
+        return self.root / beside_name(Beside.DRAFT, self.step, self.id)
+
+    @property
+    def final(self) -> Path:
+        """What it is called once it is committed."""
+        return self.root / step_name(self.step)
+
+    @property
+    def replaced(self) -> Path:
+        """Where an older folder of the same name goes."""
+        return self.root / beside_name(Beside.REPLACED, self.step, self.id)
+
+
+def begin(root: Path, step: int) -> Draft:
+    """Make the folder that a save is written in.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    if not root.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        sync_folder(root.parent)
+    draft = Draft(root=root, step=step, id=draw_id())
+    draft.folder.mkdir()
+    return draft
+
+
+def write_part(draft: Draft, rank: int, blobs: Mapping[str, Blob], *, chunk_bytes: int = CHUNK_BYTES) -> Part:
+    """Write one rank's shard.
+
+    Raises:
+        OSError: the disk refused; the unfinished file is gone.
+    """
+    file = shard_name(rank)
+    entry = write_shard(draft.folder / file, blobs, chunk_bytes=chunk_bytes)
+    tensors = {name: whole_tensor(file, name, blob.dtype, blob.shape) for name, blob in blobs.items()}
+    return Part(file=file, entry=entry, tensors=tensors)
+
+
+def commit(draft: Draft, manifest: Manifest) -> None:
+    """Turn a draft whose shards are all written into a checkpoint.
+
+    Raises:
+        OSError: the disk refused; the name is as it was before.
+        ValueError: a value is not JSON, or there is too much of them.
+    """
+    data = encode(manifest)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"the manifest would have {len(data)} bytes, more than {MAX_BYTES}; save less in its values")
+    with new_file(draft.folder / MANIFEST) as fd:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+    sync_folder(draft.folder)
+    try:
+        # A folder that already has the name (a torn one, or the same step saved again) is never written into.
+        if os.path.lexists(draft.final):
+            os.rename(draft.final, draft.replaced)
+        os.rename(draft.folder, draft.final)
+        sync_folder(draft.root)
+    except OSError:
+        _undo(draft)
+        raise
+    if os.path.lexists(draft.replaced):
+        remove(draft.replaced)
+
+
+def _undo(draft: Draft) -> None:
+    """Give the names back; what cannot be undone now is put right by the sweep."""
+    with contextlib.suppress(OSError):
+        if not os.path.lexists(draft.folder):
+            os.rename(draft.final, draft.folder)
+        if os.path.lexists(draft.replaced):
+            os.rename(draft.replaced, draft.final)
+
+
+def abandon(draft: Draft) -> None:
+    """Remove what a failed save wrote; what cannot be removed is swept at the next start."""
+    remove(draft.folder)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, or a link to one, as far as the disk allows."""
+    if path.is_symlink() or path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def write_checkpoint(
+    root: Path,
+    *,
+    step: int,
+    ranks: Sequence[Mapping[str, Blob]],
+    values: Mapping[str, Any],
+    plan: str = "dp=1",
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Path:
+    """Write a whole checkpoint from one process: one shard for each mapping in ``ranks``.
+
+    Raises:
+        OSError: the disk refused; nothing is left of it.
+        ValueError: a value is not JSON.
+    """
+    draft = begin(root, step)
+    try:
+        parts = [write_part(draft, rank, blobs, chunk_bytes=chunk_bytes) for rank, blobs in enumerate(ranks)]
+        commit(draft, merge(parts, id=draft.id, step=step, plan=plan, values=values))
+    except (OSError, ValueError):
+        abandon(draft)
+        raise
+    return draft.final

@@ -1,0 +1,126 @@
+"""Weights for other programs: safetensors with a ``config.json`` as Hugging Face lays them out, and a ``torch.export`` program.
+
+Only weights are read from the checkpoint, and only bytes whose sums agree are written. An export appears whole under its name
+or not at all, and never over something that is already there.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.commit import remove
+from shoal.checkpoint.files import new_file, sync_folder
+from shoal.checkpoint.layout import draw_id
+from shoal.checkpoint.reader import Checkpoint, read
+from shoal.checkpoint.shard import write_shard
+from shoal.checkpoint.tensors import as_blob
+from shoal.core.errors import RequestError, RunError
+
+WEIGHTS = "weights/"
+"""Prefix of the names of weights in a checkpoint."""
+
+
+def read_weights(path: Path) -> Checkpoint:
+    """A checkpoint with its weights alone; optimizer state is neither read nor held.
+
+    Raises:
+        NotWhole: a file that holds weights is not as it was written.
+        RunError: the checkpoint has no weights.
+    """
+    checkpoint = read(path, wanted=lambda name: name.startswith(WEIGHTS))
+    if not checkpoint.tensors:
+        raise RunError(f"{path} holds no weights: no tensor's name begins with {WEIGHTS!r}")
+    return checkpoint
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into that gets its name ``path`` when the block ends well, and is gone when it does not.
+
+    Raises:
+        RequestError: something already has that name, or there is no folder to put it in.
+        RunError: the disk refused.
+    """
+    if os.path.lexists(path):
+        raise RequestError(f"{path} already exists; give another folder, or remove it first")
+    if not path.parent.is_dir():
+        raise RequestError(f"there is no folder {path.parent} to export into; make it first")
+    draft = path.parent / f".tmp-{path.name}-{draw_id()}"
+    try:
+        draft.mkdir()
+        yield draft
+        sync_folder(draft)
+        os.rename(draft, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise RunError(f"cannot export to {path}: {error}") from error
+    finally:
+        remove(draft)
+
+
+def write_weights(checkpoint: Checkpoint, folder: Path, *, model: Mapping[str, Any] | None = None) -> list[Path]:
+    """Write ``model.safetensors`` and ``config.json``, as Hugging Face's loaders expect them.
+
+    Args:
+        checkpoint: from ``read_weights``.
+        folder: where to; it exists.
+        model: the recipe's ``[model]`` section, for ``config.json``.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    weights = {name.removeprefix(WEIGHTS): tensor for name, tensor in checkpoint.tensors.items()}
+    weights_path, config_path = folder / "model.safetensors", folder / "config.json"
+    # Hugging Face's loaders refuse a file that does not say which framework's layout its tensors have.
+    write_shard(weights_path, {name: as_blob(tensor) for name, tensor in weights.items()}, metadata={"format": "pt"})
+    section = dict(model or {})
+    name = str(section.pop("name", "own"))
+    config = {
+        "architectures": [f"shoal-{name}"],
+        "model_type": f"shoal-{name}",
+        "torch_dtype": _common_dtype(weights),
+        **section,
+        "shoal": {"step": checkpoint.step, "plan": checkpoint.manifest.plan, "checkpoint_id": checkpoint.manifest.id},
+    }
+    with new_file(config_path) as fd:
+        os.write(fd, (json.dumps(config, indent=2) + "\n").encode())
+    return [weights_path, config_path]
+
+
+def write_program(model: nn.Module, example_inputs: tuple[Tensor, ...], folder: Path) -> Path:
+    """Write ``model.pt2``, a ``torch.export`` program of ``model`` in which the number of samples is free.
+
+    Raises:
+        RunError: the model has a part that torch.export cannot express.
+        OSError: the disk refused.
+    """
+    # A dim of size 1 in the example would be taken as always 1.
+    inputs = tuple(
+        tensor.expand(2, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == 1 else tensor
+        for tensor in example_inputs
+    )
+    free = tuple({0: torch.export.Dim.AUTO} if tensor.dim() else None for tensor in inputs)
+    try:
+        program = torch.export.export(model, inputs, dynamic_shapes=free)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise RunError(f"torch.export cannot express this model: {str(error).strip().splitlines()[0]}") from error
+    path = folder / "model.pt2"
+    with new_file(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
+        torch.export.save(program, file)
+    return path
+
+
+def _common_dtype(weights: Mapping[str, Tensor]) -> str:
+    """The type of most of the floating elements."""
+    counts: dict[str, int] = {}
+    for tensor in weights.values():
+        if tensor.is_floating_point():
+            name = str(tensor.dtype).removeprefix("torch.")
+            counts[name] = counts.get(name, 0) + tensor.numel()
+    return max(counts, key=lambda name: counts[name], default="float32")

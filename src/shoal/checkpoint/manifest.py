@@ -1,0 +1,338 @@
+"""The manifest: what a checkpoint consists of, as one JSON file that proves its own bytes.
+
+Its first field is the xxh3 sum of the file with that field's digits set to zero, so a flipped bit anywhere is found before the
+JSON is parsed. A tensor is a list of pieces, cut in order along one dim, so that sharded tensors need no other format than
+whole ones. Nothing in a manifest is believed: names, types, shapes, sizes and their sums must agree with each other before any
+file is opened.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from shoal.checkpoint import strictjson
+from shoal.checkpoint.files import NotWhole
+from shoal.checkpoint.layout import MANIFEST, is_id, is_shard_name
+from shoal.checkpoint.shard import ITEM_BYTES, FileEntry, ShardLayout, lay_out
+from shoal.checkpoint.values import pack, unpack
+
+FORMAT = "shoal-checkpoint"
+VERSION = 1
+MAX_BYTES = 32 * 2**20
+"""A larger manifest is refused unread; one of a model of a thousand layers takes a few MiB."""
+
+_PREFIX = b'{"sum": "'
+_BLANK = b"0" * 16
+_MAX_DIMS = 32
+_MAX_NAME = 1024
+_MAX_NUMBER = 2**62
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 512, 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a tensor: where it lies in the tensor, and where in which file."""
+
+    file: str
+    key: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """A tensor and the pieces it is made of."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank wrote: its file and the tensors in it."""
+
+    file: str
+    entry: FileEntry
+    tensors: Mapping[str, TensorEntry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a checkpoint except its bytes."""
+
+    id: str
+    step: int
+    world_size: int
+    plan: str
+    tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, FileEntry]
+    values: Mapping[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(entry.size for entry in self.files.values())
+
+    def layouts(self) -> dict[str, ShardLayout]:
+        """The exact header and slots that each file must have."""
+        contents: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in self.files}
+        for tensor in self.tensors.values():
+            for piece in tensor.pieces:
+                contents[piece.file][piece.key] = (tensor.dtype, piece.shape)
+        return {name: lay_out(content) for name, content in contents.items()}
+
+
+def whole_tensor(file: str, key: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+    """The entry of a tensor that lies in one piece in one file."""
+    piece = Piece(file=file, key=key, start=(0,) * len(shape), shape=shape)
+    return TensorEntry(dtype=dtype, shape=shape, pieces=(piece,))
+
+
+def merge(parts: Sequence[Part], *, id: str, step: int, plan: str, values: Mapping[str, Any]) -> Manifest:
+    """One manifest from what every rank wrote.
+
+    Raises:
+        NotWhole: two ranks wrote the same tensor.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise NotWhole(f"{part.file} and {tensors[name].pieces[0].file} both hold the tensor {name!r}")
+            tensors[name] = tensor
+    files = {part.file: part.entry for part in parts}
+    return Manifest(id=id, step=step, world_size=len(parts), plan=plan, tensors=tensors, files=files, values=values)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of ``manifest.json``.
+
+    Raises:
+        ValueError: one of the values is not JSON.
+    """
+    tree = {
+        "sum": _BLANK.decode(),
+        "format": FORMAT,
+        "version": VERSION,
+        "id": manifest.id,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "plan": manifest.plan,
+        "files": {name: _file_tree(manifest.files[name]) for name in sorted(manifest.files)},
+        "tensors": {name: _tensor_tree(manifest.tensors[name]) for name in sorted(manifest.tensors)},
+        "values": pack(manifest.values),
+    }
+    data = json.dumps(tree, allow_nan=False).encode()
+    return _with_sum(data, xxhash.xxh3_64_hexdigest(data).encode())
+
+
+def decode(data: bytes) -> Manifest:
+    """The manifest that these bytes are.
+
+    Raises:
+        NotWhole: the sum does not match, or anything in it does not agree with the rest.
+    """
+    start, end = len(_PREFIX), len(_PREFIX) + len(_BLANK)
+    if not data.startswith(_PREFIX) or data[end : end + 1] != b'"':
+        raise NotWhole(f"{MANIFEST} does not begin with its sum")
+    actual = xxhash.xxh3_64_hexdigest(_with_sum(data, _BLANK)).encode()
+    if actual != data[start:end]:
+        raise NotWhole(f"{MANIFEST} has the sum {actual.decode()}, it says {data[start:end]!r}")
+    try:
+        tree = strictjson.parse(data)
+        return _manifest(tree)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise NotWhole(f"{MANIFEST}: {error}") from error
+
+
+def encode_part(part: Part) -> bytes:
+    """The bytes in which a rank tells the others what it wrote."""
+    tensors = {name: _tensor_tree(tensor) for name, tensor in part.tensors.items()}
+    return json.dumps({"file": part.file, "entry": _file_tree(part.entry), "tensors": tensors}).encode()
+
+
+def decode_part(data: bytes) -> Part:
+    """What a rank wrote.
+
+    Raises:
+        NotWhole: the bytes are not a part.
+    """
+    try:
+        tree = strictjson.parse(data)
+        file = _file_name(tree["file"])
+        entry = _file_entry(file, tree["entry"])
+        return Part(file=file, entry=entry, tensors=_tensors(tree["tensors"], {file: entry}))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise NotWhole(f"a rank's part of the manifest: {error}") from error
+
+
+def _with_sum(data: bytes, digits: bytes) -> bytes:
+    return data[: len(_PREFIX)] + digits + data[len(_PREFIX) + len(_BLANK) :]
+
+
+def _file_tree(entry: FileEntry) -> dict[str, Any]:
+    return {"size": entry.size, "chunk_bytes": entry.chunk_bytes, "xxh3": list(entry.sums)}
+
+
+def _tensor_tree(tensor: TensorEntry) -> dict[str, Any]:
+    pieces = [
+        {"file": piece.file, "key": piece.key, "start": list(piece.start), "shape": list(piece.shape)}
+        for piece in tensor.pieces
+    ]
+    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "pieces": pieces}
+
+
+def _manifest(tree: Any) -> Manifest:
+    _object(
+        "the manifest",
+        tree,
+        "sum",
+        "format",
+        "version",
+        "id",
+        "step",
+        "world_size",
+        "plan",
+        "files",
+        "tensors",
+        "values",
+    )
+    if tree["format"] != FORMAT:
+        raise ValueError(f"its format is {str(tree['format'])[:80]!r}, not {FORMAT!r}")
+    if tree["version"] != VERSION:
+        raise ValueError(
+            f"its version is {str(tree['version'])[:80]}, this Shoal reads {VERSION}; use the Shoal that wrote it"
+        )
+    if not is_id(_text("id", tree["id"])):
+        raise ValueError("its id is not 16 hex digits")
+    files = {_file_name(name): _file_entry(name, entry) for name, entry in _mapping("files", tree["files"]).items()}
+    manifest = Manifest(
+        id=tree["id"],
+        step=_number("step", tree["step"]),
+        world_size=_number("world_size", tree["world_size"]),
+        plan=_text("plan", tree["plan"]),
+        tensors=_tensors(tree["tensors"], files),
+        files=files,
+        values=unpack(_mapping("values", tree["values"])),
+    )
+    for name, layout in manifest.layouts().items():
+        if files[name].size != layout.size:
+            raise ValueError(f"{name} has {files[name].size} bytes, its tensors need {layout.size}")
+    return manifest
+
+
+def _file_entry(name: str, tree: Any) -> FileEntry:
+    _object(name, tree, "size", "chunk_bytes", "xxh3")
+    size, chunk_bytes = _number(f"{name} size", tree["size"]), _number(f"{name} chunk_bytes", tree["chunk_bytes"])
+    if not _SMALLEST_CHUNK <= chunk_bytes <= _LARGEST_CHUNK:
+        raise ValueError(f"{name} has chunks of {chunk_bytes} bytes, not {_SMALLEST_CHUNK} to {_LARGEST_CHUNK}")
+    sums = tree["xxh3"]
+    if not isinstance(sums, list) or not all(isinstance(digest, str) and is_id(digest) for digest in sums):
+        raise ValueError(f"{name}: its sums are not a list of 16 hex digits each")
+    if len(sums) != -(-size // chunk_bytes):
+        raise ValueError(f"{name} has {len(sums)} sums for {size} bytes in chunks of {chunk_bytes}")
+    return FileEntry(size=size, chunk_bytes=chunk_bytes, sums=tuple(sums))
+
+
+def _tensors(tree: Any, files: Mapping[str, FileEntry]) -> dict[str, TensorEntry]:
+    tensors = {}
+    used: set[tuple[str, str]] = set()
+    for name, entry in _mapping("tensors", tree).items():
+        _name(name)
+        tensor = _tensor(name, entry)
+        for piece in tensor.pieces:
+            if piece.file not in files:
+                raise ValueError(f"tensor {name!r} lies in {piece.file}, which is not among the files")
+            if (piece.file, piece.key) in used:
+                raise ValueError(f"two tensors share {piece.key!r} in {piece.file}")
+            used.add((piece.file, piece.key))
+        tensors[name] = tensor
+    return tensors
+
+
+def _tensor(name: str, tree: Any) -> TensorEntry:
+    _object(f"tensor {name!r}", tree, "dtype", "shape", "pieces")
+    dtype, shape = tree["dtype"], _shape(name, tree["shape"])
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError(f"tensor {name!r} has the type {str(dtype)[:80]!r}, which is none of {', '.join(ITEM_BYTES)}")
+    if math.prod(shape) * ITEM_BYTES[dtype] > _MAX_NUMBER:
+        raise ValueError(f"tensor {name!r} of shape {shape} is larger than any file")
+    if not isinstance(tree["pieces"], list) or not tree["pieces"]:
+        raise ValueError(f"tensor {name!r} has no pieces")
+    pieces = []
+    for piece in tree["pieces"]:
+        _object(f"a piece of {name!r}", piece, "file", "key", "start", "shape")
+        start, extent = _shape(name, piece["start"]), _shape(name, piece["shape"])
+        pieces.append(Piece(file=_file_name(piece["file"]), key=_name(piece["key"]), start=start, shape=extent))
+    _check_cover(name, shape, pieces)
+    return TensorEntry(dtype=dtype, shape=shape, pieces=tuple(pieces))
+
+
+def _check_cover(name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+    """The pieces must be the tensor cut along one dim, in order: nothing missing, nothing twice."""
+    if any(len(piece.start) != len(shape) or len(piece.shape) != len(shape) for piece in pieces):
+        raise ValueError(f"a piece of {name!r} has another number of dims than {shape}")
+    cut = next((dim for dim in range(len(shape)) if pieces[0].shape[dim] != shape[dim]), 0)
+    reached = 0
+    for piece in pieces:
+        start = tuple(reached if dim == cut else 0 for dim in range(len(shape)))
+        others = [dim for dim in range(len(shape)) if dim != cut]
+        if piece.start != start or any(piece.shape[dim] != shape[dim] for dim in others):
+            raise ValueError(f"the pieces of {name!r} do not lie side by side along one dim of {shape}")
+        reached += piece.shape[cut] if shape else 1
+    if reached != (shape[cut] if shape else 1):
+        raise ValueError(f"the pieces of {name!r} reach {reached} along dim {cut} of {shape}")
+
+
+def _object(what: str, tree: Any, *keys: str) -> None:
+    if not isinstance(tree, dict) or set(tree) != set(keys):
+        raise ValueError(f"{what} is not an object with the keys {', '.join(keys)}")
+
+
+def _mapping(what: str, tree: Any) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        raise ValueError(f"{what} is not an object")
+    return tree
+
+
+def _text(what: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_NAME:
+        raise ValueError(f"{what} is not a text of up to {_MAX_NAME} characters")
+    return value
+
+
+def _name(value: Any) -> str:
+    name = _text("a tensor's name", value)
+    # A lone surrogate is valid in JSON and in Python, and in no file that others can read.
+    if not name or name == "__metadata__" or not name.isprintable():
+        raise ValueError(f"{name[:80]!r} cannot name a tensor")
+    return name
+
+
+def _file_name(value: Any) -> str:
+    if not isinstance(value, str) or not is_shard_name(value):
+        raise ValueError(f"{str(value)[:80]!r} is not a shard's name such as rank-000.safetensors")
+    return value
+
+
+def _number(what: str, value: Any) -> int:
+    # bool is an int in Python and never a count.
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_NUMBER:
+        raise ValueError(f"{what} is {str(value)[:80]}, not a whole number of at least 0")
+    return value
+
+
+def _shape(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_DIMS:
+        raise ValueError(f"a shape of {name[:80]!r} is not a list of up to {_MAX_DIMS} numbers")
+    return tuple(_number(f"a dim of {name[:80]!r}", dim) for dim in value)

@@ -1,0 +1,56 @@
+"""Which checkpoints expire, as a pure decision, and the deletion of those.
+
+The checkpoint that was just committed is always kept, so something whole is there whatever the state of the others. A folder
+that a glance does not find whole neither counts nor is deleted: it may be somebody's evidence, or the only copy of a part.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from shoal.checkpoint.commit import remove
+from shoal.checkpoint.files import NotWhole
+from shoal.checkpoint.layout import Beside, beside_name, draw_id, parse_step, step_name
+from shoal.checkpoint.whole import glance
+from shoal.core.errors import RequestError
+
+
+def expired(steps: Iterable[int], *, newest: int, keep: int, keep_every: int | None) -> list[int]:
+    """The steps to delete, oldest first.
+
+    Args:
+        steps: committed checkpoints.
+        newest: the one just committed. Later steps belong to another lineage (a run that went back) and are left alone.
+        keep: how many of the newest stay, ``newest`` among them; at least 1.
+        keep_every: multiples of this stay for ever.
+    """
+    older = sorted(step for step in set(steps) if step < newest)
+    candidates = older[: len(older) - (keep - 1)] if keep > 1 else older
+    return [step for step in candidates if keep_every is None or step % keep_every != 0]
+
+
+def expire(root: Path, *, newest: int, keep: int, keep_every: int | None) -> list[int]:
+    """Delete what has expired; the steps deleted.
+
+    Raises:
+        OSError: the disk refused; nothing is half deleted under a committed name.
+    """
+    steps = [step for name in os.listdir(root) if (step := parse_step(name)) is not None and _is_committed(root / name)]
+    if newest not in steps:
+        # Without the anchor nothing is known to be whole, so nothing is deleted.
+        return []
+    deleted = expired(steps, newest=newest, keep=keep, keep_every=keep_every)
+    for step in deleted:
+        # Renamed first: a deletion cut short must not leave a torn folder under a committed name.
+        doomed = root / beside_name(Beside.EXPIRED, step, draw_id())
+        os.rename(root / step_name(step), doomed)
+        remove(doomed)
+    return deleted
+
+
+def _is_committed(path: Path) -> bool:
+    try:
+        glance(path)
+    except (NotWhole, RequestError):
+        return False
+    return True

@@ -1,0 +1,210 @@
+"""Saves while training goes on: copies the state, returns, and lets one thread write, vote and commit.
+
+torch's ``async_save`` does the same with pickled metadata, no sums and an error that stays on the rank it happened on; here any
+rank's failure fails the save on all of them, each of them reports it, and the run goes on with the checkpoints it has.
+
+Every wait ends: a save that is not committed within its deadline has failed, and ``wait`` and ``close`` stop waiting soon
+after.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.checkpoint.assign import assign
+from shoal.checkpoint.attempt import Request, attempt
+from shoal.checkpoint.config import CheckpointConfig
+from shoal.checkpoint.copies import Copies
+from shoal.checkpoint.retention import expire
+from shoal.checkpoint.shard import num_bytes
+from shoal.checkpoint.tensors import as_blob, dtype_name
+from shoal.checkpoint.values import pack, unpack
+from shoal.checkpoint.vote import LostTouch, SaveFailed, Vote
+from shoal.core.clock import Deadline
+from shoal.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
+
+Outcome = CheckpointSaved | CheckpointFailed
+
+# After the deadline no vote waits any more; what is left is the removal of the draft.
+_GRACE_SECONDS = 10.0
+
+
+@dataclass
+class _Job:
+    request: Request
+    stall_seconds: float
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Saver:
+    """Writes the checkpoints of one rank. All ranks call ``save`` at the same steps, with the same tensor names and values."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+        config: CheckpointConfig,
+        plan: str,
+        deadline_s: float,
+        report: Callable[[Event], None],
+    ) -> None:
+        """Make a saver; nothing is written or exchanged yet.
+
+        Args:
+            root: the ``checkpoints`` folder, the same for all ranks.
+            rank: this process.
+            world_size: how many processes save together.
+            group: a gloo group of all of them that nothing else uses, because a thread of its own votes on it; None when alone.
+            config: what is kept, and whether writing happens in the background.
+            plan: the plan's line, for the manifest.
+            deadline_s: seconds after which an uncommitted save has failed.
+            report: takes the events; called from the writing thread.
+        """
+        self._root = root
+        self._vote = Vote(group, rank=rank, world_size=world_size)
+        self._config = config
+        self._plan = plan
+        self._deadline_s = deadline_s
+        self._report = report
+        self._copies = Copies()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._latest: _Job | None = None
+        self._outcome: Outcome | None = None
+        self._lost_touch: str | None = None
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        local: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Copy this rank's share and begin to write it. A save that is still being written is waited for first.
+
+        Never raises because of the disk or of another rank: the outcome is an event, and what ``wait`` returns.
+
+        Args:
+            step: steps done; the checkpoint's name.
+            tensors: what every replica holds alike; each rank writes its share of them.
+            values: texts, numbers, lists and mappings, the same on every rank.
+            local: tensors of this rank alone, under names that no other rank uses.
+        """
+        started = time.perf_counter()
+        self.wait()
+        if self._lost_touch is not None:
+            self._outcome = CheckpointFailed(step=step, reason=f"{self._lost_touch}; restart the run to save again")
+            self._report(self._outcome)
+            return
+        request = self._request(step, tensors, values, local or {})
+        self._latest = _Job(request=request, stall_seconds=time.perf_counter() - started)
+        if self._thread is None:
+            # A daemon: a disk that never answers must not keep the process from ending.
+            self._thread = threading.Thread(target=self._work, name="shoal-saver", daemon=True)
+            self._thread.start()
+        self._jobs.put(self._latest)
+        if not self._config.background:
+            self.wait()
+
+    def wait(self) -> Outcome | None:
+        """Wait for the save that was begun last; its outcome, or None when there was none.
+
+        A save that is still not over after its deadline counts as failed; should it end later, that is reported too.
+        """
+        job = self._latest
+        if (
+            job is not None
+            and not job.done.wait(job.request.deadline.remaining + _GRACE_SECONDS)
+            and self._lost_touch is None
+        ):
+            self._lost_touch = (
+                f"rank {self._vote.rank}: step {job.request.step} is still being written after {self._deadline_s:g} s"
+            )
+            self._outcome = CheckpointFailed(step=job.request.step, reason=self._lost_touch)
+            self._report(self._outcome)
+        return self._outcome
+
+    def close(self) -> None:
+        """Wait for what was begun, then end the thread. May be called twice."""
+        self.wait()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout=1.0)
+            self._thread = None
+
+    def _request(
+        self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], local: Mapping[str, Tensor]
+    ) -> Request:
+        """This rank's share, copied. What goes wrong here becomes this rank's no in the first vote: the others wait for it."""
+        deadline = Deadline(seconds=self._deadline_s)
+        try:
+            shared = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+            sizes = {name: num_bytes(dtype, shape) for name, (dtype, shape) in shared.items()}
+            owners = assign(sizes, self._vote.world_size)
+            mine = {name: tensor for name, tensor in tensors.items() if owners[name] == self._vote.rank}
+            share = {**mine, **local}
+            if self._config.background:
+                share = self._copies.take(share)
+            else:
+                share = {name: tensor.detach().cpu().contiguous() for name, tensor in share.items()}
+            blobs = {name: as_blob(tensor) for name, tensor in share.items()}
+            # A copy that the loop cannot change, and the proof that it can be written.
+            plain = unpack(pack(values))
+        # torch raises RuntimeError when there is no memory for the copy.
+        except (RuntimeError, MemoryError, ValueError) as error:
+            problem = f"cannot copy the state: {error}"
+            return Request(
+                step=step, plan=self._plan, values={}, blobs={}, shared={}, deadline=deadline, problem=problem
+            )
+        return Request(step=step, plan=self._plan, values=plain, blobs=blobs, shared=shared, deadline=deadline)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            died = f"rank {self._vote.rank}: the writing thread died"
+            outcome: Outcome | None = None
+            try:
+                outcome = self._finish(job)
+            finally:
+                if outcome is None:
+                    # Something that nobody foresaw; Python prints its traceback, and the loop must still hear of it.
+                    self._lost_touch = died
+                    outcome = CheckpointFailed(step=job.request.step, reason=died)
+                self._outcome = outcome
+                self._report(outcome)
+                job.done.set()
+
+    def _finish(self, job: _Job) -> Outcome:
+        step = job.request.step
+        started = time.perf_counter()
+        try:
+            saved = attempt(job.request, root=self._root, vote=self._vote)
+        except SaveFailed as error:
+            if isinstance(error, LostTouch):
+                self._lost_touch = str(error)
+            return CheckpointFailed(step=step, reason=str(error))
+        self._lost_touch = saved.lost_touch
+        if self._vote.rank == 0 and saved.lost_touch is None:
+            self._expire(step)
+        return CheckpointSaved(
+            step=step,
+            path=str(saved.path),
+            num_bytes=saved.num_bytes,
+            stall_seconds=job.stall_seconds,
+            write_seconds=time.perf_counter() - started,
+        )
+
+    def _expire(self, step: int) -> None:
+        try:
+            expire(self._root, newest=step, keep=self._config.keep, keep_every=self._config.keep_every)
+        except OSError as error:
+            self._report(Warned(message=f"cannot delete expired checkpoints in {self._root}: {error}"))

@@ -1,0 +1,154 @@
+"""Is a checkpoint whole? Answered without torch, so that a command line can ask in a moment.
+
+Two depths. A *glance* reads the manifest and compares the files' sizes: enough to list checkpoints and to decide which may
+expire. To *verify* is to read every byte: enough to train from. Only committed names are looked at, and what is refused is
+named.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.checkpoint.files import NotWhole, existing_file, folder, read_into
+from shoal.checkpoint.layout import MANIFEST, Beside, parse_beside, parse_step, step_name
+from shoal.checkpoint.manifest import MAX_BYTES, Manifest, decode
+from shoal.checkpoint.shard import read_shard
+from shoal.core.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The newest whole checkpoint of a folder, if any, and the newer ones that were passed over."""
+
+    path: Path | None
+    refused: tuple[tuple[Path, str], ...]
+
+
+def read_manifest(folder_fd: int, path: Path) -> Manifest:
+    """The manifest inside a checkpoint's folder.
+
+    Raises:
+        NotWhole: it is missing, too large, altered, or of another step than the folder's name says.
+    """
+    with existing_file(folder_fd, MANIFEST) as (fd, size):
+        if size > MAX_BYTES:
+            raise NotWhole(f"{MANIFEST} has {size} bytes, more than {MAX_BYTES}")
+        data = bytearray(size)
+        read_into(fd, memoryview(data), 0, MANIFEST)
+    manifest = decode(bytes(data))
+    named = _step_of(path.name)
+    if named is not None and named != manifest.step:
+        raise NotWhole(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
+    return manifest
+
+
+def _step_of(name: str) -> int | None:
+    beside = parse_beside(name)
+    return beside.step if beside is not None else parse_step(name)
+
+
+def glance(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there with the right sizes. Their bytes are not read.
+
+    Raises:
+        NotWhole: names what is wrong.
+        RequestError: there is no such folder.
+    """
+    with folder(path) as folder_fd:
+        manifest = read_manifest(folder_fd, path)
+        for name, entry in manifest.files.items():
+            with existing_file(folder_fd, name) as (_, size):
+                if size != entry.size:
+                    raise NotWhole(f"{name} has {size} bytes, the manifest says {entry.size}")
+    return manifest
+
+
+def verify(path: Path) -> list[str]:
+    """Every problem of a checkpoint, each with the file it is in; empty when every byte is as it was written.
+
+    Raises:
+        RequestError: there is no such folder.
+    """
+    problems = []
+    try:
+        with folder(path) as folder_fd:
+            manifest = read_manifest(folder_fd, path)
+            layouts = manifest.layouts()
+            for name, entry in manifest.files.items():
+                try:
+                    read_shard(folder_fd, name, entry, layouts[name], wanted=frozenset(), check_all=True)
+                except NotWhole as error:
+                    problems.append(str(error))
+    except NotWhole as error:
+        problems.append(str(error))
+    return problems
+
+
+def committed_names(root: Path) -> list[tuple[int, Path]]:
+    """The folders of ``root`` that have a committed checkpoint's name, newest first; whole or not.
+
+    A folder set aside by a save that died before it took the name counts as what it was, until the sweep puts it back.
+    """
+    found: dict[int, Path] = {}
+    aside: dict[int, Path] = {}
+    try:
+        names = sorted(os.listdir(root))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for name in names:
+        step, beside = parse_step(name), parse_beside(name)
+        if step is not None:
+            found[step] = root / name
+        elif beside is not None and beside.kind is Beside.REPLACED:
+            aside[beside.step] = root / name
+    return sorted((aside | found).items(), reverse=True)
+
+
+def newest_whole(root: Path) -> Found:
+    """The newest checkpoint of which every byte is as it was written; the newer ones that are not are named with the reason."""
+    refused: list[tuple[Path, str]] = []
+    for _, path in committed_names(root):
+        try:
+            problems = verify(path)
+        except RequestError:
+            # It expired between the listing and now.
+            continue
+        if not problems:
+            return Found(path=path, refused=tuple(refused))
+        refused.append((path, "; ".join(problems)))
+    return Found(path=None, refused=tuple(refused))
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """What a user means by a folder: the checkpoint itself, or all of a run or of its ``checkpoints`` folder, newest first.
+
+    Raises:
+        RequestError: there is no such folder, or no checkpoint in it.
+    """
+    resolved = path.resolve()
+    if not resolved.is_dir():
+        raise RequestError(f"no such folder: {path}; give a run directory or a checkpoint such as {step_name(100)}")
+    if os.path.lexists(resolved / MANIFEST) or _step_of(resolved.name) is not None:
+        return [resolved]
+    inside = resolved / "checkpoints"
+    found = [checkpoint for _, checkpoint in committed_names(inside if inside.is_dir() else resolved)]
+    if not found:
+        raise RequestError(f"no checkpoint in {path}; give a run directory or a checkpoint such as {step_name(100)}")
+    return found
+
+
+def locate(path: Path) -> Path:
+    """The one checkpoint that a user means by a folder: itself, or the newest whole one of a run.
+
+    Raises:
+        RequestError: there is no such folder, or no checkpoint in it.
+        NotWhole: there are checkpoints and none is whole; or the given one is not.
+    """
+    refused = []
+    for checkpoint in checkpoints_in(path):
+        problems = verify(checkpoint)
+        if not problems:
+            return checkpoint
+        refused.append(f"  {checkpoint.name}: {'; '.join(problems)}")
+    listed = "\n".join(refused)
+    raise NotWhole(f"no whole checkpoint in {path}:\n{listed}")

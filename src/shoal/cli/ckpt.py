@@ -1,0 +1,244 @@
+"""``shoal ckpt``: look at checkpoints, prove that they are whole, compare two, export one.
+
+Each verb takes a run directory or a checkpoint's own folder. Exit 0: whole; 1: something is not whole; 2: the request was
+wrong.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli.result import JsonFile, check_result_file, print_table, write_result
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.diff import TensorDifference
+
+app = typer.Typer(
+    help="Show, verify, compare and export checkpoints.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run directory or a checkpoint's folder.")]
+_First = Annotated[Path, typer.Argument(metavar="FIRST", help="A run directory or a checkpoint's folder.")]
+_Second = Annotated[Path, typer.Argument(metavar="SECOND", help="What to compare it with.")]
+_Top = Annotated[
+    int, typer.Option("--top", metavar="K", min=1, help="How many changed tensors to print; the JSON has all.")
+]
+_To = Annotated[
+    Path | None,
+    typer.Option("--to", metavar="DIR", help="The folder to make; by default export-STEP in the run directory."),
+]
+_Format = Annotated[
+    str,
+    typer.Option(
+        "--format", metavar="safetensors|program|all", help="Hugging Face layout, a torch.export program, or both."
+    ),
+]
+
+
+@app.command()
+def show(folder: _Folder, json_file: JsonFile = None) -> None:
+    """Show the checkpoints of DIR: step, plan, sizes, tensors. Sizes are checked, bytes are not: see verify."""
+    check_result_file(json_file)
+    # Verbs import what they need when they run: see cli/main.py.
+    from shoal.checkpoint.whole import checkpoints_in
+
+    described = [_describe(path) for path in checkpoints_in(folder)]
+    for checkpoint in described:
+        if len(described) == 1 and checkpoint["whole"]:
+            _print_one(checkpoint)
+    if len(described) > 1 or not described[0]["whole"]:
+        _print_list(described)
+    write_result(json_file, {"checkpoints": described})
+    if not all(checkpoint["whole"] for checkpoint in described):
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(folder: _Folder, json_file: JsonFile = None) -> None:
+    """Read every byte of the checkpoints of DIR and compare it with its sum. Exit 1 if one is not as it was written."""
+    check_result_file(json_file)
+    from shoal.checkpoint.whole import checkpoints_in
+    from shoal.checkpoint.whole import verify as problems_of
+
+    results = []
+    for path in checkpoints_in(folder):
+        problems = problems_of(path)
+        results.append({"path": str(path), "whole": not problems, "problems": problems})
+        print(f"{path.name}: {'whole' if not problems else 'not whole'}")
+        for problem in problems:
+            print(f"  {problem}")
+    write_result(json_file, {"checkpoints": results})
+    if not all(result["whole"] for result in results):
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(first: _First, second: _Second, top: _Top = 20, json_file: JsonFile = None) -> None:
+    """Say which tensors of two checkpoints differ, and by how much. Exit 0 whether they differ or not."""
+    check_result_file(json_file)
+    from shoal.checkpoint.whole import locate
+
+    paths = locate(first), locate(second)
+    from dataclasses import asdict
+
+    from shoal.checkpoint.diff import compare
+    from shoal.checkpoint.reader import read
+
+    difference = compare(read(paths[0]), read(paths[1]))
+    print(f"{paths[0].name} and {paths[1].name}: " + ("the same, bit for bit" if difference.is_same else "different"))
+    for side, names in (("first", difference.only_in_first), ("second", difference.only_in_second)):
+        if names:
+            print(f"only in the {side}: {', '.join(names)}")
+    if difference.values:
+        print(f"values that differ: {', '.join(difference.values)}")
+    print(f"tensors: {difference.num_same} the same, {len(difference.changed)} changed")
+    changed = sorted(difference.changed, key=_severity, reverse=True)
+    if changed:
+        rows = [
+            (
+                tensor.name,
+                tensor.first if tensor.what == "values" else f"{tensor.first} -> {tensor.second}",
+                f"{tensor.num_different}/{tensor.num_elements}",
+                "" if tensor.max_abs is None else f"{tensor.max_abs:.3g}",
+                "" if tensor.relative is None else f"{tensor.relative:.3g}",
+            )
+            for tensor in changed[:top]
+        ]
+        print_table(("tensor", "type", "elements", "max abs", "relative"), rows)
+        if len(changed) > top:
+            print(f"and {len(changed) - top} more; see --top and --json")
+    write_result(json_file, {"first": paths[0], "second": paths[1], "same": difference.is_same, **asdict(difference)})
+
+
+@app.command()
+def export(folder: _Folder, to: _To = None, format: _Format = "safetensors", json_file: JsonFile = None) -> None:
+    """Export the weights of DIR (the newest whole checkpoint of a run) for other programs."""
+    from shoal.core.errors import RequestError, did_you_mean
+
+    formats = ("safetensors", "program", "all")
+    if format not in formats:
+        raise RequestError(f"there is no format {format!r}; {did_you_mean(format, formats)}")
+    check_result_file(json_file)
+    from shoal.checkpoint.whole import locate
+
+    source = locate(folder)
+    run_dir = _run_of(source)
+    if format != "safetensors" and run_dir is None:
+        raise RequestError(
+            f"{source} is not in a run directory; a program needs the run's recipe: use --format safetensors"
+        )
+    target = to if to is not None else run_dir / f"export-{source.name}" if run_dir is not None else None
+    if target is None:
+        raise RequestError(f"{source} is not in a run directory; say where to export with --to DIR")
+    from shoal.checkpoint.export import new_folder, read_weights, write_weights
+
+    with new_folder(target) as draft:
+        checkpoint = read_weights(source)
+        if format != "program":
+            write_weights(checkpoint, draft, model=_model_section(run_dir))
+        if format != "safetensors" and run_dir is not None:
+            _export_program(run_dir, source, checkpoint.tensors, draft)
+    files = sorted(str(path) for path in target.iterdir())
+    print(f"exported step {checkpoint.step}: {len(checkpoint.tensors)} tensors")
+    for file in files:
+        print(f"  {file}")
+    write_result(json_file, {"checkpoint": source, "step": checkpoint.step, "folder": target, "files": files})
+
+
+def _severity(tensor: "TensorDifference") -> float:
+    """What has no number (another shape, NaN) comes before everything that has one."""
+    return float("inf") if tensor.relative is None or tensor.relative != tensor.relative else tensor.relative
+
+
+def _export_program(run_dir: Path, source: Path, weights: Any, draft: Path) -> None:
+    from shoal.checkpoint.export import write_program
+    from shoal.trainer.build import load_run
+    from shoal.trainer.state import import_weights
+
+    run = load_run(run_dir)
+    # The run gives its newest weights; the ones asked for may be older.
+    import_weights(run.model, weights, origin=str(source))
+    write_program(run.model, run.example_inputs, draft)
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    from shoal.core.rundir import RunDir
+
+    run = RunDir(checkpoint.parent.parent)
+    return run.root if run.checkpoints == checkpoint.parent and run.recipe.is_file() else None
+
+
+def _model_section(run_dir: Path | None) -> dict[str, Any]:
+    if run_dir is None:
+        return {}
+    from shoal.core.config import read_toml
+    from shoal.core.rundir import RunDir
+
+    section = read_toml(RunDir(run_dir).recipe).get("model", {})
+    return section if isinstance(section, dict) else {}
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    from shoal.checkpoint.files import NotWhole
+    from shoal.checkpoint.whole import glance
+
+    try:
+        manifest = glance(path)
+    except NotWhole as error:
+        return {"path": str(path), "whole": False, "problem": str(error)}
+    return {
+        "path": str(path),
+        "whole": True,
+        "problem": None,
+        "step": manifest.step,
+        "id": manifest.id,
+        "plan": manifest.plan,
+        "world_size": manifest.world_size,
+        "num_bytes": manifest.num_bytes,
+        "files": {name: entry.size for name, entry in manifest.files.items()},
+        "tensors": {name: {"dtype": tensor.dtype, "shape": tensor.shape} for name, tensor in manifest.tensors.items()},
+        "values": manifest.values,
+    }
+
+
+def _print_list(described: list[dict[str, Any]]) -> None:
+    from shoal.core.units import format_bytes
+
+    rows = [
+        (
+            Path(entry["path"]).name,
+            entry["plan"],
+            len(entry["tensors"]),
+            format_bytes(entry["num_bytes"]),
+            "sizes agree",
+        )
+        if entry["whole"]
+        else (Path(entry["path"]).name, "", "", "", f"not whole: {entry['problem']}")
+        for entry in described
+    ]
+    print_table(("checkpoint", "plan", "tensors", "size", "state"), rows)
+
+
+def _print_one(entry: dict[str, Any]) -> None:
+    import math
+
+    from shoal.checkpoint.shard import ITEM_BYTES
+    from shoal.core.units import format_bytes
+
+    size = f"{format_bytes(entry['num_bytes'])} in {len(entry['files'])} files"
+    print(f"{entry['path']}: step {entry['step']}, plan {entry['plan']}, {size}")
+    rows = [
+        (
+            name,
+            tensor["dtype"],
+            list(tensor["shape"]),
+            format_bytes(ITEM_BYTES[tensor["dtype"]] * math.prod(tensor["shape"])),
+        )
+        for name, tensor in entry["tensors"].items()
+    ]
+    print_table(("tensor", "type", "shape", "size"), rows)
+    print(f"values: {entry['values']}")

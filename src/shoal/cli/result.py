@@ -1,0 +1,97 @@
+"""The result of a verb: a JSON file for programs and a table for people.
+
+Every verb takes ``--json FILE``. The file appears whole or not at all, because a program that waits for it must never read half
+of it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.core.errors import RequestError, RunError
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON, for programs.")
+]
+"""The ``--json`` option as every verb declares it."""
+
+
+def check_result_file(path: Path | None) -> None:
+    """Refuse a ``--json`` file that could not be written, before the work that it is to report.
+
+    Raises:
+        RequestError: its folder is missing or closed to us, or the path is a folder.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise RequestError(f"--json {path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise RequestError(f"--json {path}: there is no folder {path.parent}; make it first")
+    target = path if path.exists() and not path.is_file() else path.parent
+    if not os.access(target, os.W_OK):
+        raise RequestError(f"--json {path}: {target} is not writable")
+
+
+def write_result(path: Path | None, result: Any) -> None:
+    """Write ``result`` as JSON: beside, then renamed; straight into it where ``path`` is a pipe or a terminal.
+
+    Dataclasses become objects, paths become text, and a number that JSON does not have (NaN, infinity) becomes null.
+
+    Raises:
+        RunError: the disk refused.
+    """
+    if path is None:
+        return
+    text = json.dumps(_plain(result), indent=2, allow_nan=False) + "\n"
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            beside.unlink()
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise RunError(f"cannot write --json {path}: {error}") from error
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+    """Print a table on stdout: as wide as the terminal, or one line per row where stdout is not a terminal."""
+    # rich takes 0.1 s to import: --help must not pay for tables.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    is_terminal = sys.stdout.isatty()
+    Console(file=sys.stdout, width=None if is_terminal else 10_000).print(table)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

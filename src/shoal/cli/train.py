@@ -1,0 +1,111 @@
+"""``shoal train``: run a recipe, on this machine's processes or as one rank of a launcher's."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli.result import JsonFile, check_result_file, write_result
+
+if TYPE_CHECKING:
+    from shoal.data.check import DataSummary
+    from shoal.trainer.config import Recipe
+
+_Recipe = Annotated[Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
+_Plan = Annotated[str | None, typer.Option("--plan", metavar="TEXT", help="Lay the run out like this, such as 'dp=2'.")]
+_Processes = Annotated[int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes to start.")]
+_Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
+]
+_RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run leaves everything.")]
+_Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run directory.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print plan, shapes and bytes per rank, and start nothing.")]
+_Restarts = Annotated[
+    int | None, typer.Option("--max-restarts", metavar="N", min=0, help="Restart dead ranks this many times.")
+]
+_Profile = Annotated[str | None, typer.Option("--profile", metavar="A:B", help="Trace steps A to B for Perfetto.")]
+_HelpRecipe = Annotated[bool, typer.Option("--help-recipe", help="Print every key of a recipe with its default.")]
+_Schema = Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a recipe, for editors.")]
+
+
+def train(
+    context: typer.Context,
+    recipe: _Recipe = None,
+    plan: _Plan = None,
+    nproc: _Processes = None,
+    overrides: _Set = None,
+    run_dir: _RunDir = None,
+    resume: _Resume = False,
+    dry_run: _DryRun = False,
+    max_restarts: _Restarts = None,
+    profile: _Profile = None,
+    help_recipe: _HelpRecipe = False,
+    schema: _Schema = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Train the model of RECIPE."""
+    # Verbs import what they need when they run: see cli/main.py.
+    from shoal.core.errors import RequestError
+    from shoal.trainer.request import TrainRequest, prepare
+
+    if help_recipe or schema:
+        _explain_recipe(schema=schema, json_file=json_file)
+        return
+    if recipe is None:
+        raise RequestError(
+            "which recipe? give a TOML file, such as recipes/tiny.toml, or make one with `shoal init DIR`"
+        )
+    check_result_file(json_file)
+    changes = list(overrides or ())
+    if max_restarts is not None:
+        changes.append(f"elastic.max_restarts={max_restarts}")
+    if profile is not None:
+        changes.append(f'telemetry.profile="{profile}"')
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    request = TrainRequest(
+        recipe=recipe,
+        plan=plan,
+        num_processes=int(os.environ["WORLD_SIZE"]) if launched else nproc,
+        overrides=tuple(changes),
+        run_dir=run_dir,
+        resume=resume,
+    )
+    if launched:
+        from shoal.trainer.launched import train_launched
+
+        raise typer.Exit(train_launched(request))
+    prepared = prepare(request, measure_own=_measure_own)
+    if dry_run:
+        from shoal.trainer.dryrun import describe_dry_run, dry_run_result
+
+        result = dry_run_result(prepared)
+        print(describe_dry_run(result))
+        write_result(json_file, result)
+        return
+    from shoal.trainer.launch import describe_summary, train_supervised
+
+    ended = train_supervised(prepared, debug=context.obj["debug"])
+    if ended.summary is not None:
+        print(describe_summary(ended.summary, prepared.run_dir))
+    write_result(json_file, ended.summary)
+    raise typer.Exit(ended.exit_code)
+
+
+def _measure_own(recipe: "Recipe") -> "DataSummary":
+    from shoal.trainer.measure import measure_own
+
+    return measure_own(recipe)
+
+
+def _explain_recipe(*, schema: bool, json_file: Path | None) -> None:
+    import json
+
+    from shoal.trainer.config import Recipe
+    from shoal.trainer.help import describe_recipe
+
+    if schema:
+        print(json.dumps(Recipe.model_json_schema(), indent=2))
+    else:
+        print(describe_recipe())
+    write_result(json_file, Recipe.model_json_schema())

@@ -1,0 +1,141 @@
+"""A process's place among the others: who it is, whom it can reach, and how long it will wait for them.
+
+The environment is torchrun's contract, so the same worker runs under Shoal's supervisor, ``torchrun``, SLURM or Kubeflow.
+Under the supervisor the store listens on a loopback socket that the supervisor bound beforehand: torch's own ``TCPStore``
+would listen on every interface, and a port that is chosen first and bound later can be taken in between.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shoal.core.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What the launcher told this process about itself."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    generation: int = 0
+    """How often the launcher has restarted the group."""
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> "Place":
+        """The place that torchrun's variables give; a process that nobody launched is alone.
+
+        Raises:
+            RequestError: the variables are there but make no sense.
+        """
+        if "RANK" not in environment:
+            return cls()
+        try:
+            place = cls(
+                rank=int(environment["RANK"]),
+                world_size=int(environment["WORLD_SIZE"]),
+                local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
+                generation=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            )
+        except (KeyError, ValueError) as error:
+            raise RequestError(f"the launcher set RANK but not a whole WORLD_SIZE beside it: {error}") from error
+        if not 0 <= place.rank < place.world_size:
+            raise RequestError(f"the launcher gave RANK={place.rank} of WORLD_SIZE={place.world_size}")
+        return place
+
+
+class World:
+    """The process group of a run. One process has no group, and every operation here is then the identity."""
+
+    def __init__(self, place: Place, *, device: torch.device, deadline_seconds: float) -> None:
+        self.rank = place.rank
+        self.size = place.world_size
+        self.generation = place.generation
+        self.device = device
+        self.deadline_seconds = deadline_seconds
+        self.group: dist.ProcessGroup | None = None
+        self.save_group: dist.ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that prints and writes what is written once."""
+        return self.rank == 0
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add a small tensor over all ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin to add a tensor over all ranks; None when there is nobody to wait for."""
+        if self.group is None:
+            return None
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, in the order of ranks; all have the same shape."""
+        if self.group is None:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor, group=self.group)
+        return parts
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum_(torch.zeros(1, device=self.device))
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.group is not None:
+            dist.destroy_process_group()
+            self.group = self.save_group = None
+
+
+def join_world(environment: Mapping[str, str], *, deadline_seconds: float, store: dist.Store | None = None) -> World:
+    """Join the other processes of this run, or be alone.
+
+    Args:
+        environment: the launcher's variables, usually ``os.environ``.
+        deadline_seconds: how long a collective waits before it gives up.
+        store: where the processes meet; made from the environment when left out.
+    """
+    place = Place.read(environment)
+    device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    world = World(place, device=device, deadline_seconds=deadline_seconds)
+    if "RANK" not in environment:
+        return world
+    timeout = timedelta(seconds=deadline_seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    if store is None and "SHOAL_SUPERVISOR_PID" in environment:
+        store = _supervised_store(environment, place, timeout)
+    if store is not None:
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    world.group = dist.group.WORLD
+    # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
+    world.save_group = dist.new_group(backend="gloo", timeout=timeout)
+    return world
+
+
+def _supervised_store(environment: Mapping[str, str], place: Place, timeout: timedelta) -> dist.Store:
+    """The store on the supervisor's loopback socket; the prefix keeps one generation's keys from the next."""
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    if place.rank == 0:
+        listening = int(environment["SHOAL_STORE_FD"])
+        store = dist.TCPStore(
+            address, port, place.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listening
+        )
+        # A loader process that inherited the socket would keep the port open after this rank is gone.
+        os.set_inheritable(listening, False)
+    else:
+        store = dist.TCPStore(address, port, place.world_size, False, timeout, wait_for_workers=False)
+    return dist.PrefixStore(f"generation-{environment.get('SHOAL_GENERATION', '0')}", store)

@@ -1,0 +1,94 @@
+"""From a ``[data]`` section to the three splits, in the rank that reads them."""
+
+from dataclasses import replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from shoal.data.arrays import ArraySource
+from shoal.data.bigram import bigram_entropy
+from shoal.data.check import describe_text
+from shoal.data.config import (
+    AnyDataConfig,
+    DigitsConfig,
+    StdlibConfig,
+    SyntheticConfig,
+    TextConfig,
+    TokensConfig,
+)
+from shoal.data.corpus import VOCAB, find_corpus, read_split
+from shoal.data.digits import DIGITS_SPEC, read_digits
+from shoal.data.own import build_own
+from shoal.data.shares import split_positions
+from shoal.data.spec import DataSpec
+from shoal.data.splits import Splits as Splits
+from shoal.data.synthetic import describe_synthetic, make_arrays
+from shoal.data.tokens import open_tokens
+from shoal.data.windows import WindowSource
+
+
+def build_splits(config: AnyDataConfig, seed: int) -> Splits:
+    """Train, validation and test of a source; the same on every rank.
+
+    Args:
+        config: the ``[data]`` section.
+        seed: what synthetic data is made from. Real data and how it is split do not depend on it.
+
+    Raises:
+        RequestError: the data is missing, empty, too short or corrupt; the numbers and the fix are in the message.
+    """
+    if isinstance(config, StdlibConfig | TextConfig):
+        return _build_text(config)
+    if isinstance(config, TokensConfig):
+        return _build_tokens(config)
+    if isinstance(config, SyntheticConfig):
+        return _build_synthetic(config, seed)
+    if isinstance(config, DigitsConfig):
+        found = read_digits()
+        return _cut((found.images,), found.digits, config, DIGITS_SPEC, uniform_weight=1)
+    return build_own(config)
+
+
+def _build_text(config: StdlibConfig | TextConfig) -> Splits:
+    corpus = find_corpus(config)
+    train = read_split(corpus.train)
+    spec = replace(describe_text(config.sequence), baseline_loss=bigram_entropy(train))
+    return Splits(
+        train=WindowSource(train, config.sequence, vocab=VOCAB),
+        validation=WindowSource(read_split(corpus.validation), config.sequence, vocab=VOCAB),
+        test=WindowSource(read_split(corpus.test), config.sequence, vocab=VOCAB),
+        spec=spec,
+    )
+
+
+def _build_tokens(config: TokensConfig) -> Splits:
+    file = open_tokens(config)
+    parts = split_positions(file.ids.size, config.validation, config.test, needed=config.sequence + 1, what="token ids")
+    train, validation, test = (
+        WindowSource(file.ids[part.start : part.stop], config.sequence, vocab=file.vocab) for part in parts
+    )
+    spec = DataSpec(kind="tokens", vocab=file.vocab, sequence=config.sequence, tokens_per_sample=config.sequence)
+    return Splits(train=train, validation=validation, test=test, spec=spec)
+
+
+def _build_synthetic(config: SyntheticConfig, seed: int) -> Splits:
+    made = make_arrays(config, seed)
+    weights = {"tokens": config.sequence, "reverse": None}
+    return _cut(
+        made.inputs, made.targets, config, describe_synthetic(config), uniform_weight=weights.get(config.kind, 1)
+    )
+
+
+def _cut(
+    inputs: tuple[NDArray[Any], ...],
+    targets: NDArray[Any],
+    config: SyntheticConfig | DigitsConfig,
+    spec: DataSpec,
+    *,
+    uniform_weight: int | None,
+) -> Splits:
+    train, validation, test = (
+        ArraySource(inputs, targets, rows=rows, uniform_weight=uniform_weight)
+        for rows in split_positions(len(targets), config.validation, config.test)
+    )
+    return Splits(train=train, validation=validation, test=test, spec=spec)

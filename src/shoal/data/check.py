@@ -1,0 +1,89 @@
+"""What the data is, or why it cannot be used, found out before any process starts and without torch.
+
+The number of samples comes from file sizes; nothing is read but token files, whose ids must be inside the vocabulary.
+"""
+
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+
+from shoal.core.units import format_bytes
+from shoal.data.config import AnyDataConfig, DigitsConfig, StdlibConfig, SyntheticConfig, TextConfig, TokensConfig
+from shoal.data.corpus import VOCAB, find_corpus
+from shoal.data.digits import DIGITS_SPEC, NUM_DIGITS, require_digits
+from shoal.data.named import load_build
+from shoal.data.shares import split_positions
+from shoal.data.spec import DataSpec
+from shoal.data.synthetic import describe_synthetic
+from shoal.data.tokens import open_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSummary:
+    """The data in numbers. Of the user's own data nothing is known before it is built: ``spec`` and the counts are None."""
+
+    spec: DataSpec | None
+    train: int | None
+    """Samples to train on."""
+    validation: int | None
+    test: int | None
+    description: str
+    """One line for people."""
+
+
+def check_data(config: AnyDataConfig) -> DataSummary:
+    """Look at the data as far as can be done quickly.
+
+    Raises:
+        RequestError: the data is missing, empty, too short or corrupt; the numbers and the fix are in the message.
+    """
+    if isinstance(config, StdlibConfig | TextConfig):
+        return _check_text(config)
+    if isinstance(config, TokensConfig):
+        file = open_tokens(config)
+        needed = config.sequence + 1
+        parts = split_positions(file.ids.size, config.validation, config.test, needed=needed, what="token ids")
+        spec = DataSpec(kind="tokens", vocab=file.vocab, sequence=config.sequence, tokens_per_sample=config.sequence)
+        counts = [count_windows(len(part), config.sequence) for part in parts]
+        return _summary(spec, counts, f"{file.ids.size} token ids of {file.vocab} in {config.path}")
+    if isinstance(config, SyntheticConfig):
+        parts = split_positions(config.samples, config.validation, config.test)
+        return _summary(
+            describe_synthetic(config), _lengths(parts), f"synthetic {config.kind}, {config.samples} samples"
+        )
+    if isinstance(config, DigitsConfig):
+        require_digits()
+        parts = split_positions(NUM_DIGITS, config.validation, config.test)
+        return _summary(DIGITS_SPEC, _lengths(parts), f"{NUM_DIGITS} images of digits")
+    load_build(config)
+    return DataSummary(spec=None, train=None, validation=None, test=None, description=f"your own, by {config.build}")
+
+
+def describe_text(sequence: int) -> DataSpec:
+    """The shapes of a text; its bigram entropy is left to whoever reads the text."""
+    return DataSpec(kind="tokens", vocab=VOCAB, sequence=sequence, tokens_per_sample=sequence)
+
+
+def count_windows(num_tokens: int, sequence: int) -> int:
+    """Samples in a row of tokens: each reads one token more than it steps."""
+    return max(0, (num_tokens - 1) // sequence)
+
+
+def _check_text(config: StdlibConfig | TextConfig) -> DataSummary:
+    corpus = find_corpus(config)
+    splits = (corpus.train, corpus.validation, corpus.test)
+    num_bytes = sum(split.num_tokens for split in splits)
+    where = "the standard library" if isinstance(config, StdlibConfig) else config.path
+    return _summary(
+        describe_text(config.sequence),
+        [count_windows(split.num_tokens, config.sequence) for split in splits],
+        f"{corpus.num_files} files, {format_bytes(num_bytes)} of {where}",
+    )
+
+
+def _lengths(parts: Sequence[Sized]) -> list[int]:
+    return [len(part) for part in parts]
+
+
+def _summary(spec: DataSpec, counts: Sequence[int], description: str) -> DataSummary:
+    train, validation, test = counts
+    return DataSummary(spec=spec, train=train, validation=validation, test=test, description=description)

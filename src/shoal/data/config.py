@@ -1,0 +1,114 @@
+"""What ``[data]`` of a recipe can say: one frozen config per source, and one for the user's own data. No torch."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from shoal.core.config import Config, tagged
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class _Loaded(Config):
+    validation: Share = 0.05
+    """Share of the data held out for validation."""
+    test: Share = 0.05
+    """Share of the data held out for the final test."""
+    prefetch: Annotated[int, Field(ge=0)] = 2
+    """Batches loaded ahead; 0 loads each when it is asked for."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Loader processes per rank; 0 loads in the rank itself, which is right unless a sample is costly to make."""
+
+    @model_validator(mode="after")
+    def _leave_some_for_training(self) -> Self:
+        if self.validation + self.test >= 1.0:
+            raise ValueError(
+                f"validation {self.validation:g} + test {self.test:g} leave nothing for training; make their sum less than 1"
+            )
+        return self
+
+
+class StdlibConfig(_Loaded):
+    """The source code of Python's standard library, as bytes: real text that is on every machine."""
+
+    source: Literal["stdlib"] = "stdlib"
+    """Which data this is."""
+    sequence: Count = 256
+    """Tokens (bytes) per sample."""
+    limit_bytes: Count | None = None
+    """Use at most this many bytes of it, in whole files; all of it when left out."""
+
+
+class TextConfig(_Loaded):
+    """Files of text, as bytes; every file ends with byte 0."""
+
+    source: Literal["text"] = "text"
+    """Which data this is."""
+    path: str
+    """A folder of files, or one file."""
+    pattern: str = "**/*"
+    """Which files of the folder are read; names that begin with a dot are not."""
+    sequence: Count = 256
+    """Tokens (bytes) per sample."""
+
+
+class TokensConfig(_Loaded):
+    """A file of token ids, memory-mapped."""
+
+    source: Literal["tokens"] = "tokens"
+    """Which data this is."""
+    path: str
+    """A one-dimensional whole-number .npy file, or raw little-endian ids in any other file."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """Type of raw ids; a .npy file says its own."""
+    vocab: Count | None = None
+    """Number of token ids; one more than the highest id in the file when left out."""
+    sequence: Count = 256
+    """Tokens per sample."""
+
+
+class SyntheticConfig(_Loaded):
+    """Data made from the seed, for tests, proofs and measurements; each kind can be learned."""
+
+    source: Literal["synthetic"] = "synthetic"
+    """Which data this is."""
+    kind: Literal["tokens", "classes", "regression", "reverse"] = "tokens"
+    """tokens: noisy arithmetic sequences; classes: clusters; regression: a smooth function; reverse: pairs of a sequence and its
+    reverse, of many lengths."""
+    samples: Count = 2048
+    """Samples of all splits together."""
+    sequence: Annotated[int, Field(ge=2)] = 32
+    """Tokens per sample (tokens), or the longest one with its end mark (reverse)."""
+    vocab: Annotated[int, Field(ge=4)] = 64
+    """Number of token ids (tokens and reverse)."""
+    features: tuple[Count, ...] = (16,)
+    """Shape of an input (classes and regression)."""
+    classes: Annotated[int, Field(ge=2)] = 4
+    """Number of classes."""
+    outputs: Count = 1
+    """Numbers to predict (regression)."""
+
+
+class DigitsConfig(_Loaded):
+    """The 1797 real 8x8 images of handwritten digits that scikit-learn ships."""
+
+    source: Literal["digits"] = "digits"
+    """Which data this is."""
+    validation: Share = 0.1
+    """Share of the data held out for validation."""
+    test: Share = 0.1
+    """Share of the data held out for the final test."""
+
+
+class OwnDataConfig(_Loaded):
+    """The user's own map-style ``torch.utils.data.Dataset``."""
+
+    build: str
+    """package.module:function that returns one dataset, or a dict of datasets with the keys train, validation and test."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the function."""
+
+
+AnyDataConfig = StdlibConfig | TextConfig | TokensConfig | SyntheticConfig | DigitsConfig | OwnDataConfig
+DataConfig = tagged(StdlibConfig, TextConfig, TokensConfig, SyntheticConfig, DigitsConfig, OwnDataConfig, key="source")

@@ -1,0 +1,278 @@
+"""Batches for one replica, in the global order, loaded ahead.
+
+torch's ``DataLoader`` with a ``DistributedSampler`` is not used for the order: it pads or drops the last samples and cannot
+resume on another number of processes. Its worker processes are used where the user asks for them. The position handed out is the
+one after the batch that ``next()`` returned, never after one that was only loaded ahead, so a checkpoint neither repeats nor
+skips a sample.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.comm.lifeline import die_with_parent
+from shoal.core.errors import RequestError, RunError
+from shoal.data.order import Ids, Position, microbatches, permute, replica_share, take
+from shoal.data.source import Items, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """What one forward pass reads."""
+
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+    sample_ids: NDArray[np.int64]
+    """Global dataset ids, in the order of dim 0."""
+    weight: float
+    """Items that its mean loss is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """What one replica reads in one step."""
+
+    microbatches: tuple[Microbatch, ...]
+    """Empty where the global batch has fewer samples than there are replicas."""
+    num_samples: int
+    """Samples of the global batch, of all replicas."""
+    position: Position
+    """Where the data is after this batch; it goes into the checkpoint."""
+    total_weight: float | None
+    """Weight of the global batch where every sample weighs the same; None where the replicas have to add theirs up."""
+    local_weight: float
+    """Weight of this replica's part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A step's share of one replica, still as ids."""
+
+    microbatches: list[Ids]
+    num_samples: int
+    position: Position
+
+
+class Loader:
+    """An endless row of steps, epoch after epoch. One thread calls ``next()``; ``close()`` when done."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        replica: int = 0,
+        num_replicas: int = 1,
+        seed: int = 0,
+        position: Position | None = None,
+        prefetch: int = 2,
+        workers: int = 0,
+        deadline_s: float = 300.0,
+    ) -> None:
+        """Start loading ahead.
+
+        Args:
+            source: the training split.
+            global_batch: samples per step, of all replicas.
+            micro_batch: samples per forward pass.
+            replica: this replica's number.
+            num_replicas: how many there are.
+            seed: of the order of samples.
+            position: where to go on; the beginning when left out.
+            prefetch: batches loaded ahead; 0 loads in ``next()``.
+            workers: loader processes; they are children of the thread that makes the loader and die with it.
+            deadline_s: the longest wait for one batch.
+
+        Raises:
+            RequestError: there is no sample, or the position is beyond the data.
+        """
+        start = position if position is not None else Position()
+        if len(source) == 0:
+            raise RequestError(
+                "the training split has 0 samples; give more data, or lower data.validation and data.test"
+            )
+        if start.offset >= len(source):
+            raise RequestError(
+                f"the data position is sample {start.offset} of an epoch and the data has {len(source)} samples; "
+                f"it is not the data that the checkpoint was made with"
+            )
+        self._source = source
+        self._deadline_s = deadline_s
+        plan = (len(source), global_batch, micro_batch, replica, num_replicas, seed)
+        self._parts = _parts(start, *plan)
+        self._workers = _Workers(source, _parts(start, *plan), workers, prefetch, deadline_s) if workers else None
+        self._ahead = _Ahead(self._load_batches(), prefetch) if prefetch and not workers else None
+
+    def next(self) -> StepBatch:
+        """The next step's batch.
+
+        Raises:
+            RunError: it did not come in time, or a worker process died.
+            Exception: whatever the source raised while it was loading.
+        """
+        if self._ahead is not None:
+            return self._ahead.next(self._deadline_s)
+        return self._load(next(self._parts))
+
+    def close(self) -> None:
+        """Stop loading ahead; returns at once even when a load hangs. May be called twice."""
+        if self._ahead is not None:
+            self._ahead.close()
+        if self._workers is not None:
+            self._workers.close()
+
+    def _load_batches(self) -> Iterator[StepBatch]:
+        for part in self._parts:
+            yield self._load(part)
+
+    def _load(self, part: _Part) -> StepBatch:
+        loaded = []
+        for ids in part.microbatches:
+            items = self._workers.next() if self._workers is not None else self._source.collate(ids)
+            loaded.append(
+                Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=float(items.weight))
+            )
+        uniform = self._source.uniform_weight
+        return StepBatch(
+            microbatches=tuple(loaded),
+            num_samples=part.num_samples,
+            position=part.position,
+            total_weight=None if uniform is None else float(uniform * part.num_samples),
+            local_weight=sum(microbatch.weight for microbatch in loaded),
+        )
+
+
+def _parts(
+    position: Position,
+    num_samples: int,
+    global_batch: int,
+    micro_batch: int,
+    replica: int,
+    num_replicas: int,
+    seed: int,
+) -> Iterator[_Part]:
+    while True:
+        epoch = position.epoch
+        taken, position = take(position, num_samples, global_batch)
+        share = replica_share(np.arange(taken.start, taken.stop, dtype=np.int64), replica, num_replicas)
+        ids = permute(seed, epoch, num_samples, share)
+        yield _Part(
+            microbatches=microbatches(ids, micro_batch), num_samples=taken.stop - taken.start, position=position
+        )
+
+
+class _Ahead:
+    """A daemon thread that keeps a bounded queue full. What it raises is raised by the caller's ``next()``."""
+
+    def __init__(self, batches: Iterator[StepBatch], depth: int) -> None:
+        self._batches = batches
+        self._queue: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=depth)
+        self._is_closed = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def next(self, deadline_s: float) -> StepBatch:
+        if self._failure is not None:
+            raise self._failure
+        if self._is_closed.is_set():
+            raise RunError("the loader was asked for a batch after close()")
+        try:
+            found = self._queue.get(timeout=deadline_s)
+        except queue.Empty:
+            raise RunError(
+                f"waited {deadline_s:g} s for the next batch; the data source hangs, or raise the deadline"
+            ) from None
+        if isinstance(found, BaseException):
+            self._failure = found
+            raise found
+        return found
+
+    def close(self) -> None:
+        self._is_closed.set()
+        # Makes room, so that a thread that waits to put sees the closing at once.
+        while not self._queue.empty():
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                break
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        try:
+            for batch in self._batches:
+                self._put(batch)
+                if self._is_closed.is_set():
+                    return
+        except BaseException as error:  # Handed over whole: it belongs to whoever asks for the batch.
+            self._put(error)
+
+    def _put(self, found: StepBatch | BaseException) -> None:
+        while not self._is_closed.is_set():
+            try:
+                self._queue.put(found, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+
+class _Collated(torch.utils.data.Dataset[Items]):
+    """A source as torch's workers see it: an index is the ids of one microbatch."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, ids: Ids) -> Items:
+        return self._source.collate(ids)
+
+
+class _Workers:
+    """torch's loader processes, each making whole microbatches, handed back in order."""
+
+    def __init__(self, source: Source, parts: Iterator[_Part], workers: int, prefetch: int, deadline_s: float) -> None:
+        parent = os.getpid()
+
+        def live_with_parent(worker: int) -> None:
+            del worker
+            die_with_parent(parent)
+
+        loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
+            _Collated(source),
+            batch_size=None,
+            sampler=(ids for part in parts for ids in part.microbatches),
+            num_workers=workers,
+            prefetch_factor=max(1, prefetch),
+            collate_fn=_unchanged,  # type: ignore[arg-type]
+            worker_init_fn=live_with_parent,
+            timeout=deadline_s,
+        )
+        # Made here, not in a thread: a worker dies with the thread that started it.
+        self._iterator: Iterator[Items] | None = iter(loader)
+
+    def next(self) -> Items:
+        if self._iterator is None:
+            raise RunError("the loader was asked for a batch after close()")
+        try:
+            return next(self._iterator)
+        except RuntimeError as error:
+            if "DataLoader" not in str(error):
+                raise
+            raise RunError(f"a loader process failed: {error}") from error
+
+    def close(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def _unchanged(items: Items) -> Items:
+    return items

@@ -1,0 +1,94 @@
+"""Which samples come when, as pure functions, for any number of replicas.
+
+The order of an epoch is a keyed permutation that is computed, not stored: position i is a function of (seed, epoch, n, i), so a
+run resumes anywhere at once, on any number of processes. A step takes the next ``global_batch`` positions; each replica takes its
+contiguous share of them. Nothing here knows what a sample is. numpy only.
+
+    epoch 0   positions  0 1 2 3 | 4 5 6 7 | 8 9        global_batch 4, ten samples: the last batch is short
+    two replicas         0 1|2 3   4 5|6 7   8|9        every sample exactly once per epoch
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.core.seeding import derive_key
+
+Ids = NDArray[np.int64]
+
+_ROUNDS = 6
+# Multipliers of a 64-bit finaliser (SplitMix64; Steele, Lea and Flood, OOPSLA 2014, figure 16).
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+_SHIFT_1, _SHIFT_2 = np.uint64(30), np.uint64(27)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where the training data has got to: ``offset`` samples of ``epoch`` have been handed out."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
+def permute(seed: int, epoch: int, num_samples: int, positions: Ids) -> Ids:
+    """The sample ids at these positions of an epoch's order; over all positions, each id once.
+
+    A Feistel network on (left, right) in Z_a x Z_b with a x b just above ``num_samples``; what falls outside walks the cycle
+    until it is inside (Black and Rogaway, CT-RSA 2002), so it is a permutation of exactly ``num_samples``.
+    """
+    if num_samples < 2:
+        return positions.astype(np.int64, copy=True)
+    left_size = math.isqrt(num_samples - 1) + 1
+    right_size = -(-num_samples // left_size)
+    sizes = (np.uint64(left_size), np.uint64(right_size))
+    keys = [np.uint64(derive_key("order", seed, epoch, num_samples, turn)) for turn in range(_ROUNDS)]
+    ids = _encrypt(positions.astype(np.uint64), sizes, keys)
+    outside = np.flatnonzero(ids >= num_samples)
+    while outside.size:
+        ids[outside] = _encrypt(ids[outside], sizes, keys)
+        outside = outside[ids[outside] >= num_samples]
+    return ids.astype(np.int64)
+
+
+def _encrypt(
+    values: NDArray[np.uint64], sizes: tuple[np.uint64, np.uint64], keys: list[np.uint64]
+) -> NDArray[np.uint64]:
+    halves = list(np.divmod(values, sizes[1]))
+    for turn, key in enumerate(keys):
+        this, other = turn % 2, 1 - turn % 2
+        halves[this] = (halves[this] + _mix(halves[other] + key) % sizes[this]) % sizes[this]
+    merged: NDArray[np.uint64] = halves[0] * sizes[1] + halves[1]
+    return merged
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = (values ^ (values >> _SHIFT_1)) * _MULTIPLIER_1
+    values = (values ^ (values >> _SHIFT_2)) * _MULTIPLIER_2
+    return values ^ (values >> _SHIFT_2)
+
+
+def take(position: Position, num_samples: int, global_batch: int) -> tuple[slice, Position]:
+    """The positions of the next global batch within its epoch, and where the data is after it.
+
+    The last batch of an epoch is short rather than mixed with the next epoch, so every sample comes exactly once per epoch.
+    """
+    start = position.offset
+    stop = min(start + global_batch, num_samples)
+    if stop == num_samples:
+        return slice(start, stop), Position(epoch=position.epoch + 1)
+    return slice(start, stop), Position(epoch=position.epoch, offset=stop)
+
+
+def replica_share(ids: Ids, replica: int, num_replicas: int) -> Ids:
+    """One replica's contiguous part of a global batch; sizes differ by at most one, and a part may be empty."""
+    size, longer = divmod(len(ids), num_replicas)
+    start = replica * size + min(replica, longer)
+    return ids[start : start + size + (replica < longer)]
+
+
+def microbatches(ids: Ids, micro_batch: int) -> list[Ids]:
+    """The ids cut into runs of ``micro_batch``; the last may be shorter, and no ids give no microbatch."""
+    return [ids[start : start + micro_batch] for start in range(0, len(ids), micro_batch)]

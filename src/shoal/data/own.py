@@ -1,0 +1,129 @@
+"""The user's own map-style dataset: described by its first sample, collated as torch does.
+
+A dataset's item is ``(input, target)`` or ``((input, input, ...), target)``. Whole-number targets of -100 count for nothing. What
+a shipped model must know and a sample cannot say is read from attributes of the dataset: ``classes`` (a number or the list of
+names) and ``vocab``. A function that returns ``Splits`` of its own sources is taken at its word.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset, default_collate
+
+from shoal.core.errors import RequestError
+from shoal.data.config import OwnDataConfig
+from shoal.data.named import load_build
+from shoal.data.shares import split_positions
+from shoal.data.source import Items, SampleIds
+from shoal.data.spec import IGNORED, DataSpec
+from shoal.data.splits import Splits
+
+_NAMES = ("train", "validation", "test")
+
+
+class DatasetSource:
+    """A map-style dataset as a source."""
+
+    def __init__(self, dataset: Any, *, uniform_weight: int | None) -> None:
+        self._dataset = dataset
+        self._uniform_weight = uniform_weight
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def uniform_weight(self) -> int | None:
+        """1 per sample; None for whole-number targets, some of which may be ignored."""
+        return self._uniform_weight
+
+    def collate(self, ids: SampleIds) -> Items:
+        """The samples with these ids, stacked by torch's default rule."""
+        if hasattr(self._dataset, "__getitems__"):
+            samples = self._dataset.__getitems__([int(i) for i in ids])
+        else:
+            samples = [self._dataset[int(i)] for i in ids]
+        inputs, targets = default_collate([_parts(sample) for sample in samples])
+        weight = len(samples) if self._uniform_weight is not None else int((targets != IGNORED).sum())
+        return Items(inputs=tuple(inputs), targets=targets, weight=weight)
+
+
+def build_own(config: OwnDataConfig) -> Splits:
+    """The splits of the user's own data.
+
+    Raises:
+        RequestError: the function cannot be imported, or what it returns is no map-style dataset of (input, target) pairs.
+    """
+    origin = f"data.build = {config.build!r}"
+    built = load_build(config)()
+    if isinstance(built, Splits):
+        return built
+    parts = _named_parts(built, origin) if isinstance(built, Mapping) else _cut(built, config, origin)
+    first = parts["train"]
+    if not len(first):
+        raise RequestError(f"{origin} returned a training set of 0 samples; the data is empty")
+    inputs, target = _first_sample(first, origin)
+    spec = _describe(built["train"] if isinstance(built, Mapping) else built, inputs, target)
+    uniform_weight = 1 if target.is_floating_point() else None
+    sources = {name: DatasetSource(part, uniform_weight=uniform_weight) for name, part in parts.items()}
+    return Splits(train=sources["train"], validation=sources["validation"], test=sources["test"], spec=spec)
+
+
+def _named_parts(built: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    unknown = [name for name in built if name not in _NAMES]
+    if unknown or "train" not in built:
+        found = ", ".join(repr(name) for name in built) or "nothing"
+        raise RequestError(
+            f"{origin} returned a dict of {found}; its keys are 'train', and if you like 'validation' and 'test'"
+        )
+    parts = {name: built.get(name, ()) for name in _NAMES}
+    for part in parts.values():
+        _require_map_style(part, origin)
+    return parts
+
+
+def _cut(dataset: Any, config: OwnDataConfig, origin: str) -> dict[str, Any]:
+    _require_map_style(dataset, origin)
+    ranges = split_positions(len(dataset), config.validation, config.test)
+    return {name: Subset(dataset, part) for name, part in zip(_NAMES, ranges, strict=True)}
+
+
+def _require_map_style(dataset: Any, origin: str) -> None:
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise RequestError(
+            f"{origin} returned a {type(dataset).__name__}, which is no map-style dataset; return an object with "
+            f"__len__ and __getitem__, or a dict of them with the keys train, validation and test"
+        )
+
+
+def _parts(sample: Any) -> tuple[tuple[Any, ...], Any]:
+    inputs, target = sample
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), target
+
+
+def _first_sample(dataset: Any, origin: str) -> tuple[Sequence[Any], Tensor]:
+    sample = dataset[0]
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        length = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
+        raise RequestError(
+            f"{origin}: a sample is a {type(sample).__name__}{length}; return (input, target), or ((inputs...), target)"
+        )
+    inputs, target = _parts(sample)
+    return inputs, torch.as_tensor(target)
+
+
+def _describe(dataset: Any, inputs: Sequence[Any], target: Tensor) -> DataSpec:
+    first = torch.as_tensor(inputs[0])
+    is_tokens = not first.is_floating_point() and first.ndim == 1
+    named = getattr(dataset, "classes", None)
+    classes = len(named) if isinstance(named, Sequence) else named
+    return DataSpec(
+        kind="own",
+        vocab=getattr(dataset, "vocab", None),
+        sequence=len(first) if is_tokens else None,
+        features=None if is_tokens else tuple(first.shape),
+        classes=classes,
+        outputs=target.numel() if target.is_floating_point() else None,
+        tokens_per_sample=len(first) if is_tokens else 1,
+    )

@@ -1,0 +1,35 @@
+"""The one thing the loader asks of data: how many samples, and the tensors of some of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+SampleIds = Sequence[int] | NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """The tensors of some samples, as a model and its loss take them."""
+
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+    weight: int
+    """How many items the mean loss is over: tokens for text, samples for classes, targets that are not ignored for pairs."""
+
+
+class Source(Protocol):
+    """One split, map-style. Sample i is the same on every rank and in every epoch."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @property
+    def uniform_weight(self) -> int | None:
+        """The weight of every sample where it is the same for all, so that nobody has to count; None where it varies."""
+
+    def collate(self, ids: SampleIds) -> Items:
+        """The samples with these ids, in this order."""

@@ -1,0 +1,16 @@
+"""The three splits of the data and what a model needs to know about them."""
+
+from dataclasses import dataclass
+
+from shoal.data.source import Source
+from shoal.data.spec import DataSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """Train, validation and test; a split whose share is 0 has no sample."""
+
+    train: Source
+    validation: Source
+    test: Source
+    spec: DataSpec

@@ -1,0 +1,26 @@
+"""What is asked of the supervisor, as a value."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.elastic.config import ElasticConfig
+from shoal.telemetry.progress import Display
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """A group of local ranks to run to their end."""
+
+    argv: Sequence[str]
+    """The worker's command, the same for every rank; what differs is in its environment."""
+    num_ranks: int
+    run_dir: Path
+    run_id: str
+    display: Display
+    """Closed by the supervisor, so that what is printed afterwards stays last."""
+    config: ElasticConfig = field(default_factory=ElasticConfig)
+    threads: int = 1
+    """Compute threads per rank."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables to add to, or to put over, those that the supervisor sets."""

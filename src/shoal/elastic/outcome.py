@@ -1,0 +1,56 @@
+"""How a run of the supervisor ended, and the pure decision from how every rank ended."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.core.errors import EXIT_DONE, EXIT_NO
+from shoal.elastic.verdict import EXIT_INTERRUPTED, Culprit, RankEnd, blame
+from shoal.elastic.watch import Hang
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How it ended."""
+
+    status: Literal["completed", "interrupted", "failed"]
+    signal: int | None = None
+    """The signal that asked the supervisor to stop; None when the ranks stopped early by themselves, as at a time limit."""
+    culprit: Culprit | None = None
+    """Always there when it failed; when it was interrupted, a rank that failed while it was stopping."""
+    was_forced: bool = False
+    """True when ranks had to be killed, because they did not stop in time or Ctrl-C was pressed twice."""
+    restarts: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """What the command should exit with."""
+        if self.status == "failed":
+            return self.culprit.exit_code if self.culprit is not None else EXIT_NO
+        return EXIT_DONE if self.status == "completed" or self.signal is None else 128 + self.signal
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationEnd:
+    """How one start of the ranks ended."""
+
+    ends: Sequence[RankEnd]
+    stop_signal: int | None = None
+    hang: Hang | None = None
+    oom_kills: int = 0
+
+
+def judge(end: GenerationEnd, *, restarts: int) -> Outcome:
+    """What the ends of all ranks amount to."""
+    if all(rank.exit_code == 0 for rank in end.ends):
+        return Outcome(status="completed", restarts=restarts)
+    culprit = blame(end.ends, hang=end.hang, oom_kills=end.oom_kills)
+    if end.stop_signal is not None:
+        was_forced = any(rank.exit_code == -signal.SIGKILL and rank.was_ended_by_us for rank in end.ends)
+        return Outcome(
+            status="interrupted", signal=end.stop_signal, culprit=culprit, was_forced=was_forced, restarts=restarts
+        )
+    if culprit is None and any(rank.exit_code == EXIT_INTERRUPTED for rank in end.ends):
+        return Outcome(status="interrupted", restarts=restarts)
+    return Outcome(status="failed", culprit=culprit, restarts=restarts)

@@ -1,0 +1,173 @@
+"""Starting a rank: its environment, the descriptors it inherits, and the handle by which it is watched and ended.
+
+The environment is torchrun's, so that the same worker runs under torchrun, SLURM and Kubeflow; what only Shoal's supervisor gives
+is named ``SHOAL_*``. Nothing is started through a shell, and nothing is killed that was not started here.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+from shoal.core.errors import RunError
+from shoal.core.rundir import RunDir
+from shoal.elastic.launch import LaunchRequest
+from shoal.elastic.output import Log, RankStream
+from shoal.telemetry.board import Board
+
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 1024
+
+
+def open_store_socket() -> socket.socket:
+    """A listening socket on loopback with a free port, for rank 0 to serve the store on.
+
+    It listens from the start, so ranks that are faster than rank 0 wait in its queue instead of being refused; and since it is
+    never closed in between, nobody can take the port.
+    """
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.bind((LOOPBACK, 0))
+    listening.listen(_BACKLOG)
+    return listening
+
+
+def rank_environment(
+    request: LaunchRequest, *, rank: int, generation: int, port: int, board_fd: int, store_fd: int
+) -> dict[str, str]:
+    """The variables of one rank, without those it inherits."""
+    world_size = str(request.num_ranks)
+    values = {
+        "RANK": str(rank),
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(request.config.max_restarts),
+        "TORCHELASTIC_RUN_ID": request.run_id,
+        "OMP_NUM_THREADS": str(request.threads),
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        # What a rank printed before it was killed must have left it; and a crash in native code should say where.
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "SHOAL_SUPERVISOR_PID": str(os.getpid()),
+        "SHOAL_BOARD_FD": str(board_fd),
+        "SHOAL_GENERATION": str(generation),
+        "SHOAL_RUN_DIR": str(request.run_dir),
+    }
+    if rank == 0:
+        values["SHOAL_STORE_FD"] = str(store_fd)
+    return {**values, **request.env}
+
+
+class RankProcess:
+    """A running rank, seen from its parent."""
+
+    def __init__(self, rank: int, process: "subprocess.Popen[bytes]", log: Log) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.rank = rank
+        self.pid = process.pid
+        self.log = log
+        self.started_at = time.monotonic()
+        self.exit_code: int | None = None
+        self.ended_at = 0.0
+        """Wall-clock seconds; 0 while it runs."""
+        self.signals_sent: set[int] = set()
+        self.resident_bytes: int | None = None
+        self.stdout = RankStream(log, prefix="" if rank == 0 else f"[rank {rank}] ")
+        self.stderr = RankStream(log, prefix=f"[rank {rank}] ")
+        self.streams = {process.stdout.fileno(): self.stdout, process.stderr.fileno(): self.stderr}
+        for fd in self.streams:
+            os.set_blocking(fd, False)
+        self.pid_fd = os.pidfd_open(process.pid) if sys.platform == "linux" else -1
+        self._process = process
+
+    @property
+    def is_running(self) -> bool:
+        """True until its end was seen."""
+        return self.exit_code is None
+
+    def send(self, number: int) -> None:
+        """Send it a signal. It exists: its process id cannot be reused before ``reap`` has seen its end."""
+        if self.is_running:
+            self.signals_sent.add(number)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it and whatever it started in its own session."""
+        if self.is_running:
+            self.signals_sent.add(signal.SIGKILL)
+            self._kill_group()
+
+    def reap(self) -> bool:
+        """Take its exit code if it has ended; also ends what it left running. False while it runs."""
+        if self.pid_fd >= 0 and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        # While the dead rank is not waited for, its process group cannot become anybody else's.
+        if self.pid_fd >= 0:
+            self._kill_group()
+        self.exit_code = self._process.poll()
+        self.ended_at = time.time()
+        return self.exit_code is not None
+
+    def close(self) -> None:
+        """Close every descriptor of this rank."""
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+        if self.pid_fd >= 0:
+            os.close(self.pid_fd)
+            self.pid_fd = -1
+        self.log.close()
+
+    def _kill_group(self) -> None:
+        # Neither is an error: nobody is left, or only the dead leader is.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def start_rank(
+    request: LaunchRequest, *, rank: int, board: Board, environment: Mapping[str, str], store_fd: int
+) -> RankProcess:
+    """Start one rank.
+
+    Raises:
+        RunError: the system could not start it.
+    """
+    log = Log(RunDir(request.run_dir).log(rank))
+    try:
+        process = subprocess.Popen(
+            list(request.argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            # Ctrl-C in the terminal goes to the supervisor alone, which stops the ranks in order.
+            start_new_session=True,
+            pass_fds=(board.fd, store_fd) if rank == 0 else (board.fd,),
+            env={**_inherited(os.environ), **environment},
+        )
+        try:
+            return RankProcess(rank, process, log)
+        except OSError:
+            process.kill()
+            process.communicate()
+            raise
+    except OSError as error:
+        log.close()
+        raise RunError(f"cannot start rank {rank} of {request.num_ranks} ({request.argv[0]}): {error}") from error
+
+
+def _inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    # A supervisor inside a rank of another one must not hand on that one's descriptors.
+    return {name: value for name, value in environment.items() if not name.startswith("SHOAL_")}

@@ -1,0 +1,95 @@
+"""Who hangs. A heartbeat says that a process runs; a phase counter says that it gets anywhere. Both are needed: a rank in an
+endless loop has a fine heartbeat, and a rank that waits for it is healthy too.
+
+Pure: what the board said and since when goes in, the rank that hangs comes out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.elastic.config import ElasticConfig
+from shoal.telemetry.board import SlotState
+
+WAIT_PREFIX = "wait:"
+"""Phases in which a rank waits for others begin with this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """A rank that does not get on, and how that was seen."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """One rank as the watch sees it. All times are monotonic seconds."""
+
+    state: SlotState
+    started_at: float
+    progress_at: float
+    """When its phase counter was last seen to change."""
+    is_running: bool = True
+
+
+def is_waiting(phase: str) -> bool:
+    """True for a phase in which a rank waits for others."""
+    return phase.startswith(WAIT_PREFIX)
+
+
+def find_hang(ranks: Sequence[Watched], *, now: float, awake_since: float, config: ElasticConfig) -> Hang | None:
+    """The rank that hangs, or None.
+
+    Args:
+        ranks: every rank, by rank.
+        now: the monotonic time.
+        awake_since: since when the watch itself has run without a pause; what happened before that is nobody's fault (a suspended
+            terminal, a frozen container).
+        config: the deadlines.
+    """
+    running = [rank for rank in ranks if rank.is_running]
+    return (
+        _find_unstarted(running, now=now, awake_since=awake_since, deadline=config.start_deadline)
+        or _find_silent(running, now=now, awake_since=awake_since, deadline=config.heartbeat_deadline)
+        or _find_stalled(ranks, now=now, awake_since=awake_since, deadline=config.collective_deadline)
+    )
+
+
+def _find_unstarted(running: Sequence[Watched], *, now: float, awake_since: float, deadline: float) -> Hang | None:
+    for rank in running:
+        if rank.state.heartbeat is None and now - max(rank.started_at, awake_since) > deadline:
+            return Hang(rank=rank.state.rank, reason=f"no sign of life within {deadline:g} s of its start")
+    return None
+
+
+def _find_silent(running: Sequence[Watched], *, now: float, awake_since: float, deadline: float) -> Hang | None:
+    ages = [
+        (now - max(rank.state.heartbeat, awake_since), -rank.state.rank)
+        for rank in running
+        if rank.state.heartbeat is not None
+    ]
+    if not ages or max(ages)[0] <= deadline:
+        return None
+    age, minus_rank = max(ages)
+    return Hang(rank=-minus_rank, reason=f"no sign of life for {age:.1f} s (deadline {deadline:g} s)")
+
+
+def _find_stalled(ranks: Sequence[Watched], *, now: float, awake_since: float, deadline: float) -> Hang | None:
+    running = [rank for rank in ranks if rank.is_running]
+    if not running or any(now - max(rank.progress_at, awake_since) <= deadline for rank in running):
+        return None
+    busy = [rank.state for rank in running if not is_waiting(rank.state.phase)]
+    if busy:
+        state = min(busy, key=lambda state: (state.phase_count, state.rank))
+        return Hang(rank=state.rank, reason=f"it runs but has got no further for {deadline:g} s")
+    gone = [rank.state for rank in ranks if not rank.is_running]
+    if gone:
+        return Hang(
+            rank=gone[0].rank, reason=f"it left while the others went on, and they waited {deadline:g} s for it"
+        )
+    state = min((rank.state for rank in running), key=lambda state: (state.phase_count, state.rank))
+    return Hang(
+        rank=state.rank,
+        reason=f"all ranks wait for each other since {deadline:g} s, and this one is the furthest behind",
+    )

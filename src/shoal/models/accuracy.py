@@ -1,0 +1,43 @@
+"""Accuracy where it makes sense: whole-number targets and one score per choice."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shoal.core.errors import RequestError
+
+IGNORED = -100
+"""A target that counts for nothing: neither in the loss, nor in its weight, nor in the accuracy."""
+
+
+class Correct(NamedTuple):
+    """Targets that were hit, of those that counted."""
+
+    correct: int
+    counted: int
+
+
+def count_correct(output: object, targets: Tensor) -> Correct | None:
+    """How many targets have the highest score; None where the question makes no sense, as in a regression."""
+    if not isinstance(output, Tensor) or targets.is_floating_point() or output.ndim != targets.ndim + 1:
+        return None
+    scores, flat = flatten_scores(output, targets)
+    counted = flat != IGNORED
+    hits = (scores.argmax(dim=-1) == flat) & counted
+    return Correct(correct=int(hits.sum()), counted=int(counted.sum()))
+
+
+def flatten_scores(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores (N, choices) and targets (N,), from scores in the last dim, or in dim 1 as torch has them for images.
+
+    Raises:
+        RequestError: the output has no score for each target.
+    """
+    if output.shape[:-1] == targets.shape:
+        return output.reshape(-1, output.shape[-1]), targets.reshape(-1)
+    if output.ndim > 2 and (output.shape[0], *output.shape[2:]) == tuple(targets.shape):
+        return output.movedim(1, -1).reshape(-1, output.shape[1]), targets.reshape(-1)
+    raise RequestError(
+        f"the model puts out {tuple(output.shape)} and the targets are {tuple(targets.shape)}; "
+        f"put out scores of the shape {(*targets.shape, 'choices')}, or set model.loss to a loss of your own"
+    )

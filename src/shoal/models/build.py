@@ -1,0 +1,97 @@
+"""From a ``[model]`` section and the shapes of the data to a module and its loss."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.core.errors import RequestError
+from shoal.models.accuracy import IGNORED, flatten_scores
+from shoal.models.check import check_model, count_outputs, image_shape
+from shoal.models.cnn import Cnn
+from shoal.models.config import AnyModelConfig, CnnConfig, GptConfig, MlpConfig, OwnModelConfig, Seq2SeqConfig
+from shoal.models.gpt import Gpt
+from shoal.models.mlp import Mlp
+from shoal.models.own import load_build, load_loss
+from shoal.models.seq2seq import Seq2Seq
+from shoal.models.shape import DataShape
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(output, targets) -> the mean over the microbatch's items."""
+
+
+def build_model(config: AnyModelConfig, spec: DataShape) -> nn.Module:
+    """The module, its weights drawn from torch's generator as the caller seeded it.
+
+    Raises:
+        RequestError: the model cannot be built or cannot read the data; the numbers and the fix are in the message.
+    """
+    check_model(config, spec)
+    if isinstance(config, OwnModelConfig):
+        return _build_own(config, spec)
+    if isinstance(config, GptConfig):
+        return Gpt(config, vocab=spec.vocab or 0, sequence=spec.sequence or 0)
+    if isinstance(config, Seq2SeqConfig):
+        return Seq2Seq(config, vocab=spec.vocab or 0, sequence=spec.sequence or 0)
+    features, outputs = spec.features, count_outputs(spec)
+    assert features is not None and outputs is not None, "check_model refuses data without them"
+    if isinstance(config, MlpConfig):
+        return Mlp(config, features=features, outputs=outputs)
+    return _build_cnn(config, features, outputs)
+
+
+def build_loss(config: AnyModelConfig, spec: DataShape) -> Loss:
+    """The loss: the user's own, mean squared error for a regression, else cross entropy.
+
+    Raises:
+        RequestError: the user's own loss cannot be imported.
+    """
+    own = load_loss(config)
+    if own is not None:
+        return own
+    if spec.kind == "regression":
+        return squared_error
+    return by_targets if spec.kind == "own" else cross_entropy
+
+
+def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
+    """Mean over the targets that are not ``IGNORED``; zero, not NaN, when all of them are."""
+    scores, flat = flatten_scores(output, targets)
+    if scores.dtype in (torch.bfloat16, torch.float16):
+        scores = scores.float()
+    total = F.cross_entropy(scores, flat, ignore_index=IGNORED, reduction="sum")
+    return total / (flat != IGNORED).sum().clamp(min=1)
+
+
+def squared_error(output: Tensor, targets: Tensor) -> Tensor:
+    """Mean over samples and predicted numbers.
+
+    Raises:
+        RequestError: the shapes differ; broadcasting one to the other would give a loss of something else.
+    """
+    if output.shape != targets.shape:
+        raise RequestError(
+            f"the model puts out {tuple(output.shape)} and the targets are {tuple(targets.shape)}; make the two shapes equal"
+        )
+    if output.dtype in (torch.bfloat16, torch.float16):
+        output = output.float()
+    return F.mse_loss(output, targets.to(output.dtype))
+
+
+def by_targets(output: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error for floating-point targets, cross entropy for whole numbers."""
+    return squared_error(output, targets) if targets.is_floating_point() else cross_entropy(output, targets)
+
+
+def _build_cnn(config: CnnConfig, features: tuple[int, ...], outputs: int) -> Cnn:
+    image = image_shape(features)
+    assert image is not None, "check_model refuses features that are no image"
+    return Cnn(config, image=image, outputs=outputs)
+
+
+def _build_own(config: OwnModelConfig, spec: DataShape) -> nn.Module:
+    model = load_build(config, spec)()
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"model.build = {config.build!r} returned a {type(model).__name__}; return an nn.Module")
+    return model

@@ -1,0 +1,54 @@
+"""A decoder-only transformer: pre-norm, RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+
+Written plainly, one linear layer per projection and no parallel code: what splits it over ranks finds its parts by their names.
+"""
+
+from torch import Tensor, nn
+
+from shoal.models.config import GptConfig
+from shoal.models.transformer import Attention, FeedForward, Rotary, initialise
+
+
+class Block(nn.Module):
+    """One layer: attention, then feed-forward, each behind a norm and added to the stream."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden)
+        self.attention = Attention(config.hidden, config.heads, config.num_kv_heads)
+        self.attention_dropout = nn.Dropout(config.dropout)
+        self.feed_forward_norm = nn.RMSNorm(config.hidden)
+        self.feed_forward = FeedForward(config.hidden, config.ffn_size)
+        self.feed_forward_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BLD: Tensor, rotary: Rotary) -> Tensor:
+        """The stream after this layer."""
+        attended_BLD = self.attention(self.attention_norm(x_BLD), rotary=rotary, causal=True)
+        x_BLD = x_BLD + self.attention_dropout(attended_BLD)
+        output: Tensor = x_BLD + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x_BLD)))
+        return output
+
+
+class Gpt(nn.Module):
+    """Tokens (B, L) in, logits (B, L, vocab) out."""
+
+    def __init__(self, config: GptConfig, *, vocab: int, sequence: int) -> None:
+        super().__init__()
+        self.sequence = sequence
+        self.embedding = nn.Embedding(vocab, config.hidden)
+        self.embedding_dropout = nn.Dropout(config.dropout)
+        self.rotary = Rotary(sequence, config.hidden // config.heads)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, vocab, bias=False)
+        initialise(self, num_branches=2 * config.layers, is_tied=config.tied)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """Logits of the token after each position."""
+        x_BLD = self.embedding_dropout(self.embedding(tokens_BL))
+        for block in self.blocks:
+            x_BLD = block(x_BLD, self.rotary)
+        logits: Tensor = self.head(self.norm(x_BLD))
+        return logits

@@ -1,0 +1,1 @@
+"""Optimizers, learning rates and precision: everything between a gradient and a weight."""

@@ -1,0 +1,247 @@
+"""Batch norm that means the same under every number of replicas.
+
+Under plain data parallelism each replica updates its own running statistics from its own microbatches, so that replicas drift
+apart and the model that is saved is rank 0's. Here a forward pass only notes its batch statistics; at the end of a step ``fold``
+gathers the notes and updates the running statistics in the order of the global microbatches::
+
+    replica 0: microbatch 0, 1, ...   then replica 1: microbatch 0, 1, ...   then ...          (local)
+    microbatch 0 of all replicas together, microbatch 1 of all replicas together, ...          (sync)
+
+which is what one process does that runs the same microbatches one after the other, bit for bit.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from shoal.core.errors import RequestError
+from shoal.parallel.moments import gather_in_order, sync_normalise
+
+
+class ReplicaBatchNorm(_BatchNorm):
+    """A batch norm that notes its statistics and leaves the running ones to ``fold``.
+
+    In training it normalises by the statistics of the microbatch, or of all replicas' microbatches together. A microbatch with
+    one value per channel gives the bias and is not folded, as its variance does not exist: the last microbatch of an epoch may be
+    that small. A layer that is called several times in one microbatch notes its last call. Evaluation is torch's own.
+    """
+
+    group: dist.ProcessGroup | None
+    """The replicas; None when there is one."""
+    is_synchronised: bool
+    index: int
+    """Microbatch of this step that runs now."""
+    latest: Tensor | None
+    """Note of the newest forward pass: count, means, unbiased variances, (1 + 2 C)."""
+    notes: dict[int, Tensor]
+    """Notes of this step by microbatch."""
+
+    def prepare(self, group: dist.ProcessGroup | None, *, is_synchronised: bool) -> None:
+        """Set what torch's constructor knows nothing of."""
+        self.group = group
+        self.is_synchronised = is_synchronised
+        self.index = 0
+        self.latest = None
+        self.notes = {}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise; in training, note the statistics."""
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if self.group is not None and self.is_synchronised:
+            return self._forward_together(input, self.group)
+        return self._forward_alone(input)
+
+    def _forward_alone(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            return _touch(x, self.weight, self.bias)
+        # With momentum 1 torch's kernel writes the batch's own statistics, in the bits that it would have folded.
+        mean = torch.zeros_like(self.running_mean) if self.running_mean is not None else None
+        variance = torch.zeros_like(self.running_var) if self.running_var is not None else None
+        use_cudnn = torch.backends.cudnn.enabled
+        y = torch.batch_norm(x, self.weight, self.bias, mean, variance, True, 1.0, self.eps, use_cudnn)
+        if mean is not None and variance is not None:
+            count = mean.new_full((1,), x.numel() // x.shape[1])
+            self.latest = torch.cat((count, mean, variance))
+        return y
+
+    def _forward_together(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        y, moments = sync_normalise(x, self.weight, self.bias, self.eps, group)
+        if self.running_mean is not None:
+            moments[1 + self.num_features :] /= moments[0] - 1
+            self.latest = moments.to(self.running_mean.dtype)
+        return y
+
+    def settle(self) -> None:
+        """Put the newest note under its microbatch; a forward pass that ran twice for one microbatch leaves one note."""
+        if self.latest is not None:
+            self.notes[self.index] = self.latest
+            self.latest = None
+
+
+class _ReplicaBatchNorm1d(ReplicaBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class _ReplicaBatchNorm2d(ReplicaBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+class _ReplicaBatchNorm3d(ReplicaBatchNorm, nn.BatchNorm3d):
+    pass
+
+
+_REPLACEMENTS: dict[type[nn.Module], type[ReplicaBatchNorm]] = {
+    nn.BatchNorm1d: _ReplicaBatchNorm1d,
+    nn.BatchNorm2d: _ReplicaBatchNorm2d,
+    nn.BatchNorm3d: _ReplicaBatchNorm3d,
+}
+
+
+def apply_batchnorm(model: nn.Module, *, group: dist.ProcessGroup | None, mode: str) -> None:
+    """Make every batch norm of a model a ``ReplicaBatchNorm``, in place: parameters, buffers, names and hooks stay.
+
+    Args:
+        model: the module to change.
+        group: its replicas; None for one process.
+        mode: ``local`` normalises each microbatch by its own statistics; ``sync`` by those of all replicas' microbatches with
+            the same index, for which every replica must run every index, forward and backward, if need be on no samples.
+
+    Raises:
+        RequestError: there are several replicas and a layer keeps running statistics that this function cannot keep equal.
+    """
+    assert mode in ("local", "sync"), mode
+    has_peers = group is not None and dist.get_world_size(group) > 1
+    for name, module in model.named_modules():
+        replacement = _REPLACEMENTS.get(type(module))
+        if replacement is not None:
+            # The class is changed, not the object, so that every other reference to the layer sees the same layer.
+            module.__class__ = replacement
+            assert isinstance(module, ReplicaBatchNorm)
+            module.prepare(group if has_peers else None, is_synchronised=mode == "sync")
+        elif has_peers and isinstance(module, (_BatchNorm, _InstanceNorm)) and module.track_running_stats:
+            raise RequestError(
+                f"layer {name!r} is a {type(module).__name__}, whose running statistics would differ between replicas; use "
+                'nn.BatchNorm1d, 2d or 3d (with train.batch_norm = "sync" for synchronised ones), or track_running_stats=False'
+            )
+
+
+def is_applied(model: nn.Module) -> bool:
+    """True when the model has a batch norm that ``begin_microbatch`` and ``fold`` must serve."""
+    return any(isinstance(module, ReplicaBatchNorm) for module in model.modules())
+
+
+def begin_microbatch(model: nn.Module, index: int) -> None:
+    """Say which microbatch of this replica and step the next forward pass is of, whether for the first time or again."""
+    for layer in _layers(model):
+        layer.settle()
+        layer.index = index
+
+
+@torch.no_grad()
+def fold(model: nn.Module, *, keep: bool = True) -> None:
+    """Bring the running statistics up to date with this step's notes, alike on every replica, and forget the notes.
+
+    Args:
+        model: what ``apply_batchnorm`` changed. All replicas call this together.
+        keep: False forgets the notes only, for a step that was skipped.
+    """
+    layers = [layer for layer in _layers(model) if layer.track_running_stats]
+    for layer in layers:
+        layer.settle()
+    if keep:
+        by_type: dict[torch.dtype, list[ReplicaBatchNorm]] = {}
+        for layer in layers:
+            by_type.setdefault(_mean_of(layer).dtype, []).append(layer)
+        for alike in by_type.values():
+            _fold_rows(alike, _global_rows(alike))
+    for layer in layers:
+        layer.notes = {}
+
+
+def _layers(model: nn.Module) -> Iterable[ReplicaBatchNorm]:
+    return (module for module in model.modules() if isinstance(module, ReplicaBatchNorm))
+
+
+def _global_rows(layers: Sequence[ReplicaBatchNorm]) -> Tensor:
+    """One row per global microbatch, in order: the counts of all layers, then their means, then their variances."""
+    num_own = max((index + 1 for layer in layers for index in layer.notes), default=0)
+    own = _own_rows(layers, num_own)
+    group = layers[0].group
+    if group is None or layers[0].is_synchronised:
+        return own
+    # Replicas may have run different numbers of microbatches: rows are padded to the longest for the gathering.
+    nums = [int(num) for num in gather_in_order(torch.tensor([num_own], device=own.device), group)]
+    padded = own.new_zeros(max(nums), own.shape[1])
+    padded[:num_own] = own
+    return torch.cat([rows[:num] for rows, num in zip(gather_in_order(padded, group), nums, strict=True)])
+
+
+def _own_rows(layers: Sequence[ReplicaBatchNorm], num_rows: int) -> Tensor:
+    sizes = [layer.num_features for layer in layers]
+    rows = _mean_of(layers[0]).new_zeros(num_rows, len(layers) + 2 * sum(sizes))
+    start = len(layers)
+    for place, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
+        for index, note in layer.notes.items():
+            rows[index, place] = note[0]
+            rows[index, start : start + size] = note[1 : 1 + size]
+            rows[index, start + sum(sizes) : start + sum(sizes) + size] = note[1 + size :]
+        start += size
+    return rows
+
+
+def _fold_rows(layers: Sequence[ReplicaBatchNorm], rows: Tensor) -> None:
+    """``running <- momentum * batch + (1 - momentum) * running`` for each row in turn, all layers at once."""
+    device, num_layers = rows.device, len(layers)
+    sizes = torch.tensor([layer.num_features for layer in layers], device=device)
+    owner = torch.repeat_interleave(torch.arange(num_layers, device=device), sizes)
+    momentum = torch.tensor([layer.momentum or 0.0 for layer in layers], dtype=torch.float64, device=device)
+    is_average = torch.tensor([layer.momentum is None for layer in layers], device=device)
+    tracked = torch.stack([_count_of(layer) for layer in layers])
+    means = torch.cat([_mean_of(layer) for layer in layers])
+    variances = torch.cat([_variance_of(layer) for layer in layers])
+    for row in rows:
+        has_variance = row[:num_layers] > 1
+        batch_means, batch_variances = row[num_layers:].reshape(2, -1)
+        tracked = tracked + has_variance
+        factor = torch.where(is_average, 1.0 / tracked.double(), momentum).to(rows.dtype)[owner]
+        # torch's CPU kernel rounds both products of the mean, and of the variance only the second: so do we, to give its bits.
+        moved_means = factor * batch_means + (1 - factor) * means
+        moved_variances = factor.double() * batch_variances.double() + ((1 - factor) * variances).double()
+        means = torch.where(has_variance[owner], moved_means, means)
+        variances = torch.where(has_variance[owner], moved_variances.to(rows.dtype), variances)
+    start = 0
+    for layer, count in zip(layers, tracked, strict=True):
+        end = start + layer.num_features
+        _mean_of(layer).copy_(means[start:end])
+        _variance_of(layer).copy_(variances[start:end])
+        _count_of(layer).copy_(count)
+        start = end
+
+
+def _mean_of(layer: ReplicaBatchNorm) -> Tensor:
+    assert layer.running_mean is not None
+    return layer.running_mean
+
+
+def _variance_of(layer: ReplicaBatchNorm) -> Tensor:
+    assert layer.running_var is not None
+    return layer.running_var
+
+
+def _count_of(layer: ReplicaBatchNorm) -> Tensor:
+    assert layer.num_batches_tracked is not None
+    return layer.num_batches_tracked
+
+
+def _touch(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """An empty batch through the layer's parameters, which so get gradients of zero."""
+    for parameter in (weight, bias):
+        if parameter is not None:
+            x = x + parameter.reshape(1, -1, *[1] * (x.ndim - 2)).to(x.dtype)
+    return x

@@ -1,0 +1,40 @@
+"""The ``[telemetry]`` section of a recipe: what a run shows of itself, and how often."""
+
+from pydantic import Field, field_validator
+
+from shoal.core.config import Config
+
+
+class TelemetryConfig(Config):
+    """What a run shows of itself. Events as JSONL are always written."""
+
+    tensorboard: bool = True
+    """Write TensorBoard files to ``tensorboard/`` in the run directory."""
+    profile: str | None = None
+    """Steps to trace, such as "10:20" for steps 10 to 19; the traces open in Perfetto."""
+    progress_every: float = Field(default=5.0, gt=0)
+    """Seconds between progress lines where the output is not a terminal."""
+    memory_every: int = Field(default=100, ge=0)
+    """Steps between measurements of where memory is; 0 measures never."""
+
+    @field_validator("profile")
+    @classmethod
+    def _is_window(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_window(text)
+        return text
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """``"10:20"`` -> the steps 10 to 19 as ``(10, 20)``; the first step of a run is step 1.
+
+    Raises:
+        ValueError: the text is not two step numbers, the first at least 1 and below the second.
+    """
+    first, colon, end = text.partition(":")
+    if not (colon and first.strip().isdecimal() and end.strip().isdecimal()):
+        raise ValueError(f"{text!r} is not a range of steps; write first:end, such as 10:20 for steps 10 to 19")
+    window = int(first), int(end)
+    if not 1 <= window[0] < window[1]:
+        raise ValueError(f"steps {text} are none; the first must be at least 1 and below the end, such as 10:20")
+    return window

@@ -1,0 +1,150 @@
+"""Where a rank's memory is: weights, gradients, optimizer state and the rest, and the largest tensors of all.
+
+The same table is an event during the run and part of the error when a run dies of lack of memory. Torch is only looked at through
+the model and the optimizer that are handed in, so that the supervisor can measure itself without importing it.
+"""
+
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from shoal.core.events import MemoryMeasured
+from shoal.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+# What torch's CPU allocator says; it raises a plain RuntimeError.
+_ALLOCATOR_WORDS = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory", "out of memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes by what holds them. Each storage is counted once, so a tied weight is not counted twice."""
+
+    weights_bytes: int
+    """Parameters and buffers."""
+    gradient_bytes: int
+    optimizer_bytes: int
+    rss_bytes: int
+    peak_rss_bytes: int
+
+    @property
+    def other_bytes(self) -> int:
+        """Resident memory that is none of the three: activations, the interpreter, libraries."""
+        return max(0, self.rss_bytes - self.weights_bytes - self.gradient_bytes - self.optimizer_bytes)
+
+    def as_event(self, step: int) -> MemoryMeasured:
+        """The breakdown as an event of a step."""
+        return MemoryMeasured(
+            step=step,
+            weights_bytes=self.weights_bytes,
+            gradient_bytes=self.gradient_bytes,
+            optimizer_bytes=self.optimizer_bytes,
+            other_bytes=self.other_bytes,
+            rss_bytes=self.rss_bytes,
+            peak_rss_bytes=self.peak_rss_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSize:
+    """One tensor and what it takes."""
+
+    name: str
+    kind: str
+    """weight, buffer, gradient or optimizer."""
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_rss_bytes() -> int:
+    """The most resident memory this process ever had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def breakdown(model: "nn.Module", optimizer: "Optimizer | None" = None) -> MemoryBreakdown:
+    """Where this process's memory is now."""
+    totals = {"weight": 0, "buffer": 0, "gradient": 0, "optimizer": 0}
+    seen: set[int] = set()
+    for _, kind, tensor in _tensors(model, optimizer):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            totals[kind] += storage.nbytes()
+    return MemoryBreakdown(
+        weights_bytes=totals["weight"] + totals["buffer"],
+        gradient_bytes=totals["gradient"],
+        optimizer_bytes=totals["optimizer"],
+        rss_bytes=rss_bytes(),
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+def largest_tensors(model: "nn.Module", optimizer: "Optimizer | None" = None, *, count: int = 10) -> list[TensorSize]:
+    """The tensors of the model and the optimizer that take most, largest first; equal ones by name."""
+    sizes = [
+        TensorSize(
+            name=name,
+            kind=kind,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            num_bytes=tensor.numel() * tensor.element_size(),
+        )
+        for name, kind, tensor in _tensors(model, optimizer)
+    ]
+    return sorted(sizes, key=lambda size: (-size.num_bytes, size.name, size.kind))[:count]
+
+
+def table(measured: MemoryBreakdown, largest: list[TensorSize]) -> str:
+    """The breakdown and the largest tensors as text, for the error of a run that died of lack of memory."""
+    rows = [
+        ("weights", measured.weights_bytes),
+        ("gradients", measured.gradient_bytes),
+        ("optimizer state", measured.optimizer_bytes),
+        ("everything else", measured.other_bytes),
+        ("resident now", measured.rss_bytes),
+        ("resident at most", measured.peak_rss_bytes),
+    ]
+    lines = [f"  {name:<18}{format_bytes(num_bytes):>12}" for name, num_bytes in rows]
+    if largest:
+        lines.append("  largest tensors:")
+        for size in largest:
+            shape = "x".join(str(length) for length in size.shape) or "scalar"
+            lines.append(f"  {format_bytes(size.num_bytes):>12}  {size.kind:<9}  {size.name}  {shape} {size.dtype}")
+    return "\n".join(lines)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True when an exception means that memory ran out, whoever raised it."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in _ALLOCATOR_WORDS)
+
+
+def _tensors(model: "nn.Module", optimizer: "Optimizer | None") -> Iterator[tuple[str, str, "Tensor"]]:
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        yield name, "weight", parameter
+        if parameter.grad is not None:
+            yield name, "gradient", parameter.grad
+    for name, buffer in model.named_buffers():
+        yield name, "buffer", buffer
+    if optimizer is not None:
+        for owner, state in optimizer.state.items():
+            for key, value in state.items():
+                if hasattr(value, "untyped_storage"):
+                    yield f"{names.get(id(owner), '?')}/{key}", "optimizer", value

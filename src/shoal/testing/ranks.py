@@ -1,0 +1,156 @@
+"""Run a function on several real processes, with a deadline and a leak check.
+
+``run_on_ranks(function, 2, argument)`` starts two processes that join a gloo group on loopback, calls ``function(world,
+argument)`` in each and returns both results. A rank that raises, dies or does not come back fails the call with its
+traceback; whatever happens, no process is left when it returns.
+"""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from shoal.comm.lifeline import die_with_parent
+from shoal.comm.world import join_world
+from shoal.core.clock import Deadline
+from shoal.core.errors import RunError
+
+_STARTER = "from shoal.testing.ranks import run_this_rank; run_this_rank()"
+_POLL_SECONDS = 0.02
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *arguments: Any,
+    deadline_seconds: float = 60.0,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call ``function(world, *arguments)`` on ``num_ranks`` processes and return what each returned, by rank.
+
+    Args:
+        function: a function at the top level of a file; each process loads that file and finds it by name.
+        num_ranks: processes to start.
+        arguments: tensors and plain values (numbers, texts, lists, dicts); results are the same kind.
+        deadline_seconds: for the whole call.
+        environment: further variables for every rank.
+
+    Raises:
+        RunError: a rank failed, died or left a process behind, or the deadline passed; says which, with its output.
+    """
+    deadline = Deadline(seconds=deadline_seconds)
+    with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as name:
+        folder = Path(name)
+        torch.save(list(arguments), folder / "arguments.pt")
+        processes = _start(function, num_ranks, folder, deadline_seconds, environment or {})
+        try:
+            _wait(processes, folder, deadline)
+        finally:
+            leaked = _end(processes)
+        if leaked:
+            raise RunError(f"processes {leaked} were left behind by the ranks of {function.__qualname__}")
+        return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+
+
+def _start(
+    function: Callable[..., Any], num_ranks: int, folder: Path, deadline_seconds: float, extra: Mapping[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        shared = {
+            **os.environ,
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(listening.getsockname()[1]),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "SHOAL_SUPERVISOR_PID": str(os.getpid()),
+            "SHOAL_STORE_FD": str(listening.fileno()),
+            "SHOAL_TEST_FUNCTION": f"{sys.modules[function.__module__].__file__}:{function.__qualname__}",
+            "SHOAL_TEST_FOLDER": str(folder),
+            "SHOAL_TEST_DEADLINE": str(deadline_seconds),
+            **extra,
+        }
+        processes = []
+        for rank in range(num_ranks):
+            with (folder / f"output-{rank}.txt").open("wb") as output:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", _STARTER],
+                        env={**shared, "RANK": str(rank)},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=[listening.fileno()] if rank == 0 else [],
+                    )
+                )
+        return processes
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: Deadline) -> None:
+    waiting = set(range(len(processes)))
+    while waiting:
+        for rank in sorted(waiting):
+            code = processes[rank].poll()
+            if code is None:
+                continue
+            if code != 0:
+                raise RunError(f"rank {rank} ended with code {code}:\n{_output(folder, rank)}")
+            waiting.discard(rank)
+        if waiting and deadline.is_over:
+            outputs = "\n".join(f"rank {rank} said:\n{_output(folder, rank)}" for rank in sorted(waiting))
+            raise RunError(f"ranks {sorted(waiting)} did not end within {deadline.seconds:g} s\n{outputs}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _output(folder: Path, rank: int) -> str:
+    return (folder / f"output-{rank}.txt").read_text(errors="replace")
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """End every rank, and name the descendants that outlived theirs."""
+    descendants: list[psutil.Process] = []
+    for process in processes:
+        try:
+            descendants += psutil.Process(process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            continue
+    for process in processes:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(descendants, timeout=2)
+    for process_left in alive:
+        process_left.kill()
+    return [process_left.pid for process_left in alive]
+
+
+def run_this_rank() -> None:
+    """What each process of ``run_on_ranks`` runs."""
+    die_with_parent(int(os.environ["SHOAL_SUPERVISOR_PID"]))
+    torch.set_num_threads(1)
+    path, _, name = os.environ["SHOAL_TEST_FUNCTION"].rpartition(":")
+    folder = Path(os.environ["SHOAL_TEST_FOLDER"])
+    function = getattr(_load(Path(path)), name)
+    arguments = torch.load(folder / "arguments.pt", weights_only=True)
+    world = join_world(os.environ, deadline_seconds=float(os.environ["SHOAL_TEST_DEADLINE"]))
+    result = function(world, *arguments)
+    torch.save(result, folder / f"result-{world.rank}.pt")
+    # Nobody leaves before everybody has arrived: a peer that is still in a collective would see a closed connection.
+    world.barrier()
+    world.close()
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

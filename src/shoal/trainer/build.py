@@ -1,0 +1,105 @@
+"""From a recipe to the parts of a run. The only file that sees every section; each part gets its own and no more."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.reader import read
+from shoal.checkpoint.whole import newest_whole
+from shoal.comm.world import World
+from shoal.core.config import read_toml, validate
+from shoal.core.errors import RequestError, RunError
+from shoal.core.plan import Plan
+from shoal.core.rundir import RunDir
+from shoal.data.build import build_splits
+from shoal.data.splits import Splits
+from shoal.models.build import Loss, build_loss, build_model
+from shoal.optim.precision import Precision
+from shoal.telemetry.board import RankSlot
+from shoal.trainer.config import Recipe
+from shoal.trainer.loop import Trainer
+from shoal.trainer.objective import Objective
+from shoal.trainer.rng import seed_for_build
+from shoal.trainer.state import import_weights
+
+
+def build_parts(recipe: Recipe) -> tuple[nn.Module, Loss, Splits]:
+    """Model, loss and data, the same on every rank: initial weights are what one process builds under the seed."""
+    data = build_splits(recipe.data, recipe.train.seed)
+    seed_for_build(recipe.train.seed)
+    model = build_model(recipe.model, data.spec)
+    return model, build_loss(recipe.model, data.spec), data
+
+
+def build_trainer(
+    recipe: Recipe, *, plan: Plan, run_dir: Path, resume: bool, world: World, slot: RankSlot | None
+) -> Trainer:
+    """The trainer that a recipe describes, on this rank."""
+    model, loss, data = build_parts(recipe)
+    return Trainer(
+        model,
+        data,
+        loss=loss,
+        train=recipe.train,
+        optim=recipe.optim,
+        evaluation=recipe.eval,
+        checkpoint=recipe.checkpoint,
+        telemetry=recipe.telemetry,
+        elastic=recipe.elastic,
+        plan=plan,
+        run_dir=run_dir,
+        resume=resume,
+        prefetch=recipe.data.prefetch,
+        workers=recipe.data.workers,
+        slot=slot,
+        world=world,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRun:
+    """A finished or interrupted run, ready to be asked questions: its model with the newest whole weights, in eval mode."""
+
+    recipe: Recipe
+    model: nn.Module
+    loss: Loss
+    data: Splits
+    step: int
+    checkpoint: Path
+
+    @property
+    def objective(self) -> Objective:
+        """Model and loss in the run's precision, on the CPU."""
+        precision = Precision.named(self.recipe.train.precision)
+        return Objective(self.model, self.loss, precision=precision, device=torch.device("cpu"))
+
+    @property
+    def example_inputs(self) -> tuple[torch.Tensor, ...]:
+        """Inputs of two samples, for tracing."""
+        precision = Precision.named(self.recipe.train.precision)
+        return tuple(precision.cast_input(tensor) for tensor in self.data.train.collate([0, 1]).inputs)
+
+
+def load_run(run_dir: Path) -> LoadedRun:
+    """The run in a directory, with the weights of its newest whole checkpoint.
+
+    Raises:
+        RequestError: this is not a run directory.
+        RunError: it has no whole checkpoint; each refused one is named.
+    """
+    run = RunDir(run_dir)
+    if not run.recipe.exists():
+        raise RequestError(f"{run_dir} is not a run directory: it has no recipe.toml")
+    recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    found = newest_whole(run.checkpoints)
+    if found.path is None:
+        refused = "; ".join(f"{path.name}: {reason}" for path, reason in found.refused)
+        raise RunError(f"{run_dir} has no whole checkpoint to load ({refused or 'none was written'})")
+    model, loss, data = build_parts(recipe)
+    checkpoint = read(found.path)
+    model = model.to(dtype=Precision.named(recipe.train.precision).weight_dtype)
+    import_weights(model, checkpoint.tensors, origin=str(found.path))
+    model.eval()
+    return LoadedRun(recipe=recipe, model=model, loss=loss, data=data, step=checkpoint.step, checkpoint=found.path)

@@ -1,0 +1,133 @@
+"""Taking possession of a run directory: which one, whether it may be used, and that nobody else uses it at the same time."""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.core.config import read_toml, validate
+from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
+from shoal.core.rundir import RunDir
+from shoal.trainer.config import Recipe, dump_recipe
+
+# What may change when a run is taken up again: how long it lasts, how it is laid out, what it records. The rest decides the
+# weights.
+_MAY_CHANGE = (
+    "plan",
+    "train.steps",
+    "train.epochs",
+    "train.tokens",
+    "train.time_limit",
+    "train.threads",
+    "train.micro_batch",
+    "train.nonfinite",
+    "eval",
+    "checkpoint",
+    "telemetry",
+    "elastic",
+    "data.prefetch",
+    "data.workers",
+)
+
+
+def choose_run_dir(stem: str, *, given: Path | None, resume: bool, parent: Path = Path("runs")) -> Path:
+    """The run directory: the one given, else ``runs/<stem>``, numbered when that is taken; ``resume`` takes the newest."""
+    if given is not None:
+        return given
+    newest, number = parent / stem, 1
+    pattern = re.compile(re.escape(stem) + r"-(\d+)")
+    for entry in parent.glob(f"{stem}-*") if parent.is_dir() else ():
+        match = pattern.fullmatch(entry.name)
+        if match and int(match.group(1)) > number:
+            newest, number = entry, int(match.group(1))
+    if resume or RunDir(newest).is_empty:
+        return newest
+    return parent / f"{stem}-{number + 1}"
+
+
+def check_claim(run_dir: Path, recipe: Recipe, *, resume: bool) -> None:
+    """Refuse a directory that holds something else.
+
+    Raises:
+        RequestError: it is a file, holds a run and ``--resume`` was not given, or holds another recipe.
+    """
+    run = RunDir(run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise RequestError(f"{run_dir} is a file, not a run directory")
+    if run.is_empty:
+        return
+    differences = list_differences(run, recipe)
+    if differences:
+        shown = "; ".join(differences[:5]) + ("; ..." if len(differences) > 5 else "")
+        raise RequestError(
+            f"{run_dir} holds a run of another recipe: {shown}. Use another --run-dir, or the same recipe"
+        )
+    if not resume:
+        raise RequestError(
+            f"{run_dir} already holds a run of this recipe; add --resume to go on, or use another --run-dir"
+        )
+
+
+def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
+    """Settings that decide the weights and are not those of the run in the directory, as ``key: there, here``."""
+    if not run.recipe.exists():
+        return []
+    before = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    theirs, ours = _flatten(before.model_dump(mode="json")), _flatten(recipe.model_dump(mode="json"))
+    found = []
+    for key in sorted(theirs.keys() | ours.keys()):
+        may_change = any(key == name or key.startswith(f"{name}.") for name in _MAY_CHANGE)
+        if not may_change and theirs.get(key) != ours.get(key):
+            found.append(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here")
+    return found
+
+
+def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+class Claim:
+    """A run directory held by this process until ``release``; the operating system lets go when the process dies."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Take the directory.
+
+        Raises:
+            RequestError: another process holds it, or it cannot be made.
+        """
+        self.run = RunDir(run_dir)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RequestError(f"cannot use {run_dir} as a run directory: {error}") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            raise RequestError(
+                f"{run_dir} is in use by process {holder}; wait for it, or use another --run-dir"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def write(self, recipe: Recipe, plan: Plan) -> None:
+        """Put down the resolved recipe and the plan that runs."""
+        self.run.recipe.write_text(dump_recipe(recipe))
+        self.run.plan.write_text(json.dumps({"plan": str(plan), **plan.as_dict()}, indent=2) + "\n")
+
+    def release(self) -> None:
+        """Let go. The lock file goes first, while it is still ours."""
+        self.run.lock.unlink(missing_ok=True)
+        os.close(self._fd)

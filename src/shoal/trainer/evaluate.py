@@ -1,0 +1,66 @@
+"""Loss and accuracy over a held-out split, shared out over the ranks; every sample counts once however many ranks there are."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.comm.world import World
+from shoal.data.loader import Microbatch
+from shoal.data.order import replica_share
+from shoal.data.source import Source
+from shoal.models.accuracy import count_correct
+from shoal.trainer.objective import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a pass over a split found."""
+
+    split: str
+    loss: float
+    accuracy: float | None
+    samples: int
+    seconds: float
+
+
+def evaluate(
+    objective: Objective, source: Source, *, split: str, world: World, batch: int, limit: int = 0
+) -> Evaluation:
+    """Mean loss over the first ``limit`` samples of a split (0: all of them), weighted by items as in training."""
+    started = time.perf_counter()
+    count = min(len(source), limit) if limit else len(source)
+    ids = replica_share(np.arange(count, dtype=np.int64), world.rank, world.size)
+    sums = torch.zeros(4, dtype=torch.float64)  # loss, weight, correct, counted
+    was_training = objective.training
+    objective.eval()
+    with torch.no_grad():
+        for start in range(0, len(ids), batch):
+            sums += _evaluate_batch(objective, source, ids[start : start + batch])
+    objective.train(was_training)
+    loss, weight, correct, counted = world.sum_(sums.to(world.device)).tolist()
+    return Evaluation(
+        split=split,
+        loss=loss / max(weight, 1.0),
+        accuracy=correct / counted if counted else None,
+        samples=count,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _evaluate_batch(objective: Objective, source: Source, ids: np.ndarray) -> torch.Tensor:
+    items = source.collate(ids)
+    microbatch = Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=float(items.weight))
+    output, targets = objective.predict(microbatch)
+    with objective.precision.autocast(objective.device.type):
+        loss = objective.loss(output, targets)
+    found = count_correct(output, targets)
+    correct, counted = found if found is not None else (0, 0)
+    return torch.tensor([float(loss) * items.weight, items.weight, correct, counted], dtype=torch.float64)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Trainable numbers in a model."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -1,0 +1,71 @@
+"""The help of the recipe, printed from the recipe itself: every key, its default and its docstring."""
+
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, Tag
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from shoal.trainer.config import Recipe
+
+
+def describe_recipe() -> str:
+    """Every section and key of a recipe, as commented TOML."""
+    lines = list(_describe_fields(Recipe, skip_sections=True))
+    for name, field in Recipe.model_fields.items():
+        for choice, section in _sections(field):
+            title = f"[{name}]" if choice is None else f"[{name}]  # {choice}"
+            lines += ["", title, *_describe_fields(section, skip_sections=False)]
+    return "\n".join(lines)
+
+
+def _describe_fields(section: type[BaseModel], *, skip_sections: bool) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if skip_sections and _sections(field):
+            continue
+        yield f"{name} = {_default_text(field)}    # {_type_text(field.annotation)}: {field.description}"
+
+
+def _sections(field: FieldInfo) -> list[tuple[str | None, type[BaseModel]]]:
+    """The sections that a field of the recipe can hold, each with the choice that selects it."""
+    annotation = field.annotation
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [(None, annotation)]
+    found: list[tuple[str | None, type[BaseModel]]] = []
+    for option in get_args(annotation):
+        if get_origin(option) is Annotated:
+            member, *marks = get_args(option)
+            found += [(mark.tag, member) for mark in marks if isinstance(mark, Tag)]
+    return found
+
+
+def _default_text(field: FieldInfo) -> str:
+    default: Any = field.get_default(call_default_factory=True, validated_data={})
+    if default is PydanticUndefined:
+        return "(required)"
+    if default is None:
+        return "(unset)"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, str):
+        return f'"{default}"'
+    if isinstance(default, tuple):
+        return str(list(default))
+    return str(default)
+
+
+def _type_text(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type_text(get_args(annotation)[0])
+    if origin is Literal:
+        return " | ".join(f'"{choice}"' for choice in get_args(annotation))
+    if origin in (Union, types.UnionType):
+        return " | ".join(_type_text(option) for option in get_args(annotation) if option is not type(None))
+    if origin in (tuple, list):
+        return f"list of {_type_text(get_args(annotation)[0])}"
+    if origin is not None:
+        return str(annotation).replace("typing.", "")
+    return str(getattr(annotation, "__name__", annotation))

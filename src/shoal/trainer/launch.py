@@ -1,0 +1,111 @@
+"""A run on this machine: take the run directory, let the supervisor start the ranks, and turn what happened into a summary.
+
+No torch: the launcher stays small and answers signals at once while the ranks do the work.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import EXIT_DONE
+from shoal.core.units import format_bytes, format_count, format_duration
+from shoal.elastic.launch import LaunchRequest
+from shoal.elastic.story import describe, headline
+from shoal.elastic.supervisor import supervise
+from shoal.telemetry.live import build_display
+from shoal.trainer.claim import Claim
+from shoal.trainer.layout import default_threads
+from shoal.trainer.request import Prepared
+from shoal.trainer.summary import read_summary, summarise_failure, write_summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run ended, for the command line."""
+
+    exit_code: int
+    summary: dict[str, Any] | None
+
+
+def train_supervised(prepared: Prepared, *, debug: bool = False) -> Ended:
+    """Run a prepared request to its end."""
+    run_dir = prepared.run_dir
+    finished = _already_finished(prepared)
+    if finished is not None:
+        print(f"{run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
+        return Ended(exit_code=EXIT_DONE, summary=finished)
+    claim = Claim(run_dir)
+    try:
+        claim.write(prepared.recipe, prepared.layout.plan)
+        return _supervise(prepared, debug=debug)
+    finally:
+        claim.release()
+
+
+def _already_finished(prepared: Prepared) -> dict[str, Any] | None:
+    if not prepared.resume:
+        return None
+    summary = read_summary(prepared.run_dir)
+    is_done = summary is not None and summary["status"] == "completed" and summary["steps"] >= prepared.total_steps
+    return summary if is_done else None
+
+
+def _supervise(prepared: Prepared, *, debug: bool) -> Ended:
+    run_dir, started, plan = prepared.run_dir, time.time(), str(prepared.layout.plan)
+    world_size = prepared.layout.world_size
+    threads = prepared.recipe.train.threads or default_threads(world_size)
+    print(
+        f"shoal: {plan} on {world_size} process(es), {prepared.total_steps} steps, run directory {run_dir}",
+        file=sys.stderr,
+    )
+    arguments = [sys.executable, "-m", "shoal.elastic.child", "shoal.trainer.worker", str(run_dir)]
+    before = read_summary(run_dir)
+    outcome = supervise(
+        LaunchRequest(
+            argv=(*arguments, "--resume") if prepared.resume else tuple(arguments),
+            num_ranks=world_size,
+            run_dir=run_dir,
+            run_id=run_dir.name,
+            threads=threads,
+            config=prepared.recipe.elastic,
+            display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
+        )
+    )
+    if outcome.status == "failed":
+        assert outcome.culprit is not None
+        summary = summarise_failure(
+            plan=plan,
+            world_size=world_size,
+            step=outcome.culprit.step,
+            cause=headline(outcome.culprit),
+            started=started,
+            before=before,
+        )
+        write_summary(run_dir, summary)
+        print(f"error: {describe(outcome.culprit, debug=debug)}", file=sys.stderr)
+        return Ended(exit_code=outcome.exit_code, summary=None)
+    return Ended(exit_code=outcome.exit_code, summary=read_summary(run_dir))
+
+
+def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
+    """The summary as people read it."""
+    lines = [f"{summary['status']} after {summary['steps']} steps in {format_duration(summary['wall_s'])}"]
+    if summary["stopped_by"]:
+        lines[0] += f", stopped by {summary['stopped_by']}"
+    if summary["final_loss"] is not None:
+        lines.append(f"loss             {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}")
+    if summary["validation_loss"] is not None:
+        lines.append(f"validation loss  {summary['validation_loss']:.4f}")
+    if summary["baseline_loss"] is not None:
+        lines.append(
+            f"bigram entropy   {summary['baseline_loss']:.4f}  (below it, a model has learned more than pairs of tokens)"
+        )
+    lines += [
+        f"speed            {format_count(summary['tokens_per_s'])} tokens/s, {summary['plan']}",
+        f"peak memory      {', '.join(format_bytes(peak) for peak in summary['peak_rss_bytes'])} by rank",
+        f"weights          sha256 {summary['weights_sha256'][:16]}...",
+        f"run directory    {run_dir}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,122 @@
+"""From what the user wrote to the plan that runs: degrees, microbatches and length, derived and checked before anything starts.
+
+Pure functions over numbers, so that a dry run, the launcher and every rank derive the same layout.
+"""
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
+from shoal.trainer.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A plan with everything derived, and the batch sizes that follow from it."""
+
+    plan: Plan
+    micro_batch: int
+    """Samples per forward pass."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes to start."""
+        return self.plan.world_size
+
+
+def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int | None) -> Plan:
+    """The plan to run. The command line wins over the recipe; ``dp`` takes up the processes that are left over.
+
+    Raises:
+        RequestError: the plan cannot run, or its product is not the number of processes asked for.
+    """
+    text = plan_text if plan_text is not None else recipe_plan
+    if text.strip() == "auto":
+        raise RequestError("plan 'auto' is not there yet: this version has no planner; write a plan such as dp=2")
+    plan = Plan.parse(text)
+    # A degree in the recipe is a default that --nproc replaces; a degree in --plan is a demand that it must match.
+    is_free = plan.dp is None or (plan_text is None and num_processes is not None)
+    if is_free:
+        per_replica = plan.ranks_per_replica
+        total = per_replica if num_processes is None else num_processes
+        if total % per_replica:
+            raise RequestError(
+                f"plan {text!r}: {total} processes are not a multiple of the {per_replica} that one replica takes; "
+                f"start {math.ceil(total / per_replica) * per_replica} processes"
+            )
+        plan = replace(plan, dp=total // per_replica)
+    plan.check(world_size=num_processes)
+    return plan
+
+
+def derive_layout(train: TrainConfig, plan: Plan) -> Layout:
+    """Batch sizes for a plan.
+
+    Raises:
+        RequestError: the processes do not divide the batch, or two settings contradict each other.
+    """
+    replicas = plan.dp or 1
+    if train.global_batch % replicas:
+        smaller = train.global_batch - train.global_batch % replicas
+        raise RequestError(
+            f"train.global_batch {train.global_batch} is not divisible by dp {replicas}: replicas would get unequal batches; "
+            f"set it to {' or '.join(str(size) for size in (smaller, smaller + replicas) if size)}, or use a dp that divides it"
+        )
+    share = train.global_batch // replicas
+    micro_batch, count = train.micro_batch, plan.microbatches
+    if micro_batch is not None and share % micro_batch:
+        raise RequestError(
+            f"train.micro_batch {micro_batch} does not divide the {share} samples per replica "
+            f"(global_batch {train.global_batch} / dp {replicas}); set it to {_divisor_below(share, micro_batch)}"
+        )
+    if count is not None and share % count:
+        raise RequestError(
+            f"microbatches={count} does not divide the {share} samples per replica "
+            f"(global_batch {train.global_batch} / dp {replicas}); set it to {_divisor_below(share, count)}"
+        )
+    if micro_batch is not None and count is not None and micro_batch * count != share:
+        raise RequestError(
+            f"train.micro_batch {micro_batch} x microbatches {count} = {micro_batch * count}, "
+            f"but a replica has {share} samples per step; leave one of them out"
+        )
+    size = micro_batch if micro_batch is not None else share // count if count is not None else share
+    return Layout(plan=replace(plan, microbatches=share // size), micro_batch=size)
+
+
+def _divisor_below(number: int, wanted: int) -> int:
+    return max(candidate for candidate in range(1, max(1, min(wanted, number)) + 1) if number % candidate == 0)
+
+
+def count_steps(train: TrainConfig, *, num_samples: int, tokens_per_sample: int) -> int:
+    """Optimizer steps that the configured length comes to. The last step of an epoch may be short."""
+    if train.steps is not None:
+        return train.steps
+    steps_per_epoch = math.ceil(num_samples / train.global_batch)
+    if train.epochs is not None:
+        whole, part = divmod(train.epochs, 1)
+        return int(whole) * steps_per_epoch + math.ceil(part * num_samples / train.global_batch)
+    assert train.tokens is not None
+    samples = math.ceil(train.tokens / tokens_per_sample)
+    epochs, rest = divmod(samples, num_samples)
+    return epochs * steps_per_epoch + math.ceil(rest / train.global_batch)
+
+
+def check_samples(*, num_samples: int, replicas: int) -> None:
+    """Refuse more replicas than there are samples.
+
+    Raises:
+        RequestError: says both numbers.
+    """
+    if num_samples < replicas:
+        raise RequestError(
+            f"the training split has {num_samples} samples and the plan has {replicas} replicas: some would never see data; "
+            f"use dp={max(1, num_samples)} or fewer, or more data"
+        )
+
+
+def default_threads(world_size: int) -> int:
+    """Compute threads per process when every process is on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // world_size)

@@ -1,0 +1,358 @@
+"""The training loop, as a generator: ``for info in trainer.training_steps(): ...`` and do what you like between steps.
+
+A ``Trainer`` takes a plain module, a loss and data, and runs them as its plan says on as many processes as its launcher
+started. Recipes build one through ``trainer/build.py``; a script can build one directly and needs no recipe.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.checkpoint.config import CheckpointConfig
+from shoal.comm.world import World, join_world
+from shoal.core.errors import RunError
+from shoal.core.events import Evaluated, NonFinite, RunEnded, RunStarted, StepDone
+from shoal.core.plan import Plan
+from shoal.core.units import parse_duration
+from shoal.data.loader import Loader, Microbatch, StepBatch
+from shoal.data.order import Position
+from shoal.data.splits import Splits
+from shoal.elastic.config import ElasticConfig
+from shoal.models.dropout import apply_keyed_dropout
+from shoal.optim.build import build_optimizer, initialise_state
+from shoal.optim.config import OptimConfig
+from shoal.optim.precision import Precision
+from shoal.optim.rates import after_evaluation, rate
+from shoal.parallel.apply import apply_to_model, apply_to_objective
+from shoal.telemetry.board import RankSlot
+from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.trace import Tracer
+from shoal.trainer.config import EvalConfig, TrainConfig
+from shoal.trainer.evaluate import Evaluation, evaluate
+from shoal.trainer.finite import trace_nonfinite
+from shoal.trainer.layout import check_samples, count_steps, derive_layout
+from shoal.trainer.objective import Objective
+from shoal.trainer.persist import Persistence
+from shoal.trainer.reporting import Reporter
+from shoal.trainer.rng import seed_process
+from shoal.trainer.state import Progress
+from shoal.trainer.step import StepResult, StepRunner
+
+
+class Trainer:
+    """A run of one model under one plan. Use it as a context manager: leaving it closes files, threads and groups."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Splits,
+        *,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor],
+        train: TrainConfig,
+        optim: OptimConfig | None = None,
+        evaluation: EvalConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        telemetry: TelemetryConfig | None = None,
+        elastic: ElasticConfig | None = None,
+        plan: Plan | None = None,
+        run_dir: Path | None = None,
+        resume: bool = False,
+        prefetch: int = 2,
+        workers: int = 0,
+        slot: RankSlot | None = None,
+        world: World | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.train_config = train
+        self.optim_config = optim or OptimConfig()
+        self.eval_config = evaluation or EvalConfig()
+        self.elastic_config = elastic or ElasticConfig()
+        telemetry = telemetry or TelemetryConfig()
+        self.data = data
+        self.prefetch = prefetch
+        self.workers = workers
+        self.world = world or join_world(environment, deadline_seconds=self.elastic_config.collective_deadline)
+        plan = replace(plan, dp=self.world.size) if plan is not None else Plan(dp=self.world.size)
+        plan.check(model, world_size=self.world.size)
+        layout = derive_layout(train, plan)
+        self.plan, self.micro_batch = layout.plan, layout.micro_batch
+        check_samples(num_samples=len(data.train), replicas=self.world.size)
+        self.total_steps = count_steps(
+            train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample
+        )
+        self.slot = slot
+        self.reporter = Reporter(run_dir, world=self.world, config=telemetry, slot=slot, total_steps=self.total_steps)
+        self.memory_every = telemetry.memory_every
+        self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
+        self._lay_out(model, loss)
+        self.persistence = Persistence(
+            run_dir,
+            config=checkpoint or CheckpointConfig(),
+            world=self.world,
+            reporter=self.reporter,
+            plan=str(self.plan),
+            seed=train.seed,
+        )
+        self.progress = Progress(position=Position(), loss_scale=self.first_loss_scale)
+        self.resumed_from: Path | None = None
+        self.status = "completed"
+        self.stopped_by: str | None = None
+        self._stop_wish: str | None = None
+        seed_process(train.seed, rank=self.world.rank)
+        if resume:
+            self._resume()
+
+    def _lay_out(self, model: nn.Module, loss: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        """Put the model where the plan wants it and bind what a step needs."""
+        train, world = self.train_config, self.world
+        precision = Precision.named(train.precision)
+        self.model = model.to(device=world.device, dtype=precision.weight_dtype)
+        dropout = apply_keyed_dropout(self.model, train.seed)
+        apply_to_model(self.model, group=world.group, batch_norm=train.batch_norm)
+        self.objective = Objective(self.model, loss, precision=precision, device=world.device)
+        self.optimizer = build_optimizer(self.optim_config, self.model)
+        initialise_state(self.optimizer)
+        wrapped = apply_to_objective(
+            self.objective,
+            group=world.group,
+            device=world.device,
+            compile_model=train.compile,
+            unused_parameters=train.unused_parameters,
+        )
+        self.runner = StepRunner(
+            model=self.model,
+            objective=wrapped,
+            optimizer=self.optimizer,
+            world=world,
+            dropout=dropout,
+            slot=self.slot,
+            clip=self.optim_config.clip,
+            micro_batch=self.micro_batch,
+            empty_microbatch=self._empty_microbatch() if train.batch_norm == "sync" and world.size > 1 else None,
+        )
+        self.scales_loss = precision.scales_loss
+        self.first_loss_scale = precision.first_loss_scale
+
+    def _empty_microbatch(self) -> Microbatch:
+        items = self.data.train.collate([0])
+        return Microbatch(
+            inputs=tuple(tensor[:0] for tensor in items.inputs),
+            targets=items.targets[:0],
+            sample_ids=np.empty(0, dtype=np.int64),
+            weight=0.0,
+        )
+
+    def _resume(self) -> None:
+        restored = self.persistence.restore(self.model, self.optimizer)
+        if restored is not None:
+            self.progress = restored.progress
+            self.resumed_from = restored.path
+
+    def request_stop(self, reason: str) -> None:
+        """Ask to stop after the current step, on all ranks together; safe to call from a signal handler."""
+        self._stop_wish = reason
+
+    def training_steps(self) -> Iterator[StepDone]:
+        """Train, yielding after each step; ends when the length is reached or a stop was requested."""
+        self._announce()
+        deadline = self._time_limit()
+        loader = self._open_loader()
+        try:
+            while self.progress.step < self.total_steps and self.stopped_by is None:
+                if deadline is not None and self.world.is_first and time.monotonic() > deadline:
+                    self.request_stop("time_limit")
+                yield self._train_one(loader)
+        finally:
+            loader.close()
+            if self.tracer is not None:
+                self.tracer.close()
+        self._finish()
+
+    def train(self) -> None:
+        """Train to the end."""
+        for _ in self.training_steps():
+            pass
+
+    def evaluate(self, split: str = "validation", *, limit: int | None = None) -> Evaluation | None:
+        """Loss and accuracy on a held-out split; None when the data has no such split. All ranks call it together."""
+        source = getattr(self.data, split)
+        if source is None or len(source) == 0:
+            return None
+        step = self.progress.step
+        self.reporter.enter("evaluate", step)
+        found = evaluate(
+            self.objective,
+            source,
+            split=split,
+            world=self.world,
+            batch=self.eval_config.batch or self.micro_batch,
+            limit=self.eval_config.samples if limit is None else limit,
+        )
+        self.reporter.evaluated(
+            Evaluated(
+                step=step,
+                split=split,
+                loss=found.loss,
+                accuracy=found.accuracy,
+                samples=found.samples,
+                seconds=found.seconds,
+            )
+        )
+        return found
+
+    def _announce(self) -> None:
+        self.reporter.event(
+            RunStarted(
+                plan=str(self.plan),
+                world_size=self.world.size,
+                step=self.progress.step,
+                generation=self.world.generation,
+                pid=os.getpid(),
+            )
+        )
+        self.persistence.warn_if_disk_is_short(self.model, self.optimizer)
+
+    def _time_limit(self) -> float | None:
+        limit = self.train_config.time_limit
+        return None if limit is None else time.monotonic() + parse_duration(limit)
+
+    def _open_loader(self) -> Loader:
+        return Loader(
+            self.data.train,
+            global_batch=self.train_config.global_batch,
+            micro_batch=self.micro_batch,
+            replica=self.world.rank,
+            num_replicas=self.world.size,
+            seed=self.train_config.seed,
+            position=self.progress.position,
+            prefetch=self.prefetch,
+            workers=self.workers,
+        )
+
+    def _train_one(self, loader: Loader) -> StepDone:
+        started = time.perf_counter()
+        step = self.progress.step
+        self.reporter.enter("data", step)
+        batch = loader.next()
+        data_seconds = time.perf_counter() - started
+        if self.tracer is not None:
+            self.tracer.before_step(step + 1)
+        lr = rate(self.optim_config, step, self.total_steps) * self.progress.plateau.factor
+        scale = self.progress.loss_scale
+        result = self.runner.run(batch, step=step, lr=lr, loss_scale=scale, stop=self._stop_wish is not None)
+        if not result.is_finite:
+            self._handle_nonfinite(batch, result)
+        done = self._advance(batch, result, lr, started, data_seconds)
+        self.reporter.step(done)
+        self._after_step(done, result)
+        return done
+
+    def _advance(
+        self, batch: StepBatch, result: StepResult, lr: float, started: float, data_seconds: float
+    ) -> StepDone:
+        """The progress after a step, and the event that says so."""
+        before = self.progress
+        tokens = batch.num_samples * self.data.spec.tokens_per_sample
+        seconds = time.perf_counter() - started
+        scale = before.loss_scale
+        self.progress = replace(
+            before,
+            step=before.step + 1,
+            position=batch.position,
+            loss_scale=scale.after_step(result.is_finite) if self.scales_loss else scale,
+            first_loss=result.loss if before.first_loss is None else before.first_loss,
+            last_loss=result.loss,
+            tokens=before.tokens + tokens,
+            trained_seconds=before.trained_seconds + seconds,
+        )
+        return StepDone(
+            step=self.progress.step,
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            samples=batch.num_samples,
+            tokens=tokens,
+            seconds=seconds,
+            data_seconds=data_seconds,
+            skipped=not result.is_finite,
+            loss_scale=scale.scale,
+        )
+
+    def _handle_nonfinite(self, batch: StepBatch, result: StepResult) -> None:
+        """Skip, or stop with the culprit named. The reduced values are the same everywhere, so all ranks come here together."""
+        scale = self.progress.loss_scale
+        if self.scales_loss and math.isfinite(result.loss) and scale.can_back_off:
+            return  # An overflow of the scaled gradient is how dynamic scaling finds its scale.
+        step = self.progress.step
+        origin = trace_nonfinite(self.runner, batch, step=step, scale=scale.scale)
+        action = self.train_config.nonfinite
+        self.reporter.event(NonFinite(step=step + 1, culprit_rank=origin.rank, what=origin.what, action=action))
+        where = f"step {step + 1}: {origin.what} is not finite on rank {origin.rank}"
+        if action == "skip":
+            self.reporter.warn(f"{where}; the step is skipped on all ranks")
+            return
+        self.persistence.wait()
+        last_good = self.persistence.last_path()
+        raise RunError(
+            f"{where} (loss {result.loss}, gradient norm {result.grad_norm}); last good checkpoint: {last_good or 'none'}. "
+            "Lower optim.lr, set optim.clip, or set train.nonfinite=skip to leave such steps out"
+        )
+
+    def _after_step(self, done: StepDone, result: StepResult) -> None:
+        """What the recipe wants between steps: evaluation, checkpoints, memory readings, the agreed stop."""
+        step = done.step
+        if result.stop_requested:
+            # The wish may be another rank's; the flag is summed, its reason is not.
+            self.stopped_by = self._stop_wish or "signal"
+        if self.memory_every and (step == 1 or step % self.memory_every == 0):
+            self.reporter.memory(self.model, self.optimizer, step=step)
+        if self.tracer is not None:
+            self.tracer.after_step(step)
+        if self.eval_config.every and step % self.eval_config.every == 0 and step < self.total_steps:
+            self._evaluate_validation()
+        if self.persistence.is_due(step):
+            self.reporter.enter("checkpoint", step)
+            self.persistence.save(self.model, self.optimizer, self.progress)
+
+    def _evaluate_validation(self) -> None:
+        found = self.evaluate("validation")
+        if found is not None:
+            plateau = after_evaluation(self.progress.plateau, found.loss, self.optim_config)
+            self.progress = replace(self.progress, validation_loss=found.loss, plateau=plateau)
+
+    def _finish(self) -> None:
+        """Evaluate, save and settle. An interrupted run saves first: whoever stopped it may not wait for long."""
+        if self.stopped_by is not None and self.progress.step < self.total_steps:
+            self.status = "interrupted"
+        else:
+            self._evaluate_validation()
+        self.reporter.enter("checkpoint", self.progress.step)
+        self.persistence.save(self.model, self.optimizer, self.progress)
+        self.persistence.wait()
+        self.reporter.memory(self.model, self.optimizer, step=self.progress.step)
+        self.reporter.event(
+            RunEnded(status=self.status, step=self.progress.step, seconds=self.progress.trained_seconds)
+        )
+
+    def close(self) -> None:
+        """Stop threads, flush files, leave the group."""
+        self.persistence.close()
+        self.reporter.close()
+        self.world.close()
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,50 @@
+"""A model and its loss as one module whose forward pass gives this microbatch's share of the global loss.
+
+Wrapping both lets data parallelism see a single module, and gives a replica without samples something to run: a loss of zero that
+touches every parameter, so that it joins the reduction instead of leaving its peers waiting.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.data.loader import Microbatch
+from shoal.optim.precision import Precision
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Objective(nn.Module):
+    """``forward(microbatch, share)``: the mean loss of a microbatch, times its share of the global batch."""
+
+    def __init__(self, model: nn.Module, loss: Loss, *, precision: Precision, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.precision = precision
+        self.device = device
+
+    def forward(self, microbatch: Microbatch | None, share: float) -> torch.Tensor:
+        """The microbatch's contribution to the global mean; ``None`` contributes zero to every parameter."""
+        if microbatch is None:
+            return self._touch_every_parameter()
+        output, targets = self.predict(microbatch)
+        if len(microbatch.sample_ids) == 0:
+            # The mean over nothing is NaN. The sum over nothing is zero and still runs every layer, forward and backward.
+            return output.float().sum()
+        with self.precision.autocast(self.device.type):
+            return self.loss(output, targets) * share
+
+    def predict(self, microbatch: Microbatch) -> tuple[Any, torch.Tensor]:
+        """The model's output and the targets, on the device and in the run's precision."""
+        inputs = [self.precision.cast_input(tensor.to(self.device, non_blocking=True)) for tensor in microbatch.inputs]
+        targets = self.precision.cast_input(microbatch.targets.to(self.device, non_blocking=True))
+        with self.precision.autocast(self.device.type):
+            return self.model(*inputs), targets
+
+    def _touch_every_parameter(self) -> torch.Tensor:
+        # The sum of an empty slice is zero and its gradient is zeros: exact even where a weight is NaN, unlike 0 * weight.
+        parts = [parameter.reshape(-1)[:0].sum() for parameter in self.model.parameters() if parameter.requires_grad]
+        return torch.stack(parts).sum()

@@ -1,0 +1,125 @@
+"""Between a run and its checkpoints: what is saved, what is taken up again, and what becomes of the ones that are torn."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.config import CheckpointConfig
+from shoal.checkpoint.reader import read
+from shoal.checkpoint.saver import Saver
+from shoal.checkpoint.space import warn_if_short
+from shoal.checkpoint.sweep import sweep
+from shoal.checkpoint.whole import newest_whole
+from shoal.comm.world import World
+from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
+from shoal.core.rundir import RunDir
+from shoal.trainer.reporting import Reporter
+from shoal.trainer.rng import export_random_state, import_random_state, seed_process
+from shoal.trainer.state import Progress, export_tensors, import_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a checkpoint gave back."""
+
+    progress: Progress
+    path: Path
+
+
+class Persistence:
+    """Saves and restores one run. Without a run directory there is nothing to save to and every call does nothing."""
+
+    def __init__(
+        self, run_dir: Path | None, *, config: CheckpointConfig, world: World, reporter: Reporter, plan: str, seed: int
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.reporter = reporter
+        self.seed = seed
+        self.root = RunDir(run_dir).checkpoints if run_dir is not None else None
+        self.saved_step = -1
+        self.failure: str | None = None
+        self.saver: Saver | None = None
+        if self.root is not None:
+            if world.is_first:
+                self.root.mkdir(parents=True, exist_ok=True)
+                sweep(self.root)
+            world.barrier()
+            self.saver = Saver(
+                self.root,
+                rank=world.rank,
+                world_size=world.size,
+                group=world.save_group,
+                config=config,
+                plan=plan,
+                deadline_s=world.deadline_seconds,
+                report=self._report,
+            )
+
+    def _report(self, event: Event) -> None:
+        self.reporter.event(event)
+        if isinstance(event, CheckpointFailed):
+            self.failure = event.reason
+            self.reporter.warn(f"checkpoint at step {event.step} was not saved: {event.reason}; training goes on")
+        else:
+            self.failure = None
+
+    def warn_if_disk_is_short(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Say before the first step that the disk cannot hold the checkpoints that the recipe keeps."""
+        if self.root is None or not self.world.is_first:
+            return
+        tensors = export_tensors(model, optimizer).values()
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        message = warn_if_short(self.root, num_bytes * (self.config.keep + 1))
+        if message is not None:
+            self.reporter.warn(message)
+
+    def is_due(self, step: int) -> bool:
+        """True when the recipe wants a checkpoint after this step."""
+        return self.saver is not None and self.config.every > 0 and step % self.config.every == 0
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Copy the state and begin to write it; returns as soon as the copy is made."""
+        if self.saver is None or progress.step == self.saved_step:
+            return
+        self.saved_step = progress.step
+        self.saver.save(
+            progress.step,
+            export_tensors(model, optimizer),
+            {"progress": progress.as_values()},
+            export_random_state(self.world.rank),
+        )
+
+    def wait(self) -> None:
+        """Wait until what was begun is committed or has failed, on every rank."""
+        if self.saver is not None:
+            self.saver.wait()
+
+    def last_path(self) -> Path | None:
+        """The newest whole checkpoint, for messages that name what can be gone back to."""
+        return newest_whole(self.root).path if self.root is not None else None
+
+    def close(self) -> None:
+        """Stop the writer."""
+        if self.saver is not None:
+            self.saver.close()
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Restored | None:
+        """Load the newest whole checkpoint; None when there is none to load. Refused ones are named."""
+        if self.root is None:
+            return None
+        found = newest_whole(self.root)
+        for path, reason in found.refused:
+            self.reporter.event(CheckpointRefused(path=str(path), reason=reason))
+            self.reporter.warn(f"checkpoint {path.name} is not whole and is passed over: {reason}")
+        if found.path is None:
+            return None
+        checkpoint = read(found.path)
+        import_tensors(model, optimizer, checkpoint.tensors, origin=str(found.path))
+        if not import_random_state(checkpoint.tensors, self.world.rank):
+            seed_process(self.seed + checkpoint.step, rank=self.world.rank)
+        progress = Progress.from_values(checkpoint.values["progress"])
+        self.saved_step = progress.step
+        return Restored(progress=progress, path=found.path)

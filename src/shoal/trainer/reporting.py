@@ -1,0 +1,110 @@
+"""What a rank tells the world while it trains: events, the board that the supervisor watches, warnings.
+
+The loop calls one method per thing that happened. Everything slow (files, TensorBoard, memory readings) is behind a queue
+or a clock, because a metric must never cost a step.
+"""
+
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shoal.comm.world import World
+from shoal.core.events import Evaluated, Event, MemoryMeasured, StepDone, Warned
+from shoal.core.rundir import RunDir
+from shoal.telemetry.board import RankSlot
+from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.memory import breakdown, rss_bytes
+from shoal.telemetry.tensorboard import TensorBoardSink
+from shoal.telemetry.writer import EventLog
+
+_PUBLISH_EVERY_SECONDS = 0.2
+_RATE_WINDOW_STEPS = 20
+
+
+class Reporter:
+    """One rank's voice. Without a run directory nothing is written; without a board nothing is shown."""
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        *,
+        world: World,
+        config: TelemetryConfig,
+        slot: RankSlot | None,
+        total_steps: int,
+    ) -> None:
+        self.world = world
+        self.slot = slot
+        self.total_steps = total_steps
+        self.log: EventLog | None = None
+        if run_dir is not None:
+            folder = RunDir(run_dir).tensorboard
+            sinks = [lambda: TensorBoardSink(folder)] if config.tensorboard and world.is_first else []
+            self.log = EventLog(run_dir, world.rank, sinks=sinks)
+        self.validation_loss: float | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW_STEPS)
+        self._published = 0.0
+
+    def event(self, event: Event) -> None:
+        """Record something that happened; callable from any thread, never blocks."""
+        if self.log is not None:
+            self.log.write(event)
+
+    def step(self, done: StepDone) -> None:
+        """Record a step, and now and then put it where the display looks."""
+        self.event(done)
+        self._recent.append((done.seconds, done.tokens))
+        now = time.monotonic()
+        is_last = done.step >= self.total_steps
+        if self.slot is not None and (is_last or now - self._published >= _PUBLISH_EVERY_SECONDS):
+            self._published = now
+            self._publish(self.slot, done)
+
+    def _publish(self, slot: RankSlot, done: StepDone) -> None:
+        seconds = sum(step_seconds for step_seconds, _ in self._recent)
+        tokens = sum(step_tokens for _, step_tokens in self._recent)
+        slot.publish(
+            {
+                "step": done.step,
+                "total_steps": self.total_steps,
+                "loss": done.loss,
+                "lr": done.lr,
+                "grad_norm": done.grad_norm,
+                "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+                "rss_bytes": rss_bytes(),
+                "eta_s": (self.total_steps - done.step) * seconds / max(1, len(self._recent)),
+                "validation_loss": self.validation_loss,
+            }
+        )
+
+    def evaluated(self, event: Evaluated) -> None:
+        """Record an evaluation; the display shows the newest validation loss."""
+        self.event(event)
+        if event.split == "validation":
+            self.validation_loss = event.loss
+
+    def warn(self, message: str) -> None:
+        """Tell the user something that the run survives: once on the terminal, and in the events of every rank."""
+        self.event(Warned(message=message))
+        if self.world.is_first:
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    def memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> MemoryMeasured:
+        """Measure where this rank's memory is, and record it."""
+        measured = breakdown(model, optimizer).as_event(step)
+        self.event(measured)
+        return measured
+
+    def enter(self, phase: str, step: int) -> None:
+        """Say what the loop is about to do, for whoever has to explain a hang."""
+        if self.slot is not None:
+            self.slot.enter(phase, step)
+
+    def close(self) -> None:
+        """Flush and stop the writer."""
+        if self.log is not None:
+            self.log.close()

@@ -1,0 +1,66 @@
+"""The front door of training: everything that can be known to be wrong is found here, before any process starts.
+
+No torch: a misspelt key is answered in a fraction of a second. Only a recipe that names the user's own functions imports
+them, because that is the only way to know that they can be imported.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.data.check import DataSummary, check_data
+from shoal.models.check import check_model
+from shoal.trainer.claim import check_claim, choose_run_dir
+from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.layout import Layout, check_samples, choose_plan, count_steps, derive_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """What the user asked for, as given."""
+
+    recipe: Path
+    plan: str | None = None
+    num_processes: int | None = None
+    overrides: tuple[str, ...] = ()
+    run_dir: Path | None = None
+    resume: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A request that was checked: what will run, where, for how long."""
+
+    recipe: Recipe
+    layout: Layout
+    data: DataSummary
+    total_steps: int
+    run_dir: Path
+    resume: bool
+
+
+def prepare(request: TrainRequest, *, measure_own: Callable[[Recipe], DataSummary]) -> Prepared:
+    """Check a request and derive what it left open.
+
+    Args:
+        request: what the user asked for. measure_own: counts the samples of the user's own data, which only building it can
+        tell; imports torch, so the caller brings
+            it, and it is called only where the recipe names such data.
+
+    Raises:
+        RequestError: one message with the numbers and the fix.
+    """
+    recipe = load_recipe(request.recipe, request.overrides)
+    plan = choose_plan(recipe.plan, plan_text=request.plan, num_processes=request.num_processes)
+    layout = derive_layout(recipe.train, plan)
+    recipe = recipe.model_copy(update={"plan": str(layout.plan)})
+    run_dir = choose_run_dir(request.recipe.stem, given=request.run_dir, resume=request.resume)
+    check_claim(run_dir, recipe, resume=request.resume)
+    data = check_data(recipe.data)
+    if data.spec is None:
+        data = measure_own(recipe)
+    assert data.spec is not None and data.train is not None, "data that was measured has a spec and a length"
+    check_model(recipe.model, data.spec)
+    check_samples(num_samples=data.train, replicas=plan.dp or 1)
+    total = count_steps(recipe.train, num_samples=data.train, tokens_per_sample=data.spec.tokens_per_sample)
+    return Prepared(recipe=recipe, layout=layout, data=data, total_steps=total, run_dir=run_dir, resume=request.resume)

@@ -1,0 +1,39 @@
+"""What every test gets: a leak check, one compute thread, and the ``shoal`` command as a real process."""
+
+import os
+
+import psutil
+import pytest
+from harness import TINY, Shoal
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    """Fail a test that leaves a process behind, and end that process."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    yield
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    left = [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+    # The resource tracker of multiprocessing lives as long as the test session does.
+    left = [process for process in left if "resource_tracker" not in " ".join(process.cmdline())]
+    for process in left:
+        process.kill()
+    assert not left, f"left behind: {[process.cmdline() for process in left]}"
+
+
+@pytest.fixture
+def shoal(tmp_path):
+    """The command line, in ``tmp_path``."""
+    command = Shoal(tmp_path)
+    yield command
+    command.end()
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A recipe that trains in well under a second."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path

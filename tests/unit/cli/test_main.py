@@ -1,0 +1,126 @@
+"""What the whole command promises: exit codes, one message, the traceback on request only."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from shoal.cli.main import lift_debug
+
+VERBS = ("train", "eval", "sample", "init", "ckpt", "doctor")
+
+# The real main() with one more verb, which does what its argument says.
+WITH_A_VERB = """
+import sys
+from shoal.cli.main import app, main
+from shoal.core.errors import RequestError, RunError
+
+@app.command("misbehave")
+def misbehave(how: str) -> None:
+    if how == "request":
+        raise RequestError("batch 3 is not 2 x 2; set train.global_batch=4")
+    if how == "run":
+        raise RunError("rank 1 died")
+    if how == "bug":
+        raise ValueError("a bug")
+    if how == "wait":
+        print("up", flush=True)
+        sys.stdin.read()
+
+main()
+"""
+
+
+def misbehave(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", WITH_A_VERB, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_help_lists_every_verb(shoal):
+    done = shoal("--help")
+    assert done.returncode == 0 and done.stderr == ""
+    commands = done.stdout.partition("Commands:")[2]
+    names = [line.split()[0] for line in commands.splitlines() if re.match(r"  \w", line)]
+    assert sorted(names) == sorted(VERBS)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "ckpt"])
+def test_every_verb_takes_json(shoal, verb):
+    done = shoal(verb, "--help")
+    assert done.returncode == 0 and "--json FILE" in done.stdout
+
+
+def test_version(shoal):
+    assert shoal("--version").stdout == f"shoal {version('shoal')}\n"
+
+
+def test_a_misspelt_verb_gets_the_nearest_name(shoal):
+    done = shoal("trian")
+    assert done.returncode == 2
+    assert "Did you mean 'train'?" in done.stderr and done.stdout == ""
+
+
+def test_a_misspelt_option_gets_the_nearest_name(shoal):
+    done = shoal("doctor", "--qick")
+    assert done.returncode == 2 and "--quick" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [("request", 2, "batch 3 is not 2 x 2; set train.global_batch=4"), ("run", 1, "rank 1 died")],
+)
+def test_our_errors_are_one_message_and_their_code(how, code, message):
+    done = misbehave("misbehave", how)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"error: {message}\n")
+
+
+def test_any_other_error_is_short_and_points_to_debug():
+    done = misbehave("misbehave", "bug")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ValueError: a bug\n") and "--debug" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--debug", "misbehave", "bug"], ["misbehave", "bug", "--debug"], ["misbehave", "--debug", "request"]]
+)
+def test_the_traceback_comes_with_debug_wherever_it_stands(arguments):
+    done = misbehave(*arguments)
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_ctrl_c_is_130():
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITH_A_VERB, "misbehave", "wait"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"up\n"
+    os.kill(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130 and b"Traceback" not in stderr
+
+
+def test_a_missing_argument_is_a_usage_error():
+    done = misbehave("misbehave")
+    assert done.returncode == 2 and "Missing argument 'how'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "lifted", "debug"),
+    [
+        (["train", "a.toml"], ["train", "a.toml"], False),
+        (["train", "--debug", "a.toml"], ["--debug", "train", "a.toml"], True),
+        (["--debug", "train", "--debug"], ["--debug", "train"], True),
+        (["sample", "run", "--", "--debug"], ["sample", "run", "--", "--debug"], False),
+        ([], [], False),
+    ],
+)
+def test_debug_is_lifted_to_the_front(given, lifted, debug):
+    assert lift_debug(given) == (lifted, debug)

@@ -1,0 +1,114 @@
+"""The user's own datasets."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.core.errors import RequestError
+from shoal.data.build import build_splits
+from shoal.data.check import check_data
+from shoal.data.config import OwnDataConfig
+
+torch.set_num_threads(1)
+
+MODULE = """
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+class Points(Dataset):
+    classes = ["red", "green"]
+    def __init__(self, size): self.size = size
+    def __len__(self): return self.size
+    def __getitem__(self, i): return torch.full((3,), float(i)), i % 2
+
+class Stream(IterableDataset):
+    def __iter__(self): return iter([])
+
+class Sums(Dataset):
+    def __len__(self): return 6
+    def __getitem__(self, i): return (torch.ones(2), torch.zeros(1)), torch.tensor([float(i)])
+
+class Tokens(Dataset):
+    vocab = 9
+    def __len__(self): return 4
+    def __getitem__(self, i): return torch.arange(5), torch.tensor([1, 2, 3, 4, -100])
+
+def points(size=10): return Points(size)
+def named(): return {"train": Points(5), "validation": Points(3)}
+def misnamed(): return {"train": Points(5), "valid": Points(3)}
+def stream(): return Stream()
+def sums(): return Sums()
+def tokens(): return Tokens()
+def number(): return 3
+def triples(): return TensorDataset(torch.zeros(9), torch.zeros(9), torch.zeros(9))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_data.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def _config(name: str, **values: object) -> OwnDataConfig:
+    return OwnDataConfig.model_validate({"build": f"own_data:{name}", **values})
+
+
+def test_one_dataset_is_cut_by_the_shares() -> None:
+    splits = build_splits(_config("points", args={"size": 20}, validation=0.2, test=0.1), 0)
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [14, 4, 2]
+    items = splits.validation.collate([1, 0])
+    assert items.inputs[0].tolist() == [[15.0] * 3, [14.0] * 3]
+    assert items.targets.tolist() == [1, 0]
+    assert (splits.spec.kind, splits.spec.features, splits.spec.classes) == ("own", (3,), 2)
+
+
+def test_named_datasets_are_taken_as_they_are() -> None:
+    splits = build_splits(_config("named"), 0)
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [5, 3, 0]
+
+
+def test_several_inputs_and_float_targets() -> None:
+    splits = build_splits(_config("sums", validation=0, test=0), 0)
+    items = splits.train.collate([4, 5])
+    assert [tuple(tensor.shape) for tensor in items.inputs] == [(2, 2), (2, 1)]
+    assert items.targets.tolist() == [[4.0], [5.0]]
+    assert items.weight == 2 and splits.train.uniform_weight == 1
+    assert splits.spec.outputs == 1
+
+
+def test_ignored_targets_have_no_weight() -> None:
+    splits = build_splits(_config("tokens", validation=0, test=0), 0)
+    assert splits.train.uniform_weight is None
+    assert splits.train.collate([0, 1]).weight == 8
+    assert (splits.spec.vocab, splits.spec.sequence, splits.spec.tokens_per_sample) == (9, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("misnamed", "a dict of 'train', 'valid'; its keys are"),
+        ("stream", "returned a Stream, which is no map-style dataset"),
+        ("number", "returned a int, which is no map-style dataset"),
+        ("triples", r"a sample is a tuple of 3; return \(input, target\)"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(name: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        build_splits(_config(name), 0)
+
+
+def test_the_name_and_the_arguments_are_checked_before_anything_is_built() -> None:
+    summary = check_data(_config("points"))
+    assert summary.spec is None and summary.train is None
+    with pytest.raises(RequestError, match="data.build = 'own_data:pionts'.*did you mean 'points'"):
+        check_data(_config("pionts"))
+    with pytest.raises(RequestError, match="unexpected keyword argument 'sise'"):
+        check_data(_config("points", args={"sise": 3}))
+
+
+def test_too_few_samples_for_the_splits_are_refused() -> None:
+    with pytest.raises(RequestError, match="has 2 samples and each split needs 1: 3 splits need at least 3"):
+        build_splits(_config("points", args={"size": 2}), 0)

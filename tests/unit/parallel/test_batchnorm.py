@@ -1,0 +1,226 @@
+"""Batch norm in one process: torch's own bits, one fold per microbatch, and every option of the layer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.parallel.batchnorm import apply_batchnorm, begin_microbatch, fold, is_applied
+
+
+def build(momentum: float | None = 0.1, dtype: torch.dtype = torch.float32, **options: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 3),
+        nn.BatchNorm2d(5, momentum=momentum, **options),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(20, 4),
+        nn.BatchNorm1d(4, momentum=momentum, **options),
+    ).to(dtype=dtype)
+
+
+def batch(seed: int, size: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return 2 * torch.randn(size, 2, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=dtype) + 1
+
+
+def applied(model: nn.Module) -> nn.Module:
+    ours = copy.deepcopy(model)
+    apply_batchnorm(ours, group=None, mode="local")
+    return ours
+
+
+def assert_same(ours: nn.Module, torchs: nn.Module) -> None:
+    assert list(ours.state_dict()) == list(torchs.state_dict())
+    for (name, a), b in zip(ours.state_dict().items(), torchs.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.37, 1.0, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_process_has_the_bits_of_torchs_layer(momentum, dtype):
+    plain = build(momentum, dtype)
+    ours = applied(plain)
+    for step in range(3):
+        for index in range(3):
+            x = batch(10 * step + index, 4 + index, dtype)
+            begin_microbatch(ours, index)
+            mine, theirs = ours(x), plain(x)
+            assert torch.equal(mine, theirs)
+            mine.square().sum().backward()
+            theirs.square().sum().backward()
+        fold(ours)
+        assert_same(ours, plain)
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert torch.equal(ours.eval()(batch(99, dtype=dtype)), plain.eval()(batch(99, dtype=dtype)))
+
+
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}])
+def test_layers_without_parameters_or_without_statistics(options):
+    plain = build(**options)
+    ours = applied(plain)
+    for index in range(2):
+        begin_microbatch(ours, index)
+        assert torch.equal(ours(batch(index)), plain(batch(index)))
+    fold(ours)
+    assert_same(ours, plain)
+    assert torch.equal(ours.eval()(batch(9)), plain.eval()(batch(9)))
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
+def test_the_layer_keeps_its_identity_names_and_checks(layer):
+    model = nn.Sequential(layer(3))
+    norm, weight, before = model[0], model[0].weight, list(model.state_dict())
+    apply_batchnorm(model, group=None, mode="local")
+    assert model[0] is norm and norm.weight is weight and isinstance(norm, layer)
+    assert list(model.state_dict()) == before
+    assert [name for name, _ in model.named_buffers()] == [
+        f"0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+    with pytest.raises(ValueError, match="expected .* input"):
+        model(torch.zeros(2))
+    assert is_applied(model) and not is_applied(nn.Linear(2, 2))
+
+
+def test_statistics_wait_for_the_fold():
+    ours = applied(build())
+    before = copy.deepcopy(ours.state_dict())
+    ours(batch(0))
+    assert all(torch.equal(before[name], tensor) for name, tensor in ours.state_dict().items())
+    fold(ours)
+    assert int(ours[1].num_batches_tracked) == 1
+    assert not torch.equal(before["1.running_mean"], ours[1].running_mean)
+
+
+def test_a_microbatch_that_runs_twice_is_folded_once():
+    plain = build()
+    ours = applied(plain)
+    for index in (0, 1):
+        plain(batch(index))
+        begin_microbatch(ours, index)
+        ours(batch(index))
+    for index in (1, 0):
+        begin_microbatch(ours, index)
+        ours(batch(index))
+    fold(ours)
+    assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_activations_are_folded_once(use_reentrant):
+    plain = build()
+    ours = applied(plain)
+    for index in range(2):
+        plain(batch(index))
+        begin_microbatch(ours, index)
+        x = batch(index).requires_grad_()
+        checkpoint(ours, x, use_reentrant=use_reentrant).sum().backward()
+    fold(ours)
+    assert_same(ours, plain)
+
+
+def test_a_skipped_step_leaves_no_trace():
+    ours = applied(build())
+    before = copy.deepcopy(ours.state_dict())
+    begin_microbatch(ours, 0)
+    ours(batch(0) * float("inf"))
+    fold(ours, keep=False)
+    fold(ours)
+    assert all(torch.equal(before[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+def test_notes_of_one_step_do_not_reach_the_next():
+    plain = build()
+    ours = applied(plain)
+    for indices in ((0, 1, 2), (0,)):
+        for index in indices:
+            begin_microbatch(ours, index)
+            ours(batch(index))
+            plain(batch(index))
+        fold(ours)
+    assert_same(ours, plain)
+
+
+def test_an_evaluation_in_between_is_not_noted():
+    plain = build()
+    ours = applied(plain)
+    begin_microbatch(ours, 0)
+    ours(batch(0))
+    plain(batch(0))
+    ours.eval()(batch(1))
+    ours.train()
+    fold(ours)
+    assert_same(ours, plain)
+
+
+def test_one_value_per_channel_gives_the_bias_and_is_not_folded():
+    """torch raises here; an epoch's last microbatch may hold one sample, and that must not end a run."""
+    norm = nn.BatchNorm1d(3)
+    with torch.no_grad():
+        norm.bias.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    apply_batchnorm(norm, group=None, mode="local")
+    x = torch.randn(1, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    y = norm(x)
+    y.sum().backward()
+    fold(norm)
+    torch.testing.assert_close(y, norm.bias.detach().reshape(1, 3), rtol=1e-4, atol=0)
+    assert not x.grad.any()
+    assert (norm.running_mean.tolist(), norm.running_var.tolist()) == ([0.0] * 3, [1.0] * 3)
+    assert int(norm.num_batches_tracked) == 0
+
+
+def test_no_sample_gives_gradients_of_zero_and_is_not_folded():
+    ours = applied(build())
+    ours(batch(0, size=0)).sum().backward()
+    fold(ours)
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in ours.parameters())
+    assert int(ours[1].num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_statistics_in_float32(dtype):
+    plain = build()
+    ours = applied(plain)
+    with torch.autocast("cpu", dtype=dtype):
+        mine, theirs = ours(batch(0)), plain(batch(0))
+    fold(ours)
+    assert mine.dtype == theirs.dtype
+    assert torch.equal(mine, theirs)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_sync_in_one_process_is_local():
+    plain = build()
+    ours = copy.deepcopy(plain)
+    apply_batchnorm(ours, group=None, mode="sync")
+    begin_microbatch(ours, 0)
+    assert torch.equal(ours(batch(0)), plain(batch(0)))
+    fold(ours)
+    assert_same(ours, plain)
+
+
+class Wrapped(nn.Module):
+    """A root of the user's own: torch does not compile the forward pass of its own containers as one graph."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def test_a_compiled_model_notes_too():
+    plain = build()
+    ours = Wrapped(applied(plain))
+    ours.compile(backend="eager", fullgraph=True)
+    for index in range(3):
+        begin_microbatch(ours, index)
+        ours(batch(index)).sum().backward()
+        plain(batch(index))
+    fold(ours)
+    assert_same(ours.body, plain)

@@ -1,0 +1,93 @@
+"""The live display: drawn without a thread, messages above it untouched, and no metric so odd that it stops the run."""
+
+import io
+import threading
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from shoal.telemetry.board import SlotState
+from shoal.telemetry.live import LiveDisplay, build_display, render
+from shoal.telemetry.progress import PlainDisplay
+
+METRICS = {
+    "step": 12,
+    "total_steps": 300,
+    "loss": 2.5,
+    "lr": 1e-3,
+    "grad_norm": 1.5,
+    "tokens_per_s": 1e4,
+    "rss_bytes": 1 << 30,
+    "eta_s": 75,
+}
+
+
+def terminal() -> tuple[io.StringIO, Console]:
+    stream = io.StringIO()
+    return stream, Console(file=stream, force_terminal=True, width=120, color_system=None)
+
+
+def draw(metrics: dict[str, Any]) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(render([SlotState(rank=0, metrics=metrics)]))
+    return stream.getvalue()
+
+
+def test_picture() -> None:
+    text = draw(METRICS)
+    for words in (
+        "step 12/300",
+        "loss 2.5000",
+        "rate 0.001",
+        "gradient 1.5",
+        "tokens/s 10k",
+        "memory 1.0GiB",
+        "1:15 left",
+    ):
+        assert words in text
+    assert "starting: rank 0 starting" in draw({})
+
+
+odd = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["", "a b", "nan", "é\n"])
+    | st.lists(st.integers(), max_size=2)
+)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(METRICS, odd)))
+def test_any_metrics_can_be_drawn(metrics: dict[str, Any]) -> None:
+    draw(metrics)
+
+
+def test_messages_are_shown_as_they_are_and_no_thread_is_made() -> None:
+    stream, console = terminal()
+    display = LiveDisplay(console)
+    threads = threading.active_count()
+    display.update([SlotState(rank=0, metrics=METRICS)])
+    display.message("[rank 1] [bold]no markup[/bold] " + "w" * 200)
+    assert threading.active_count() == threads
+    display.close()
+    display.close()
+    assert "[rank 1] [bold]no markup[/bold] " + "w" * 200 + "\n" in stream.getvalue()
+    assert "step 12/300" in stream.getvalue()
+
+
+def test_terminal_that_goes_away_does_not_stop_the_run() -> None:
+    stream, console = terminal()
+    display = LiveDisplay(console)
+    display.update([SlotState(rank=0, metrics=METRICS)])
+    stream.close()
+    display.message("x")
+    display._drawn = 0.0
+    display.update([SlotState(rank=0, metrics=METRICS)])
+    display.close()
+
+
+def test_no_bar_where_there_is_no_terminal() -> None:
+    assert isinstance(build_display(io.StringIO(), every=1.0), PlainDisplay)

@@ -1,0 +1,51 @@
+"""Curves are written to TensorBoard files; what is no curve or no number is left out."""
+
+from pathlib import Path
+
+from shoal.core.events import Evaluated, Event, StepDone, Warned
+from shoal.telemetry.tensorboard import TensorBoardSink, scalars
+from shoal.telemetry.writer import EventLog
+
+
+def step_done(step: int, loss: float = 2.5, seconds: float = 0.5) -> StepDone:
+    return StepDone(
+        step=step, loss=loss, lr=0.1, grad_norm=1.0, samples=4, tokens=64, seconds=seconds, data_seconds=0.0
+    )
+
+
+def test_points() -> None:
+    points = scalars(step_done(3))
+    assert points["train/loss"] == 2.5
+    assert points["speed/tokens_per_s"] == 128.0
+    assert "speed/tokens_per_s" not in scalars(step_done(3, seconds=0.0))
+    evaluated = Evaluated(step=3, split="validation", loss=2.0, accuracy=None, samples=1, seconds=0.1)
+    assert scalars(evaluated) == {"validation/loss": 2.0}
+    assert scalars(Warned(message="x")) == {}
+
+
+def test_file_is_written_through_the_event_log(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    folder = tmp_path / "tensorboard"
+    log = EventLog(tmp_path, 0, sinks=[lambda: TensorBoardSink(folder)], warn=warnings.append)
+    events: list[Event] = [step_done(1), step_done(2, loss=float("nan")), Warned(message="x")]
+    for event in events:
+        log.write(event)
+    log.close()
+    assert warnings == []
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    assert content.count(b"train/loss_scale") == 2
+    assert content.count(b"train/grad_norm") == 2
+    assert (
+        content.count(b"train/loss") == 3
+    )  # twice as the beginning of train/loss_scale, once for itself: the NaN is left out
+
+
+def test_folder_that_cannot_be_written_costs_the_curves_only(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    warnings: list[str] = []
+    log = EventLog(tmp_path, 0, sinks=[lambda: TensorBoardSink(tmp_path / "tensorboard")], warn=warnings.append)
+    log.write(step_done(1))
+    log.close()
+    assert len(warnings) == 1
+    assert (tmp_path / "events/rank-000.jsonl").read_text().count("\n") == 1

@@ -1,0 +1,43 @@
+"""The harness itself must fail when a rank does: a harness that cannot fail proves nothing."""
+
+import time
+
+import psutil
+import pytest
+import torch
+
+from shoal.core.errors import RunError
+from shoal.testing.ranks import run_on_ranks
+
+
+def add_ranks(world, tensor):
+    return {"rank": world.rank, "sum": world.sum_(tensor.clone() * (world.rank + 1))}
+
+
+def raise_on_one(world):
+    if world.rank == 1:
+        raise ValueError("planted on rank 1")
+    world.barrier()
+
+
+def hang_on_one(world):
+    if world.rank == 1:
+        time.sleep(3600)
+    world.barrier()
+
+
+def test_every_rank_gets_the_arguments_and_returns_its_result():
+    first, second = run_on_ranks(add_ranks, 2, torch.ones(3))
+    assert [first["rank"], second["rank"]] == [0, 1]
+    assert torch.equal(first["sum"], torch.full((3,), 3.0)) and torch.equal(first["sum"], second["sum"])
+
+
+def test_a_rank_that_raises_fails_the_call_with_its_traceback():
+    with pytest.raises(RunError, match="planted on rank 1"):
+        run_on_ranks(raise_on_one, 2)
+
+
+def test_a_rank_that_hangs_is_named_at_the_deadline_and_nothing_is_left():
+    with pytest.raises(RunError, match=r"ranks \[0, 1\] did not end within 8 s"):
+        run_on_ranks(hang_on_one, 2, deadline_seconds=8.0)
+    assert not [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
