@@ -4,6 +4,7 @@ import os
 
 import psutil
 import pytest
+
 from harness import TINY, Shoal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -29,6 +29,7 @@ limit_bytes = 200000
 [train]
 steps = 8
 global_batch = 8
+threads = 1
 [optim]
 name = "adamw"
 lr = 1e-3

@@ -19,14 +19,14 @@ import pytest
 
 from checkpoint_maker import contents, expected, make
 from shoal.checkpoint.sweep import sweep
-from shoal.checkpoint.whole import newest_whole
+from shoal.checkpoint.whole import newest_whole, verify
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
 TESTS = Path(__file__).resolve().parents[1]
 CHANGES = ("mkdir", "openat", "writev", "write", "fsync", "rename", "unlink", "unlinkat", "rmdir")
 """Calls that change the disk, or open what will."""
-SLICE = 13
+SLICE = 11
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,26 @@ def points(scene):
 
 
 def chosen(scene):
-    """A spread over the calls that change something, other ones for each scene."""
+    """Every rename, and a spread over the other calls that change something, other ones for each scene."""
     candidates = [point for point in points(scene) if point[0] in CHANGES]
-    offset = SCENES.index(scene)
-    return candidates[offset :: max(1, len(candidates) // SLICE)]
+    renames = [point for point in candidates if point[0] == "rename"]
+    rest = [point for point in candidates if point[0] != "rename"]
+    return renames + rest[SCENES.index(scene) :: max(1, len(rest) // SLICE)]
+
+
+def committed(root):
+    return [path for path in sorted(root.iterdir()) if path.name.startswith("step-")]
 
 
 def check(root, scene, *, must_be=None):
-    """The newest whole checkpoint is the old or the new one, before and after the sweep, and the sweep leaves nothing."""
+    """The newest whole checkpoint is the old or the new one, before and after the sweep, which leaves only whole ones."""
     before = contents(newest_whole(root).path)
     assert before in ([scene.old, scene.new] if must_be is None else [must_be])
     sweep(root)
     found = newest_whole(root)
     assert contents(found.path) == before
+    torn = [path for path in committed(root) if verify(path)]
+    assert torn == ([root / f"step-{scene.step:08d}"] if scene.torn and before == scene.old else [])
     assert not [path.name for path in root.iterdir() if path.name.startswith(".")]
     return before == scene.new
 
@@ -160,7 +167,8 @@ def test_a_kill_at_every_call_leaves_the_old_or_the_new(tmp_path, scene):
     for kind, k in every:
         outcomes.append(kill_at(tmp_path / "point", scene, kind, k))
         shutil.rmtree(tmp_path / "point")
-    assert len(outcomes) >= 200 and set(outcomes) == {False, True}
+    # About 110 calls in each scene, 340 in all; fewer would mean that the trace was not read.
+    assert len(outcomes) >= 90 and set(outcomes) == {False, True}
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)

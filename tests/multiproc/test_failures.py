@@ -6,6 +6,7 @@ import time
 
 import psutil
 import pytest
+
 from harness import ranks_of, read_events, read_summary, wait_for_step, wait_until
 
 LONG = ("--set", "train.steps=100000")
@@ -69,10 +70,12 @@ def test_a_stopped_rank_is_named_within_the_deadline_with_what_it_missed(shoal, 
 
 def test_killing_the_supervisor_leaves_nothing_behind(shoal, tiny):
     shared_before = set(os.listdir("/dev/shm"))
-    process, ranks = start_long(shoal, tiny, "--set", "data.workers=1")
+    process, _ = start_long(shoal, tiny, "--set", "data.workers=1")
     everyone = psutil.Process(process.pid).children(recursive=True)
     assert len(everyone) >= 4, "two ranks and their loaders"
-    ports = [c.laddr.port for one in everyone for c in one.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+    ports = [
+        c.laddr.port for one in everyone for c in one.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN
+    ]
     process.kill()
     process.wait()
     assert not psutil.wait_procs(everyone, timeout=5)[1]
@@ -115,7 +118,9 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(shoal, tiny):
 def test_it_gives_up_after_the_last_restart(shoal, tiny):
     process, ranks = start_long(shoal, tiny, "--max-restarts", "1")
     os.kill(ranks[0].pid, signal.SIGKILL)
-    second = wait_until(lambda: (found := ranks_of(process)) and found.get(1) and found[1] != ranks[1] and found, "a restart")
+    second = wait_until(
+        lambda: (found := ranks_of(process)) and found.get(1) and found[1] != ranks[1] and found, "a restart"
+    )
     wait_until(lambda: len(read_events(shoal.folder / "run", 0, "run_started")) == 2, "the second generation")
     os.kill(second[1].pid, signal.SIGKILL)
     _, stderr = process.communicate(timeout=30)
@@ -166,7 +171,9 @@ def test_a_nan_on_one_rank_is_traced_to_its_rank_and_parameter(shoal, policy, co
     if policy == "stop":
         assert "step 3: first.bias is not finite on rank 1" in done.stderr and "step-00000002" in done.stderr
     else:
-        skipped = [[e["step"] for e in read_events(shoal.folder / "run", rank, "step") if e["skipped"]] for rank in (0, 1)]
+        skipped = [
+            [e["step"] for e in read_events(shoal.folder / "run", rank, "step") if e["skipped"]] for rank in (0, 1)
+        ]
         assert skipped == [[3], [3]]
         assert read_summary(shoal.folder / "run")["steps"] == 6
 
@@ -192,5 +199,12 @@ def test_lack_of_memory_is_explained_by_what_holds_it(shoal):
         "features = [8]\nclasses = 2\n[train]\nsteps = 6\nglobal_batch = 8\n"
     )
     done = shoal.run("train", "own.toml", "--run-dir", "run", expect=1)
-    for word in ("out of memory at step 3", "weights", "gradients", "optimizer state", "largest tensors", "layer.weight"):
+    for word in (
+        "out of memory at step 3",
+        "weights",
+        "gradients",
+        "optimizer state",
+        "largest tensors",
+        "layer.weight",
+    ):
         assert word in done.stderr

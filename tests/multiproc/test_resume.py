@@ -6,9 +6,19 @@ import signal
 import time
 
 import pytest
+
 from harness import ranks_of, read_events, read_summary, wait_for_step
 
-STEPS = ("--set", "train.steps=60", "--set", "checkpoint.every=7", "--set", "optim.schedule=cosine", "--set", "optim.clip=0.5")
+STEPS = (
+    "--set",
+    "train.steps=60",
+    "--set",
+    "checkpoint.every=7",
+    "--set",
+    "optim.schedule=cosine",
+    "--set",
+    "optim.clip=0.5",
+)
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
@@ -19,7 +29,11 @@ def test_killed_and_resumed_equals_left_alone(shoal, tiny, plan):
     for attempt in range(3):
         resume = ("--resume",) if attempt else ()
         process = shoal.start("train", tiny, "--plan", plan, "--run-dir", "killed", *STEPS, *resume)
-        done = max([event["step"] for event in read_events(shoal.folder / "killed", 0, "step")], default=0) if attempt else 0
+        done = (
+            max([event["step"] for event in read_events(shoal.folder / "killed", 0, "step")], default=0)
+            if attempt
+            else 0
+        )
         wait_for_step(shoal.folder / "killed", done + 1)
         # Not a wait for something to happen: the moment of the kill is meant to be arbitrary.
         time.sleep(pace.uniform(0.0, 0.15))
@@ -64,4 +78,6 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_used(shoal, tiny):
     done = shoal.run("train", tiny, "--run-dir", "run", "--resume", "--set", "train.steps=12")
     assert "step-00000007" in done.stderr and "rank-000.safetensors" in done.stderr
     assert read_events(shoal.folder / "run", 0, "run_started")[1]["step"] == 6
-    assert read_summary(shoal.folder / "run")["weights_sha256"] == read_summary(shoal.folder / "alone")["weights_sha256"]
+    assert (
+        read_summary(shoal.folder / "run")["weights_sha256"] == read_summary(shoal.folder / "alone")["weights_sha256"]
+    )

@@ -1,7 +1,8 @@
 """Data parallelism against one process that imports nothing of ``parallel/``.
 
-The reference is written here in plain torch: it sums microbatches in order, one partial sum per replica, replicas in rank order, and
-runs the same optimizer kernel. Two replicas must give the same bits; more may differ by the order of the sum, at most 1e-6.
+The reference is written here in plain torch: it sums microbatches in order, one partial sum per replica, replicas in rank
+order, and runs the same optimizer kernel. Two replicas must give the same bits; more may differ by the order of the sum, at
+most 1e-6.
 """
 
 import json
@@ -39,7 +40,8 @@ CASES = {
         "model": {"name": "mlp", "layers": 2, "hidden": 16, "dropout": 0.1},
         "data": {"source": "synthetic", "kind": "regression", "samples": 64},
     },
-    # Lengths vary, so replicas carry different weights; the last batch of an epoch is short and leaves a replica without a sample.
+    # Lengths vary, so replicas carry different weights; the last batch of an epoch is short and leaves a replica without a
+    # sample.
     "seq2seq, ragged": {
         "model": {"name": "seq2seq", "layers": 1, "hidden": 16, "heads": 2, "dropout": 0.1},
         "data": {"source": "synthetic", "kind": "reverse", "samples": 27, "validation": 0.1, "test": 0.1},

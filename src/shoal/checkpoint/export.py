@@ -100,11 +100,7 @@ def write_program(model: nn.Module, example_inputs: tuple[Tensor, ...], folder: 
         RunError: the model has a part that torch.export cannot express.
         OSError: the disk refused.
     """
-    # A dim of size 1 in the example would be taken as always 1.
-    inputs = tuple(
-        tensor.expand(2, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == 1 else tensor
-        for tensor in example_inputs
-    )
+    inputs = tuple(_example(tensor) for tensor in example_inputs)
     free = tuple({0: torch.export.Dim.AUTO} if tensor.dim() else None for tensor in inputs)
     try:
         program = torch.export.export(model, inputs, dynamic_shapes=free)
@@ -114,6 +110,13 @@ def write_program(model: nn.Module, example_inputs: tuple[Tensor, ...], folder: 
     with new_file(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
         torch.export.save(program, file)
     return path
+
+
+def _example(tensor: Tensor) -> Tensor:
+    """An input that torch.export takes as one of many: a dim of size 1 would be fixed at 1, a view at the shape of its base."""
+    if tensor.dim() and tensor.shape[0] == 1:
+        tensor = tensor.expand(2, *tensor.shape[1:])
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _common_dtype(weights: Mapping[str, Tensor]) -> str:

@@ -25,7 +25,7 @@ def expired(steps: Iterable[int], *, newest: int, keep: int, keep_every: int | N
         keep_every: multiples of this stay for ever.
     """
     older = sorted(step for step in set(steps) if step < newest)
-    candidates = older[: len(older) - (keep - 1)] if keep > 1 else older
+    candidates = older[: max(0, len(older) - (keep - 1))]
     return [step for step in candidates if keep_every is None or step % keep_every != 0]
 
 

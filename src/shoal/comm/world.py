@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch types these names only there
 
 from shoal.core.errors import RequestError
 
@@ -76,7 +77,8 @@ class World:
         """Begin to add a tensor over all ranks; None when there is nobody to wait for."""
         if self.group is None:
             return None
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return work
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in the order of ranks; all have the same shape."""
@@ -97,7 +99,7 @@ class World:
             self.group = self.save_group = None
 
 
-def join_world(environment: Mapping[str, str], *, deadline_seconds: float, store: dist.Store | None = None) -> World:
+def join_world(environment: Mapping[str, str], *, deadline_seconds: float, store: Store | None = None) -> World:
     """Join the other processes of this run, or be alone.
 
     Args:
@@ -126,16 +128,16 @@ def join_world(environment: Mapping[str, str], *, deadline_seconds: float, store
     return world
 
 
-def _supervised_store(environment: Mapping[str, str], place: Place, timeout: timedelta) -> dist.Store:
+def _supervised_store(environment: Mapping[str, str], place: Place, timeout: timedelta) -> Store:
     """The store on the supervisor's loopback socket; the prefix keeps one generation's keys from the next."""
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     if place.rank == 0:
         listening = int(environment["SHOAL_STORE_FD"])
-        store = dist.TCPStore(
+        store = TCPStore(
             address, port, place.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listening
         )
         # A loader process that inherited the socket would keep the port open after this rank is gone.
         os.set_inheritable(listening, False)
     else:
-        store = dist.TCPStore(address, port, place.world_size, False, timeout, wait_for_workers=False)
-    return dist.PrefixStore(f"generation-{environment.get('SHOAL_GENERATION', '0')}", store)
+        store = TCPStore(address, port, place.world_size, False, timeout, wait_for_workers=False)
+    return PrefixStore(f"generation-{environment.get('SHOAL_GENERATION', '0')}", store)

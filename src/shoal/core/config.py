@@ -103,7 +103,7 @@ def tagged(*members: type[Config], key: str) -> Any:
         return "build" if hasattr(value, "build") else getattr(value, key, None)
 
     options = [Annotated[member, Tag(tag)] for member in members for tag in _tags(member, key)]
-    return Annotated[reduce(or_, options), Discriminator(choose)]  # type: ignore[return-value]
+    return Annotated[reduce(or_, options), Discriminator(choose)]
 
 
 def _tags(member: type[BaseModel], key: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ contiguous share of them. Nothing here knows what a sample is. numpy only.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,7 @@ def permute(seed: int, epoch: int, num_samples: int, positions: Ids) -> Ids:
     left_size = math.isqrt(num_samples - 1) + 1
     right_size = -(-num_samples // left_size)
     sizes = (np.uint64(left_size), np.uint64(right_size))
-    keys = [np.uint64(derive_key("order", seed, epoch, num_samples, turn)) for turn in range(_ROUNDS)]
+    keys = _round_keys(seed, epoch, num_samples)
     ids = _encrypt(positions.astype(np.uint64), sizes, keys)
     outside = np.flatnonzero(ids >= num_samples)
     while outside.size:
@@ -53,8 +54,14 @@ def permute(seed: int, epoch: int, num_samples: int, positions: Ids) -> Ids:
     return ids.astype(np.int64)
 
 
+@lru_cache(maxsize=8)
+def _round_keys(seed: int, epoch: int, num_samples: int) -> tuple[np.uint64, ...]:
+    """One key per round; kept because every step of an epoch asks for the same ones."""
+    return tuple(np.uint64(derive_key("order", seed, epoch, num_samples, turn)) for turn in range(_ROUNDS))
+
+
 def _encrypt(
-    values: NDArray[np.uint64], sizes: tuple[np.uint64, np.uint64], keys: list[np.uint64]
+    values: NDArray[np.uint64], sizes: tuple[np.uint64, np.uint64], keys: tuple[np.uint64, ...]
 ) -> NDArray[np.uint64]:
     halves = list(np.divmod(values, sizes[1]))
     for turn, key in enumerate(keys):

@@ -8,6 +8,7 @@ names) and ``vocab``. A function that returns ``Splits`` of its own sources is t
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, default_collate
@@ -15,12 +16,14 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 from shoal.core.errors import RequestError
 from shoal.data.config import OwnDataConfig
 from shoal.data.named import load_build
+from shoal.data.order import permute
 from shoal.data.shares import split_positions
 from shoal.data.source import Items, SampleIds
 from shoal.data.spec import IGNORED, DataSpec
 from shoal.data.splits import Splits
 
 _NAMES = ("train", "validation", "test")
+_SPLIT_SEED = 0
 
 
 class DatasetSource:
@@ -60,11 +63,28 @@ def build_own(config: OwnDataConfig) -> Splits:
     if isinstance(built, Splits):
         return built
     parts = _named_parts(built, origin) if isinstance(built, Mapping) else _cut(built, config, origin)
+    described = built["train"] if isinstance(built, Mapping) else built
+    return _describe_parts(parts, described, origin)
+
+
+def from_datasets(train: Any, validation: Any = (), test: Any = ()) -> Splits:
+    """The splits of map-style datasets that a script holds in its hands; a split that is left out has no sample.
+
+    Raises:
+        RequestError: one of them is no map-style dataset of (input, target) pairs, or there is nothing to train on.
+    """
+    parts = {"train": train, "validation": validation, "test": test}
+    for name, part in parts.items():
+        _require_map_style(part, f"from_datasets({name}=...)")
+    return _describe_parts(parts, train, "from_datasets(train=...)")
+
+
+def _describe_parts(parts: Mapping[str, Any], described: Any, origin: str) -> Splits:
     first = parts["train"]
     if not len(first):
         raise RequestError(f"{origin} returned a training set of 0 samples; the data is empty")
     inputs, target = _first_sample(first, origin)
-    spec = _describe(built["train"] if isinstance(built, Mapping) else built, inputs, target)
+    spec = _describe(described, inputs, target)
     uniform_weight = 1 if target.is_floating_point() else None
     sources = {name: DatasetSource(part, uniform_weight=uniform_weight) for name, part in parts.items()}
     return Splits(train=sources["train"], validation=sources["validation"], test=sources["test"], spec=spec)
@@ -86,7 +106,11 @@ def _named_parts(built: Mapping[str, Any], origin: str) -> dict[str, Any]:
 def _cut(dataset: Any, config: OwnDataConfig, origin: str) -> dict[str, Any]:
     _require_map_style(dataset, origin)
     ranges = split_positions(len(dataset), config.validation, config.test)
-    return {name: Subset(dataset, part) for name, part in zip(_NAMES, ranges, strict=True)}
+    # Datasets are often sorted, by class or by time, so that a tail is unlike the rest. The cut is the same under every train.seed.
+    order = permute(_SPLIT_SEED, 0, len(dataset), np.arange(len(dataset), dtype=np.int64))
+    return {
+        name: Subset(dataset, order[part.start : part.stop].tolist()) for name, part in zip(_NAMES, ranges, strict=True)
+    }
 
 
 def _require_map_style(dataset: Any, origin: str) -> None:

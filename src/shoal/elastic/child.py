@@ -1,7 +1,7 @@
 """The first lines of every rank: tie its life to the supervisor's, then become the worker.
 
-A module of its own because the worker imports torch, which takes seconds, and a supervisor that dies in those seconds must not leave
-the rank behind. ``python -m shoal.elastic.child MODULE ARGUMENTS`` runs MODULE as ``__main__``.
+A module of its own because the worker imports torch, which takes seconds, and a supervisor that dies in those seconds must
+not leave the rank behind. ``python -m shoal.elastic.child MODULE ARGUMENTS`` runs MODULE as ``__main__``.
 """
 
 import os

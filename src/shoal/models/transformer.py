@@ -105,8 +105,9 @@ class FeedForward(nn.Module):
 def initialise(model: nn.Module, *, num_branches: int, is_tied: bool = False) -> None:
     """Draw every matrix of a transformer from torch's generator, in the order of modules.
 
-    Embeddings start at the size that a norm gives the stream. Measured with AdamW on the standard library's text, four layers of
-    128, 150 steps: validation loss 2.03, against 2.07 with embeddings of 0.02 and 2.16 to 2.26 with an output layer of 0.02.
+    Embeddings start at the size that a norm gives the stream. Measured with AdamW on the standard library's text (four layers of
+    128, 150 steps, one seed): validation loss 2.03, against 2.07 with embeddings of 0.02, and 2.16 to 2.26 with an output layer
+    of 0.02.
 
     Args:
         model: a module built of the parts above.

@@ -1,7 +1,7 @@
 """The techniques that lay a model out over ranks, in the order in which they are applied. This page is the list.
 
-Order matters: what replaces modules comes before what compiles them, and what wraps the whole comes last, because it must see every
-parameter in its final place.
+Order matters: what replaces modules comes before what compiles them, and what wraps the whole comes last, because it must
+see every parameter in its final place.
 """
 
 import torch

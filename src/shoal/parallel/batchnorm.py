@@ -73,8 +73,10 @@ class ReplicaBatchNorm(_BatchNorm):
     def _forward_together(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         y, moments = sync_normalise(x, self.weight, self.bias, self.eps, group)
         if self.running_mean is not None:
-            moments[1 + self.num_features :] /= moments[0] - 1
-            self.latest = moments.to(self.running_mean.dtype)
+            unbiased = moments[1 + self.num_features :] / (moments[0] - 1)
+            # A new tensor: the backward pass still needs the moments as they are.
+            note = torch.cat((moments[: 1 + self.num_features], unbiased))
+            self.latest = note.to(self.running_mean.dtype)
         return y
 
     def settle(self) -> None:

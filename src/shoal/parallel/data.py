@@ -1,8 +1,9 @@
 """Data parallelism by torch's DDP, made exact.
 
-DDP divides each gradient by the number of replicas, which is the global mean only while every replica has equally many samples. Here
-each microbatch's loss is already its share of the global mean, so replicas are summed and nothing is divided: unequal last batches and
-replicas without a sample come out right, and two replicas add up bit for bit to what one process computes.
+DDP divides each gradient by the number of replicas, which is the global mean only while every replica has equally many
+samples. Here each microbatch's loss is already its share of the global mean, so replicas are summed and nothing is divided:
+unequal last batches and replicas without a sample come out right, and two replicas add up bit for bit to what one process
+computes.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket  # torch types this name only there
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -37,7 +39,7 @@ def apply_data_parallel(
     return wrapped
 
 
-def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
     return future.then(lambda done: done.value()[0])

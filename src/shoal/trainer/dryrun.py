@@ -54,7 +54,7 @@ def dry_run_result(prepared: Prepared) -> DryRun:
         global_batch=recipe.train.global_batch,
         micro_batch=layout.micro_batch,
         microbatches=layout.plan.microbatches or 1,
-        train_samples=prepared.data.train,
+        train_samples=prepared.train_samples,
         run_dir=str(prepared.run_dir),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         shapes={name: list(parameter.shape) for name, parameter in model.named_parameters()},
@@ -73,7 +73,7 @@ def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _build_without_memory(prepared: Prepared) -> nn.Module:
-    recipe, spec = prepared.recipe, prepared.data.spec
+    recipe, spec = prepared.recipe, prepared.spec
     try:
         with torch.device("meta"):
             return build_model(recipe.model, spec)

@@ -1,6 +1,7 @@
 """Loss and accuracy over a held-out split, shared out over the ranks; every sample counts once however many ranks there are."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,9 +28,19 @@ class Evaluation:
 
 
 def evaluate(
-    objective: Objective, source: Source, *, split: str, world: World, batch: int, limit: int = 0
+    objective: Objective,
+    source: Source,
+    *,
+    split: str,
+    world: World,
+    batch: int,
+    limit: int = 0,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Mean loss over the first ``limit`` samples of a split (0: all of them), weighted by items as in training."""
+    """Mean loss over the first ``limit`` samples of a split (0: all of them), weighted by items as in training.
+
+    ``before_batch`` is called before each forward pass, so that a long evaluation can say that it moves.
+    """
     started = time.perf_counter()
     count = min(len(source), limit) if limit else len(source)
     ids = replica_share(np.arange(count, dtype=np.int64), world.rank, world.size)
@@ -38,6 +49,7 @@ def evaluate(
     objective.eval()
     with torch.no_grad():
         for start in range(0, len(ids), batch):
+            before_batch()
             sums += _evaluate_batch(objective, source, ids[start : start + batch])
     objective.train(was_training)
     loss, weight, correct, counted = world.sum_(sums.to(world.device)).tolist()

@@ -18,7 +18,7 @@ from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
 from shoal.trainer.layout import default_threads
 from shoal.trainer.request import Prepared
-from shoal.trainer.summary import read_summary, summarise_failure, write_summary
+from shoal.trainer.summary import read_summary, summarise_death, write_summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +73,27 @@ def _supervise(prepared: Prepared, *, debug: bool) -> Ended:
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )
     )
-    if outcome.status == "failed":
-        assert outcome.culprit is not None
-        summary = summarise_failure(
+    culprit = outcome.culprit
+    if culprit is None and not outcome.was_forced:
+        return Ended(exit_code=outcome.exit_code, summary=read_summary(run_dir))
+    cause = headline(culprit) if culprit is not None else "it did not stop within elastic.stop_grace and was killed"
+    write_summary(
+        run_dir,
+        summarise_death(
+            status=outcome.status,
             plan=plan,
             world_size=world_size,
-            step=outcome.culprit.step,
-            cause=headline(outcome.culprit),
-            started=started,
+            step=culprit.step if culprit is not None else 0,
+            cause=cause,
+            wall_seconds=time.time() - started,
             before=before,
-        )
-        write_summary(run_dir, summary)
-        print(f"error: {describe(outcome.culprit, debug=debug)}", file=sys.stderr)
-        return Ended(exit_code=outcome.exit_code, summary=None)
-    return Ended(exit_code=outcome.exit_code, summary=read_summary(run_dir))
+        ),
+    )
+    if outcome.status == "failed" and culprit is not None:
+        print(f"error: {describe(culprit, debug=debug)}", file=sys.stderr)
+    else:
+        print(f"while stopping: {cause}; the newest checkpoint is older than the stop", file=sys.stderr)
+    return Ended(exit_code=outcome.exit_code, summary=None)
 
 
 def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # torch types these names only there
+from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.world import Place
 from shoal.core.errors import EXIT_DONE, EXIT_SIGTERM, RequestError, RunError, ShoalError
@@ -37,16 +38,15 @@ def train_launched(request: TrainRequest) -> int:
         RequestError: the request is wrong; every rank raises the same message.
     """
     place = Place.read(os.environ)
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=_START_DEADLINE)))
+    store, _, _ = next(iter(rendezvous("env://", timeout=_START_DEADLINE)))
     if place.generation > 0:
         request = replace(request, resume=True)
     claim = _claim_as_first(request, store) if place.rank == 0 else None
     run_dir = _learn_run_dir(store)
     progress = PrintedProgress() if place.rank == 0 else None
     try:
-        status = run_rank(
-            run_dir, resume=request.resume, store=dist.PrefixStore("ranks", store), slot=progress and progress.slot
-        )
+        slot = progress.slot if progress is not None else None
+        status = run_rank(run_dir, resume=request.resume, store=PrefixStore("ranks", store), slot=slot)
     except Exception as error:
         report_failure(run_dir, error, os.environ)
         raise
@@ -61,7 +61,7 @@ def train_launched(request: TrainRequest) -> int:
     return EXIT_SIGTERM if status == "interrupted" and summary and summary["stopped_by"] == "SIGTERM" else EXIT_DONE
 
 
-def _claim_as_first(request: TrainRequest, store: dist.Store) -> Claim | None:
+def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
     """Check the request, take its directory and tell the others; they must hear of a refusal too, or they would wait."""
     try:
         prepared = prepare(request, measure_own=measure_own)
@@ -74,7 +74,7 @@ def _claim_as_first(request: TrainRequest, store: dist.Store) -> Claim | None:
     return claim
 
 
-def _learn_run_dir(store: dist.Store) -> Path:
+def _learn_run_dir(store: Store) -> Path:
     found = json.loads(store.get("shoal/start"))
     if "error" in found:
         raise (RequestError if found["request"] else RunError)(found["error"])

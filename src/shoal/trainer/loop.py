@@ -188,7 +188,6 @@ class Trainer:
         if source is None or len(source) == 0:
             return None
         step = self.progress.step
-        self.reporter.enter("evaluate", step)
         found = evaluate(
             self.objective,
             source,
@@ -196,6 +195,7 @@ class Trainer:
             world=self.world,
             batch=self.eval_config.batch or self.micro_batch,
             limit=self.eval_config.samples if limit is None else limit,
+            before_batch=lambda: self.reporter.enter("evaluate", step),
         )
         self.reporter.evaluated(
             Evaluated(

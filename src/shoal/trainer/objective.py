@@ -33,7 +33,8 @@ class Objective(nn.Module):
         output, targets = self.predict(microbatch)
         if len(microbatch.sample_ids) == 0:
             # The mean over nothing is NaN. The sum over nothing is zero and still runs every layer, forward and backward.
-            return output.float().sum()
+            nothing: torch.Tensor = output.float().sum()
+            return nothing
         with self.precision.autocast(self.device.type):
             return self.loss(output, targets) * share
 

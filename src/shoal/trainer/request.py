@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.data.check import DataSummary, check_data
+from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
 from shoal.trainer.claim import check_claim, choose_run_dir
 from shoal.trainer.config import Recipe, load_recipe
@@ -33,7 +34,8 @@ class Prepared:
 
     recipe: Recipe
     layout: Layout
-    data: DataSummary
+    spec: DataSpec
+    train_samples: int
     total_steps: int
     run_dir: Path
     resume: bool
@@ -63,4 +65,12 @@ def prepare(request: TrainRequest, *, measure_own: Callable[[Recipe], DataSummar
     check_model(recipe.model, data.spec)
     check_samples(num_samples=data.train, replicas=plan.dp or 1)
     total = count_steps(recipe.train, num_samples=data.train, tokens_per_sample=data.spec.tokens_per_sample)
-    return Prepared(recipe=recipe, layout=layout, data=data, total_steps=total, run_dir=run_dir, resume=request.resume)
+    return Prepared(
+        recipe=recipe,
+        layout=layout,
+        spec=data.spec,
+        train_samples=data.train,
+        total_steps=total,
+        run_dir=run_dir,
+        resume=request.resume,
+    )

@@ -4,6 +4,7 @@ Shoal itself draws nothing from them (dropout and order are keyed); they are her
 """
 
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -29,7 +30,10 @@ def seed_for_build(seed: int) -> None:
 def export_random_state(rank: int) -> dict[str, torch.Tensor]:
     """The states of torch, Python and numpy, by checkpoint name."""
     _, python_words, _ = random.getstate()
-    _, numpy_words, position, has_gauss, gauss = np.random.get_state()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict), "legacy=False gives a dict"
+    numpy_words, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    has_gauss, gauss = numpy_state["has_gauss"], numpy_state["gauss"]
     numpy_tail = np.array([float(position), float(has_gauss), float(gauss)])
     prefix = f"rng/rank-{rank:03d}"
     states = {
@@ -43,7 +47,7 @@ def export_random_state(rank: int) -> dict[str, torch.Tensor]:
     return states
 
 
-def import_random_state(states: dict[str, torch.Tensor], rank: int) -> bool:
+def import_random_state(states: Mapping[str, torch.Tensor], rank: int) -> bool:
     """Put back what ``export_random_state`` took; False when the checkpoint has nothing for this rank."""
     prefix = f"rng/rank-{rank:03d}"
     if f"{prefix}/torch" not in states:

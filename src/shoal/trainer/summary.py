@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +55,20 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
     return found
 
 
-def summarise_failure(
-    *, plan: str, world_size: int, step: int, cause: str, started: float, before: dict[str, Any] | None
+def summarise_death(
+    *,
+    status: str,
+    plan: str,
+    world_size: int,
+    step: int,
+    cause: str,
+    wall_seconds: float,
+    before: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The summary of a run that died: what is known, with nulls for what only a living run could say."""
+    """The summary of a run that did not end in an orderly way: what is known, and null for what only the living could say."""
     known = before or {}
     return {
-        "status": "failed",
+        "status": status,
         "stopped_by": cause,
         "steps": step,
         "first_loss": known.get("first_loss"),
@@ -70,7 +76,7 @@ def summarise_failure(
         "validation_loss": None,
         "baseline_loss": known.get("baseline_loss"),
         "tokens_per_s": None,
-        "wall_s": time.time() - started,
+        "wall_s": wall_seconds,
         "world_size": world_size,
         "plan": plan,
         "peak_rss_bytes": [],

@@ -7,16 +7,18 @@ notice.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch types this name only there
 
 from shoal.comm.world import Place, join_world
 from shoal.core.config import read_toml, validate
@@ -39,7 +41,7 @@ def run_rank(
     *,
     resume: bool,
     environment: Mapping[str, str] = os.environ,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     slot: RankSlot | None = None,
 ) -> str:
     """Train this rank's part of the run in ``run_dir`` and return its status. The recipe and the plan are read from there."""
@@ -49,6 +51,7 @@ def run_rank(
     plan = Plan.parse(json.loads(run.plan.read_text())["plan"])
     place = Place.read(environment)
     torch.set_num_threads(recipe.train.threads or default_threads(place.world_size))
+    stop_wish = StopWish(listen_to_ctrl_c="SHOAL_SUPERVISOR_PID" not in environment)
     slot = slot or attach_slot(environment)
     with contextlib.ExitStack() as stack:
         if slot is not None:
@@ -60,9 +63,7 @@ def run_rank(
         resume = resume or place.generation > 0
         trainer = build_trainer(recipe, plan=plan, run_dir=run_dir, resume=resume, world=world, slot=slot)
         stack.enter_context(trainer)
-        signal.signal(signal.SIGTERM, lambda *_: trainer.request_stop("SIGTERM"))
-        if "SHOAL_SUPERVISOR_PID" not in environment:
-            signal.signal(signal.SIGINT, lambda *_: trainer.request_stop("SIGINT"))
+        stop_wish.tell(trainer.request_stop)
         _train_explaining_memory(trainer)
         summary = summarise(trainer, wall_seconds=time.monotonic() - started)
         if world.is_first:
@@ -71,6 +72,27 @@ def run_rank(
         if trainer.persistence.failure is not None:
             raise RunError(f"the last checkpoint could not be written: {trainer.persistence.failure}")
         return trainer.status
+
+
+class StopWish:
+    """A signal that asks to stop, kept until there is a trainer to tell: it may come while the model is still being built."""
+
+    def __init__(self, *, listen_to_ctrl_c: bool) -> None:
+        self._reason: str | None = None
+        self._listener: Callable[[str], None] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT) if listen_to_ctrl_c else (signal.SIGTERM,):
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, _frame: object) -> None:
+        self._reason = signal.Signals(number).name
+        if self._listener is not None:
+            self._listener(self._reason)
+
+    def tell(self, listener: Callable[[str], None]) -> None:
+        """Pass the wish on to ``listener``, now if there was one, else when it comes."""
+        self._listener = listener
+        if self._reason is not None:
+            listener(self._reason)
 
 
 def _train_explaining_memory(trainer: Trainer) -> None:
@@ -122,6 +144,8 @@ def is_peer_failure(error: BaseException) -> bool:
 
 def main() -> None:
     """Entry point of a supervised rank."""
+    # The supervisor asks a rank that hangs for its stacks before it ends it.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     run_dir, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
     try:
         status = run_rank(run_dir, resume=resume)

@@ -23,7 +23,7 @@ def test_a_function_of_the_current_folder_is_found(folder: Path) -> None:
 
 @pytest.mark.parametrize("text", ["build", "a.b", "a:", ":f", "a:b:c", "a b:c", "../a:b", "a..b:c"])
 def test_another_form_is_refused(text: str) -> None:
-    with pytest.raises(RequestError, match="is not package.module:function"):
+    with pytest.raises(RequestError, match=r"is not package\.module:function"):
         load_function(text)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from shoal.data.bigram import bigram_entropy
 
 
 def _by_hand(tokens: list[int]) -> float:
-    pairs, firsts = Counter(zip(tokens, tokens[1:], strict=False)), Counter(tokens[:-1])
+    pairs, firsts = Counter(pairwise(tokens)), Counter(tokens[:-1])
     return -sum(n * math.log(n / firsts[first]) for (first, _), n in pairs.items()) / (len(tokens) - 1)
 
 

@@ -26,7 +26,9 @@ def _many(folder: Path) -> Path:
 def test_the_splits_are_whole_files_each_once(tmp_path: Path) -> None:
     corpus = find_corpus(TextConfig(path=str(_many(tmp_path)), sequence=16, validation=0.2, test=0.1))
     names = [[file.name for file in split.files] for split in (corpus.train, corpus.validation, corpus.test)]
-    assert sorted(sum(names, [])) == sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.txt"))
+    assert sorted(name for part in names for name in part) == sorted(
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.txt")
+    )
     assert 20 < len(names[1]) < 60 and 8 < len(names[2]) < 36
     assert corpus.num_files == 200
 

@@ -111,6 +111,15 @@ def test_a_position_beyond_the_data_and_no_data_are_refused() -> None:
         Loader(_source(0), global_batch=2, micro_batch=2)
 
 
+def _prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def _join_prefetching() -> None:
+    for thread in _prefetching():
+        thread.join(timeout=10)
+
+
 class Custom:
     """A source whose collate is the test's."""
 
@@ -180,22 +189,22 @@ def test_a_source_that_hangs_is_an_error_after_the_deadline_and_does_not_hang_cl
         return _plain(ids)
 
     loader = Loader(Custom(collate), global_batch=2, micro_batch=2, deadline_s=0.1)
-    with pytest.raises(RunError, match="waited 0.1 s for the next batch"):
+    with pytest.raises(RunError, match=r"waited 0\.1 s for the next batch"):
         loader.next()
     start = time.monotonic()
     loader.close()
     assert time.monotonic() - start < 5
     forever.set()
+    _join_prefetching()
 
 
 def test_close_ends_the_thread_and_may_be_called_twice() -> None:
-    before = threading.active_count()
     loader = Loader(_source(), global_batch=2, micro_batch=2)
     loader.next()
-    assert threading.active_count() == before + 1
+    assert len(_prefetching()) == 1
     loader.close()
     loader.close()
-    assert threading.active_count() == before
+    assert _prefetching() == []
     with pytest.raises(RunError, match="after close"):
         loader.next()
 

@@ -59,9 +59,12 @@ def _config(name: str, **values: object) -> OwnDataConfig:
 def test_one_dataset_is_cut_by_the_shares() -> None:
     splits = build_splits(_config("points", args={"size": 20}, validation=0.2, test=0.1), 0)
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [14, 4, 2]
-    items = splits.validation.collate([1, 0])
-    assert items.inputs[0].tolist() == [[15.0] * 3, [14.0] * 3]
-    assert items.targets.tolist() == [1, 0]
+    parts = [part.collate(range(len(part))) for part in (splits.train, splits.validation, splits.test)]
+    seen = [int(row[0]) for part in parts for row in part.inputs[0]]
+    assert sorted(seen) == list(range(20)), "every sample is in exactly one split"
+    assert seen != list(range(20)), "a sorted dataset is not cut into its head and its tail"
+    again = build_splits(_config("points", args={"size": 20}, validation=0.2, test=0.1), 7)
+    assert torch.equal(again.train.collate([0]).inputs[0], splits.train.collate([0]).inputs[0]), "whatever the seed"
     assert (splits.spec.kind, splits.spec.features, splits.spec.classes) == ("own", (3,), 2)
 
 
@@ -72,10 +75,10 @@ def test_named_datasets_are_taken_as_they_are() -> None:
 
 def test_several_inputs_and_float_targets() -> None:
     splits = build_splits(_config("sums", validation=0, test=0), 0)
-    items = splits.train.collate([4, 5])
-    assert [tuple(tensor.shape) for tensor in items.inputs] == [(2, 2), (2, 1)]
-    assert items.targets.tolist() == [[4.0], [5.0]]
-    assert items.weight == 2 and splits.train.uniform_weight == 1
+    items = splits.train.collate([4, 5, 0, 1, 2, 3])
+    assert [tuple(tensor.shape) for tensor in items.inputs] == [(6, 2), (6, 1)]
+    assert sorted(items.targets.flatten().tolist()) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert items.weight == 6 and splits.train.uniform_weight == 1
     assert splits.spec.outputs == 1
 
 
@@ -103,7 +106,7 @@ def test_what_is_no_dataset_is_refused(name: str, message: str) -> None:
 def test_the_name_and_the_arguments_are_checked_before_anything_is_built() -> None:
     summary = check_data(_config("points"))
     assert summary.spec is None and summary.train is None
-    with pytest.raises(RequestError, match="data.build = 'own_data:pionts'.*did you mean 'points'"):
+    with pytest.raises(RequestError, match=r"data\.build = 'own_data:pionts'.*did you mean 'points'"):
         check_data(_config("pionts"))
     with pytest.raises(RequestError, match="unexpected keyword argument 'sise'"):
         check_data(_config("points", args={"sise": 3}))

@@ -23,7 +23,7 @@ def test_tokens_count_on() -> None:
     (tokens,) = made.inputs
     assert tokens.shape == made.targets.shape == (500, 32)
     assert np.array_equal(tokens[:, 1:], made.targets[:, :-1])
-    assert 0 <= tokens.min() and tokens.max() < 64
+    assert tokens.min() >= 0 and tokens.max() < 64
     steps = (made.targets - tokens) % 64
     usual = np.array([np.bincount(row, minlength=64).argmax() for row in steps])
     assert set(usual.tolist()) == {1, 2, 3}

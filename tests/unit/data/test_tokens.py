@@ -82,6 +82,6 @@ def test_a_pickle_in_a_token_file_is_not_run(tmp_path: Path) -> None:
 def test_a_file_too_large_to_scan_needs_its_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "SCANNED_BYTES", 100)
     np.save(tmp_path / "a.npy", np.arange(500))
-    with pytest.raises(RequestError, match="3.9 KiB, too much .*limit is 100 B.*set data.vocab"):
+    with pytest.raises(RequestError, match=r"3\.9 KiB, too much .*limit is 100 B.*set data\.vocab"):
         _open(tmp_path / "a.npy")
     assert _open(tmp_path / "a.npy", vocab=500).vocab == 500

@@ -58,7 +58,7 @@ def test_an_own_model_gets_its_arguments_and_the_spec_if_it_asks() -> None:
 
 @pytest.mark.usefixtures("own")
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(RequestError, match="'own_model:wrong' returned a str; return an nn.Module"):
+    with pytest.raises(RequestError, match=r"'own_model:wrong' returned a str; return an nn\.Module"):
         build_model(OwnModelConfig(build="own_model:wrong"), OWN)
 
 

@@ -65,13 +65,13 @@ def test_a_model_that_does_not_fit_is_refused(config: AnyModelConfig, spec: Shap
 
 
 def test_an_own_loss_that_is_not_there_is_refused() -> None:
-    with pytest.raises(RequestError, match="model.loss = 'math:floot'.*did you mean 'floor'"):
+    with pytest.raises(RequestError, match=r"model\.loss = 'math:floot'.*did you mean 'floor'"):
         check_model(GptConfig(loss="math:floot"), TOKENS)
 
 
 def test_an_own_build_is_checked_without_being_called() -> None:
     check_model(OwnModelConfig(build="sys:exit"), None)
-    with pytest.raises(RequestError, match="model.build = 'textwrap:fill': missing a required argument: 'text'"):
+    with pytest.raises(RequestError, match=r"model\.build = 'textwrap:fill': missing a required argument: 'text'"):
         check_model(OwnModelConfig(build="textwrap:fill"), None)
     check_model(OwnModelConfig(build="textwrap:fill", args={"text": "a"}), None)
     with pytest.raises(RequestError, match="unexpected keyword argument 'texts'"):

@@ -1,6 +1,7 @@
 """The optimizers that torch gives, against formulas written here; groups; initial state; and where a shard may be cut."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def gradients(model: nn.Module, step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-# --- one line per published rule; g is the gradient, s the state, t the step from 1 ------------------------------------------------
+# One function per published rule; g is the gradient, s the state, t the step from 1.
 
 
 def sgd(w, g, s, t, lr, decay):
@@ -192,7 +193,7 @@ def test_channels_last_parameters_keep_their_layout_in_the_state():
     assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride()
 
 
-# --- where a shard is cut ----------------------------------------------------------------------------------------------------------
+# Where a shard is cut.
 
 
 def misaligned(values: torch.Tensor, offset: int) -> torch.Tensor:
@@ -208,7 +209,7 @@ def train_pieces(name: str, numel: int, cuts: list[int], offset: int, dtype: tor
     weights = torch.randn(numel, generator=generator, dtype=dtype)
     grads = [torch.randn(numel, generator=generator, dtype=dtype) * 10.0**exponent for exponent in (0, -2, 1, -1)]
     edges = [0, *cuts, numel]
-    spans = [slice(start, end) for start, end in zip(edges, edges[1:], strict=False)]
+    spans = [slice(start, end) for start, end in pairwise(edges)]
     model = nn.ParameterList(nn.Parameter(misaligned(weights[span], offset)) for span in spans)
     config = OptimConfig(name=name, lr=0.013, weight_decay=0.07, exempt_1d=False)
     optimizer = build_optimizer(config, model)
@@ -252,7 +253,7 @@ def test_an_odd_cut_reaches_no_further_than_the_tail_of_a_piece(name, dtype, dat
     whole, pieces = train_pieces(name, numel, [], 0, dtype), train_pieces(name, numel, cuts, offset, dtype)
     edges = [0, *cuts, numel]
     for a, b in zip(whole, pieces, strict=True):
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in pairwise(edges):
             body = start + (end - start) // CUT_MULTIPLE * CUT_MULTIPLE
             last_of_whole = numel // CUT_MULTIPLE * CUT_MULTIPLE
             assert torch.equal(a[start : min(body, last_of_whole)], b[start : min(body, last_of_whole)])
@@ -280,7 +281,7 @@ def test_our_own_arithmetic_may_be_cut_anywhere(name, data, numel, offset):
         generator = torch.Generator().manual_seed(numel)
         weights, grad = torch.randn(2, numel, generator=generator)
         edges = [0, *cuts, numel]
-        spans = [slice(start, end) for start, end in zip(edges, edges[1:], strict=False)]
+        spans = [slice(start, end) for start, end in pairwise(edges)]
         model = nn.ParameterList(nn.Parameter(misaligned(weights[span], offset)) for span in spans)
         optimizer = build_optimizer(OptimConfig(name=name, lr=0.013, weight_decay=0.07, exempt_1d=False), model)
         optimizer.param_groups[0]["adapt"] = False

@@ -80,7 +80,7 @@ def test_the_layer_keeps_its_identity_names_and_checks(layer):
     assert [name for name, _ in model.named_buffers()] == [
         f"0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
     ]
-    with pytest.raises(ValueError, match="expected .* input"):
+    with pytest.raises(ValueError, match=r"expected .* input"):
         model(torch.zeros(2))
     assert is_applied(model) and not is_applied(nn.Linear(2, 2))
 

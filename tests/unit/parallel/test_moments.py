@@ -1,5 +1,7 @@
 """Moments of parts put together, against moments of the whole."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ def numpy_moments(x: np.ndarray) -> np.ndarray:
 def test_parts_give_the_moments_of_the_whole(sizes, spatial, offset, seed):
     x = np.random.default_rng(seed).normal(size=(sum(sizes), 3, *spatial)) + offset
     edges = np.cumsum([0, *sizes])
-    parts = [torch.from_numpy(x[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [torch.from_numpy(x[a:b]) for a, b in pairwise(edges)]
     combined = combine_moments([local_moments(part) for part in parts])
     # The spread of values around 1e4 keeps 16 - 2 * 4 digits of float64 in either formula.
     np.testing.assert_allclose(combined.numpy(), numpy_moments(x), rtol=1e-12 if offset == 0 else 1e-6, atol=1e-12)

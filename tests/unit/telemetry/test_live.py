@@ -4,6 +4,7 @@ import io
 import threading
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -50,14 +51,14 @@ def test_picture() -> None:
     assert "starting: rank 0 starting" in draw({})
 
 
-odd = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(["", "a b", "nan", "é\n"])
-    | st.lists(st.integers(), max_size=2)
-)
+ODD = [None, True, float("nan"), float("inf"), float("-inf"), -1, 0, 1e308, 10**400, "", "a b", "é\n", [], {"a": 1}]
+odd = st.sampled_from(ODD) | st.integers() | st.floats()
+
+
+@pytest.mark.parametrize("key", METRICS)
+def test_each_metric_may_be_odd(key: str) -> None:
+    for value in ODD:
+        assert "step" in draw({**METRICS, key: value})
 
 
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(METRICS, odd)))

@@ -69,14 +69,15 @@ def test_odd_metrics() -> None:
     assert describe_metrics({"loss": 1.0}) == {"loss": "1.0000"}
 
 
-odd = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(["", "a b", "nan", "é\n"])
-    | st.lists(st.integers(), max_size=2)
-)
+ODD = [None, True, float("nan"), float("inf"), float("-inf"), -1, 0, 1e308, 10**400, "", "a b", "é\n", [], {"a": 1}]
+odd = st.sampled_from(ODD) | st.integers() | st.floats()
+
+
+@pytest.mark.parametrize("key", USUAL)
+def test_each_metric_may_be_odd(key: str) -> None:
+    for value in ODD:
+        shown = describe_metrics({**USUAL, key: value})
+        assert all(text and not text.isspace() and "\n" not in text for text in shown.values())
 
 
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(USUAL, odd)))

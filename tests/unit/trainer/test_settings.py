@@ -6,8 +6,8 @@ import tomllib
 
 import pytest
 import torch
-from harness import TINY, read_events
 
+from harness import TINY, read_events
 from shoal.core.config import apply_overrides
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
@@ -94,7 +94,13 @@ def test_the_learning_rate_follows_its_schedule():
 
 
 def test_the_rate_is_reduced_on_a_plateau():
-    flat = ("optim.schedule=plateau", "optim.plateau_patience=1", "optim.plateau_factor=0.1", "eval.every=1", "train.steps=6")
+    flat = (
+        "optim.schedule=plateau",
+        "optim.plateau_patience=1",
+        "optim.plateau_factor=0.1",
+        "eval.every=1",
+        "train.steps=6",
+    )
     infos, _ = run(*flat, "optim.lr=1e-12")
     assert infos[-1].lr < infos[0].lr
 
@@ -167,12 +173,16 @@ def test_a_run_in_two_halves_is_the_run_in_one(tmp_path):
     assert first.status == "interrupted" and first.progress.step == 5, "the wish is agreed on with the next step"
     _, second = run(*options, run_dir=tmp_path / "run", resume=True)
     assert hash_weights(second.model) == hash_weights(whole.model)
-    assert second.progress.position == whole.progress.position and second.progress.loss_scale == whole.progress.loss_scale
+    assert (
+        second.progress.position == whole.progress.position and second.progress.loss_scale == whole.progress.loss_scale
+    )
 
 
 def test_a_nan_stops_by_default_and_names_what_it_found(tmp_path):
     with (
-        build("optim.name=sgd", "optim.lr=1e30", "train.steps=9", "checkpoint.every=1", run_dir=tmp_path / "run") as trainer,
+        build(
+            "optim.name=sgd", "optim.lr=1e30", "train.steps=9", "checkpoint.every=1", run_dir=tmp_path / "run"
+        ) as trainer,
         pytest.raises(RunError, match=r"is not finite on rank 0 .*last good checkpoint: .*step-0000000"),
     ):
         trainer.train()

@@ -1,0 +1,20 @@
+"""The whole way: a recipe is trained, its checkpoints are compared, and the run is exported for other programs."""
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+
+def test_a_trained_run_is_exported_as_a_program_too(shoal, tiny, tmp_path):
+    shoal.run("train", tiny, "--run-dir", "run", "--set", "train.steps=4", "--set", "checkpoint.every=2")
+    shoal.run("ckpt", "export", "run", "--to", "new", "--format", "all")
+    shoal.run("ckpt", "export", "run/checkpoints/step-00000002", "--to", "old", "--format", "program")
+    shoal.run("ckpt", "diff", "run/checkpoints/step-00000002", "run", "--json", "diff.json")
+    assert json.loads((tmp_path / "diff.json").read_text())["changed"]
+    tokens = torch.randint(0, 256, (3, 16))
+    weights = load_file(tmp_path / "new" / "model.safetensors")
+    programs = {name: torch.export.load(tmp_path / name / "model.pt2") for name in ("old", "new")}
+    assert weights and all(torch.equal(programs["new"].state_dict[key], tensor) for key, tensor in weights.items())
+    outputs = {name: program.module()(tokens) for name, program in programs.items()}
+    assert outputs["new"].shape[0] == 3 and not torch.equal(outputs["old"], outputs["new"])

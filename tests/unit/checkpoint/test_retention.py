@@ -1,0 +1,77 @@
+"""What expires and what never does."""
+
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint_maker import contents, expected, make
+from shoal.checkpoint.retention import expire, expired
+from shoal.checkpoint.whole import newest_whole
+
+
+def steps_in(root):
+    return sorted(int(path.name.removeprefix("step-")) for path in root.iterdir() if path.name.startswith("step-"))
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "gone"),
+    [(1, None, [10, 20, 30]), (2, None, [10, 20]), (4, None, []), (9, None, []), (1, 20, [10, 30]), (2, 10, [])],
+)
+def test_what_expires(keep, keep_every, gone):
+    assert expired([10, 20, 30, 40], newest=40, keep=keep, keep_every=keep_every) == gone
+
+
+def test_steps_of_a_later_lineage_are_left_alone_and_do_not_count():
+    assert expired([10, 20, 30, 90], newest=30, keep=2, keep_every=None) == [10]
+
+
+@given(st.sets(st.integers(0, 500), min_size=1), st.integers(1, 5), st.none() | st.integers(1, 50), st.data())
+def test_the_newest_always_stays_and_no_more_than_needed_goes(steps, keep, keep_every, data):
+    newest = data.draw(st.sampled_from(sorted(steps)))
+    gone = set(expired(steps, newest=newest, keep=keep, keep_every=keep_every))
+    assert gone < steps and newest not in gone
+    older = sorted(step for step in steps if step <= newest)
+    assert not gone & set(older[-keep:]) and gone <= set(older)
+    stays = {step for step in older if step not in gone}
+    assert stays == set(older[-keep:]) | {step for step in older if keep_every is not None and step % keep_every == 0}
+
+
+def test_expired_ones_are_deleted_and_the_rest_is_untouched(tmp_path):
+    for step in (10, 20, 30, 40):
+        make(tmp_path, step)
+    assert expire(tmp_path, newest=40, keep=2, keep_every=None) == [10, 20]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
+    assert contents(newest_whole(tmp_path).path) == expected(40)
+
+
+def test_a_torn_one_neither_counts_nor_goes(tmp_path):
+    for step in (10, 20, 30):
+        make(tmp_path, step)
+    (tmp_path / "step-00000020" / "rank-001.safetensors").unlink()
+    # Two of the newest stay: 30, and 10 because 20 is not one.
+    assert expire(tmp_path, newest=30, keep=2, keep_every=None) == []
+    assert expire(tmp_path, newest=30, keep=1, keep_every=None) == [10]
+    assert steps_in(tmp_path) == [20, 30]
+
+
+def test_nothing_goes_when_the_newest_is_not_whole(tmp_path):
+    for step in (10, 20):
+        make(tmp_path, step)
+    shutil.rmtree(tmp_path / "step-00000020")
+    assert expire(tmp_path, newest=20, keep=1, keep_every=None) == []
+    make(tmp_path, 20)
+    (tmp_path / "step-00000020" / "manifest.json").write_bytes(b"{}")
+    assert expire(tmp_path, newest=20, keep=1, keep_every=None) == []
+    assert contents(newest_whole(tmp_path).path) == expected(10)
+
+
+def test_links_and_foreign_names_are_left_alone(tmp_path):
+    root = tmp_path / "checkpoints"
+    elsewhere = make(tmp_path / "other", 10)
+    make(root, 20)
+    (root / "step-00000010").symlink_to(elsewhere)
+    (root / "notes").mkdir()
+    assert expire(root, newest=20, keep=1, keep_every=None) == []
+    assert (elsewhere / "manifest.json").exists() and (root / "notes").exists()
