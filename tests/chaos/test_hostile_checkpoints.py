@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from checkpoint_maker import forge, forge_shard, make, manifest_tree
 from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.reader import read
+from shoal.checkpoint.shard import lay_out
 from shoal.checkpoint.whole import newest_whole, verify
 
 SHARD = "rank-000.safetensors"
@@ -199,16 +200,18 @@ def huge_file_size(path):
 
 
 def sparse_giant(path):
-    """A file of 50 GiB that takes no disk, declared consistently but for the sums, of which there would be too many to list."""
-    elements = 50 * 2**30 // 4
-    edit_tensor(path, shape=[elements // 2, 2])
-    edit_piece(path, shape=[elements // 2, 2])
+    """A file of 50 GiB that takes no disk, with everything right but the sums: what is only declared may take no memory."""
+    shape = [50 * 2**30 // 8, 2]
+    edit_tensor(path, shape=shape)
+    edit_piece(path, shape=shape)
+    layout = lay_out({"weights/a": ("F32", tuple(shape)), "weights/empty": ("F32", (0, 3))})
+    with (path / SHARD).open("wb") as file:
+        file.write(layout.header)
+        file.truncate(layout.size)
     tree = manifest_tree(path)
-    header = with_header({}, b"")
-    tree["files"][SHARD] = {"size": elements * 4 + len(header), "chunk_bytes": 2**30, "xxh3": ["0" * 16] * 51}
+    chunk = 64 * 2**20
+    tree["files"][SHARD] = {"size": layout.size, "chunk_bytes": chunk, "xxh3": ["0" * 16] * -(-layout.size // chunk)}
     forge(path, tree)
-    with (path / SHARD).open("r+b") as file:
-        file.truncate(elements * 4 + len(header))
 
 
 HOSTILE = [
@@ -296,6 +299,7 @@ def test_the_forger_of_these_tests_can_make_a_whole_one(tmp_path):
 MEASURE = """
 import resource, sys
 from pathlib import Path
+from shoal.checkpoint.shard import lay_out
 from shoal.checkpoint.whole import verify
 make_whole = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sys.argv[1:]:

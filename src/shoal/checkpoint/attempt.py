@@ -95,6 +95,8 @@ def _write(request: Request, draft: Draft, vote: Vote) -> list[Part]:
     problem, text = None, b""
     try:
         text = encode_part(write_part(draft, vote.rank, request.blobs))
+    except FileNotFoundError as error:
+        problem = f"cannot write its shard: {_explain(error)}; is {draft.root} the same folder for all ranks?"
     except OSError as error:
         problem = f"cannot write its shard: {_explain(error)}"
     texts = vote.exchange(request.step, Phase.WRITE, request.deadline, problem=problem, text=text)

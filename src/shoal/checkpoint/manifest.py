@@ -15,8 +15,9 @@ from typing import Any
 import xxhash
 
 from shoal.checkpoint import strictjson
+from shoal.checkpoint.fields import MAX_NUMBER, check_object, file_name, mapping, number, shape_of, tensor_name, text
 from shoal.checkpoint.files import NotWhole
-from shoal.checkpoint.layout import MANIFEST, is_id, is_shard_name
+from shoal.checkpoint.layout import MANIFEST, is_id
 from shoal.checkpoint.shard import ITEM_BYTES, FileEntry, ShardLayout, lay_out
 from shoal.checkpoint.values import pack, unpack
 
@@ -27,10 +28,7 @@ MAX_BYTES = 32 * 2**20
 
 _PREFIX = b'{"sum": "'
 _BLANK = b"0" * 16
-_MAX_DIMS = 32
-_MAX_NAME = 1024
-_MAX_NUMBER = 2**62
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 512, 2**30
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 512, 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +167,7 @@ def decode_part(data: bytes) -> Part:
     """
     try:
         tree = strictjson.parse(data)
-        file = _file_name(tree["file"])
+        file = file_name(tree["file"])
         entry = _file_entry(file, tree["entry"])
         return Part(file=file, entry=entry, tensors=_tensors(tree["tensors"], {file: entry}))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -193,7 +191,7 @@ def _tensor_tree(tensor: TensorEntry) -> dict[str, Any]:
 
 
 def _manifest(tree: Any) -> Manifest:
-    _object(
+    check_object(
         "the manifest",
         tree,
         "sum",
@@ -213,17 +211,17 @@ def _manifest(tree: Any) -> Manifest:
         raise ValueError(
             f"its version is {str(tree['version'])[:80]}, this Shoal reads {VERSION}; use the Shoal that wrote it"
         )
-    if not is_id(_text("id", tree["id"])):
+    if not is_id(text("id", tree["id"])):
         raise ValueError("its id is not 16 hex digits")
-    files = {_file_name(name): _file_entry(name, entry) for name, entry in _mapping("files", tree["files"]).items()}
+    files = {file_name(name): _file_entry(name, entry) for name, entry in mapping("files", tree["files"]).items()}
     manifest = Manifest(
         id=tree["id"],
-        step=_number("step", tree["step"]),
-        world_size=_number("world_size", tree["world_size"]),
-        plan=_text("plan", tree["plan"]),
+        step=number("step", tree["step"]),
+        world_size=number("world_size", tree["world_size"]),
+        plan=text("plan", tree["plan"]),
         tensors=_tensors(tree["tensors"], files),
         files=files,
-        values=unpack(_mapping("values", tree["values"])),
+        values=unpack(mapping("values", tree["values"])),
     )
     for name, layout in manifest.layouts().items():
         if files[name].size != layout.size:
@@ -232,8 +230,8 @@ def _manifest(tree: Any) -> Manifest:
 
 
 def _file_entry(name: str, tree: Any) -> FileEntry:
-    _object(name, tree, "size", "chunk_bytes", "xxh3")
-    size, chunk_bytes = _number(f"{name} size", tree["size"]), _number(f"{name} chunk_bytes", tree["chunk_bytes"])
+    check_object(name, tree, "size", "chunk_bytes", "xxh3")
+    size, chunk_bytes = number(f"{name} size", tree["size"]), number(f"{name} chunk_bytes", tree["chunk_bytes"])
     if not _SMALLEST_CHUNK <= chunk_bytes <= _LARGEST_CHUNK:
         raise ValueError(f"{name} has chunks of {chunk_bytes} bytes, not {_SMALLEST_CHUNK} to {_LARGEST_CHUNK}")
     sums = tree["xxh3"]
@@ -247,8 +245,8 @@ def _file_entry(name: str, tree: Any) -> FileEntry:
 def _tensors(tree: Any, files: Mapping[str, FileEntry]) -> dict[str, TensorEntry]:
     tensors = {}
     used: set[tuple[str, str]] = set()
-    for name, entry in _mapping("tensors", tree).items():
-        _name(name)
+    for name, entry in mapping("tensors", tree).items():
+        tensor_name(name)
         tensor = _tensor(name, entry)
         for piece in tensor.pieces:
             if piece.file not in files:
@@ -261,19 +259,19 @@ def _tensors(tree: Any, files: Mapping[str, FileEntry]) -> dict[str, TensorEntry
 
 
 def _tensor(name: str, tree: Any) -> TensorEntry:
-    _object(f"tensor {name!r}", tree, "dtype", "shape", "pieces")
-    dtype, shape = tree["dtype"], _shape(name, tree["shape"])
+    check_object(f"tensor {name!r}", tree, "dtype", "shape", "pieces")
+    dtype, shape = tree["dtype"], shape_of(name, tree["shape"])
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {name!r} has the type {str(dtype)[:80]!r}, which is none of {', '.join(ITEM_BYTES)}")
-    if math.prod(shape) * ITEM_BYTES[dtype] > _MAX_NUMBER:
+    if math.prod(shape) * ITEM_BYTES[dtype] > MAX_NUMBER:
         raise ValueError(f"tensor {name!r} of shape {shape} is larger than any file")
     if not isinstance(tree["pieces"], list) or not tree["pieces"]:
         raise ValueError(f"tensor {name!r} has no pieces")
     pieces = []
     for piece in tree["pieces"]:
-        _object(f"a piece of {name!r}", piece, "file", "key", "start", "shape")
-        start, extent = _shape(name, piece["start"]), _shape(name, piece["shape"])
-        pieces.append(Piece(file=_file_name(piece["file"]), key=_name(piece["key"]), start=start, shape=extent))
+        check_object(f"a piece of {name!r}", piece, "file", "key", "start", "shape")
+        start, extent = shape_of(name, piece["start"]), shape_of(name, piece["shape"])
+        pieces.append(Piece(file=file_name(piece["file"]), key=tensor_name(piece["key"]), start=start, shape=extent))
     _check_cover(name, shape, pieces)
     return TensorEntry(dtype=dtype, shape=shape, pieces=tuple(pieces))
 
@@ -292,47 +290,3 @@ def _check_cover(name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> 
         reached += piece.shape[cut] if shape else 1
     if reached != (shape[cut] if shape else 1):
         raise ValueError(f"the pieces of {name!r} reach {reached} along dim {cut} of {shape}")
-
-
-def _object(what: str, tree: Any, *keys: str) -> None:
-    if not isinstance(tree, dict) or set(tree) != set(keys):
-        raise ValueError(f"{what} is not an object with the keys {', '.join(keys)}")
-
-
-def _mapping(what: str, tree: Any) -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        raise ValueError(f"{what} is not an object")
-    return tree
-
-
-def _text(what: str, value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_NAME:
-        raise ValueError(f"{what} is not a text of up to {_MAX_NAME} characters")
-    return value
-
-
-def _name(value: Any) -> str:
-    name = _text("a tensor's name", value)
-    # A lone surrogate is valid in JSON and in Python, and in no file that others can read.
-    if not name or name == "__metadata__" or not name.isprintable():
-        raise ValueError(f"{name[:80]!r} cannot name a tensor")
-    return name
-
-
-def _file_name(value: Any) -> str:
-    if not isinstance(value, str) or not is_shard_name(value):
-        raise ValueError(f"{str(value)[:80]!r} is not a shard's name such as rank-000.safetensors")
-    return value
-
-
-def _number(what: str, value: Any) -> int:
-    # bool is an int in Python and never a count.
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_NUMBER:
-        raise ValueError(f"{what} is {str(value)[:80]}, not a whole number of at least 0")
-    return value
-
-
-def _shape(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > _MAX_DIMS:
-        raise ValueError(f"a shape of {name[:80]!r} is not a list of up to {_MAX_DIMS} numbers")
-    return tuple(_number(f"a dim of {name[:80]!r}", dim) for dim in value)

@@ -41,6 +41,7 @@ class _Job:
     request: Request
     stall_seconds: float
     done: threading.Event = field(default_factory=threading.Event)
+    outcome: Outcome | None = None
 
 
 class Saver:
@@ -80,8 +81,12 @@ class Saver:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._latest: _Job | None = None
-        self._outcome: Outcome | None = None
+        self._refusal: CheckpointFailed | None = None
+        """Of the latest call of ``save``, when it was not even begun."""
+        self._gave_up: CheckpointFailed | None = None
+        """Set by ``wait``, on the loop's side, while the thread is still busy after its deadline."""
         self._lost_touch: str | None = None
+        """Set by the thread, when the ranks can no longer vote."""
 
     def save(
         self,
@@ -101,14 +106,16 @@ class Saver:
             local: tensors of this rank alone, under names that no other rank uses.
         """
         started = time.perf_counter()
+        self._refusal = None
         self.wait()
-        if self._lost_touch is not None:
-            self._outcome = CheckpointFailed(step=step, reason=f"{self._lost_touch}; restart the run to save again")
-            self._report(self._outcome)
+        reason = self._gave_up.reason if self._gave_up is not None else self._lost_touch
+        if reason is not None:
+            self._refusal = CheckpointFailed(step=step, reason=f"{reason}; restart the run to save again")
+            self._report(self._refusal)
             return
         request = self._request(step, tensors, values, local or {})
         self._latest = _Job(request=request, stall_seconds=time.perf_counter() - started)
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             # A daemon: a disk that never answers must not keep the process from ending.
             self._thread = threading.Thread(target=self._work, name="shoal-saver", daemon=True)
             self._thread.start()
@@ -122,17 +129,18 @@ class Saver:
         A save that is still not over after its deadline counts as failed; should it end later, that is reported too.
         """
         job = self._latest
-        if (
-            job is not None
-            and not job.done.wait(job.request.deadline.remaining + _GRACE_SECONDS)
-            and self._lost_touch is None
-        ):
-            self._lost_touch = (
-                f"rank {self._vote.rank}: step {job.request.step} is still being written after {self._deadline_s:g} s"
-            )
-            self._outcome = CheckpointFailed(step=job.request.step, reason=self._lost_touch)
-            self._report(self._outcome)
-        return self._outcome
+        if self._refusal is not None or job is None:
+            return self._refusal
+        # Patience runs out once: after that neither the loop nor the end of the run stands still for a disk that does not answer.
+        if job.done.wait(0.0 if self._gave_up is not None else job.request.deadline.remaining + _GRACE_SECONDS):
+            self._gave_up = None
+            return job.outcome
+        if self._gave_up is None:
+            step = job.request.step
+            reason = f"rank {self._vote.rank}: step {step} is still being written after {self._deadline_s:g} s"
+            self._gave_up = CheckpointFailed(step=step, reason=reason)
+            self._report(self._gave_up)
+        return self._gave_up
 
     def close(self) -> None:
         """Wait for what was begun, then end the thread. May be called twice."""
@@ -179,9 +187,11 @@ class Saver:
                     # Something that nobody foresaw; Python prints its traceback, and the loop must still hear of it.
                     self._lost_touch = died
                     outcome = CheckpointFailed(step=job.request.step, reason=died)
-                self._outcome = outcome
-                self._report(outcome)
-                job.done.set()
+                job.outcome = outcome
+                try:
+                    self._report(outcome)
+                finally:
+                    job.done.set()
 
     def _finish(self, job: _Job) -> Outcome:
         step = job.request.step

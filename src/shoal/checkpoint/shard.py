@@ -187,7 +187,7 @@ def read_shard(
         if header != layout.header:
             raise NotWhole(f"{name}: its header is not the one that the manifest describes")
         slots = [slot for slot in layout.slots if slot.key in wanted]
-        found = {slot.key: bytearray(slot.end - slot.start) for slot in slots}
+        found: dict[str, bytearray] = {}
         scratch = memoryview(bytearray(min(entry.chunk_bytes, size)))
         first = 0
         for start, expected in zip(range(0, size, entry.chunk_bytes), entry.sums, strict=True):
@@ -202,13 +202,17 @@ def read_shard(
             if actual != expected:
                 raise NotWhole(f"{name}: bytes {start} to {end} have the sum {actual}, the manifest says {expected}")
             _copy_overlaps(chunk, start, itertools.islice(slots, first, None), found)
-    return found
+    # A tensor without elements lies in no chunk.
+    return found | {slot.key: bytearray() for slot in slots if slot.start == slot.end}
 
 
-def _copy_overlaps(chunk: memoryview, start: int, slots: Iterable[Slot], found: Mapping[str, bytearray]) -> None:
+def _copy_overlaps(chunk: memoryview, start: int, slots: Iterable[Slot], found: dict[str, bytearray]) -> None:
     end = start + len(chunk)
     for slot in slots:
         if slot.start >= end:
             return
+        # Only now, when bytes of the tensor have proved true, is memory taken for it: a declared size alone takes none.
+        if slot.key not in found:
+            found[slot.key] = bytearray(slot.end - slot.start)
         low, high = max(start, slot.start), min(end, slot.end)
         found[slot.key][low - slot.start : high - slot.start] = chunk[low - start : high - start]

@@ -1,8 +1,8 @@
 """The trust ratio that LARS and LAMB share: each tensor's own step length, from the norms of the whole tensor.
 
 Both optimizers are written here because torch has neither. Their arithmetic uses only operations that round once (multiply, add,
-divide, square root): torch's compound ones (``add`` with ``alpha``, ``addcmul``, ``lerp``) round differently in the last few
-elements of a tensor, so that their result would depend on where a shard is cut.
+divide, square root). Those have one right answer; how often a compound operation rounds is the compiler's choice, and it may
+choose otherwise for the last few elements of a tensor, so that the result would depend on where a shard is cut.
 """
 
 from collections.abc import Sequence

@@ -177,11 +177,11 @@ def _global_rows(layers: Sequence[ReplicaBatchNorm]) -> Tensor:
     group = layers[0].group
     if group is None or layers[0].is_synchronised:
         return own
-    # Replicas may have run different numbers of microbatches: rows are padded to the longest for the gathering.
-    nums = [int(num) for num in gather_in_order(torch.tensor([num_own], device=own.device), group)]
-    padded = own.new_zeros(max(nums), own.shape[1])
+    # Replicas may have run different numbers of microbatches: rows of zeros, whose count is zero, make them equal.
+    nums = gather_in_order(torch.tensor([num_own], device=own.device), group)
+    padded = own.new_zeros(max(int(num) for num in nums), own.shape[1])
     padded[:num_own] = own
-    return torch.cat([rows[:num] for rows, num in zip(gather_in_order(padded, group), nums, strict=True)])
+    return torch.cat(gather_in_order(padded, group))
 
 
 def _own_rows(layers: Sequence[ReplicaBatchNorm], num_rows: int) -> Tensor:

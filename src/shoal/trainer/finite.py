@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.data.loader import StepBatch
+from shoal.parallel import batchnorm
 from shoal.trainer.step import StepRunner
 
 _FINE = -2
@@ -40,6 +41,8 @@ def trace_nonfinite(runner: StepRunner, batch: StepBatch, *, step: int, scale: f
                 break
     verdicts = runner.world.gather(torch.tensor([verdict], device=runner.world.device))
     runner.optimizer.zero_grad(set_to_none=True)
+    # The forward passes above left notes for the running statistics; they are of a step that counts for nothing.
+    batchnorm.fold(runner.model, keep=False)
     for rank, found in enumerate(int(tensor) for tensor in verdicts):
         if found != _FINE:
             return Origin(rank=rank, what="loss" if found == _LOSS else runner.parameters[found][0])

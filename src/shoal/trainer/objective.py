@@ -36,7 +36,9 @@ class Objective(nn.Module):
             nothing: torch.Tensor = output.float().sum()
             return nothing
         with self.precision.autocast(self.device.type):
-            return self.loss(output, targets) * share
+            # In float32: a loss in float16 would overflow under the scale that is to save its gradients.
+            loss = self.loss(output, targets)
+        return (loss if loss.dtype == torch.float64 else loss.float()) * share
 
     def predict(self, microbatch: Microbatch) -> tuple[Any, torch.Tensor]:
         """The model's output and the targets, on the device and in the run's precision."""

@@ -145,7 +145,17 @@ def test_a_writer_that_never_ends_holds_up_nobody(make_saver, events, monkeypatc
     assert isinstance(outcome, CheckpointFailed) and "step 1 is still being written after 0.5 s" in outcome.reason
     saver.save(2, {"a": torch.ones(2)}, {})
     assert "restart the run" in saver.wait().reason
+    # It ends after all: that is told too, and saving works again.
     release.set()
+    saver.close()
+    saver.save(3, {"a": torch.ones(2)}, {})
+    assert isinstance(saver.wait(), CheckpointSaved)
+    assert [(type(event), event.step) for event in events] == [
+        (CheckpointFailed, 1),
+        (CheckpointFailed, 2),
+        (CheckpointSaved, 1),
+        (CheckpointSaved, 3),
+    ]
 
 
 def test_an_unforeseen_error_in_the_thread_is_a_failed_save_and_not_silence(make_saver, events, monkeypatch):

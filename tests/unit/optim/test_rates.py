@@ -61,7 +61,7 @@ def test_rates_rise_until_warmup_ends_and_never_after(schedule, warmup, total, f
     config = OptimConfig(lr=0.3, schedule=schedule, warmup=warmup, final=final)
     rates = [rate(config, step, total) for step in range(max(total, warmup) + 3)]
     assert all(0 < value <= 0.3 for value in rates[:total])
-    assert all(a < b for a, b in zip(rates[:warmup], rates[1 : warmup + 1], strict=True)) or warmup >= total
+    assert all(a < b for a, b in pairwise(rates[: warmup + 1])) or warmup >= total
     assert all(a >= b - 1e-16 for a, b in pairwise(rates[warmup:]))
 
 

@@ -1,0 +1,34 @@
+"""The examples run as their first lines say, on one process and on two."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
+def test_the_library_inside_your_own_loop(launcher):
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "library.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "step 60: loss" in done.stdout and "accuracy 1.00" in done.stdout
+    assert done.stdout.count("step 60") == 1
+
+
+def test_your_own_model_loss_and_data(shoal):
+    for name in ("own_model.py", "own_model.toml"):
+        shutil.copy(ROOT / "examples" / name, shoal.folder / name)
+    shoal.run("train", "own_model.toml", "--plan", "dp=2", "--run-dir", "run", "--set", "train.epochs=3")
+    assert "accuracy" in shoal.run("eval", "run", "--split", "test").stdout
+
+
+def test_examples_are_short():
+    assert len((ROOT / "examples" / "own_model.py").read_text().splitlines()) < 40
+    for path in (ROOT / "examples").glob("*.py"):
+        assert len(path.read_text().splitlines()) < 80

@@ -1,0 +1,144 @@
+"""What bad input gets: one message with the numbers and the fix, exit code 2, no traceback, and nothing started or written."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+RECIPE = """
+[model]
+name = "gpt"
+layers = 1
+hidden = 16
+heads = 2
+[data]
+source = "stdlib"
+sequence = 8
+limit_bytes = 50000
+[train]
+steps = 2
+global_batch = 4
+"""
+DIGITS = "[model]\nname = 'mlp'\n[data]\nsource = 'synthetic'\nkind = 'classes'\nsamples = 3\nvalidation = 0\ntest = 0\n"
+DIGITS += "[train]\nsteps = 2\nglobal_batch = 4\n"
+TEXT = RECIPE.replace('"stdlib"', '"text"').replace("limit_bytes = 50000", 'path = "corpus"')
+TOKENS = RECIPE.replace('"stdlib"', '"tokens"').replace("limit_bytes = 50000", 'path = "tokens.npy"\nvocab = 50')
+OWN = "[model]\nbuild = 'mine:build'\n[data]\nsource = 'synthetic'\nkind = 'classes'\n[train]\nsteps = 2\n"
+
+
+OWN_DATA = "[model]\nname = 'mlp'\n[data]\nbuild = 'mine:data'\nvalidation = 0\ntest = 0\n[train]\nsteps = 2\nglobal_batch = 4\n"
+
+
+def write_own_data(folder):
+    (folder / "mine.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "def data():\n    return TensorDataset(torch.zeros(3, 4), torch.zeros(3, 1))\n"
+    )
+
+
+def write_short_tokens(folder):
+    np.save(folder / "tokens.npy", np.arange(5, dtype=np.uint16))
+
+
+def write_wild_tokens(folder):
+    np.save(folder / "tokens.npy", np.full(500, 99, dtype=np.uint16))
+
+
+def write_torn_tokens(folder):
+    np.save(folder / "tokens.npy", np.zeros(500, dtype=np.uint16))
+    whole = (folder / "tokens.npy").read_bytes()
+    (folder / "tokens.npy").write_bytes(whole[:-100])
+
+
+def write_broken_module(folder):
+    (folder / "mine.py").write_text("import nothing_of_that_name\n")
+
+
+def write_empty_corpus(folder):
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.txt").write_text("")
+
+
+CASES = {
+    "misspelt section": (RECIPE.replace("[train]", "[trian]"), (), ["'trian'", "did you mean 'train'?"], None),
+    "misspelt key": (RECIPE.replace("layers", "layerz"), (), ["'model.layerz'", "did you mean 'layers'?"], None),
+    "misspelt override": (RECIPE, ("--set", "optim.name=adamv"), ["optim.name", "adamv"], None),
+    "wrong type": (RECIPE, ("--set", "train.steps=many"), ["train.steps", "'many'"], None),
+    "no length": (RECIPE.replace("steps = 2", ""), (), ["exactly one of steps, epochs and tokens"], None),
+    "two lengths": (RECIPE, ("--set", "train.epochs=1"), ["steps and epochs"], None),
+    "indivisible batch": (RECIPE, ("--plan", "dp=3"), ["4", "dp 3", "3 or 6"], None),
+    "processes and plan": (RECIPE, ("--plan", "dp=2", "--nproc", "4"), ["4 processes", "dp 2"], None),
+    "plan of the future": (RECIPE, ("--plan", "dp=1 tp=2"), ["tp=2", "not there yet"], None),
+    "plan auto": (RECIPE, ("--plan", "auto"), ["auto", "not there yet"], None),
+    "heads": (RECIPE, ("--set", "model.heads=3"), ["16", "3"], None),
+    "unknown model": (RECIPE.replace('"gpt"', '"gtp"'), (), ["'gtp'", "did you mean 'gpt'?"], None),
+    "unknown source": (RECIPE.replace('"stdlib"', '"stdlibs"'), (), ["'stdlibs'", "did you mean 'stdlib'?"], None),
+    "missing corpus": (TEXT, (), ["corpus"], None),
+    "empty corpus": (TEXT, (), ["corpus", "0"], write_empty_corpus),
+    "missing tokens": (TOKENS, (), ["tokens.npy"], None),
+    "torn tokens": (TOKENS, (), ["tokens.npy"], write_torn_tokens),
+    "tokens beyond the vocabulary": (TOKENS, (), ["99", "50"], write_wild_tokens),
+    "too few tokens": (TOKENS, (), ["5 token ids", "27"], write_short_tokens),
+    "import error in build": (OWN, (), ["mine:build", "mine.py", "line 1", "nothing_of_that_name"], write_broken_module),
+    "no such module": (OWN, (), ["mine", "there is no module"], None),
+    "more processes than samples": (DIGITS, ("--plan", "dp=4"), ["3 samples", "4 replicas"], None),
+    "more processes than samples of their own": (OWN_DATA, ("--plan", "dp=4"), ["3 samples", "4 replicas"], write_own_data),
+    "bad time limit": (RECIPE, ("--set", "train.time_limit=soon"), ["'soon'", "1h30m"], None),
+    "bad profile window": (RECIPE, ("--profile", "9:3"), ["9:3"], None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_one_message_and_exit_code_2(name, tmp_path):
+    recipe, arguments, words, prepare = CASES[name]
+    (tmp_path / "recipe.toml").write_text(recipe)
+    if prepare is not None:
+        prepare(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, "-m", "shoal", "train", "recipe.toml", "--run-dir", "run", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr and not done.stdout
+    for word in words:
+        assert word in done.stderr
+    assert len(done.stderr.splitlines()) <= 3, "one message"
+    after = [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts]
+    assert after == before, "nothing was written"
+
+
+def test_a_run_directory_that_holds_another_recipe(tmp_path):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.toml").write_text(RECIPE.replace("hidden = 16", "hidden = 32"))
+    command = [sys.executable, "-m", "shoal", "train", "recipe.toml", "--run-dir", "run"]
+    for arguments in ((), ("--resume",)):
+        done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert "model.hidden is 32 there and 16 here" in done.stderr
+    (run / "recipe.toml").write_text(RECIPE)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "--resume" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train",), ["which recipe?"]),
+        (("train", "nowhere.toml"), ["no such file", "nowhere.toml"]),
+        (("eval", "nowhere", "--split", "test"), ["nowhere"]),
+        (("eval", "nowhere", "--split", "tset"), ["'tset'", "did you mean 'test'?"]),
+        (("sample", "nowhere"), ["nowhere"]),
+        (("train", "recipe.toml", "--json", "no/such/folder.json"), ["--json"]),
+    ],
+)
+def test_other_wrong_requests(arguments, words, tmp_path):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
