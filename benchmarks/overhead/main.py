@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.world import World, join_world
-from shoal.data.config import SyntheticConfig
 from shoal.data.build import build_splits
+from shoal.data.config import SyntheticConfig
 from shoal.models.build import build_loss, build_model
 from shoal.models.config import GptConfig
 from shoal.optim.config import OptimConfig
@@ -31,8 +31,8 @@ from shoal.trainer.config import TrainConfig
 from shoal.trainer.loop import Trainer
 
 GLOBAL_BATCH = 8
-MODEL = GptConfig(layers=2, hidden=64, heads=4)
-DATA = SyntheticConfig(kind="tokens", samples=4096, sequence=32, vocab=256)
+MODEL = GptConfig(layers=1, hidden=64, heads=4)
+DATA = SyntheticConfig(kind="tokens", samples=4096, sequence=16, vocab=256)
 LR = 1e-3
 
 
@@ -131,7 +131,9 @@ def measure(world: World, rounds: int, steps: int, folder: str) -> dict[str, lis
 
 
 def measure_on_rank(world: World, rounds: int, steps: int, folder: str) -> dict[str, list[float]]:
-    os.environ.update(TORCHELASTIC_RUN_ID="overhead", LOCAL_RANK=str(world.rank), GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world.size))
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="overhead", LOCAL_RANK=str(world.rank), GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world.size)
+    )
     return measure(world, rounds, steps, folder)
 
 
@@ -152,7 +154,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--steps", type=int, default=25)
     options = parser.parse_args()
-    results: dict[str, object] = {"date": str(date.today()), "torch": torch.__version__, "cpu": platform.processor() or "unknown"}
+    results: dict[str, object] = {
+        "date": str(date.today()),
+        "torch": torch.__version__,
+        "cpu": platform.processor() or "unknown",
+    }
     with tempfile.TemporaryDirectory() as folder:
         alone = measure(join_world({}, deadline_seconds=60), options.rounds, options.steps, folder)
         results["one process"] = summarise(alone)

@@ -34,7 +34,9 @@ def steps_after(path: Path, generation_starts: int) -> int:
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.pid).children() if "shoal.trainer.worker" in " ".join(child.cmdline())]
+    return [
+        child for child in psutil.Process(process.pid).children() if "shoal.trainer.worker" in " ".join(child.cmdline())
+    ]
 
 
 def wait_for(condition, deadline: float) -> float | None:
@@ -54,7 +56,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "shoal", "train", str(RECIPE), "--plan", "dp=2", "--run-dir", str(run)]
-        command += ["--max-restarts", str(options.kills + 1), "--set", "train.steps=1000000", "--set", "checkpoint.every=20"]
+        command += [
+            "--max-restarts",
+            str(options.kills + 1),
+            "--set",
+            "train.steps=1000000",
+            "--set",
+            "checkpoint.every=20",
+        ]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         events = run / "events" / "rank-000.jsonl"
         try:

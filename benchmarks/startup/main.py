@@ -28,7 +28,15 @@ def time_shoal(folder: Path) -> float:
 
 def time_torchrun(folder: Path) -> float:
     started = time.time()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / "bare.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(HERE / "bare.py"),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=environment, cwd=folder)
     line = next(line for line in done.stdout.splitlines() if line.startswith("first step ended at"))
@@ -48,7 +56,12 @@ def main() -> None:
             if turn:  # the first round fills the file cache
                 found[name].append(seconds)
     medians = {name: statistics.median(values) for name, values in found.items()}
-    results = {"date": str(date.today()), "seconds": found, "median": medians, "ratio": medians["shoal"] / medians["torchrun"]}
+    results = {
+        "date": str(date.today()),
+        "seconds": found,
+        "median": medians,
+        "ratio": medians["shoal"] / medians["torchrun"],
+    }
     print(json.dumps(results, indent=2))
     (HERE / "results" / f"{date.today()}.json").write_text(json.dumps(results, indent=2) + "\n")
 

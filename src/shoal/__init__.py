@@ -1,7 +1,7 @@
 """Shoal trains PyTorch models across processes: the same module, the same numbers, on one or on many.
 
-``Trainer`` and what a script needs beside it are importable from here, and are imported when they are first used: ``import shoal`` alone
-must stay quick, and must not import torch.
+``Trainer`` and what a script needs beside it are importable from here, and are imported when they are first used: ``import
+shoal`` alone must stay quick, and must not import torch.
 """
 
 import importlib
@@ -18,7 +18,7 @@ _HOMES = {
     "from_datasets": "shoal.data.own",
 }
 
-__all__ = [  # noqa: F822 - found by __getattr__
+__all__ = [
     "CheckpointConfig",
     "EvalConfig",
     "OptimConfig",

@@ -4,8 +4,8 @@ import tomllib
 from pathlib import Path
 
 import torch
-from harness import ROOT
 
+from harness import ROOT
 from shoal.testing.golden import check_golden
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from harness import ROOT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -5,13 +5,13 @@ order, and runs the same optimizer kernel. Two replicas must give the same bits;
 most 1e-6.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import shoal.parallel.data as data_parallel
+import shoal.trainer.loop as loop
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.order import Position, microbatches, permute, replica_share, take
@@ -26,6 +26,7 @@ from shoal.trainer.loop import Trainer
 from shoal.trainer.rng import seed_for_build
 
 STEPS = 3
+MUTANTS = ["mean over replicas", "no reduction", "dropout by rank"]
 GPT = {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1}
 TEXT = {"source": "stdlib", "sequence": 16, "limit_bytes": 200_000}
 CASES = {
@@ -44,8 +45,7 @@ CASES = {
     # sample.
     "seq2seq, ragged": {
         "model": {"name": "seq2seq", "layers": 1, "hidden": 16, "heads": 2, "dropout": 0.1},
-        "data": {"source": "synthetic", "kind": "reverse", "samples": 27, "validation": 0.1, "test": 0.1},
-        "train": {"global_batch": 10},
+        "data": {"source": "synthetic", "kind": "reverse", "samples": 13, "validation": 0, "test": 0},
     },
     "lamb": {"model": GPT, "data": TEXT, "optim": {"name": "lamb", "lr": 1e-2, "weight_decay": 0.1}},
     "nesterov": {"model": GPT, "data": TEXT, "optim": {"name": "nesterov", "lr": 1e-2, "weight_decay": 0.1}},
@@ -112,47 +112,47 @@ def run_reference(case, replicas):
     return found
 
 
-def run_replica(world, case, mutant):
-    """The real trainer, on one rank of the plan; ``mutant`` plants a bug in the real path."""
-    recipe = recipe_of(case)
-    if mutant == "mean over replicas":
-        import shoal.parallel.data as data_parallel
-
-        honest = data_parallel._sum_bucket
-
-        def divided(group, bucket):
-            return honest(group, bucket).then(lambda done: done.value() / world.size)
-
-        data_parallel._sum_bucket = _annotated(divided, honest)
-    elif mutant == "no reduction":
-        import shoal.parallel.data as data_parallel
-
-        def kept(group, bucket):
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-
-        data_parallel._sum_bucket = _annotated(kept, data_parallel._sum_bucket)
-    elif mutant == "dropout by rank":
-        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": recipe.train.seed})})
-    model, loss, data = build_parts(recipe)
-    trainer = Trainer(
-        model,
-        data,
-        loss=loss,
-        train=recipe.train,
-        optim=recipe.optim,
-        plan=Plan(dp=world.size),
-        world=world,
-        prefetch=0,
-    )
-    if mutant == "dropout by rank":
-        trainer.runner.dropout.seed = trainer.runner.dropout.seed + world.rank
-    found = []
-    for info in trainer.training_steps():
-        found.append(snapshot(trainer.model, trainer.optimizer, info.loss, info.grad_norm))
-    trainer.reporter.close()
+def run_replicas(world, cases, mutants):
+    """The real trainer on one rank: every case, then the first case with each bug planted in the real path."""
+    found = {case: run_replica(world, case) for case in cases}
+    for mutant in mutants:
+        undo = plant(world, mutant)
+        found[mutant] = run_replica(world, "gpt")
+        undo()
     return found
+
+
+def run_replica(world, case):
+    recipe = recipe_of(case)
+    model, loss, data = build_parts(recipe)
+    plan = Plan(dp=world.size)
+    trainer = Trainer(model, data, loss=loss, train=recipe.train, optim=recipe.optim, plan=plan, world=world)
+    return [snapshot(trainer.model, trainer.optimizer, info.loss, info.grad_norm) for info in trainer.training_steps()]
+
+
+def plant(world, mutant):
+    """Break the real path of this process; the returned function mends it."""
+    honest_sum, honest_dropout = data_parallel._sum_bucket, loop.apply_keyed_dropout
+
+    def divided(group, bucket):
+        return honest_sum(group, bucket).then(lambda done: done.value() / world.size)
+
+    def kept(group, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    if mutant == "mean over replicas":
+        data_parallel._sum_bucket = _annotated(divided, honest_sum)
+    elif mutant == "no reduction":
+        data_parallel._sum_bucket = _annotated(kept, honest_sum)
+    elif mutant == "dropout by rank":
+        loop.apply_keyed_dropout = lambda model, seed: honest_dropout(model, seed + world.rank)
+
+    def undo():
+        data_parallel._sum_bucket, loop.apply_keyed_dropout = honest_sum, honest_dropout
+
+    return undo
 
 
 def _annotated(function, like):
@@ -163,8 +163,6 @@ def _annotated(function, like):
 def assert_steps_close(reference, found, bound):
     assert len(reference) == len(found) == STEPS
     for step, (theirs, ours) in enumerate(zip(reference, found, strict=True)):
-        exact_norm = "grad/" in json.dumps(list(theirs))
-        assert exact_norm, "the reference must hold gradients"
         # Without clipping the reported norm is a float32 sum per tensor: display, not arithmetic.
         theirs_norm, ours_norm = theirs.pop("norm"), ours.pop("norm")
         assert float(ours_norm) == pytest.approx(float(theirs_norm), rel=1e-6), f"step {step}: norm"
@@ -173,23 +171,28 @@ def assert_steps_close(reference, found, bound):
         assert_close(theirs, ours, bound=bound)
 
 
+@pytest.fixture(scope="module")
+def two():
+    """What two ranks found, for every case and every planted bug: processes take seconds to start, so they start once."""
+    return run_on_ranks(run_replicas, 2, list(CASES), MUTANTS, deadline_seconds=100.0)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_two_replicas_give_the_bits_of_one_process(case):
-    first, second = run_on_ranks(run_replica, 2, case, "")
-    assert_steps_close(run_reference(case, 2), first, bound=0.0)
+def test_two_replicas_give_the_bits_of_one_process(case, two):
+    first, second = two[0][case], two[1][case]
     for ours, theirs in zip(first, second, strict=True):
-        ours.pop("norm", None), theirs.pop("norm", None), theirs.pop("loss", None)
         assert compare(ours, theirs).is_bitwise, "replicas must agree with each other"
+    assert_steps_close(run_reference(case, 2), first, bound=0.0)
 
 
-@pytest.mark.parametrize("case", ["gpt", "seq2seq, ragged"])
-def test_three_replicas_are_within_the_order_of_the_sum(case):
-    first, *_ = run_on_ranks(run_replica, 3, case, "")
-    assert_steps_close(run_reference(case, 3), first, bound=1e-6)
+def test_three_replicas_are_within_the_order_of_the_sum():
+    cases = ["gpt", "seq2seq, ragged"]
+    first, *_ = run_on_ranks(run_replicas, 3, cases, [])
+    for case in cases:
+        assert_steps_close(run_reference(case, 3), first[case], bound=1e-6)
 
 
-@pytest.mark.parametrize("mutant", ["mean over replicas", "no reduction", "dropout by rank"])
-def test_planted_bugs_are_caught(mutant):
-    first, *_ = run_on_ranks(run_replica, 2, "gpt", mutant)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_planted_bugs_are_caught(mutant, two):
     with pytest.raises(AssertionError):
-        assert_steps_close(run_reference("gpt", 2), first, bound=0.0)
+        assert_steps_close(run_reference("gpt", 2), two[0][mutant], bound=0.0)

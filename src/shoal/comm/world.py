@@ -73,13 +73,6 @@ class World:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin to add a tensor over all ranks; None when there is nobody to wait for."""
-        if self.group is None:
-            return None
-        work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return work
-
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in the order of ranks; all have the same shape."""
         if self.group is None:

@@ -4,7 +4,7 @@ Real runs and simulated runs write the same events, so one reader (the dashboard
 value: who writes it to disk, and when, is the business of ``telemetry``.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 
@@ -16,7 +16,8 @@ class Event:
 
     def as_dict(self) -> dict[str, Any]:
         """The event's own fields, with its kind first."""
-        return {"kind": self.kind, **asdict(self)}
+        # Events are flat, so the instance's own dict will do; `asdict` would copy every value, at every step.
+        return {"kind": self.kind, **self.__dict__}
 
 
 @dataclass(frozen=True, kw_only=True)

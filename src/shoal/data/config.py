@@ -16,7 +16,7 @@ class _Loaded(Config):
     test: Share = 0.05
     """Share of the data held out for the final test."""
     prefetch: Annotated[int, Field(ge=0)] = 2
-    """Batches loaded ahead; 0 loads each when it is asked for."""
+    """Batches loaded ahead while loading takes over a millisecond; 0 loads each when it is asked for."""
     workers: Annotated[int, Field(ge=0)] = 0
     """Loader processes per rank; 0 loads in the rank itself, which is right unless a sample is costly to make."""
 

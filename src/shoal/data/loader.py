@@ -9,6 +9,7 @@ skips a sample.
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,13 @@ from shoal.comm.lifeline import die_with_parent
 from shoal.core.errors import RequestError, RunError
 from shoal.data.order import Ids, Position, microbatches, permute, replica_share, take
 from shoal.data.source import Items, Source
+
+_ORDER_AHEAD = 4096
+# Handing a batch from thread to thread was measured to cost a step 0.3 ms, because both want the interpreter at the same time; a
+# batch that loads faster than this is better loaded when it is asked for.
+_WORTH_A_THREAD_S = 1e-3
+_SLOW_IN_A_ROW = 3
+_QUICK_IN_A_ROW = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +96,7 @@ class Loader:
             num_replicas: how many there are.
             seed: of the order of samples.
             position: where to go on; the beginning when left out.
-            prefetch: batches loaded ahead; 0 loads in ``next()``.
+            prefetch: batches loaded ahead, by a thread that ends when loading turns out to be quick; 0 starts none.
             workers: loader processes; they are children of the thread that makes the loader and die with it.
             deadline_s: the longest wait for one batch.
 
@@ -110,7 +118,9 @@ class Loader:
         plan = (len(source), global_batch, micro_batch, replica, num_replicas, seed)
         self._parts = _parts(start, *plan)
         self._workers = _Workers(source, _parts(start, *plan), workers, prefetch, deadline_s) if workers else None
-        self._ahead = _Ahead(self._load_batches(), prefetch) if prefetch and not workers else None
+        self._prefetch = 0 if workers else prefetch
+        self._num_slow = 0
+        self._ahead = self._load_ahead() if self._prefetch else None
 
     def next(self) -> StepBatch:
         """The next step's batch.
@@ -120,8 +130,19 @@ class Loader:
             Exception: whatever the source raised while it was loading.
         """
         if self._ahead is not None:
-            return self._ahead.next(self._deadline_s)
-        return self._load(next(self._parts))
+            found = self._ahead.next(self._deadline_s)
+            if found is not None:
+                return found
+            self._ahead = None
+        started = time.perf_counter()
+        batch = self._load(next(self._parts))
+        if self._prefetch:
+            is_slow = time.perf_counter() - started > _WORTH_A_THREAD_S
+            self._num_slow = self._num_slow + 1 if is_slow else 0
+            if self._num_slow == _SLOW_IN_A_ROW:
+                self._num_slow = 0
+                self._ahead = self._load_ahead()
+        return batch
 
     def close(self) -> None:
         """Stop loading ahead; returns at once even when a load hangs. May be called twice."""
@@ -130,9 +151,8 @@ class Loader:
         if self._workers is not None:
             self._workers.close()
 
-    def _load_batches(self) -> Iterator[StepBatch]:
-        for part in self._parts:
-            yield self._load(part)
+    def _load_ahead(self) -> "_Ahead":
+        return _Ahead((self._load(part) for part in self._parts), self._prefetch)
 
     def _load(self, part: _Part) -> StepBatch:
         loaded = []
@@ -160,28 +180,52 @@ def _parts(
     num_replicas: int,
     seed: int,
 ) -> Iterator[_Part]:
+    order = _Order(seed, num_samples)
     while True:
         epoch = position.epoch
         taken, position = take(position, num_samples, global_batch)
-        share = replica_share(np.arange(taken.start, taken.stop, dtype=np.int64), replica, num_replicas)
-        ids = permute(seed, epoch, num_samples, share)
+        ids = replica_share(order.ids(epoch, taken), replica, num_replicas)
         yield _Part(
             microbatches=microbatches(ids, micro_batch), num_samples=taken.stop - taken.start, position=position
         )
 
 
+class _Order:
+    """The order of an epoch, worked out many positions at a time: for a few ids numpy costs as much as for thousands."""
+
+    def __init__(self, seed: int, num_samples: int) -> None:
+        self._seed = seed
+        self._num_samples = num_samples
+        self._epoch = -1
+        self._start = 0
+        self._ids: Ids = np.empty(0, dtype=np.int64)
+
+    def ids(self, epoch: int, taken: slice) -> Ids:
+        """The sample ids at these positions of an epoch."""
+        is_known = epoch == self._epoch and self._start <= taken.start and taken.stop <= self._start + len(self._ids)
+        if not is_known:
+            stop = min(max(taken.stop, taken.start + _ORDER_AHEAD), self._num_samples)
+            positions = np.arange(taken.start, stop, dtype=np.int64)
+            self._epoch, self._start = epoch, taken.start
+            self._ids = permute(self._seed, epoch, self._num_samples, positions)
+        return self._ids[taken.start - self._start : taken.stop - self._start]
+
+
 class _Ahead:
-    """A daemon thread that keeps a bounded queue full. What it raises is raised by the caller's ``next()``."""
+    """A daemon thread that keeps a bounded queue full. What it raises is raised by the caller's ``next()``.
+
+    When the first loads are all quick it puts None and ends: whoever takes that can load by himself from the same iterator.
+    """
 
     def __init__(self, batches: Iterator[StepBatch], depth: int) -> None:
         self._batches = batches
-        self._queue: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=depth)
+        self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(maxsize=depth)
         self._is_closed = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
-    def next(self, deadline_s: float) -> StepBatch:
+    def next(self, deadline_s: float) -> StepBatch | None:
         if self._failure is not None:
             raise self._failure
         if self._is_closed.is_set():
@@ -208,15 +252,21 @@ class _Ahead:
         self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
+        num_quick = 0
         try:
-            for batch in self._batches:
+            while not self._is_closed.is_set():
+                started = time.perf_counter()
+                batch = next(self._batches)
+                is_quick = time.perf_counter() - started < _WORTH_A_THREAD_S
+                num_quick = num_quick + 1 if is_quick else 0
                 self._put(batch)
-                if self._is_closed.is_set():
+                if num_quick == _QUICK_IN_A_ROW:
+                    self._put(None)
                     return
         except BaseException as error:  # Handed over whole: it belongs to whoever asks for the batch.
             self._put(error)
 
-    def _put(self, found: StepBatch | BaseException) -> None:
+    def _put(self, found: StepBatch | BaseException | None) -> None:
         while not self._is_closed.is_set():
             try:
                 self._queue.put(found, timeout=0.1)

@@ -106,7 +106,8 @@ def _named_parts(built: Mapping[str, Any], origin: str) -> dict[str, Any]:
 def _cut(dataset: Any, config: OwnDataConfig, origin: str) -> dict[str, Any]:
     _require_map_style(dataset, origin)
     ranges = split_positions(len(dataset), config.validation, config.test)
-    # Datasets are often sorted, by class or by time, so that a tail is unlike the rest. The cut is the same under every train.seed.
+    # Datasets are often sorted, by class or by time, so that a tail is unlike the rest. The cut is the same under every
+    # train.seed.
     order = permute(_SPLIT_SEED, 0, len(dataset), np.arange(len(dataset), dtype=np.int64))
     return {
         name: Subset(dataset, order[part.start : part.stop].tolist()) for name, part in zip(_NAMES, ranges, strict=True)

@@ -103,7 +103,9 @@ def _param_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]
                 f"parameter {name!r} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, which leave gaps or "
                 "overlap in memory, and a fused optimizer would write into them; make it with .contiguous()"
             )
-    exempt = _exempt_names(model, trainable) if config.exempt_1d else set()
+    # Without decay there is nothing to be exempt from, and one group is one kernel call; LARS and LAMB also adapt by group.
+    has_groups = config.exempt_1d and (config.weight_decay != 0 or config.name in ("lars", "lamb"))
+    exempt = _exempt_names(model, trainable) if has_groups else set()
     decayed = [(name, parameter) for name, parameter in trainable if name not in exempt]
     spared = [(name, parameter) for name, parameter in trainable if name in exempt]
     groups: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from shoal.core.events import Event
+from shoal.core.events import Event, StepDone
 from shoal.core.rundir import RunDir
 from shoal.telemetry.lines import encode_event, open_lines
 
@@ -22,7 +22,7 @@ _CLOSE_WITHIN_S = 5.0
 
 
 class Sink(Protocol):
-    """Another place that events go to. It is made, used and closed on the writer's thread, and may raise anything."""
+    """Another place that events go to, of steps only some. Made, used and closed on the writer's thread; may raise anything."""
 
     def write(self, event: Event, wall_time: float) -> None:
         """Take one event."""
@@ -99,8 +99,9 @@ class EventLog:
         if not batch:
             return
         self._append(batch)
+        shown = _newest_step_only(batch)
         for sink in tuple(self._sinks):
-            if not self._guard(lambda sink=sink: _offer(sink, batch)):  # type: ignore[misc]
+            if not self._guard(lambda sink=sink: _offer(sink, shown)):  # type: ignore[misc]
                 self._sinks.remove(sink)
 
     def _append(self, batch: Sequence[tuple[float, Event]]) -> None:
@@ -139,6 +140,12 @@ class EventLog:
         if about not in self._warned:
             self._warned.add(about)
             self._warn(message)
+
+
+def _newest_step_only(batch: Sequence[tuple[float, Event]]) -> list[tuple[float, Event]]:
+    """The events without all steps but the last: a curve of four points a second is enough, and a point costs 0.1 ms."""
+    last = max((index for index, (_, event) in enumerate(batch) if isinstance(event, StepDone)), default=-1)
+    return [pair for index, pair in enumerate(batch) if index == last or not isinstance(pair[1], StepDone)]
 
 
 def _offer(sink: Sink, batch: Sequence[tuple[float, Event]]) -> None:

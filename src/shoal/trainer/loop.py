@@ -119,6 +119,8 @@ class Trainer:
         dropout = apply_keyed_dropout(self.model, train.seed)
         apply_to_model(self.model, group=world.group, batch_norm=train.batch_norm)
         self.objective = Objective(self.model, loss, precision=precision, device=world.device)
+        if world.size > 1:
+            self.objective.board_passengers()
         self.optimizer = build_optimizer(self.optim_config, self.model)
         initialise_state(self.optimizer)
         wrapped = apply_to_objective(

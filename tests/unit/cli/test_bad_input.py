@@ -20,7 +20,9 @@ limit_bytes = 50000
 steps = 2
 global_batch = 4
 """
-DIGITS = "[model]\nname = 'mlp'\n[data]\nsource = 'synthetic'\nkind = 'classes'\nsamples = 3\nvalidation = 0\ntest = 0\n"
+DIGITS = (
+    "[model]\nname = 'mlp'\n[data]\nsource = 'synthetic'\nkind = 'classes'\nsamples = 3\nvalidation = 0\ntest = 0\n"
+)
 DIGITS += "[train]\nsteps = 2\nglobal_batch = 4\n"
 TEXT = RECIPE.replace('"stdlib"', '"text"').replace("limit_bytes = 50000", 'path = "corpus"')
 TOKENS = RECIPE.replace('"stdlib"', '"tokens"').replace("limit_bytes = 50000", 'path = "tokens.npy"\nvocab = 50')
@@ -80,10 +82,20 @@ CASES = {
     "torn tokens": (TOKENS, (), ["tokens.npy"], write_torn_tokens),
     "tokens beyond the vocabulary": (TOKENS, (), ["99", "50"], write_wild_tokens),
     "too few tokens": (TOKENS, (), ["5 token ids", "27"], write_short_tokens),
-    "import error in build": (OWN, (), ["mine:build", "mine.py", "line 1", "nothing_of_that_name"], write_broken_module),
+    "import error in build": (
+        OWN,
+        (),
+        ["mine:build", "mine.py", "line 1", "nothing_of_that_name"],
+        write_broken_module,
+    ),
     "no such module": (OWN, (), ["mine", "there is no module"], None),
     "more processes than samples": (DIGITS, ("--plan", "dp=4"), ["3 samples", "4 replicas"], None),
-    "more processes than samples of their own": (OWN_DATA, ("--plan", "dp=4"), ["3 samples", "4 replicas"], write_own_data),
+    "more processes than samples of their own": (
+        OWN_DATA,
+        ("--plan", "dp=4"),
+        ["3 samples", "4 replicas"],
+        write_own_data,
+    ),
     "bad time limit": (RECIPE, ("--set", "train.time_limit=soon"), ["'soon'", "1h30m"], None),
     "bad profile window": (RECIPE, ("--profile", "9:3"), ["9:3"], None),
 }
@@ -114,7 +126,9 @@ def test_a_run_directory_that_holds_another_recipe(tmp_path):
     (run / "recipe.toml").write_text(RECIPE.replace("hidden = 16", "hidden = 32"))
     command = [sys.executable, "-m", "shoal", "train", "recipe.toml", "--run-dir", "run"]
     for arguments in ((), ("--resume",)):
-        done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 2
         assert "model.hidden is 32 there and 16 here" in done.stderr
     (run / "recipe.toml").write_text(RECIPE)
@@ -136,7 +150,12 @@ def test_a_run_directory_that_holds_another_recipe(tmp_path):
 def test_other_wrong_requests(arguments, words, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     done = subprocess.run(
-        [sys.executable, "-m", "shoal", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "shoal", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 2, done.stderr
     for word in words:

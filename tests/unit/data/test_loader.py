@@ -268,3 +268,19 @@ def test_a_batch_is_handed_over_in_well_under_a_millisecond() -> None:
             loader.next()
             times.append(time.perf_counter() - start)
     assert min(times) < 500e-6
+
+
+def test_a_thread_is_kept_for_a_slow_source_and_ended_for_a_quick_one() -> None:
+    def slow(ids: SampleIds) -> Items:
+        time.sleep(0.005)  # The source is meant to be slow; nothing waits for this.
+        return _plain(ids)
+
+    with _loader(Custom(slow), prefetch=2, micro_batch=6) as loader:
+        for _ in range(30):
+            loader.next()
+        assert len(_prefetching()) == 1
+    with _loader(Custom(_plain), prefetch=2, micro_batch=6) as loader:
+        seen = [loader.next().position for _ in range(30)]
+        assert not _prefetching()
+    with _loader(Custom(_plain), prefetch=0, micro_batch=6) as loader:
+        assert [loader.next().position for _ in range(30)] == seen, "ending the thread neither repeats nor skips"

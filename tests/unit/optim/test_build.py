@@ -132,10 +132,12 @@ def group_names(model: nn.Module, config: OptimConfig) -> list[list[str]]:
 def test_norms_biases_and_scalars_are_exempt_in_the_order_of_names(name):
     model = Mixed()
     exempt = ["batch.bias", "batch.weight", "gain", "image_norm.bias", "image_norm.weight", "linear.bias"]
-    assert group_names(model, OptimConfig(name=name)) == [["embedding.weight", "linear.weight"], exempt]
-    assert group_names(model, OptimConfig(name=name, exempt_1d=False)) == [
-        sorted(["embedding.weight", "linear.weight", *exempt])
-    ]
+    everything = [sorted(["embedding.weight", "linear.weight", *exempt])]
+    grouped = OptimConfig(name=name, weight_decay=0.1)
+    assert group_names(model, grouped) == [["embedding.weight", "linear.weight"], exempt]
+    assert group_names(model, OptimConfig(name=name, weight_decay=0.1, exempt_1d=False)) == everything
+    if name not in ("lars", "lamb"):
+        assert group_names(model, OptimConfig(name=name)) == everything, "no decay, nothing to be exempt from"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from shoal.core.clock import Deadline
-from shoal.core.events import Event, Warned
+from shoal.core.events import Event, StepDone, Warned
 from shoal.telemetry.writer import EventLog
+
+
+def step_done(step: int) -> StepDone:
+    return StepDone(step=step, loss=2.5, lr=0.1, grad_norm=1.0, samples=4, tokens=8, seconds=0.5, data_seconds=0.1)
 
 
 @pytest.fixture
@@ -160,11 +164,30 @@ def test_closed_file(tmp_path: Path, warnings: list[str]) -> None:
     assert "closed file" in warnings[0]
 
 
-def test_field_that_cannot_be_copied_costs_its_line_only(tmp_path: Path, warnings: list[str]) -> None:
+def test_field_that_is_no_data_is_written_as_text(tmp_path: Path, warnings: list[str]) -> None:
     log = EventLog(tmp_path, 0, warn=warnings.append)
     log.write(Warned(message=threading.Lock()))  # type: ignore[arg-type]
     log.close()
-    assert log.lost == 1
+    assert log.lost == 0 and "lock" in (tmp_path / "events/rank-000.jsonl").read_text()
+
+
+def test_of_steps_that_come_faster_than_they_are_looked_at_a_sink_gets_the_newest(tmp_path: Path) -> None:
+    taken: list[Event] = []
+
+    class Keep:
+        def write(self, event: Event, wall_time: float) -> None:
+            taken.append(event)
+
+        def close(self) -> None:
+            pass
+
+    log = EventLog(tmp_path, 0, sinks=[Keep])
+    events = [step_done(1), Warned(message="between"), step_done(2), step_done(3)]
+    for event in events:
+        log.write(event)
+    log.close()
+    assert taken == [events[1], events[3]]
+    assert (tmp_path / "events/rank-000.jsonl").read_text().count("\n") == 4, "the file has them all"
 
 
 def test_writing_after_close_is_counted(tmp_path: Path, warnings: list[str]) -> None:
