@@ -107,6 +107,7 @@ class Trainer:
         self.status = "completed"
         self.stopped_by: str | None = None
         self._stop_wish: str | None = None
+        self._looked_for_draws = False
         seed_process(train.seed, rank=self.world.rank)
         if resume:
             self._resume()
@@ -250,13 +251,25 @@ class Trainer:
             self.tracer.before_step(step + 1)
         lr = rate(self.optim_config, step, self.total_steps) * self.progress.plateau.factor
         scale = self.progress.loss_scale
+        drawn_before = None if self._looked_for_draws else torch.get_rng_state()
         result = self.runner.run(batch, step=step, lr=lr, loss_scale=scale, stop=self._stop_wish is not None)
+        if drawn_before is not None:
+            self._look_for_draws(drawn_before)
         if not result.is_finite:
             self._handle_nonfinite(batch, result)
         done = self._advance(batch, result, lr, started, data_seconds)
         self.reporter.step(done)
         self._after_step(done, result)
         return done
+
+    def _look_for_draws(self, before: torch.Tensor) -> None:
+        """Say once that a model draws random numbers which depend on the number of processes."""
+        self._looked_for_draws = True
+        if not torch.equal(before, torch.get_rng_state()):
+            self.reporter.warn(
+                "the model draws from torch's global generator in its forward pass (F.dropout, attention's dropout_p or its own): "
+                "another number of processes will draw other numbers; use nn.Dropout modules where that matters"
+            )
 
     def _advance(
         self, batch: StepBatch, result: StepResult, lr: float, started: float, data_seconds: float
