@@ -86,7 +86,7 @@ def train(
     from shoal.trainer.launch import describe_summary, train_supervised
 
     ended = train_supervised(prepared, debug=context.obj["debug"])
-    if ended.summary is not None:
+    if ended.was_orderly:
         print(describe_summary(ended.summary, prepared.run_dir))
     write_result(json_file, ended.summary)
     raise typer.Exit(ended.exit_code)

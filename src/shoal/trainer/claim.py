@@ -108,19 +108,15 @@ class Claim:
         self.run = RunDir(run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = _lock(self.run.lock)
+            # Whoever held the lock removes its file on leaving: a lock on a file that is no longer there keeps nobody out.
+            while not _is_at(self._fd, self.run.lock):
+                os.close(self._fd)
+                self._fd = _lock(self.run.lock)
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             raise RequestError(f"cannot use {run_dir} as a run directory: {error}") from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._fd)
-            raise RequestError(
-                f"{run_dir} is in use by process {holder}; wait for it, or use another --run-dir"
-            ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def write(self, recipe: Recipe, plan: Plan) -> None:
         """Put down the resolved recipe and the plan that runs."""
@@ -131,3 +127,29 @@ class Claim:
         """Let go. The lock file goes first, while it is still ours."""
         self.run.lock.unlink(missing_ok=True)
         os.close(self._fd)
+
+
+def _lock(path: Path) -> int:
+    """A descriptor of the lock file, locked.
+
+    Raises:
+        RequestError: another process holds it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise RequestError(
+            f"{path.parent} is in use by process {holder}; wait for it, or use another --run-dir"
+        ) from None
+    return fd
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), found)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
 from shoal.comm.world import World
 from shoal.data.loader import Microbatch
@@ -71,8 +70,3 @@ def _evaluate_batch(objective: Objective, source: Source, ids: np.ndarray) -> to
     found = count_correct(output, targets)
     correct, counted = found if found is not None else (0, 0)
     return torch.tensor([float(loss) * items.weight, items.weight, correct, counted], dtype=torch.float64)
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Trainable numbers in a model."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -26,7 +26,9 @@ class Ended:
     """How a run ended, for the command line."""
 
     exit_code: int
-    summary: dict[str, Any] | None
+    summary: dict[str, Any]
+    was_orderly: bool = True
+    """False when ranks died: the story was told already, and the summary has little to add."""
 
 
 def train_supervised(prepared: Prepared, *, debug: bool = False) -> Ended:
@@ -75,25 +77,23 @@ def _supervise(prepared: Prepared, *, debug: bool) -> Ended:
     )
     culprit = outcome.culprit
     if culprit is None and not outcome.was_forced:
-        return Ended(exit_code=outcome.exit_code, summary=read_summary(run_dir))
+        return Ended(exit_code=outcome.exit_code, summary=read_summary(run_dir) or {})
     cause = headline(culprit) if culprit is not None else "it did not stop within elastic.stop_grace and was killed"
-    write_summary(
-        run_dir,
-        summarise_death(
-            status=outcome.status,
-            plan=plan,
-            world_size=world_size,
-            step=culprit.step if culprit is not None else 0,
-            cause=cause,
-            wall_seconds=time.time() - started,
-            before=before,
-        ),
+    summary = summarise_death(
+        status=outcome.status,
+        plan=plan,
+        world_size=world_size,
+        step=culprit.step if culprit is not None else 0,
+        cause=cause,
+        wall_seconds=time.time() - started,
+        before=before,
     )
+    write_summary(run_dir, summary)
     if outcome.status == "failed" and culprit is not None:
         print(f"error: {describe(culprit, debug=debug)}", file=sys.stderr)
     else:
         print(f"while stopping: {cause}; the newest checkpoint is older than the stop", file=sys.stderr)
-    return Ended(exit_code=outcome.exit_code, summary=None)
+    return Ended(exit_code=outcome.exit_code, summary=summary, was_orderly=False)
 
 
 def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:

@@ -103,7 +103,6 @@ class Trainer:
             seed=train.seed,
         )
         self.progress = Progress(position=Position(), loss_scale=self.first_loss_scale)
-        self.resumed_from: Path | None = None
         self.status = "completed"
         self.stopped_by: str | None = None
         self._stop_wish: str | None = None
@@ -158,7 +157,7 @@ class Trainer:
         restored = self.persistence.restore(self.model, self.optimizer)
         if restored is not None:
             self.progress = restored.progress
-            self.resumed_from = restored.path
+            self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
 
     def request_stop(self, reason: str) -> None:
         """Ask to stop after the current step, on all ranks together; safe to call from a signal handler."""
@@ -267,7 +266,7 @@ class Trainer:
         self._looked_for_draws = True
         if not torch.equal(before, torch.get_rng_state()):
             self.reporter.warn(
-                "the model draws from torch's global generator in its forward pass (F.dropout, attention's dropout_p or its own): "
+                "the model draws from torch's global generator in its forward pass (F.dropout, dropout_p or its own): "
                 "another number of processes will draw other numbers; use nn.Dropout modules where that matters"
             )
 

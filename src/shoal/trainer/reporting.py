@@ -87,11 +87,15 @@ class Reporter:
         if event.split == "validation":
             self.validation_loss = event.loss
 
+    def tell(self, message: str) -> None:
+        """Tell the user something, once for all ranks."""
+        if self.world.is_first:
+            print(message, file=sys.stderr, flush=True)
+
     def warn(self, message: str) -> None:
         """Tell the user something that the run survives: once on the terminal, and in the events of every rank."""
         self.event(Warned(message=message))
-        if self.world.is_first:
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+        self.tell(f"warning: {message}")
 
     def memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> MemoryMeasured:
         """Measure where this rank's memory is, and record it."""

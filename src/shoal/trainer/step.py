@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.comm.world import World
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.models.dropout import DropoutKey
+from shoal.optim.build import set_rate
 from shoal.optim.precision import LossScale
 from shoal.parallel import batchnorm
 from shoal.parallel.gradnorm import clip_, global_norm
@@ -65,8 +66,7 @@ class StepRunner:
 
     def run(self, batch: StepBatch, *, step: int, lr: float, loss_scale: LossScale, stop: bool) -> StepResult:
         """Take step number ``step`` (counted from 0) on ``batch``."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         self._forget_gradients()
         local_loss = self.accumulate(batch, step=step, scale=loss_scale.scale, stop=stop)
         loss, stop_requested = self._reduced(local_loss, scale=loss_scale.scale, stop=stop)

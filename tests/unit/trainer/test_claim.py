@@ -1,0 +1,93 @@
+"""One process at a time in a run directory, and only with the recipe that it holds."""
+
+import os
+
+import pytest
+
+from shoal.core.errors import RequestError
+from shoal.trainer.claim import Claim, check_claim, choose_run_dir
+from shoal.trainer.config import Recipe
+
+TABLES = {
+    "model": {"name": "mlp"},
+    "data": {"source": "synthetic", "kind": "regression"},
+    "train": {"steps": 5},
+}
+
+
+def recipe(**sections):
+    return Recipe.model_validate({**TABLES, **sections})
+
+
+def test_a_second_claim_is_refused_by_the_holders_id_until_it_lets_go(tmp_path):
+    first = Claim(tmp_path / "run")
+    with pytest.raises(RequestError, match=f"in use by process {os.getpid()}"):
+        Claim(tmp_path / "run")
+    first.release()
+    second = Claim(tmp_path / "run")
+    second.release()
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_lock_on_a_file_that_was_removed_keeps_nobody_out_and_is_not_taken_for_one(tmp_path, monkeypatch):
+    """The holder leaves between our opening the file and our locking it: we then hold a file that is not there."""
+    from shoal.trainer import claim as module
+
+    honest, calls = module._lock, []
+
+    def lock_a_removed_file_first(path):
+        fd = honest(path)
+        if not calls:
+            path.unlink()
+        calls.append(fd)
+        return fd
+
+    monkeypatch.setattr(module, "_lock", lock_a_removed_file_first)
+    held = Claim(tmp_path / "run")
+    assert len(calls) == 2 and (tmp_path / "run" / "run.lock").exists()
+    monkeypatch.undo()
+    with pytest.raises(RequestError, match="in use"):
+        Claim(tmp_path / "run")
+    held.release()
+
+
+def test_what_decides_the_weights_may_not_change_and_the_rest_may(tmp_path):
+    from shoal.core.plan import Plan
+
+    claim = Claim(tmp_path / "run")
+    claim.write(recipe(), Plan(dp=1))
+    claim.release()
+    with pytest.raises(RequestError, match="already holds a run of this recipe; add --resume"):
+        check_claim(tmp_path / "run", recipe(), resume=False)
+    for allowed in (
+        recipe(),
+        recipe(train={"steps": 50, "micro_batch": 2}),
+        recipe(checkpoint={"every": 3}),
+        recipe(plan="dp=2"),
+    ):
+        check_claim(tmp_path / "run", allowed, resume=True)
+    for key, other in (
+        ("train.seed", recipe(train={"steps": 5, "seed": 9})),
+        ("optim.lr", recipe(optim={"lr": 0.5})),
+        ("model.hidden", recipe(model={"name": "mlp", "hidden": 3})),
+    ):
+        with pytest.raises(RequestError, match=f"another recipe: {key} is"):
+            check_claim(tmp_path / "run", other, resume=True)
+
+
+def test_run_directories_are_numbered_and_resume_takes_the_newest(tmp_path):
+    def choose(resume=False):
+        return choose_run_dir("tiny", given=None, resume=resume, parent=tmp_path).name
+
+    assert choose() == "tiny" == choose(resume=True)
+    for name in ("tiny", "tiny-2", "tiny-10", "tiny-old"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    assert choose() == "tiny-11"
+    assert choose(resume=True) == "tiny-10"
+    assert choose_run_dir("tiny", given=tmp_path / "mine", resume=False) == tmp_path / "mine"
+
+
+def test_a_file_is_not_a_run_directory(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RequestError, match="is a file"):
+        check_claim(tmp_path / "run", recipe(), resume=False)
