@@ -100,3 +100,8 @@ def test_a_misspelt_recipe_is_refused_without_torch(root, tmp_path):
     wrong.write_text((root / "recipes" / "tiny.toml").read_text().replace("global_batch", "globl_batch"))
     line = f"{START}\ntry:\n    main()\nexcept SystemExit as end:\n    assert end.code == 2, end.code"
     assert "torch" not in loaded_by(line, "train", str(wrong))
+
+
+def test_the_launcher_of_a_run_imports_no_torch():
+    """It once did, through the summary: every start then took two seconds longer, and the launcher 300 MB."""
+    assert "torch" not in loaded_by("import shoal.trainer.request, shoal.trainer.launch, shoal.elastic.supervisor")

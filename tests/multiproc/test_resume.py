@@ -11,7 +11,7 @@ from harness import ranks_of, read_events, read_summary, wait_for_step
 
 STEPS = (
     "--set",
-    "train.steps=60",
+    "train.steps=40",
     "--set",
     "checkpoint.every=7",
     "--set",
@@ -26,7 +26,7 @@ def test_killed_and_resumed_equals_left_alone(shoal, tiny, plan):
     shoal.run("train", tiny, "--plan", plan, "--run-dir", "alone", *STEPS)
     pace = random.Random(plan)
     kills = 0
-    for attempt in range(3):
+    for attempt in range(2):
         resume = ("--resume",) if attempt else ()
         process = shoal.start("train", tiny, "--plan", plan, "--run-dir", "killed", *STEPS, *resume)
         done = (
@@ -46,7 +46,7 @@ def test_killed_and_resumed_equals_left_alone(shoal, tiny, plan):
     alone, killed = read_summary(shoal.folder / "alone"), read_summary(shoal.folder / "killed")
     assert kills > 0
     assert killed["weights_sha256"] == alone["weights_sha256"]
-    assert killed["first_loss"] == alone["first_loss"] and killed["steps"] == 60
+    assert killed["first_loss"] == alone["first_loss"] and killed["steps"] == 40
 
 
 def test_resume_under_another_number_of_processes_goes_on_with_the_next_sample(shoal, tiny):
@@ -58,26 +58,3 @@ def test_resume_under_another_number_of_processes_goes_on_with_the_next_sample(s
         shoal.run("train", tiny, "--plan", plan, "--run-dir", "moved", *same, "--set", f"train.steps={steps}", *resume)
     one, moved = read_summary(shoal.folder / "one"), read_summary(shoal.folder / "moved")
     assert moved["weights_sha256"] == one["weights_sha256"]
-
-
-def test_without_a_whole_checkpoint_resume_starts_at_step_0(shoal, tiny):
-    shoal.run("train", tiny, "--run-dir", "run", "--resume")
-    assert read_summary(shoal.folder / "run")["steps"] == 8
-    assert read_events(shoal.folder / "run", 0, "run_started")[0]["step"] == 0
-
-
-def test_a_torn_checkpoint_is_named_and_the_one_before_is_used(shoal, tiny):
-    shoal.run("train", tiny, "--run-dir", "alone", "--set", "train.steps=12")
-    shoal.run("train", tiny, "--run-dir", "run", "--set", "train.steps=7")
-    newest = shoal.folder / "run" / "checkpoints" / "step-00000007" / "rank-000.safetensors"
-    with newest.open("r+b") as file:
-        file.seek(1000)
-        byte = file.read(1)
-        file.seek(1000)
-        file.write(bytes([byte[0] ^ 1]))
-    done = shoal.run("train", tiny, "--run-dir", "run", "--resume", "--set", "train.steps=12")
-    assert "step-00000007" in done.stderr and "rank-000.safetensors" in done.stderr
-    assert read_events(shoal.folder / "run", 0, "run_started")[1]["step"] == 6
-    assert (
-        read_summary(shoal.folder / "run")["weights_sha256"] == read_summary(shoal.folder / "alone")["weights_sha256"]
-    )

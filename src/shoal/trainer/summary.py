@@ -1,40 +1,11 @@
-"""The summary of a run: the numbers that ``summary.json`` promises, gathered from all ranks and written by the first."""
+"""``summary.json``: written in one piece, read back, and made up for a run that died. No torch: the launcher reads it too."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shoal.core.rundir import RunDir
-from shoal.telemetry.memory import peak_rss_bytes
-from shoal.trainer.loop import Trainer
-from shoal.trainer.state import hash_weights
-
-
-def summarise(trainer: Trainer, *, wall_seconds: float) -> dict[str, Any]:
-    """The summary of a run that ended in an orderly way. All ranks call it together; each gets the same answer."""
-    progress = trainer.progress
-    peak = torch.tensor([peak_rss_bytes()], dtype=torch.int64, device=trainer.world.device)
-    peaks = [int(tensor) for tensor in trainer.world.gather(peak)]
-    seconds = progress.trained_seconds
-    return {
-        "status": trainer.status,
-        "stopped_by": trainer.stopped_by,
-        "steps": progress.step,
-        "first_loss": progress.first_loss,
-        "final_loss": progress.last_loss,
-        "validation_loss": progress.validation_loss,
-        "baseline_loss": trainer.data.spec.baseline_loss,
-        "tokens_per_s": progress.tokens / seconds if seconds > 0 else 0.0,
-        "wall_s": wall_seconds,
-        "world_size": trainer.world.size,
-        "plan": str(trainer.plan),
-        "peak_rss_bytes": peaks,
-        "weights_sha256": hash_weights(trainer.model),
-        "checkpoint_error": trainer.persistence.failure,
-    }
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

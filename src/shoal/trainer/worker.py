@@ -33,7 +33,8 @@ from shoal.trainer.build import build_trainer
 from shoal.trainer.config import Recipe
 from shoal.trainer.layout import default_threads
 from shoal.trainer.loop import Trainer
-from shoal.trainer.summary import summarise, write_summary
+from shoal.trainer.summarise import summarise
+from shoal.trainer.summary import write_summary
 
 
 def run_rank(

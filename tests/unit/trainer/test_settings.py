@@ -178,6 +178,25 @@ def test_a_run_in_two_halves_is_the_run_in_one(tmp_path):
     )
 
 
+def test_resume_without_a_whole_checkpoint_starts_at_step_0(tmp_path):
+    infos, _ = run("train.steps=3", run_dir=tmp_path / "run", resume=True)
+    assert [info.step for info in infos] == [1, 2, 3]
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys):
+    _, whole = run("train.steps=7", "checkpoint.every=2")
+    run("train.steps=5", "checkpoint.every=2", run_dir=tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-00000005" / "rank-000.safetensors"
+    damaged = bytearray(newest.read_bytes())
+    damaged[1000] ^= 1
+    newest.write_bytes(damaged)
+    infos, resumed = run("train.steps=7", "checkpoint.every=2", run_dir=tmp_path / "run", resume=True)
+    said = capsys.readouterr().err
+    assert "step-00000005 is not whole" in said and "rank-000.safetensors" in said
+    assert [info.step for info in infos] == [5, 6, 7]
+    assert hash_weights(resumed.model) == hash_weights(whole.model)
+
+
 def test_a_nan_stops_by_default_and_names_what_it_found(tmp_path):
     with (
         build(
