@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.files import new_file, sync_folder
+from shoal.checkpoint.files import NotWhole, new_file, sync_folder
 from shoal.checkpoint.layout import MANIFEST, Beside, beside_name, draw_id, shard_name, step_name
-from shoal.checkpoint.manifest import MAX_BYTES, Manifest, Part, encode, merge, whole_tensor
+from shoal.checkpoint.manifest import MAX_BYTES, Manifest, Part, decode, encode, merge, whole_tensor
 from shoal.checkpoint.shard import CHUNK_BYTES, Blob, write_shard
 
 
@@ -61,7 +61,9 @@ def begin(root: Path, step: int) -> Draft:
     """
     if not root.is_dir():
         root.mkdir(parents=True, exist_ok=True)
+        # The names of the folder and of the run that holds it: without them a power cut would take the first checkpoint along.
         sync_folder(root.parent)
+        sync_folder(root.parent.parent)
     draft = Draft(root=root, step=step, id=draw_id())
     draft.folder.mkdir()
     return draft
@@ -89,6 +91,11 @@ def commit(draft: Draft, manifest: Manifest) -> None:
     data = encode(manifest)
     if len(data) > MAX_BYTES:
         raise ValueError(f"the manifest would have {len(data)} bytes, more than {MAX_BYTES}; save less in its values")
+    try:
+        decode(data)
+    except NotWhole as error:
+        # What no reader would accept must not count as saved: retention would then remove the ones that can be read.
+        raise ValueError(f"the manifest could not be read back: {error}") from error
     with new_file(draft.folder / MANIFEST) as fd:
         view = memoryview(data)
         while view:

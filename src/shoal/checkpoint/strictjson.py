@@ -9,7 +9,7 @@ from typing import Any
 
 # Each value of a tree follows one of these marks, so their number bounds the memory that parsing takes: about 100 bytes each.
 _MARKS = (b",", b"[", b"{")
-MAX_MARKS = 1_000_000
+MAX_MARKS = 2_000_000
 
 
 def parse(data: bytes) -> Any:

@@ -71,10 +71,15 @@ def train(
         run_dir=run_dir,
         resume=resume,
     )
-    if launched:
+    if launched and not dry_run:
         from shoal.trainer.launched import train_launched
 
-        raise typer.Exit(train_launched(request))
+        exit_code, summary = train_launched(request)
+        if os.environ["RANK"] == "0":
+            write_result(json_file, summary)
+        raise typer.Exit(exit_code)
+    if launched and os.environ["RANK"] != "0":
+        return  # a dry run is described once
     prepared = prepare(request, measure_own=_measure_own)
     if dry_run:
         from shoal.trainer.dryrun import describe_dry_run, dry_run_result

@@ -5,6 +5,8 @@ Under the supervisor the store listens on a loopback socket that the supervisor 
 would listen on every interface, and a port that is chosen first and bound later can be taken in between.
 """
 
+import functools
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +15,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch types these names only there
+from torch.distributed.rendezvous import rendezvous
 
 from shoal.core.errors import RequestError
+
+_JOINED = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ class Place:
 
 
 class World:
-    """The process group of a run. One process has no group, and every operation here is then the identity."""
+    """The processes of a run. A process that nobody launched has no group, and every operation here is then the identity."""
 
     def __init__(self, place: Place, *, device: torch.device, deadline_seconds: float) -> None:
         self.rank = place.rank
@@ -61,6 +66,7 @@ class World:
         self.deadline_seconds = deadline_seconds
         self.group: dist.ProcessGroup | None = None
         self.save_group: dist.ProcessGroup | None = None
+        self.owns_group = True
 
     @property
     def is_first(self) -> bool:
@@ -87,9 +93,9 @@ class World:
 
     def close(self) -> None:
         """Leave the group."""
-        if self.group is not None:
+        if self.group is not None and self.owns_group:
             dist.destroy_process_group()
-            self.group = self.save_group = None
+        self.group = self.save_group = None
 
 
 def join_world(environment: Mapping[str, str], *, deadline_seconds: float, store: Store | None = None) -> World:
@@ -109,16 +115,28 @@ def join_world(environment: Mapping[str, str], *, deadline_seconds: float, store
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    if dist.is_initialized():
+        # The caller's own group: use it, and leave it to him.
+        world.group, world.owns_group = dist.group.WORLD, False
+        world.save_group = dist.new_group(backend="gloo", timeout=timeout)
+        return world
     if store is None and "SHOAL_SUPERVISOR_PID" in environment:
         store = _supervised_store(environment, place, timeout)
-    if store is not None:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+    elif store is None:
+        # A prefix for every time that this process joins: a second group must not find the addresses of the first.
+        store = PrefixStore(f"join-{next(_JOINED)}", _launchers_store(timeout))
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     world.group = dist.group.WORLD
     # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
     world.save_group = dist.new_group(backend="gloo", timeout=timeout)
     return world
+
+
+@functools.cache
+def _launchers_store(timeout: timedelta) -> Store:
+    """The store of whoever launched this process; one for all its life, because rank 0 may be the one that serves it."""
+    store: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
+    return store
 
 
 def _supervised_store(environment: Mapping[str, str], place: Place, timeout: timedelta) -> Store:

@@ -3,8 +3,6 @@
 import time
 from dataclasses import dataclass, field
 
-from shoal.core.errors import WaitExpired
-
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
@@ -22,12 +20,3 @@ class Deadline:
     def is_over(self) -> bool:
         """True when nothing is left."""
         return self.remaining == 0.0
-
-    def check(self, waiting_for: str) -> None:
-        """Raise when the deadline has passed.
-
-        Raises:
-            WaitExpired: names what was waited for and for how long.
-        """
-        if self.is_over:
-            raise WaitExpired(f"waited {self.seconds:g} s for {waiting_for}")

@@ -30,10 +30,6 @@ class RunError(ShoalError):
     """The request was fine and the run failed: a dead rank, a non-finite loss, a refused checkpoint."""
 
 
-class WaitExpired(RunError):
-    """A wait reached its deadline. The message says who waited, at which step, and for whom."""
-
-
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice closest to a misspelt ``name``, or None when nothing is close."""
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)

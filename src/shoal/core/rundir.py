@@ -1,5 +1,6 @@
 """The names inside a run directory. Who writes each file is elsewhere; that all of them agree on its name is here."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,3 +72,10 @@ class RunDir:
     def is_empty(self) -> bool:
         """True when nothing has ever run here."""
         return not self.recipe.exists() and not self.checkpoints.exists()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put a text into a file in one piece: whoever reads it, or kills this process, finds the old text or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    os.replace(beside, path)

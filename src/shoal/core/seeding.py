@@ -14,7 +14,7 @@ def derive_key(*parts: KeyPart) -> int:
     """A 64-bit key for these parts; different parts, or the same ones in another order, give another key."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        encoded = f"{type(part).__name__}:{part}".encode()
+        encoded = f"{type(part).__name__}:{part}".encode("utf-8", "surrogateescape")
         # The length goes in first: without it ("ab", "c") and ("a", "bc") would share a key.
         digest.update(len(encoded).to_bytes(4, "little"))
         digest.update(encoded)

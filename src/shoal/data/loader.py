@@ -6,8 +6,10 @@ one after the batch that ``next()`` returned, never after one that was only load
 skips a sample.
 """
 
+import itertools
 import os
 import queue
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from shoal.comm.lifeline import die_with_parent
 from shoal.core.errors import RequestError, RunError
+from shoal.core.seeding import derive_key
 from shoal.data.order import Ids, Position, microbatches, permute, replica_share, take
 from shoal.data.source import Items, Source
 
@@ -117,10 +120,16 @@ class Loader:
         self._deadline_s = deadline_s
         plan = (len(source), global_batch, micro_batch, replica, num_replicas, seed)
         self._parts = _parts(start, *plan)
-        self._workers = _Workers(source, _parts(start, *plan), workers, prefetch, deadline_s) if workers else None
+        worker_seed = derive_key("workers", seed, start.epoch, start.offset, replica)
+        self._workers = (
+            _Workers(source, _parts(start, *plan), workers, prefetch, deadline_s, worker_seed) if workers else None
+        )
         self._prefetch = 0 if workers else prefetch
         self._num_slow = 0
-        self._ahead = self._load_ahead() if self._prefetch else None
+        self._ahead: _Ahead | None = None
+        self._is_first = True
+        self.draws_random_numbers = False
+        """True when loading a batch moved a global generator: such data is never loaded ahead, or it could not be resumed."""
 
     def next(self) -> StepBatch:
         """The next step's batch.
@@ -129,10 +138,13 @@ class Loader:
             RunError: it did not come in time, or a worker process died.
             Exception: whatever the source raised while it was loading.
         """
+        if self._is_first and self._prefetch:
+            return self._first()
         if self._ahead is not None:
             found = self._ahead.next(self._deadline_s)
             if found is not None:
                 return found
+            self._ahead.close()
             self._ahead = None
         started = time.perf_counter()
         batch = self._load(next(self._parts))
@@ -150,6 +162,21 @@ class Loader:
             self._ahead.close()
         if self._workers is not None:
             self._workers.close()
+
+    def _first(self) -> StepBatch:
+        """The first batch, while nothing else runs, to see whether this data may be loaded ahead at all."""
+        self._is_first = False
+        before = _random_states()
+        # By a thread all the same, because a source that hangs must not hang its caller.
+        self._ahead = _Ahead(itertools.islice((self._load(part) for part in self._parts), 1), 1)
+        batch = self._ahead.next(self._deadline_s)
+        assert batch is not None, "one load is too few to be called quick"
+        self._ahead.close()
+        self.draws_random_numbers = before != _random_states()
+        if self.draws_random_numbers:
+            self._prefetch = 0
+        self._ahead = self._load_ahead() if self._prefetch else None
+        return batch
 
     def _load_ahead(self) -> "_Ahead":
         return _Ahead((self._load(part) for part in self._parts), self._prefetch)
@@ -234,7 +261,7 @@ class _Ahead:
             found = self._queue.get(timeout=deadline_s)
         except queue.Empty:
             raise RunError(
-                f"waited {deadline_s:g} s for the next batch; the data source hangs, or raise the deadline"
+                f"waited {deadline_s:g} s for the next batch: the data source hangs, or is slower than that"
             ) from None
         if isinstance(found, BaseException):
             self._failure = found
@@ -288,13 +315,9 @@ class _Collated(torch.utils.data.Dataset[Items]):
 class _Workers:
     """torch's loader processes, each making whole microbatches, handed back in order."""
 
-    def __init__(self, source: Source, parts: Iterator[_Part], workers: int, prefetch: int, deadline_s: float) -> None:
-        parent = os.getpid()
-
-        def live_with_parent(worker: int) -> None:
-            del worker
-            die_with_parent(parent)
-
+    def __init__(
+        self, source: Source, parts: Iterator[_Part], workers: int, prefetch: int, deadline_s: float, seed: int
+    ) -> None:
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             _Collated(source),
             batch_size=None,
@@ -302,8 +325,10 @@ class _Workers:
             num_workers=workers,
             prefetch_factor=max(1, prefetch),
             collate_fn=_unchanged,  # type: ignore[arg-type]
-            worker_init_fn=live_with_parent,
+            worker_init_fn=_LiveWith(os.getpid()),
             timeout=deadline_s,
+            # Otherwise torch draws the workers' seed from the global generator, which a resumed run has just put back.
+            generator=torch.Generator().manual_seed(seed),
         )
         # Made here, not in a thread: a worker dies with the thread that started it.
         self._iterator: Iterator[Items] | None = iter(loader)
@@ -324,5 +349,22 @@ class _Workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
+class _LiveWith:
+    """Ties a worker's life to its rank's; a class, because workers that are not forked have to be able to import it."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __call__(self, worker: int) -> None:
+        die_with_parent(self._parent)
+
+
 def _unchanged(items: Items) -> Items:
     return items
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict), "legacy=False gives a dict"
+    table = numpy_state["state"]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), table["key"].tobytes(), table["pos"]

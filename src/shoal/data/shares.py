@@ -21,6 +21,13 @@ def split_positions(
     num_validation = max(round(total * validation), needed) if validation > 0 else 0
     num_test = max(round(total * test), needed) if test > 0 else 0
     num_train = total - num_validation - num_test
+    if num_train < needed and total * (1 - validation - test) > 0 and num_validation + num_test > 2 * needed:
+        # Both shares were rounded up to everything: what training needs comes out of the larger of them.
+        missing = needed - num_train
+        num_validation, num_test = (
+            (num_validation - missing, num_test) if num_validation >= num_test else (num_validation, num_test - missing)
+        )
+        num_train = needed
     if num_train < needed:
         splits = 1 + (validation > 0) + (test > 0)
         each = f"one sequence of {needed - 1} needs {needed}" if needed > 1 else "each split needs 1"

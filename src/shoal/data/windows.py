@@ -25,7 +25,7 @@ class WindowSource:
         )
         self._sequence = sequence
         self._vocab = vocab
-        self._can_exceed = np.iinfo(tokens.dtype).max >= vocab
+        self._can_exceed = np.iinfo(tokens.dtype).max >= vocab or np.iinfo(tokens.dtype).min < 0
 
     def __len__(self) -> int:
         return len(self._rows)

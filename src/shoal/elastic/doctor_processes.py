@@ -72,7 +72,7 @@ def is_alive(pid: int, *, started_before: float | None = None) -> bool:
 def _recognise(process: psutil.Process) -> OurProcess | None:
     try:
         environment = process.environ()
-        run_id = environment.get("SHOAL_RUN_ID") or environment.get("TORCHELASTIC_RUN_ID")
+        run_id = environment.get("TORCHELASTIC_RUN_ID")
         supervisor = environment.get("SHOAL_SUPERVISOR_PID", "")
         if not run_id or not supervisor.isdigit() or process.status() == psutil.STATUS_ZOMBIE:
             return None

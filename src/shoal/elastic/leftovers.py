@@ -18,6 +18,7 @@ import psutil
 
 from shoal.core.clock import Deadline
 from shoal.core.rundir import RunDir
+from shoal.core.runlock import release_lock, take_lock
 from shoal.core.units import format_bytes
 from shoal.elastic.doctor_processes import OurProcess, is_alive, our_processes, same_user_processes
 
@@ -212,18 +213,15 @@ def _remove_segment(leftover: Leftover) -> Mended:
 
 @contextlib.contextmanager
 def _hold(lock: Path) -> Iterator[bool]:
-    """Hold a run's lock as a run does, and give it up as a run does: unlinked first, while it is still ours."""
-    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    """Hold a run's lock as a run does, and give it up as a run does."""
+    fd = take_lock(lock)
+    if fd is None:
+        yield False
+        return
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
         yield True
-        lock.unlink(missing_ok=True)
     finally:
-        os.close(fd)
+        release_lock(fd, lock)
 
 
 def _abandoned_names(root: Path, saves: Saves) -> list[str]:

@@ -22,6 +22,8 @@ class Outcome:
     was_forced: bool = False
     """True when ranks had to be killed, because they did not stop in time or Ctrl-C was pressed twice."""
     restarts: int = 0
+    step: int = 0
+    """The furthest step that any rank was in."""
 
     @property
     def exit_code(self) -> int:
@@ -43,14 +45,20 @@ class GenerationEnd:
 
 def judge(end: GenerationEnd, *, restarts: int) -> Outcome:
     """What the ends of all ranks amount to."""
+    step = max((rank.step for rank in end.ends), default=0)
     if all(rank.exit_code == 0 for rank in end.ends):
-        return Outcome(status="completed", restarts=restarts)
+        return Outcome(status="completed", restarts=restarts, step=step)
     culprit = blame(end.ends, hang=end.hang, oom_kills=end.oom_kills)
     if end.stop_signal is not None:
         was_forced = any(rank.exit_code == -signal.SIGKILL and rank.was_ended_by_us for rank in end.ends)
         return Outcome(
-            status="interrupted", signal=end.stop_signal, culprit=culprit, was_forced=was_forced, restarts=restarts
+            status="interrupted",
+            signal=end.stop_signal,
+            culprit=culprit,
+            was_forced=was_forced,
+            restarts=restarts,
+            step=step,
         )
     if culprit is None and any(rank.exit_code == EXIT_INTERRUPTED for rank in end.ends):
-        return Outcome(status="interrupted", restarts=restarts)
-    return Outcome(status="failed", culprit=culprit, restarts=restarts)
+        return Outcome(status="interrupted", restarts=restarts, step=step)
+    return Outcome(status="failed", culprit=culprit, restarts=restarts, step=step)

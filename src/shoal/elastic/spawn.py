@@ -62,7 +62,7 @@ def rank_environment(
         "SHOAL_SUPERVISOR_PID": str(os.getpid()),
         "SHOAL_BOARD_FD": str(board_fd),
         "SHOAL_GENERATION": str(generation),
-        "SHOAL_RUN_DIR": str(request.run_dir),
+        "SHOAL_RUN_DIR": str(request.run_dir.resolve()),
     }
     if rank == 0:
         values["SHOAL_STORE_FD"] = str(store_fd)

@@ -52,6 +52,10 @@ class DropoutKey:
         for module in self._modules:
             module.rewind(draws, 0)
 
+    def odd_shapes(self) -> dict[str, tuple[int, ...]]:
+        """By module path, a shape whose first dim was not the batch: which sample an element belongs to could only be guessed."""
+        return {module.path: module.odd_shape for module in self._modules if module.odd_shape is not None}
+
     def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For ``torch.utils.checkpoint(..., context_fn=key.recompute_contexts)``: the recomputed region draws the same bits.
 
@@ -178,6 +182,7 @@ class _Keyed(nn.Module):
     draws: Tensor | None
     call: int
     is_replaying: bool
+    odd_shape: tuple[int, ...] | None = None
 
     def rewind(self, draws: Tensor | None, call: int, *, is_replaying: bool = False) -> None:
         """Set what comes next; past ``nn.Module.__setattr__``, which is slow and would look for parameters."""
@@ -190,7 +195,10 @@ class _Keyed(nn.Module):
                 f"dropout {self.path!r} was called in training before begin(step, sample_ids) of its DropoutKey"
             )
         call = self._count_call()
-        draw = _mask_op if torch.compiler.is_compiling() else draw_mask
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and x.shape[0] != len(draws) - 1:
+            self.__dict__["odd_shape"] = tuple(x.shape)
+        draw = _mask_op if is_compiling else draw_mask
         # Detached: a mask is no function of the values, and the operator has no gradient.
         return draw(x.detach(), draws, self.site, call, self.p, scale, channels)
 

@@ -40,7 +40,7 @@ def generate(
     longest = context if context is not None else getattr(model, "sequence", None)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     tokens = list(prompt_tokens)
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         for _ in range(num_tokens):
@@ -48,7 +48,8 @@ def generate(
             logits = model(torch.tensor([seen], device=device))[0, -1]
             tokens.append(_draw(logits.float(), temperature, top_k, generator))
     finally:
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
     return tokens[len(prompt_tokens) :]
 
 

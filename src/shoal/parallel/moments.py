@@ -4,12 +4,13 @@ torch's ``SyncBatchNorm`` refuses CPU tensors. This one runs wherever the group 
 none, and adds in the order of ranks, so that its bits do not depend on how a collective happens to reduce.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 # Shapes: C channels; a moments vector is (1 + 2 C): the count, then C means, then C sums of squared distances from the mean (M2).
@@ -126,13 +127,11 @@ class _SyncNormalise(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-_apply_outside_graphs: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    _SyncNormalise.apply
-)
-
-
+# Not `torch.compiler.disable`, which imports the compiler here and now: two seconds that every rank would pay at its start.
+@_disable_dynamo
 def sync_normalise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Normalise by the statistics of all replicas; outside compiled graphs, because it waits for other processes."""
-    return _apply_outside_graphs(x, weight, bias, eps, group)
+    normalised, moments = _SyncNormalise.apply(x, weight, bias, eps, group)  # type: ignore[no-untyped-call]
+    return normalised, moments

@@ -38,10 +38,10 @@ def scalars(event: Event) -> dict[str, float]:
 class TensorBoardSink:
     """Writes curves to a folder; a ``Sink`` of the event log."""
 
-    def __init__(self, folder: Path, *, first_step: int = 0) -> None:
-        """Open the folder; after a resume, what an earlier start wrote beyond ``first_step`` is hidden."""
+    def __init__(self, folder: Path) -> None:
+        """Open the folder; each start of a run adds a file to it."""
         writer = importlib.import_module("tensorboardX").SummaryWriter
-        self._writer: Any = writer(str(folder), purge_step=first_step + 1 if first_step else None, flush_secs=5)
+        self._writer: Any = writer(str(folder), flush_secs=5)
 
     def write(self, event: Event, wall_time: float) -> None:
         """Add the event's points."""

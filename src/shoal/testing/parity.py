@@ -4,6 +4,7 @@ Error is the norm of the difference over the norm of the reference. A tensor who
 set's norm is noise: a relative error of it says nothing, so it is bounded by that same amount absolutely.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,8 +48,10 @@ def compare(reference: Mapping[str, torch.Tensor], found: Mapping[str, torch.Ten
         if size <= bound and error <= bound:
             noise.append(name)
             continue
-        relative = error / size if size > 0 else float("inf")
-        if not relative <= worst:  # NaN counts as worst
+        relative = error / size if size > 0 else math.inf
+        if math.isnan(relative):
+            relative = math.inf
+        if relative > worst:
             worst, worst_name = relative, name
     return Comparison(
         worst=worst, worst_name=worst_name, is_bitwise=first is None, first_difference=first, noise=tuple(noise)

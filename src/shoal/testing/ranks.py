@@ -55,7 +55,7 @@ def run_on_ranks(
         try:
             _wait(processes, folder, deadline)
         finally:
-            leaked = _end(processes)
+            leaked = _end(processes, folder)
         if leaked:
             raise RunError(f"processes {leaked} were left behind by the ranks of {function.__qualname__}")
         return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(num_ranks)]
@@ -114,21 +114,25 @@ def _output(folder: Path, rank: int) -> str:
     return (folder / f"output-{rank}.txt").read_text(errors="replace")
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    """End every rank, and name the descendants that outlived theirs."""
-    descendants: list[psutil.Process] = []
-    for process in processes:
-        try:
-            descendants += psutil.Process(process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            continue
+def _end(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[int]:
+    """End every rank, and then whatever still carries the ranks' environment; name the latter."""
     for process in processes:
         process.kill()
         process.wait()
-    _, alive = psutil.wait_procs(descendants, timeout=2)
+    left = [process for process in psutil.process_iter() if _was_started_by_ranks(process, folder)]
+    # A child that dies with its rank may need a moment.
+    _, alive = psutil.wait_procs(left, timeout=2)
     for process_left in alive:
         process_left.kill()
+        process_left.wait()
     return [process_left.pid for process_left in alive]
+
+
+def _was_started_by_ranks(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return bool(process.environ().get("SHOAL_TEST_FOLDER") == str(folder))
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
 
 
 def run_this_rank() -> None:

@@ -77,9 +77,10 @@ class LoadedRun:
 
     @property
     def example_inputs(self) -> tuple[torch.Tensor, ...]:
-        """Inputs of two samples, for tracing."""
+        """Inputs of two samples, for tracing; of one where there is no second."""
         precision = Precision.named(self.recipe.train.precision)
-        return tuple(precision.cast_input(tensor) for tensor in self.data.train.collate([0, 1]).inputs)
+        samples = self.data.train.collate(range(min(2, len(self.data.train))))
+        return tuple(precision.cast_input(tensor) for tensor in samples.inputs)
 
 
 def load_run(run_dir: Path) -> LoadedRun:

@@ -1,8 +1,6 @@
 """Taking possession of a run directory: which one, whether it may be used, and that nobody else uses it at the same time."""
 
-import fcntl
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +9,8 @@ from typing import Any
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.core.rundir import RunDir
+from shoal.core.rundir import RunDir, replace_text
+from shoal.core.runlock import read_holder, release_lock, take_lock
 from shoal.trainer.config import Recipe, dump_recipe
 
 # What may change when a run is taken up again: how long it lasts, how it is laid out, what it records. The rest decides the
@@ -81,6 +80,8 @@ def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
     found = []
     for key in sorted(theirs.keys() | ours.keys()):
         may_change = any(key == name or key.startswith(f"{name}.") for name in _MAY_CHANGE)
+        if key.startswith("eval.") and recipe.optim.schedule == "plateau":
+            may_change = False  # evaluations decide the rate there
         if not may_change and theirs.get(key) != ours.get(key):
             found.append(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here")
     return found
@@ -108,48 +109,26 @@ class Claim:
         self.run = RunDir(run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._fd = _lock(self.run.lock)
-            # Whoever held the lock removes its file on leaving: a lock on a file that is no longer there keeps nobody out.
-            while not _is_at(self._fd, self.run.lock):
-                os.close(self._fd)
-                self._fd = _lock(self.run.lock)
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+            held = take_lock(self.run.lock)
         except OSError as error:
             raise RequestError(f"cannot use {run_dir} as a run directory: {error}") from error
+        if held is None:
+            holder = read_holder(self.run.lock)
+            raise RequestError(f"{run_dir} is in use by process {holder}; wait for it, or use another --run-dir")
+        self._fd = held
 
     def write(self, recipe: Recipe, plan: Plan) -> None:
-        """Put down the resolved recipe and the plan that runs."""
-        self.run.recipe.write_text(dump_recipe(recipe))
-        self.run.plan.write_text(json.dumps({"plan": str(plan), **plan.as_dict()}, indent=2) + "\n")
+        """Put down the resolved recipe and the plan that runs, and take away the summary of what ran here before."""
+        replace_text(self.run.recipe, dump_recipe(recipe))
+        replace_text(self.run.plan, json.dumps({"plan": str(plan), **plan.as_dict()}, indent=2) + "\n")
+        self.run.summary.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Let go. The lock file goes first, while it is still ours."""
-        self.run.lock.unlink(missing_ok=True)
-        os.close(self._fd)
+        """Let go."""
+        release_lock(self._fd, self.run.lock)
 
 
-def _lock(path: Path) -> int:
-    """A descriptor of the lock file, locked.
-
-    Raises:
-        RequestError: another process holds it.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise RequestError(
-            f"{path.parent} is in use by process {holder}; wait for it, or use another --run-dir"
-        ) from None
-    return fd
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(fd), found)
+def read_plan(run_dir: Path) -> str:
+    """The line of the plan that a run directory holds."""
+    found: dict[str, Any] = json.loads(RunDir(run_dir).plan.read_text())
+    return str(found["plan"])

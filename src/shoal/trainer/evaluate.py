@@ -44,13 +44,15 @@ def evaluate(
     count = min(len(source), limit) if limit else len(source)
     ids = replica_share(np.arange(count, dtype=np.int64), world.rank, world.size)
     sums = torch.zeros(4, dtype=torch.float64)  # loss, weight, correct, counted
-    was_training = objective.training
+    # Each module's own mode, because the user may have frozen some: a layer in eval mode must still be in it afterwards.
+    modes = [(module, module.training) for module in objective.modules()]
     objective.eval()
     with torch.no_grad():
         for start in range(0, len(ids), batch):
             before_batch()
             sums += _evaluate_batch(objective, source, ids[start : start + batch])
-    objective.train(was_training)
+    for module, was_training in modes:
+        module.training = was_training
     loss, weight, correct, counted = world.sum_(sums.to(world.device)).tolist()
     return Evaluation(
         split=split,
@@ -63,6 +65,8 @@ def evaluate(
 
 def _evaluate_batch(objective: Objective, source: Source, ids: np.ndarray) -> torch.Tensor:
     items = source.collate(ids)
+    if items.weight == 0:
+        return torch.zeros(4, dtype=torch.float64)
     microbatch = Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=float(items.weight))
     output, targets = objective.predict(microbatch)
     with objective.precision.autocast(objective.device.type):

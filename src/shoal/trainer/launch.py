@@ -3,6 +3,8 @@
 No torch: the launcher stays small and answers signals at once while the ranks do the work.
 """
 
+import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -34,19 +36,21 @@ class Ended:
 def train_supervised(prepared: Prepared, *, debug: bool = False) -> Ended:
     """Run a prepared request to its end."""
     run_dir = prepared.run_dir
-    finished = _already_finished(prepared)
+    finished = already_finished(prepared)
     if finished is not None:
         print(f"{run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
         return Ended(exit_code=EXIT_DONE, summary=finished)
     claim = Claim(run_dir)
+    before = read_summary(run_dir)
     try:
         claim.write(prepared.recipe, prepared.layout.plan)
-        return _supervise(prepared, debug=debug)
+        return _supervise(prepared, before, debug=debug)
     finally:
         claim.release()
 
 
-def _already_finished(prepared: Prepared) -> dict[str, Any] | None:
+def already_finished(prepared: Prepared) -> dict[str, Any] | None:
+    """The summary of a run that has done all its steps and is asked to go on; None for every other request."""
     if not prepared.resume:
         return None
     summary = read_summary(prepared.run_dir)
@@ -54,7 +58,7 @@ def _already_finished(prepared: Prepared) -> dict[str, Any] | None:
     return summary if is_done else None
 
 
-def _supervise(prepared: Prepared, *, debug: bool) -> Ended:
+def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool) -> Ended:
     run_dir, started, plan = prepared.run_dir, time.time(), str(prepared.layout.plan)
     world_size = prepared.layout.world_size
     threads = prepared.recipe.train.threads or default_threads(world_size)
@@ -63,7 +67,6 @@ def _supervise(prepared: Prepared, *, debug: bool) -> Ended:
         file=sys.stderr,
     )
     arguments = [sys.executable, "-m", "shoal.elastic.child", "shoal.trainer.worker", str(run_dir)]
-    before = read_summary(run_dir)
     outcome = supervise(
         LaunchRequest(
             argv=(*arguments, "--resume") if prepared.resume else tuple(arguments),
@@ -71,19 +74,30 @@ def _supervise(prepared: Prepared, *, debug: bool) -> Ended:
             run_dir=run_dir,
             run_id=run_dir.name,
             threads=threads,
+            # Threads that spin while they wait make a step thirty times slower when anything else wants the core.
+            env={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},
             config=prepared.recipe.elastic,
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )
     )
-    culprit = outcome.culprit
-    if culprit is None and not outcome.was_forced:
-        return Ended(exit_code=outcome.exit_code, summary=read_summary(run_dir) or {})
-    cause = headline(culprit) if culprit is not None else "it did not stop within elastic.stop_grace and was killed"
+    culprit, summary = outcome.culprit, read_summary(run_dir)
+    if summary is not None and culprit is None and not outcome.was_forced:
+        if outcome.signal is not None:
+            # The ranks only know that they were asked to stop; which signal the user sent, the supervisor knows.
+            summary["stopped_by"] = signal.Signals(outcome.signal).name
+            write_summary(run_dir, summary)
+        return Ended(exit_code=outcome.exit_code, summary=summary)
+    if culprit is not None:
+        cause = headline(culprit)
+    elif outcome.was_forced:
+        cause = "it did not stop within elastic.stop_grace, or Ctrl-C was pressed twice, and was killed"
+    else:
+        cause = "it was stopped before its first step"
     summary = summarise_death(
         status=outcome.status,
         plan=plan,
         world_size=world_size,
-        step=culprit.step if culprit is not None else 0,
+        step=outcome.step,
         cause=cause,
         wall_seconds=time.time() - started,
         before=before,
@@ -92,7 +106,7 @@ def _supervise(prepared: Prepared, *, debug: bool) -> Ended:
     if outcome.status == "failed" and culprit is not None:
         print(f"error: {describe(culprit, debug=debug)}", file=sys.stderr)
     else:
-        print(f"while stopping: {cause}; the newest checkpoint is older than the stop", file=sys.stderr)
+        print(f"stopped: {cause}; the newest checkpoint is older than the stop", file=sys.stderr)
     return Ended(exit_code=outcome.exit_code, summary=summary, was_orderly=False)
 
 

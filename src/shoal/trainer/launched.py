@@ -8,34 +8,42 @@ import json
 import os
 import sys
 import threading
+import time
+import traceback
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store  # torch types these names only there
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.world import Place
-from shoal.core.errors import EXIT_DONE, EXIT_SIGTERM, RequestError, RunError, ShoalError
-from shoal.telemetry.board import Board
+from shoal.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError, ShoalError
+from shoal.elastic.reports import clear_reports
+from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.live import build_display
-from shoal.trainer.claim import Claim
-from shoal.trainer.launch import describe_summary
+from shoal.trainer.claim import Claim, read_plan
+from shoal.trainer.launch import already_finished, describe_summary
 from shoal.trainer.measure import measure_own
 from shoal.trainer.request import TrainRequest, prepare
-from shoal.trainer.summary import read_summary
-from shoal.trainer.worker import report_failure, run_rank
+from shoal.trainer.summary import read_summary, summarise_death, write_summary
+from shoal.trainer.worker import is_peer_failure, report_failure, run_rank
 
 _START_DEADLINE = timedelta(seconds=120)
 _PROGRESS_SECONDS = 5.0
 _LOOK_SECONDS = 0.25
+_START_KEY = "shoal/start"
+# A wish that came from another rank's signal arrives without its name; launchers send SIGTERM.
+_EXIT_CODES = {"SIGINT": EXIT_SIGINT, "SIGTERM": EXIT_SIGTERM, "signal": EXIT_SIGTERM}
 
 
-def train_launched(request: TrainRequest) -> int:
-    """Be one rank of a launched run; returns the exit code.
+def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
+    """Be one rank of a launched run; returns the exit code, and on the first rank the summary.
 
     Raises:
         RequestError: the request is wrong; every rank raises the same message.
+        RunError: this rank failed; says where, with its traceback.
     """
     place = Place.read(os.environ)
     store, _, _ = next(iter(rendezvous("env://", timeout=_START_DEADLINE)))
@@ -43,13 +51,29 @@ def train_launched(request: TrainRequest) -> int:
         request = replace(request, resume=True)
     claim = _claim_as_first(request, store) if place.rank == 0 else None
     run_dir = _learn_run_dir(store)
-    progress = PrintedProgress() if place.rank == 0 else None
+    if run_dir is None:
+        return EXIT_DONE, None
+    board = Board.create(1)
+    progress = PrintedProgress(board) if place.rank == 0 else None
+    started, before = time.time(), read_summary(run_dir)
     try:
-        slot = progress.slot if progress is not None else None
-        status = run_rank(run_dir, resume=request.resume, store=PrefixStore("ranks", store), slot=slot)
+        run_rank(run_dir, resume=request.resume, store=PrefixStore("ranks", store), slot=board.slot(0))
     except Exception as error:
-        report_failure(run_dir, error, os.environ)
-        raise
+        state = board.slot(0).read()
+        report_failure(run_dir, error, os.environ, state=state)
+        if claim is not None:
+            cause = f"rank {place.rank}: {type(error).__name__}: {error}"
+            dead = summarise_death(
+                status="failed",
+                plan=read_plan(run_dir),
+                world_size=place.world_size,
+                step=state.step,
+                cause=cause,
+                wall_seconds=time.time() - started,
+                before=before,
+            )
+            write_summary(run_dir, dead)
+        raise _tell(error, place.rank, state) from error
     finally:
         if progress is not None:
             progress.close()
@@ -58,35 +82,62 @@ def train_launched(request: TrainRequest) -> int:
     summary = read_summary(run_dir)
     if place.rank == 0 and summary is not None:
         print(describe_summary(summary, run_dir))
-    return EXIT_SIGTERM if status == "interrupted" and summary and summary["stopped_by"] == "SIGTERM" else EXIT_DONE
+    return _EXIT_CODES.get(str(summary["stopped_by"]) if summary else "", EXIT_DONE), summary
+
+
+def _tell(error: Exception, rank: int, state: SlotState) -> ShoalError:
+    """The error as the user should read it; a traceback only where nobody foresaw it."""
+    where = f"rank {rank} failed at step {state.step} in phase {state.phase!r}"
+    if isinstance(error, RequestError):
+        return error
+    if is_peer_failure(error):
+        return RunError(f"{where}, because another rank went away: look for that rank's own message. ({error})")
+    if isinstance(error, ShoalError):
+        return RunError(f"{where}: {error}")
+    return RunError(f"{where}: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}")
 
 
 def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
     """Check the request, take its directory and tell the others; they must hear of a refusal too, or they would wait."""
     try:
         prepared = prepare(request, measure_own=measure_own)
+        finished = already_finished(prepared)
+        if finished is not None:
+            print(f"{prepared.run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
+            store.set(_START_KEY, json.dumps({"finished": True}))
+            return None
         claim = Claim(prepared.run_dir)
         claim.write(prepared.recipe, prepared.layout.plan)
-    except ShoalError as error:
-        store.set("shoal/start", json.dumps({"error": str(error), "request": isinstance(error, RequestError)}))
+        clear_reports(prepared.run_dir)
+    except Exception as error:
+        refusal = {"error": f"{error}", "request": isinstance(error, RequestError)}
+        store.set(_START_KEY, json.dumps(refusal))
+        if not isinstance(error, ShoalError):
+            raise
         return None
-    store.set("shoal/start", json.dumps({"run_dir": str(prepared.run_dir.resolve())}))
+    store.set(_START_KEY, json.dumps({"run_dir": str(prepared.run_dir.resolve())}))
     return claim
 
 
-def _learn_run_dir(store: Store) -> Path:
-    found = json.loads(store.get("shoal/start"))
+def _learn_run_dir(store: Store) -> Path | None:
+    """What the first rank decided; None when there is nothing left to do."""
+    try:
+        found = json.loads(store.get(_START_KEY))
+    except RuntimeError as error:
+        seconds = _START_DEADLINE.total_seconds()
+        raise RunError(
+            f"waited {seconds:g} s for rank 0 to check the request and take the run directory: {error}"
+        ) from error
     if "error" in found:
         raise (RequestError if found["request"] else RunError)(found["error"])
-    return Path(found["run_dir"])
+    return None if "finished" in found else Path(found["run_dir"])
 
 
 class PrintedProgress:
     """Progress on stderr from inside the rank, where no supervisor looks: a board of one, and a thread that reads it."""
 
-    def __init__(self) -> None:
-        self._board = Board.create(1)
-        self.slot = self._board.slot(0)
+    def __init__(self, board: Board) -> None:
+        self._board = board
         self._display = build_display(sys.stderr, every=_PROGRESS_SECONDS)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)

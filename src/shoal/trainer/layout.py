@@ -96,7 +96,8 @@ def count_steps(train: TrainConfig, *, num_samples: int, tokens_per_sample: int)
     steps_per_epoch = math.ceil(num_samples / train.global_batch)
     if train.epochs is not None:
         whole, part = divmod(train.epochs, 1)
-        return int(whole) * steps_per_epoch + math.ceil(part * num_samples / train.global_batch)
+        # Rounded first: 1.1 epochs are 1.1000000000000001, and the last bit must not cost a step.
+        return int(whole) * steps_per_epoch + math.ceil(round(part * num_samples, 6) / train.global_batch)
     assert train.tokens is not None
     samples = math.ceil(train.tokens / tokens_per_sample)
     epochs, rest = divmod(samples, num_samples)

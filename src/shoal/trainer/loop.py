@@ -81,7 +81,8 @@ class Trainer:
         self.prefetch = prefetch
         self.workers = workers
         self.world = world or join_world(environment, deadline_seconds=self.elastic_config.collective_deadline)
-        plan = replace(plan, dp=self.world.size) if plan is not None else Plan(dp=self.world.size)
+        plan = plan or Plan()
+        plan = replace(plan, dp=self.world.size // plan.ranks_per_replica) if plan.dp is None else plan
         plan.check(model, world_size=self.world.size)
         layout = derive_layout(train, plan)
         self.plan, self.micro_batch = layout.plan, layout.micro_batch
@@ -101,6 +102,7 @@ class Trainer:
             reporter=self.reporter,
             plan=str(self.plan),
             seed=train.seed,
+            train_samples=len(data.train),
         )
         self.progress = Progress(position=Position(), loss_scale=self.first_loss_scale)
         self.status = "completed"
@@ -140,6 +142,7 @@ class Trainer:
             clip=self.optim_config.clip,
             micro_batch=self.micro_batch,
             empty_microbatch=self._empty_microbatch() if train.batch_norm == "sync" and world.size > 1 else None,
+            allows_untouched=train.unused_parameters,
         )
         self.scales_loss = precision.scales_loss
         self.first_loss_scale = precision.first_loss_scale
@@ -243,7 +246,7 @@ class Trainer:
     def _train_one(self, loader: Loader) -> StepDone:
         started = time.perf_counter()
         step = self.progress.step
-        self.reporter.enter("data", step)
+        self.reporter.enter("data", step + 1)
         batch = loader.next()
         data_seconds = time.perf_counter() - started
         if self.tracer is not None:
@@ -253,7 +256,7 @@ class Trainer:
         drawn_before = None if self._looked_for_draws else torch.get_rng_state()
         result = self.runner.run(batch, step=step, lr=lr, loss_scale=scale, stop=self._stop_wish is not None)
         if drawn_before is not None:
-            self._look_for_draws(drawn_before)
+            self._look_for_draws(drawn_before, loader)
         if not result.is_finite:
             self._handle_nonfinite(batch, result)
         done = self._advance(batch, result, lr, started, data_seconds)
@@ -261,9 +264,19 @@ class Trainer:
         self._after_step(done, result)
         return done
 
-    def _look_for_draws(self, before: torch.Tensor) -> None:
-        """Say once that a model draws random numbers which depend on the number of processes."""
+    def _look_for_draws(self, before: torch.Tensor, loader: Loader) -> None:
+        """Say once that the model or the data draws random numbers which depend on the number of processes."""
         self._looked_for_draws = True
+        for path, shape in self.runner.dropout.odd_shapes().items():
+            self.reporter.warn(
+                f"dropout {path!r} sees a tensor of shape {shape}, whose first dim is not the batch: its mask is not drawn "
+                "by sample and can differ on another number of processes; put the batch first where that matters"
+            )
+        if loader.draws_random_numbers:
+            self.reporter.warn(
+                "loading a sample draws from a global generator: samples are loaded in step and not ahead, and another number of "
+                "processes will draw other numbers; seed a generator of its own by the sample's index where that matters"
+            )
         if not torch.equal(before, torch.get_rng_state()):
             self.reporter.warn(
                 "the model draws from torch's global generator in its forward pass (F.dropout, dropout_p or its own): "
@@ -331,11 +344,18 @@ class Trainer:
             self.reporter.memory(self.model, self.optimizer, step=step)
         if self.tracer is not None:
             self.tracer.after_step(step)
-        if self.eval_config.every and step % self.eval_config.every == 0 and step < self.total_steps:
+        if self._wants_evaluation(step):
             self._evaluate_validation()
         if self.persistence.is_due(step):
             self.reporter.enter("checkpoint", step)
             self.persistence.save(self.model, self.optimizer, self.progress)
+
+    def _wants_evaluation(self, step: int) -> bool:
+        is_due = self.eval_config.every > 0 and step % self.eval_config.every == 0
+        # Under a plateau schedule an evaluation decides the next rate. Otherwise whoever asked to stop need not wait for one, and
+        # that of the last step comes after its checkpoint.
+        is_idle = self.stopped_by is None and step < self.total_steps
+        return is_due and (is_idle or self.optim_config.schedule == "plateau")
 
     def _evaluate_validation(self) -> None:
         found = self.evaluate("validation")
@@ -344,13 +364,16 @@ class Trainer:
             self.progress = replace(self.progress, validation_loss=found.loss, plateau=plateau)
 
     def _finish(self) -> None:
-        """Evaluate, save and settle. An interrupted run saves first: whoever stopped it may not wait for long."""
+        """Save, evaluate and settle. The weights come first: a signal may end the run while it evaluates."""
         if self.stopped_by is not None and self.progress.step < self.total_steps:
             self.status = "interrupted"
-        else:
-            self._evaluate_validation()
         self.reporter.enter("checkpoint", self.progress.step)
         self.persistence.save(self.model, self.optimizer, self.progress)
+        if self.status == "completed" and not self._wants_evaluation(self.progress.step):
+            found = self.evaluate("validation")
+            # Not part of the schedule, so it must not count for it: a run that is extended later would not have had it.
+            self.progress = replace(self.progress, validation_loss=found.loss if found is not None else None)
+        self.reporter.enter("wait: checkpoint", self.progress.step)
         self.persistence.wait()
         self.reporter.memory(self.model, self.optimizer, step=self.progress.step)
         self.reporter.event(
@@ -369,4 +392,8 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            # The peers wait for this process to go: neither a save in flight nor a broken group may hold it.
+            self.reporter.close()

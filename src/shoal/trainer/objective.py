@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.data.loader import Microbatch
 from shoal.optim.precision import Precision
@@ -37,9 +38,7 @@ class Objective(nn.Module):
 
     def forward(self, microbatch: Microbatch | None, share: float, stop: bool = False) -> torch.Tensor:
         """The microbatch's contribution to the global mean; ``None`` contributes zero to every parameter."""
-        if microbatch is None:
-            return self._touch_every_parameter()
-        loss = self._share_of_loss(microbatch, share)
+        loss = self._touch_every_parameter() if microbatch is None else self._share_of_loss(microbatch, share)
         if self.passengers is None:
             return loss
         riding = torch.stack((loss.detach(), loss.new_tensor(float(stop)))).to(self.passengers.dtype)
@@ -47,10 +46,8 @@ class Objective(nn.Module):
 
     def _share_of_loss(self, microbatch: Microbatch, share: float) -> torch.Tensor:
         output, targets = self.predict(microbatch)
-        if len(microbatch.sample_ids) == 0:
-            # The mean over nothing is NaN. The sum over nothing is zero and still runs every layer, forward and backward.
-            nothing: torch.Tensor = output.float().sum()
-            return nothing
+        if microbatch.weight == 0:
+            return _nothing_of(output)
         with self.precision.autocast(self.device.type):
             # In float32: a loss in float16 would overflow under the scale that is to save its gradients.
             loss = self.loss(output, targets)
@@ -66,5 +63,11 @@ class Objective(nn.Module):
 
     def _touch_every_parameter(self) -> torch.Tensor:
         # The sum of an empty slice is zero and its gradient is zeros: exact even where a weight is NaN, unlike 0 * weight.
-        parts = [parameter.reshape(-1)[:0].sum() for parameter in self.parameters() if parameter.requires_grad]
+        parts = [parameter.reshape(-1)[:0].sum() for parameter in self.model.parameters() if parameter.requires_grad]
         return torch.stack(parts).sum()
+
+
+def _nothing_of(output: Any) -> torch.Tensor:
+    """Zero, by way of every layer: the mean over no item would be NaN, and a layer that waits for its peers must still run."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return torch.stack([leaf.reshape(-1)[:0].float().sum() for leaf in leaves]).sum()

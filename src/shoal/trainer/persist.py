@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.config import CheckpointConfig
+from shoal.checkpoint.layout import parse_step, step_name
 from shoal.checkpoint.reader import read
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.space import warn_if_short
 from shoal.checkpoint.sweep import sweep
 from shoal.checkpoint.whole import newest_whole
 from shoal.comm.world import World
+from shoal.core.errors import RunError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.trainer.reporting import Reporter
@@ -32,19 +34,27 @@ class Persistence:
     """Saves and restores one run. Without a run directory there is nothing to save to and every call does nothing."""
 
     def __init__(
-        self, run_dir: Path | None, *, config: CheckpointConfig, world: World, reporter: Reporter, plan: str, seed: int
+        self,
+        run_dir: Path | None,
+        *,
+        config: CheckpointConfig,
+        world: World,
+        reporter: Reporter,
+        plan: str,
+        seed: int,
+        train_samples: int,
     ) -> None:
         self.config = config
         self.world = world
         self.reporter = reporter
         self.seed = seed
+        self.train_samples = train_samples
         self.root = RunDir(run_dir).checkpoints if run_dir is not None else None
         self.saved_step = -1
         self.failure: str | None = None
         self.saver: Saver | None = None
         if self.root is not None:
-            if world.is_first:
-                self.root.mkdir(parents=True, exist_ok=True)
+            if world.is_first and self.root.is_dir():
                 sweep(self.root)
             world.barrier()
             self.saver = Saver(
@@ -62,6 +72,7 @@ class Persistence:
         self.reporter.event(event)
         if isinstance(event, CheckpointFailed):
             self.failure = event.reason
+            self.saved_step = -1  # so that a last save at this very step tries again
             self.reporter.warn(f"checkpoint at step {event.step} was not saved: {event.reason}; training goes on")
         else:
             self.failure = None
@@ -72,7 +83,8 @@ class Persistence:
             return
         tensors = export_tensors(model, optimizer).values()
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        message = warn_if_short(self.root, num_bytes * (self.config.keep + 1))
+        copies = self.config.keep + 1 if self.config.every else 1
+        message = warn_if_short(self.root.parent, num_bytes * copies)
         if message is not None:
             self.reporter.warn(message)
 
@@ -88,7 +100,7 @@ class Persistence:
         self.saver.save(
             progress.step,
             export_tensors(model, optimizer),
-            {"progress": progress.as_values()},
+            {"progress": progress.as_values(), "train_samples": self.train_samples},
             export_random_state(self.world.rank),
         )
 
@@ -107,19 +119,53 @@ class Persistence:
             self.saver.close()
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Restored | None:
-        """Load the newest whole checkpoint; None when there is none to load. Refused ones are named."""
+        """Load the newest whole checkpoint; None when there is none to load. Refused ones are named.
+
+        The first rank chooses and all read that one: if each chose, a disk that fails one of them would set ranks to work on
+        different weights.
+
+        Raises:
+            RunError: a rank cannot read it, or it does not fit this model or this data. All ranks raise together.
+        """
         if self.root is None:
             return None
-        found = newest_whole(self.root)
+        chosen = self._choose(self.root) if self.world.is_first else 0
+        step = int(self.world.sum_(torch.tensor([chosen], device=self.world.device))) - 1
+        if step < 0:
+            return None
+        path = self.root / step_name(step)
+        restored, problem = None, ""
+        try:
+            restored = self._load(path, model, optimizer)
+        except (OSError, RunError) as error:
+            problem = f"rank {self.world.rank} cannot go on from {path}: {error}"
+        failures = int(self.world.sum_(torch.tensor([int(bool(problem))], device=self.world.device)))
+        if failures:
+            raise RunError(problem or f"{failures} other rank(s) cannot go on from {path}")
+        return restored
+
+    def _choose(self, root: Path) -> int:
+        """The step of the newest whole checkpoint plus one; 0 when there is none."""
+        found = newest_whole(root)
         for path, reason in found.refused:
             self.reporter.event(CheckpointRefused(path=str(path), reason=reason))
             self.reporter.warn(f"checkpoint {path.name} is not whole and is passed over: {reason}")
-        if found.path is None:
-            return None
-        checkpoint = read(found.path)
-        import_tensors(model, optimizer, checkpoint.tensors, origin=str(found.path))
+        step = parse_step(found.path.name) if found.path is not None else None
+        return 0 if step is None else step + 1
+
+    def _load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Restored:
+        checkpoint = read(path)
+        progress = Progress.from_values(checkpoint.values.get("progress"), origin=str(path))
+        saved_samples = checkpoint.values.get("train_samples")
+        if progress.step != checkpoint.step:
+            raise RunError(f"its progress is of step {progress.step}, its manifest of step {checkpoint.step}")
+        if saved_samples != self.train_samples:
+            raise RunError(
+                f"it was trained on {saved_samples} samples and the data now has {self.train_samples}: samples would be repeated "
+                "and skipped; use the same data, or start a new run"
+            )
+        import_tensors(model, optimizer, checkpoint.tensors, origin=str(path))
         if not import_random_state(checkpoint.tensors, self.world.rank):
             seed_process(self.seed + checkpoint.step, rank=self.world.rank)
-        progress = Progress.from_values(checkpoint.values["progress"])
         self.saved_step = progress.step
-        return Restored(progress=progress, path=found.path)
+        return Restored(progress=progress, path=path)

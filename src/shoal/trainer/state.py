@@ -38,15 +38,29 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> "Progress":
-        """Back from the manifest's JSON."""
-        plain = dict(values)
-        return cls(
-            position=Position(**plain.pop("position")),
-            loss_scale=LossScale(**plain.pop("loss_scale")),
-            plateau=PlateauState(**plain.pop("plateau")),
-            **plain,
-        )
+    def from_values(cls, values: Any, *, origin: str) -> "Progress":
+        """Back from the manifest's JSON.
+
+        Raises:
+            RunError: a field is missing, left over or impossible.
+        """
+        try:
+            plain = dict(values)
+            progress = cls(
+                position=Position(**plain.pop("position")),
+                loss_scale=LossScale(**plain.pop("loss_scale")),
+                plateau=PlateauState(**plain.pop("plateau")),
+                **plain,
+            )
+            counts = (progress.step, progress.tokens, progress.position.epoch, progress.position.offset)
+            is_possible = (
+                all(isinstance(count, int) and count >= 0 for count in counts) and progress.loss_scale.scale > 0
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{origin} does not say how far it was: {error!r}") from error
+        if not is_possible:
+            raise RunError(f"{origin} says that it was at an impossible place: {progress}")
+        return progress
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:

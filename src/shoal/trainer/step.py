@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.world import World
+from shoal.core.errors import RunError
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.models.dropout import DropoutKey
 from shoal.optim.build import set_rate
@@ -49,6 +50,7 @@ class StepRunner:
         clip: float | None,
         micro_batch: int,
         empty_microbatch: Microbatch | None,
+        allows_untouched: bool,
     ) -> None:
         self.model = model
         self.objective = objective
@@ -59,6 +61,7 @@ class StepRunner:
         self.clip = clip
         self.micro_batch = micro_batch
         self.empty_microbatch = empty_microbatch
+        self.allows_untouched = allows_untouched
         named = sorted(model.named_parameters())
         self.parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.has_batch_norm = batchnorm.is_applied(model)
@@ -69,6 +72,7 @@ class StepRunner:
         set_rate(self.optimizer, lr)
         self._forget_gradients()
         local_loss = self.accumulate(batch, step=step, scale=loss_scale.scale, stop=stop)
+        self._refuse_untouched()
         loss, stop_requested = self._reduced(local_loss, scale=loss_scale.scale, stop=stop)
         self._enter("gradient norm", step)
         gradients = [(name, parameter.grad) for name, parameter in self.parameters if parameter.grad is not None]
@@ -82,6 +86,21 @@ class StepRunner:
             self._enter("wait: batch norm statistics", step)
             batchnorm.fold(self.model, keep=is_finite)
         return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, stop_requested=stop_requested)
+
+    def _refuse_untouched(self) -> None:
+        """Refuse a parameter without a gradient: data parallelism would then leave its whole bucket unsummed, and say nothing.
+
+        Raises:
+            RunError: names the parameter and the setting.
+        """
+        if self.passengers is None or self.allows_untouched:
+            return
+        for name, parameter in self.parameters:
+            if parameter.grad is None:
+                raise RunError(
+                    f"parameter {name!r} got no gradient in this step, so gradients could not be summed over replicas; "
+                    "set train.unused_parameters=true, or take the parameter out of the model"
+                )
 
     def _forget_gradients(self) -> None:
         # What `zero_grad` does, without its 0.1 ms for the profiler.
@@ -121,7 +140,7 @@ class StepRunner:
             local_loss = local_loss + loss.detach()
         if not microbatches:
             self._enter("backward", step)
-            objective(None, 0.0).backward()
+            objective(None, 0.0, stop).backward()
         return local_loss
 
     @property
@@ -155,4 +174,4 @@ class StepRunner:
 
     def _enter(self, phase: str, step: int) -> None:
         if self.slot is not None:
-            self.slot.enter(phase, step)
+            self.slot.enter(phase, step + 1)  # people count steps from 1

@@ -1,19 +1,22 @@
 """``summary.json``: written in one piece, read back, and made up for a run that died. No torch: the launcher reads it too."""
 
 import json
-import os
+import math
 from pathlib import Path
 from typing import Any
 
-from shoal.core.rundir import RunDir
+from shoal.core.rundir import RunDir, replace_text
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     """Replace ``summary.json`` in one piece: a reader sees the old one or the new one."""
-    target = RunDir(run_dir).summary
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.write_text(json.dumps(summary, indent=2) + "\n")
-    os.replace(beside, target)
+    # JSON has no NaN: a loss that was one is null here, as in every other file that programs read.
+    plain = {key: _finite(value) for key, value in summary.items()}
+    replace_text(RunDir(run_dir).summary, json.dumps(plain, indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:

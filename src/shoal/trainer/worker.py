@@ -8,7 +8,6 @@ notice.
 
 import contextlib
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -27,9 +26,10 @@ from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.elastic.reports import ErrorReport, write_report
 from shoal.elastic.verdict import EXIT_INTERRUPTED
-from shoal.telemetry.board import Board, Heartbeat, RankSlot
+from shoal.telemetry.board import Board, Heartbeat, RankSlot, SlotState
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, table
 from shoal.trainer.build import build_trainer
+from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
 from shoal.trainer.layout import default_threads
 from shoal.trainer.loop import Trainer
@@ -49,7 +49,7 @@ def run_rank(
     started = time.monotonic()
     run = RunDir(run_dir)
     recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
-    plan = Plan.parse(json.loads(run.plan.read_text())["plan"])
+    plan = Plan.parse(read_plan(run_dir))
     place = Place.read(environment)
     torch.set_num_threads(recipe.train.threads or default_threads(place.world_size))
     stop_wish = StopWish(listen_to_ctrl_c="SHOAL_SUPERVISOR_PID" not in environment)
@@ -116,16 +116,20 @@ def attach_slot(environment: Mapping[str, str]) -> RankSlot | None:
     return slot
 
 
-def report_failure(run_dir: Path, error: BaseException, environment: Mapping[str, str]) -> None:
+def report_failure(
+    run_dir: Path, error: BaseException, environment: Mapping[str, str], *, state: SlotState | None = None
+) -> None:
     """Put down what this rank knows of its failure, where the supervisor looks for it."""
     place = Place.read(environment)
-    step, phase = 0, ""
-    if "SHOAL_BOARD_FD" in environment:
+    if state is None and "SHOAL_BOARD_FD" in environment:
         state = Board.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).slot(place.rank).read()
-        step, phase = state.step, state.phase
-    peer_failure = is_peer_failure(error)
-    report = ErrorReport.of(error, rank=place.rank, step=step, phase=phase, peer_failure=peer_failure)
-    write_report(run_dir, report)
+    step, phase = (state.step, state.phase) if state is not None else (0, "")
+    report = ErrorReport.of(error, rank=place.rank, step=step, phase=phase, peer_failure=is_peer_failure(error))
+    try:
+        write_report(run_dir, report)
+    except OSError as refusal:
+        # A full disk must not keep the story from being told, nor this process from ending.
+        print(f"cannot write the error report: {refusal}\n{report.traceback}", file=sys.stderr)
 
 
 def is_peer_failure(error: BaseException) -> bool:

@@ -1,6 +1,5 @@
 """Windows over a row of tokens."""
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -45,14 +44,3 @@ def test_an_id_outside_the_vocabulary_is_named(wrong: int) -> None:
     source.collate([0, 1])
     with pytest.raises(RunError, match=f"sample 3 of the token file .*{wrong}.* vocabulary is 64"):
         source.collate([0, 3])
-
-
-def test_a_batch_takes_tens_of_microseconds() -> None:
-    source = WindowSource(np.zeros(5_000_000, dtype=np.uint8), 256, vocab=256)
-    ids = np.random.default_rng(0).integers(0, len(source), size=16)
-    times = []
-    for _ in range(50):
-        start = time.perf_counter()
-        source.collate(ids)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 100e-6

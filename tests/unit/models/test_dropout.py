@@ -1,10 +1,8 @@
 """Dropout by key: the same bits for a sample, whatever is beside it, however often it is computed."""
 
 import copy
-import time
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -281,24 +279,3 @@ def test_the_bits_are_these() -> None:
     """Golden: other bits under the same key would break the resume of every run that was started before."""
     mask = draw_mask(torch.ones(2, 12), torch.tensor([7, 0, 2**33]), torch.tensor([12345]), 1, 0.5, 1.0, False)
     assert ["".join(str(int(bit)) for bit in row) for row in mask.tolist()] == ["001000100011", "110011001110"]
-
-
-def test_it_is_no_dearer_than_torchs_dropout() -> None:
-    x = torch.randn(16, 256, 64)
-    drop = nn.Dropout(0.1)
-    key = apply_keyed_dropout(drop, 0)
-    ids = np.arange(16)
-
-    def seconds(function: object) -> float:
-        times = []
-        for _ in range(7):
-            start = time.perf_counter()
-            function()  # type: ignore[operator]
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    def keyed() -> None:
-        key.begin(1, ids)
-        drop(x)
-
-    assert seconds(keyed) < seconds(lambda: F.dropout(x, 0.1, training=True))

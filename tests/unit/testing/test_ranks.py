@@ -1,5 +1,8 @@
 """The harness itself must fail when a rank does: a harness that cannot fail proves nothing."""
 
+import re
+import subprocess
+import sys
 import time
 
 import psutil
@@ -24,6 +27,17 @@ def hang_on_one(world):
     if world.rank == 1:
         time.sleep(3600)
     world.barrier()
+
+
+def leave_a_child(world):
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True).pid
+
+
+def test_a_process_that_a_rank_leaves_behind_fails_the_call_and_is_ended():
+    with pytest.raises(RunError, match=r"processes \[\d+\] were left behind by the ranks of leave_a_child") as refusal:
+        run_on_ranks(leave_a_child, 1)
+    (left,) = re.findall(r"\[(\d+)\]", str(refusal.value))
+    assert not psutil.pid_exists(int(left)) or psutil.Process(int(left)).status() == psutil.STATUS_ZOMBIE
 
 
 def test_every_rank_gets_the_arguments_and_returns_its_result():

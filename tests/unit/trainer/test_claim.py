@@ -29,28 +29,6 @@ def test_a_second_claim_is_refused_by_the_holders_id_until_it_lets_go(tmp_path):
     assert not (tmp_path / "run" / "run.lock").exists()
 
 
-def test_a_lock_on_a_file_that_was_removed_keeps_nobody_out_and_is_not_taken_for_one(tmp_path, monkeypatch):
-    """The holder leaves between our opening the file and our locking it: we then hold a file that is not there."""
-    from shoal.trainer import claim as module
-
-    honest, calls = module._lock, []
-
-    def lock_a_removed_file_first(path):
-        fd = honest(path)
-        if not calls:
-            path.unlink()
-        calls.append(fd)
-        return fd
-
-    monkeypatch.setattr(module, "_lock", lock_a_removed_file_first)
-    held = Claim(tmp_path / "run")
-    assert len(calls) == 2 and (tmp_path / "run" / "run.lock").exists()
-    monkeypatch.undo()
-    with pytest.raises(RequestError, match="in use"):
-        Claim(tmp_path / "run")
-    held.release()
-
-
 def test_what_decides_the_weights_may_not_change_and_the_rest_may(tmp_path):
     from shoal.core.plan import Plan
 
