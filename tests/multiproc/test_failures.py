@@ -52,7 +52,7 @@ def test_an_exception_on_one_rank_is_shown_with_its_own_traceback(shoal, tiny):
     )
     done = shoal.run("train", "own.toml", "--run-dir", "run", expect=1)
     story = done.stderr[done.stderr.rindex("error:") :]
-    assert "rank 1 failed at step 3 in phase 'forward': ValueError: planted in forward" in story
+    assert "rank 1 failed at step 4 in phase 'forward': ValueError: planted in forward" in story
     assert 'mine.py", line 10, in forward' in story
 
 
@@ -99,10 +99,44 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(shoal, tiny, number,
     assert ends == [summary["steps"]] * 2, "all ranks stop after the same step"
 
 
+def test_a_signal_before_the_first_step_is_an_orderly_interruption(shoal, tiny):
+    process = shoal.start("train", tiny, "--plan", "dp=2", "--run-dir", "run", "--json", "out.json", *LONG)
+    wait_until(lambda: len(ranks_of(process)) == 2, "both ranks")
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 143 and "Traceback" not in stderr
+    assert read_summary(shoal.folder / "run")["status"] == "interrupted"
+    assert (shoal.folder / "out.json").exists()
+
+
+def test_a_parameter_without_a_gradient_is_named_instead_of_training_apart(shoal):
+    (shoal.folder / "mine.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.used, self.unused = torch.nn.Linear(8, 2), torch.nn.Linear(8, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.used(x)\n"
+        "def build():\n"
+        "    return Model()\n"
+    )
+    (shoal.folder / "own.toml").write_text(
+        'plan = "dp=2"\n[model]\nbuild = "mine:build"\n[data]\nsource = "synthetic"\nkind = "classes"\nsamples = 64\n'
+        "features = [8]\nclasses = 2\n[train]\nsteps = 1\nglobal_batch = 8\n"
+    )
+    done = shoal.run("train", "own.toml", "--run-dir", "run", expect=1)
+    assert "'unused.bias' got no gradient" in done.stderr and "train.unused_parameters=true" in done.stderr
+    shoal.run("train", "own.toml", "--run-dir", "allowed", "--set", "train.unused_parameters=true")
+    shoal.run("train", "own.toml", "--run-dir", "alone", "--plan", "dp=1 microbatches=2")
+    both = [read_summary(shoal.folder / name)["weights_sha256"] for name in ("allowed", "alone")]
+    assert both[0] == both[1]
+
+
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(shoal, tiny):
-    shoal.run("train", tiny, "--plan", "dp=2", "--run-dir", "undisturbed", "--set", "train.steps=300")
+    shoal.run("train", tiny, "--plan", "dp=2", "--run-dir", "undisturbed", "--set", "train.steps=80")
     process = shoal.start(
-        "train", tiny, "--plan", "dp=2", "--run-dir", "run", "--max-restarts", "2", "--set", "train.steps=300"
+        "train", tiny, "--plan", "dp=2", "--run-dir", "run", "--max-restarts", "2", "--set", "train.steps=80"
     )
     wait_for_step(shoal.folder / "run", 4)
     os.kill(ranks_of(process)[1].pid, signal.SIGKILL)

@@ -8,6 +8,7 @@ most 1e-6.
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import shoal.parallel.data as data_parallel
@@ -18,6 +19,7 @@ from shoal.data.order import Position, microbatches, permute, replica_share, tak
 from shoal.models.build import build_loss, build_model
 from shoal.models.dropout import apply_keyed_dropout
 from shoal.optim.build import build_optimizer
+from shoal.optim.precision import Precision
 from shoal.testing.parity import assert_close, compare
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
@@ -48,6 +50,9 @@ CASES = {
         "data": {"source": "synthetic", "kind": "reverse", "samples": 13, "validation": 0, "test": 0},
     },
     "lamb": {"model": GPT, "data": TEXT, "optim": {"name": "lamb", "lr": 1e-2, "weight_decay": 0.1}},
+    "lars": {"model": GPT, "data": TEXT, "optim": {"name": "lars", "lr": 1.0, "weight_decay": 0.1}},
+    "adagrad": {"model": GPT, "data": TEXT, "optim": {"name": "adagrad", "lr": 1e-2}},
+    "float64": {"model": GPT, "data": TEXT, "train": {"precision": "float64"}},
     "nesterov": {"model": GPT, "data": TEXT, "optim": {"name": "nesterov", "lr": 1e-2, "weight_decay": 0.1}},
 }
 
@@ -65,7 +70,7 @@ def snapshot(model, optimizer, loss, norm):
         found[f"grad/{name}"] = parameter.grad.clone()
         found[f"weight/{name}"] = parameter.detach().clone()
         for key, value in optimizer.state[parameter].items():
-            found[f"optimizer/{name}/{key}"] = torch.as_tensor(value).clone().float()
+            found[f"optimizer/{name}/{key}"] = torch.as_tensor(value).clone()
     return found
 
 
@@ -75,7 +80,8 @@ def run_reference(case, replicas):
     recipe = recipe_of(case)
     data = build_splits(recipe.data, recipe.train.seed)
     seed_for_build(recipe.train.seed)
-    model: nn.Module = build_model(recipe.model, data.spec)
+    precision = Precision.named(recipe.train.precision)
+    model: nn.Module = build_model(recipe.model, data.spec).to(precision.weight_dtype)
     loss_of = build_loss(recipe.model, data.spec)
     dropout = apply_keyed_dropout(model, recipe.train.seed)
     optimizer = build_optimizer(recipe.optim, model)
@@ -90,11 +96,13 @@ def run_reference(case, replicas):
         sums, losses = None, []
         for part in parts:
             optimizer.zero_grad()
-            replica_loss = torch.zeros(())
+            replica_loss = torch.zeros((), dtype=precision.weight_dtype)
             for chunk in part:
                 items = data.train.collate(chunk)
                 dropout.begin(step, chunk)
-                loss = loss_of(model(*items.inputs), items.targets) * (items.weight / total)
+                inputs = [precision.cast_input(tensor) for tensor in items.inputs]
+                targets = precision.cast_input(items.targets)
+                loss = loss_of(model(*inputs), targets) * (items.weight / total)
                 loss.backward()
                 replica_loss += loss.detach()
             grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -161,7 +169,7 @@ def _annotated(function, like):
 
 
 def assert_steps_close(reference, found, bound):
-    assert len(reference) == len(found) == STEPS
+    assert len(reference) == len(found) > 0
     for step, (theirs, ours) in enumerate(zip(reference, found, strict=True)):
         # Without clipping the reported norm is a float32 sum per tensor: display, not arithmetic.
         theirs_norm, ours_norm = theirs.pop("norm"), ours.pop("norm")
@@ -193,6 +201,39 @@ def test_three_replicas_are_within_the_order_of_the_sum():
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_planted_bugs_are_caught(mutant, two):
+def test_planted_bugs_are_caught_by_every_comparison(mutant, two):
+    """Not by the norm alone: gradients, weights and optimizer state must each show it."""
+    reference, found = run_reference("gpt", 2)[0], two[0][mutant][0]
+    for kind in ("grad/", "weight/", "optimizer/"):
+        theirs, ours = (
+            {name: value for name, value in side.items() if name.startswith(kind)} for side in (reference, found)
+        )
+        assert not compare(theirs, ours).is_bitwise, kind
     with pytest.raises(AssertionError):
-        assert_steps_close(run_reference("gpt", 2), two[0][mutant], bound=0.0)
+        assert_steps_close([reference], [found], bound=0.0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_flat_sum_over_the_global_batch_is_near(case, two):
+    """One forward pass over all samples, the loss written out in plain torch: no weight, no share, no order of sums in common."""
+    recipe = recipe_of(case)
+    data = build_splits(recipe.data, recipe.train.seed)
+    seed_for_build(recipe.train.seed)
+    model = build_model(recipe.model, data.spec).to(Precision.named(recipe.train.precision).weight_dtype)
+    ids = permute(recipe.train.seed, 0, len(data.train), np.arange(min(12, len(data.train))))
+    apply_keyed_dropout(model, recipe.train.seed).begin(0, ids)
+    items = data.train.collate(ids)
+    inputs = [Precision.named(recipe.train.precision).cast_input(tensor) for tensor in items.inputs]
+    output = model(*inputs)
+    if items.targets.is_floating_point():
+        loss = F.mse_loss(output, items.targets.to(output.dtype))
+    else:
+        loss = F.cross_entropy(output.reshape(-1, output.shape[-1]), items.targets.reshape(-1), ignore_index=-100)
+    loss.backward()
+    scale = 1.0
+    norm = float(torch.stack([p.grad.double().norm() for p in model.parameters()]).norm())
+    if recipe.optim.clip is not None and norm > recipe.optim.clip:
+        scale = recipe.optim.clip / norm
+    flat = {f"grad/{name}": parameter.grad * scale for name, parameter in model.named_parameters()}
+    found = {name: value for name, value in two[0][case][0].items() if name.startswith("grad/")}
+    assert_close(flat, found, bound=1e-5)

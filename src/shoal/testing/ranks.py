@@ -67,6 +67,8 @@ def _start(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         shared = {
             **os.environ,
+            # The file may import what the caller can import.
+            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
             "WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(listening.getsockname()[1]),
