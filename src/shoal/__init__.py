@@ -9,6 +9,7 @@ from typing import Any
 
 _HOMES = {
     "CheckpointConfig": "shoal.checkpoint.config",
+    "ElasticConfig": "shoal.elastic.config",
     "EvalConfig": "shoal.trainer.config",
     "OptimConfig": "shoal.optim.config",
     "Plan": "shoal.core.plan",
@@ -20,6 +21,7 @@ _HOMES = {
 
 __all__ = [
     "CheckpointConfig",
+    "ElasticConfig",
     "EvalConfig",
     "OptimConfig",
     "Plan",

@@ -15,7 +15,7 @@ import shoal.parallel.data as data_parallel
 import shoal.trainer.loop as loop
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
-from shoal.data.order import Position, microbatches, permute, replica_share, take
+from shoal.data.order import Position, permute, take
 from shoal.models.build import build_loss, build_model
 from shoal.models.dropout import apply_keyed_dropout
 from shoal.optim.build import build_optimizer
@@ -91,7 +91,9 @@ def run_reference(case, replicas):
         ids = permute(recipe.train.seed, position.epoch, len(data.train), np.arange(place.start, place.stop))
         position = after
         size = recipe.train.micro_batch or recipe.train.global_batch // replicas
-        parts = [microbatches(replica_share(ids, replica, replicas), size) for replica in range(replicas)]
+        count = recipe.train.global_batch // size
+        cuts, own = np.array_split(ids, count), count // replicas
+        parts = [[cut for cut in cuts[first : first + own] if len(cut)] for first in range(0, count, own)]
         total = float(sum(data.train.collate(chunk).weight for part in parts for chunk in part))
         sums, losses = None, []
         for part in parts:

@@ -24,7 +24,7 @@ _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print plan, shapes and
 _Restarts = Annotated[
     int | None, typer.Option("--max-restarts", metavar="N", min=0, help="Restart dead ranks this many times.")
 ]
-_Profile = Annotated[str | None, typer.Option("--profile", metavar="A:B", help="Trace steps A to B for Perfetto.")]
+_Profile = Annotated[str | None, typer.Option("--profile", metavar="A:B", help="Trace steps A to B-1 for Perfetto.")]
 _HelpRecipe = Annotated[bool, typer.Option("--help-recipe", help="Print every key of a recipe with its default.")]
 _Schema = Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a recipe, for editors.")]
 

@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
+from shoal.core.errors import RunError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
@@ -20,3 +22,12 @@ class Deadline:
     def is_over(self) -> bool:
         """True when nothing is left."""
         return self.remaining == 0.0
+
+    def check(self, waiting_for: str) -> None:
+        """Raise when the deadline has passed.
+
+        Raises:
+            RunError: names what was waited for and for how long.
+        """
+        if self.is_over:
+            raise RunError(f"waited {self.seconds:g} s for {waiting_for}")

@@ -5,6 +5,7 @@ because a misspelt key that is silently ignored costs a training run. Field docs
 place to write it.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -125,6 +126,9 @@ def _explain(config: type[BaseModel], problem: Any) -> str:
         return f"{path}: there is no {context['tag']!r}; {did_you_mean(context['tag'], expected)}"
     if problem["type"] == "union_tag_not_found":
         return f"section {path!r} says neither which one it is nor 'build'; see `shoal train --help-recipe`"
+    if problem["type"] == "literal_error" and isinstance(problem["input"], str):
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        return f"{path}: there is no {problem['input']!r}; {did_you_mean(problem['input'], choices)}"
     message = problem["msg"].removeprefix("Value error, ")
     found = "" if problem["type"] == "value_error" else f" (found {problem['input']!r})"
     return f"{path}: {message}{found}" if path else f"{message}{found}"

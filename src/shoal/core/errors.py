@@ -32,7 +32,9 @@ class RunError(ShoalError):
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice closest to a misspelt ``name``, or None when nothing is close."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    # In a name of two or three letters one wrong letter is already half of it.
+    cutoff = 0.5 if len(name) <= 3 else 0.6
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.comm.lifeline import die_with_parent
 from shoal.core.errors import RequestError, RunError
 from shoal.core.seeding import derive_key
-from shoal.data.order import Ids, Position, microbatches, permute, replica_share, take
+from shoal.data.order import Ids, Position, own_microbatches, permute, take
 from shoal.data.source import Items, Source
 
 _ORDER_AHEAD = 4096
@@ -208,13 +208,12 @@ def _parts(
     seed: int,
 ) -> Iterator[_Part]:
     order = _Order(seed, num_samples)
+    num_own = -(-global_batch // (num_replicas * micro_batch))
     while True:
         epoch = position.epoch
         taken, position = take(position, num_samples, global_batch)
-        ids = replica_share(order.ids(epoch, taken), replica, num_replicas)
-        yield _Part(
-            microbatches=microbatches(ids, micro_batch), num_samples=taken.stop - taken.start, position=position
-        )
+        own = own_microbatches(order.ids(epoch, taken), replica, num_replicas, num_own)
+        yield _Part(microbatches=own, num_samples=taken.stop - taken.start, position=position)
 
 
 class _Order:

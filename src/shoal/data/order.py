@@ -96,6 +96,12 @@ def replica_share(ids: Ids, replica: int, num_replicas: int) -> Ids:
     return ids[start : start + size + (replica < longer)]
 
 
-def microbatches(ids: Ids, micro_batch: int) -> list[Ids]:
-    """The ids cut into runs of ``micro_batch``; the last may be shorter, and no ids give no microbatch."""
-    return [ids[start : start + micro_batch] for start in range(0, len(ids), micro_batch)]
+def own_microbatches(ids: Ids, replica: int, num_replicas: int, num_own: int) -> list[Ids]:
+    """One replica's microbatches of a global batch; a batch with fewer samples than microbatches leaves the last replicas none.
+
+    The batch is cut into as many even parts as there are microbatches in all, and each replica takes its ``num_own`` of them. So
+    a short batch is cut alike however many replicas share it, and every plan adds up the same parts.
+    """
+    total = num_replicas * num_own
+    parts = (replica_share(ids, part, total) for part in range(replica * num_own, (replica + 1) * num_own))
+    return [part for part in parts if len(part)]

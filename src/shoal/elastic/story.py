@@ -16,8 +16,8 @@ def headline(culprit: Culprit) -> str:
     return f"rank {culprit.rank} failed {where}: {culprit.cause}"
 
 
-def describe(culprit: Culprit, *, debug: bool = False) -> str:
-    """The whole story of a failure as text.
+def describe(culprit: Culprit, *, debug: bool = False, can_resume: bool = True) -> str:
+    """The whole story of a failure as text; ``can_resume`` says that there is a checkpoint to go on from.
 
     A wrong request is its message alone, and a failure that was foreseen needs no traceback, unless ``debug`` asks for it.
     """
@@ -31,11 +31,11 @@ def describe(culprit: Culprit, *, debug: bool = False) -> str:
         parts.append(f"the last lines that rank {culprit.rank} wrote to stderr:\n{_indent(culprit.tail)}")
     if culprit.others:
         parts.append("\n".join(culprit.others))
-    parts.append("\n".join(f"try: {line}" for line in advice(culprit)))
+    parts.append("\n".join(f"try: {line}" for line in advice(culprit, can_resume=can_resume)))
     return "\n\n".join(part for part in parts if part)
 
 
-def advice(culprit: Culprit) -> list[str]:
+def advice(culprit: Culprit, *, can_resume: bool = True) -> list[str]:
     """What a person can do about it, the most likely first."""
     lines: list[str] = []
     if culprit.kind == "signal":
@@ -48,7 +48,8 @@ def advice(culprit: Culprit) -> list[str]:
         )
     if culprit.log:
         lines.append(f"read all that rank {culprit.rank} printed: {culprit.log}")
-    lines.append("continue from the newest checkpoint with --resume, or let --max-restarts do it")
+    if can_resume:
+        lines.append("continue from the newest checkpoint with --resume, or let --max-restarts do it")
     return lines
 
 

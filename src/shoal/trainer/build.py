@@ -1,5 +1,6 @@
 """From a recipe to the parts of a run. The only file that sees every section; each part gets its own and no more."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,6 +99,8 @@ def load_run(run_dir: Path) -> LoadedRun:
     if found.path is None:
         refused = "; ".join(f"{path.name}: {reason}" for path, reason in found.refused)
         raise RunError(f"{run_dir} has no whole checkpoint to load ({refused or 'none was written'})")
+    for path, reason in found.refused:
+        print(f"warning: checkpoint {path.name} is not whole and is passed over: {reason}", file=sys.stderr)
     model, loss, data = build_parts(recipe)
     checkpoint = read(found.path)
     model = model.to(dtype=Precision.named(recipe.train.precision).weight_dtype)

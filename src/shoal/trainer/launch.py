@@ -4,6 +4,7 @@ No torch: the launcher stays small and answers signals at once while the ranks d
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -11,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import EXIT_DONE
+from shoal.checkpoint.layout import step_name
+from shoal.checkpoint.whole import committed_names, newest_whole
+from shoal.core.errors import EXIT_DONE, EXIT_WRONG_REQUEST
+from shoal.core.rundir import RunDir
 from shoal.core.units import format_bytes, format_count, format_duration
 from shoal.elastic.launch import LaunchRequest
 from shoal.elastic.story import describe, headline
@@ -40,11 +44,16 @@ def train_supervised(prepared: Prepared, *, debug: bool = False) -> Ended:
     if finished is not None:
         print(f"{run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
         return Ended(exit_code=EXIT_DONE, summary=finished)
+    was_empty = RunDir(run_dir).is_empty
     claim = Claim(run_dir)
     before = read_summary(run_dir)
     try:
         claim.write(prepared.recipe, prepared.layout.plan)
-        return _supervise(prepared, before, debug=debug)
+        ended = _supervise(prepared, before, debug=debug)
+        if ended.exit_code == EXIT_WRONG_REQUEST and was_empty:
+            # Nothing ran, so nothing is left that a later --resume could take for a run.
+            shutil.rmtree(run_dir, ignore_errors=True)
+        return ended
     finally:
         claim.release()
 
@@ -55,7 +64,11 @@ def already_finished(prepared: Prepared) -> dict[str, Any] | None:
         return None
     summary = read_summary(prepared.run_dir)
     is_done = summary is not None and summary["status"] == "completed" and summary["steps"] >= prepared.total_steps
-    return summary if is_done else None
+    if summary is None or not is_done:
+        return None
+    # Done is done only if its last checkpoint can still be read; otherwise the steps since the one before are done again.
+    newest = newest_whole(RunDir(prepared.run_dir).checkpoints).path
+    return summary if newest is not None and newest.name == step_name(summary["steps"]) else None
 
 
 def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool) -> Ended:
@@ -66,6 +79,8 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
         f"shoal: {plan} on {world_size} process(es), {prepared.total_steps} steps, run directory {run_dir}",
         file=sys.stderr,
     )
+    for remark in prepared.remarks:
+        print(f"warning: {remark}", file=sys.stderr)
     arguments = [sys.executable, "-m", "shoal.elastic.child", "shoal.trainer.worker", str(run_dir)]
     outcome = supervise(
         LaunchRequest(
@@ -104,7 +119,8 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
     )
     write_summary(run_dir, summary)
     if outcome.status == "failed" and culprit is not None:
-        print(f"error: {describe(culprit, debug=debug)}", file=sys.stderr)
+        can_resume = bool(committed_names(RunDir(run_dir).checkpoints))
+        print(f"error: {describe(culprit, debug=debug, can_resume=can_resume)}", file=sys.stderr)
     else:
         print(f"stopped: {cause}; the newest checkpoint is older than the stop", file=sys.stderr)
     return Ended(exit_code=outcome.exit_code, summary=summary, was_orderly=False)
@@ -115,7 +131,11 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
     lines = [f"{summary['status']} after {summary['steps']} steps in {format_duration(summary['wall_s'])}"]
     if summary["stopped_by"]:
         lines[0] += f", stopped by {summary['stopped_by']}"
-    if summary["final_loss"] is not None:
+    if summary.get("skipped_steps"):
+        lines.append(
+            f"skipped          {summary['skipped_steps']} of {summary['steps']} steps, whose gradient was not finite"
+        )
+    if summary["final_loss"] is not None and summary["first_loss"] is not None:
         lines.append(f"loss             {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}")
     if summary["validation_loss"] is not None:
         lines.append(f"validation loss  {summary['validation_loss']:.4f}")

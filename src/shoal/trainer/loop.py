@@ -19,7 +19,7 @@ from torch import nn
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import World, join_world
-from shoal.core.errors import RunError
+from shoal.core.errors import RequestError, RunError
 from shoal.core.events import Evaluated, NonFinite, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
 from shoal.core.units import parse_duration
@@ -47,6 +47,9 @@ from shoal.trainer.rng import seed_process
 from shoal.trainer.state import Progress
 from shoal.trainer.step import StepResult, StepRunner
 
+# Each is an event; on the terminal a run that skips every step would drown everything else.
+_SKIPS_SAID = 5
+
 
 class Trainer:
     """A run of one model under one plan. Use it as a context manager: leaving it closes files, threads and groups."""
@@ -64,14 +67,16 @@ class Trainer:
         telemetry: TelemetryConfig | None = None,
         elastic: ElasticConfig | None = None,
         plan: Plan | None = None,
-        run_dir: Path | None = None,
+        run_dir: Path | str | None = None,
         resume: bool = False,
         prefetch: int = 2,
         workers: int = 0,
         slot: RankSlot | None = None,
         world: World | None = None,
-        environment: Mapping[str, str] = os.environ,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        run_dir = Path(run_dir) if run_dir is not None else None
+        environment = os.environ if environment is None else environment
         self.train_config = train
         self.optim_config = optim or OptimConfig()
         self.eval_config = evaluation or EvalConfig()
@@ -112,6 +117,10 @@ class Trainer:
         seed_process(train.seed, rank=self.world.rank)
         if resume:
             self._resume()
+        elif self.persistence.has_checkpoints():
+            raise RequestError(
+                f"{run_dir} holds the checkpoints of a run; pass resume=True to go on, or use another run_dir"
+            )
 
     def _lay_out(self, model: nn.Module, loss: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         """Put the model where the plan wants it and bind what a step needs."""
@@ -140,7 +149,7 @@ class Trainer:
             dropout=dropout,
             slot=self.slot,
             clip=self.optim_config.clip,
-            micro_batch=self.micro_batch,
+            num_microbatches=self.plan.microbatches or 1,
             empty_microbatch=self._empty_microbatch() if train.batch_norm == "sync" and world.size > 1 else None,
             allows_untouched=train.unused_parameters,
         )
@@ -161,6 +170,8 @@ class Trainer:
         if restored is not None:
             self.progress = restored.progress
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
+        else:
+            self.reporter.tell("there is no checkpoint to go on from; starting at step 0")
 
     def request_stop(self, reason: str) -> None:
         """Ask to stop after the current step, on all ranks together; safe to call from a signal handler."""
@@ -299,6 +310,7 @@ class Trainer:
             first_loss=result.loss if before.first_loss is None else before.first_loss,
             last_loss=result.loss,
             tokens=before.tokens + tokens,
+            skipped=before.skipped + (not result.is_finite),
             trained_seconds=before.trained_seconds + seconds,
         )
         return StepDone(
@@ -325,7 +337,8 @@ class Trainer:
         self.reporter.event(NonFinite(step=step + 1, culprit_rank=origin.rank, what=origin.what, action=action))
         where = f"step {step + 1}: {origin.what} is not finite on rank {origin.rank}"
         if action == "skip":
-            self.reporter.warn(f"{where}; the step is skipped on all ranks")
+            if self.progress.skipped < _SKIPS_SAID:
+                self.reporter.warn(f"{where}; the step is skipped on all ranks")
             return
         self.persistence.wait()
         last_good = self.persistence.last_path()

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shoal.core.errors import RunError
 from shoal.data.loader import Microbatch
 from shoal.optim.precision import Precision
+from shoal.telemetry.memory import is_out_of_memory
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -49,10 +51,25 @@ class Objective(nn.Module):
         if microbatch.weight == 0:
             return _nothing_of(output)
         with self.precision.autocast(self.device.type):
-            # In float32: a loss in float16 would overflow under the scale that is to save its gradients.
-            loss = self.loss(output, targets)
+            loss = self._call_loss(output, targets)
+        # In float32: a loss in float16 would overflow under the scale that is to save its gradients.
         loss = loss if loss.dtype == torch.float64 else loss.float()
         return loss if share == 1.0 else loss * share
+
+    def _call_loss(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
+        """The user's loss, or one message that shows both sides when they do not fit."""
+        try:
+            loss = self.loss(output, targets)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+            sides = f"the model put out {_describe(output)} and the targets are {_describe(targets)}"
+            raise RunError(f"the loss failed: {type(error).__name__}: {error}; {sides}; --debug shows where") from error
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise RunError(
+                f"the loss returned {_describe(loss)}; it must return one number as a tensor, the mean over its items"
+            )
+        return loss.reshape(())
 
     def predict(self, microbatch: Microbatch) -> tuple[Any, torch.Tensor]:
         """The model's output and the targets, on the device and in the run's precision."""
@@ -65,6 +82,14 @@ class Objective(nn.Module):
         # The sum of an empty slice is zero and its gradient is zeros: exact even where a weight is NaN, unlike 0 * weight.
         parts = [parameter.reshape(-1)[:0].sum() for parameter in self.model.parameters() if parameter.requires_grad]
         return torch.stack(parts).sum()
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {', '.join(_describe(item) for item in value) or 'nothing'}"
+    return f"a {type(value).__name__}"
 
 
 def _nothing_of(output: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from shoal.checkpoint.reader import read
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.space import warn_if_short
 from shoal.checkpoint.sweep import sweep
-from shoal.checkpoint.whole import newest_whole
+from shoal.checkpoint.whole import committed_names, newest_whole
 from shoal.comm.world import World
 from shoal.core.errors import RunError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
@@ -87,6 +87,10 @@ class Persistence:
         message = warn_if_short(self.root.parent, num_bytes * copies)
         if message is not None:
             self.reporter.warn(message)
+
+    def has_checkpoints(self) -> bool:
+        """True when a run has been here before."""
+        return self.root is not None and bool(committed_names(self.root))
 
     def is_due(self, step: int) -> bool:
         """True when the recipe wants a checkpoint after this step."""

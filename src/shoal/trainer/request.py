@@ -4,13 +4,15 @@ No torch: a misspelt key is answered in a fraction of a second. Only a recipe th
 them, because that is the only way to know that they can be imported.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.core.errors import RequestError
 from shoal.data.check import DataSummary, check_data
 from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
+from shoal.telemetry.config import parse_window
 from shoal.trainer.claim import check_claim, choose_run_dir
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.layout import Layout, check_samples, choose_plan, count_steps, derive_layout
@@ -39,6 +41,8 @@ class Prepared:
     total_steps: int
     run_dir: Path
     resume: bool
+    remarks: tuple[str, ...] = ()
+    """What the user should know before it starts."""
 
 
 def prepare(request: TrainRequest, *, measure_own: Callable[[Recipe], DataSummary]) -> Prepared:
@@ -64,6 +68,10 @@ def prepare(request: TrainRequest, *, measure_own: Callable[[Recipe], DataSummar
     assert data.spec is not None and data.train is not None, "data that was measured has a spec and a length"
     check_model(recipe.model, data.spec)
     check_samples(num_samples=data.train, replicas=plan.dp or 1)
+    if recipe.optim.schedule == "plateau" and recipe.eval.every == 0:
+        raise RequestError(
+            "optim.schedule plateau lowers the rate after evaluations, and eval.every is 0: there would be none; set eval.every"
+        )
     total = count_steps(recipe.train, num_samples=data.train, tokens_per_sample=data.spec.tokens_per_sample)
     return Prepared(
         recipe=recipe,
@@ -73,4 +81,13 @@ def prepare(request: TrainRequest, *, measure_own: Callable[[Recipe], DataSummar
         total_steps=total,
         run_dir=run_dir,
         resume=request.resume,
+        remarks=tuple(_remarks(recipe, total)),
     )
+
+
+def _remarks(recipe: Recipe, total_steps: int) -> Iterator[str]:
+    """Settings that will have no effect, or not the one that was meant."""
+    if recipe.optim.warmup >= total_steps:
+        yield f"optim.warmup {recipe.optim.warmup} is not below the {total_steps} steps: the rate never reaches optim.lr"
+    if recipe.telemetry.profile is not None and parse_window(recipe.telemetry.profile)[0] > total_steps:
+        yield f"telemetry.profile {recipe.telemetry.profile} begins after the {total_steps} steps: there will be no trace"

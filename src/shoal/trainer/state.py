@@ -31,6 +31,8 @@ class Progress:
     last_loss: float | None = None
     validation_loss: float | None = None
     tokens: int = 0
+    skipped: int = 0
+    """Steps whose update was left out."""
     trained_seconds: float = 0.0
 
     def as_values(self) -> dict[str, Any]:

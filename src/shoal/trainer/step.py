@@ -48,7 +48,7 @@ class StepRunner:
         dropout: DropoutKey,
         slot: RankSlot | None,
         clip: float | None,
-        micro_batch: int,
+        num_microbatches: int,
         empty_microbatch: Microbatch | None,
         allows_untouched: bool,
     ) -> None:
@@ -59,7 +59,7 @@ class StepRunner:
         self.dropout = dropout
         self.slot = slot
         self.clip = clip
-        self.micro_batch = micro_batch
+        self.num_microbatches = num_microbatches
         self.empty_microbatch = empty_microbatch
         self.allows_untouched = allows_untouched
         named = sorted(model.named_parameters())
@@ -155,8 +155,7 @@ class StepRunner:
         """This replica's microbatches, with empty ones at the end where batch norm needs every replica at every index."""
         if self.empty_microbatch is None:
             return batch.microbatches
-        largest_share = math.ceil(batch.num_samples / self.world.size)
-        missing = math.ceil(largest_share / self.micro_batch) - len(batch.microbatches)
+        missing = min(self.num_microbatches, batch.num_samples) - len(batch.microbatches)
         return batch.microbatches + (self.empty_microbatch,) * missing
 
     def _total_weight(self, batch: StepBatch) -> float:

@@ -19,6 +19,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float) -> dict[str, Any]:
         "status": trainer.status,
         "stopped_by": trainer.stopped_by,
         "steps": progress.step,
+        "skipped_steps": progress.skipped,
         "first_loss": progress.first_loss,
         "final_loss": progress.last_loss,
         "validation_loss": progress.validation_loss,

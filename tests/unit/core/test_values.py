@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core.clock import Deadline
-from shoal.core.errors import RequestError, did_you_mean, nearest
+from shoal.core.errors import RequestError, RunError, did_you_mean, nearest
 from shoal.core.events import StepDone
 from shoal.core.rundir import RunDir
 from shoal.core.seeding import derive_key
@@ -48,6 +48,9 @@ def test_a_key_never_changes_between_versions():
 def test_a_deadline_counts_down_and_stays_at_zero():
     assert Deadline(seconds=0.0).is_over and Deadline(seconds=0.0).remaining == 0.0
     assert 59 < Deadline(seconds=60).remaining <= 60
+    Deadline(seconds=60).check("nothing")
+    with pytest.raises(RunError, match="waited 0 s for rank 1"):
+        Deadline(seconds=0.0).check("rank 1")
 
 
 def test_nearest_names():

@@ -48,7 +48,7 @@ def test_a_table_becomes_the_config_of_its_source(table: dict[str, object], kind
             "validation 0.5 \\+ test 0.5 leave nothing for training",
         ),
         ({"source": "stdlib", "sequence": 0}, "found 0"),
-        ({"source": "synthetic", "kind": "sounds"}, "'tokens', 'classes', 'regression' or 'reverse'"),
+        ({"source": "synthetic", "kind": "sounds"}, "the choices are classes, regression, reverse, tokens"),
     ],
 )
 def test_a_wrong_table_is_refused(table: dict[str, object], message: str) -> None:

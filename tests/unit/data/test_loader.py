@@ -88,8 +88,8 @@ def test_a_replica_without_a_sample_gets_an_empty_batch() -> None:
 def test_weights_of_the_microbatch_the_replica_and_the_global_batch() -> None:
     with _loader(_source(uniform_weight=7), replica=1, num_replicas=4, global_batch=10) as loader:
         batch = loader.next()
-    assert [microbatch.weight for microbatch in batch.microbatches] == [14.0, 7.0]
-    assert (batch.local_weight, batch.total_weight) == (21.0, 70.0)
+    assert [microbatch.weight for microbatch in batch.microbatches] == [7.0, 7.0]
+    assert (batch.local_weight, batch.total_weight) == (14.0, 70.0)
     with _loader(_source(uniform_weight=None)) as loader:
         batch = loader.next()
     assert (batch.local_weight, batch.total_weight) == (6.0, None)

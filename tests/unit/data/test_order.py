@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.order import Position, microbatches, permute, replica_share, take
+from shoal.data.order import Position, own_microbatches, permute, replica_share, take
 
 counts = st.integers(1, 400)
 seeds = st.integers(0, 2**63 - 1)
@@ -78,12 +78,17 @@ def test_the_shares_of_all_replicas_are_the_batch_in_order(size: int, num_replic
     assert max(lengths) - min(lengths) <= 1
 
 
-@given(size=st.integers(0, 60), micro_batch=st.integers(1, 20))
-def test_microbatches_are_the_share_in_order(size: int, micro_batch: int) -> None:
-    parts = microbatches(np.arange(size), micro_batch)
-    assert [i for part in parts for i in part.tolist()] == list(range(size))
-    assert all(len(part) == micro_batch for part in parts[:-1])
-    assert all(len(part) > 0 for part in parts)
+@given(size=st.integers(0, 60), num_replicas=st.integers(1, 6), num_own=st.integers(1, 5))
+def test_a_batch_is_cut_alike_however_many_replicas_share_it(size: int, num_replicas: int, num_own: int) -> None:
+    ids = np.arange(size)
+    shared = [own_microbatches(ids, replica, num_replicas, num_own) for replica in range(num_replicas)]
+    alone = own_microbatches(ids, 0, 1, num_replicas * num_own)
+    flat = [part.tolist() for own in shared for part in own]
+    assert flat == [part.tolist() for part in alone], "the same parts in the same order"
+    assert [i for part in flat for i in part] == list(range(size)), "every sample once"
+    sizes = [len(part) for part in flat]
+    assert all(size > 0 for size in sizes) and (not sizes or max(sizes) - min(sizes) <= 1)
+    assert all(len(own) <= num_own for own in shared)
 
 
 @settings(max_examples=50)
