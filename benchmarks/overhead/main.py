@@ -151,7 +151,7 @@ def summarise(found: dict[str, list[float]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=80)
     parser.add_argument("--steps", type=int, default=25)
     options = parser.parse_args()
     results: dict[str, object] = {
