@@ -4,14 +4,18 @@ The planner emits it, the trainer obeys it, verify proves it and the dashboard s
 nothing heavy. ``dp=2 microbatches=4`` parses to a ``Plan``; ``str(plan)`` gives the same line back.
 """
 
-from dataclasses import asdict, dataclass, fields
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from shoal.core.axes import Axis
+from shoal.core.combine import divisors, model_problems, plan_problems
 from shoal.core.errors import RequestError, did_you_mean
+from shoal.core.facts import model_facts
 
 # What this version executes. A field that is not here is understood, printed and refused, never ignored.
-EXECUTED = frozenset({"dp", "microbatches"})
+EXECUTED = frozenset({"dp", "tp", "sp", "cp", "cp_kind", "zero", "recompute", "microbatches"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +104,19 @@ class Plan:
         """Processes that the plan needs."""
         return self.degree(Axis.DATA) * self.ranks_per_replica
 
-    def problems(self, *, world_size: int | None = None) -> list[str]:
-        """Every reason why this plan cannot run, each with its fix; empty when it can."""
-        found = [_range_problem(key, getattr(self, key), low) for key, low in _LOWEST.items()]
-        found += [_choice_problem(key, getattr(self, key), choices) for key, choices in _CHOICES.items()]
-        for field in fields(self):
-            if field.name not in EXECUTED and getattr(self, field.name) != field.default:
-                found.append(
-                    f"{field.name}={getattr(self, field.name)} is not there yet: this version executes "
-                    f"{' and '.join(sorted(EXECUTED))}; leave {field.name} out"
-                )
+    def problems(self, model: object | None = None, *, world_size: int | None = None) -> list[str]:
+        """Every reason why this plan cannot run, each with its fix; empty when it can.
+
+        Args:
+            model: ``ModelFacts``, or an ``Anatomy`` or ``nn.Module`` where ``shoal.parallel.rules`` is imported.
+            world_size: the processes there are, when that is known.
+        """
+        wrong_values = list(self._value_problems())
+        # A degree of 0 makes every question after this one meaningless.
+        found = wrong_values + ([] if wrong_values else list(plan_problems(self)))
+        facts = model_facts(model) if model is not None and not wrong_values else None
+        if facts is not None:
+            found += model_problems(self, facts)
         if world_size is not None and self.world_size != world_size:
             product = " x ".join(
                 f"{axis.value} {self.degree(axis)}" for axis in (Axis.DATA, Axis.TENSOR, Axis.CONTEXT, Axis.PIPELINE)
@@ -118,21 +125,43 @@ class Plan:
                 f"{world_size} processes are not {product} = {self.world_size}; "
                 f"start {self.world_size} processes, or change a degree of the plan"
             )
-        return [problem for problem in found if problem is not None]
+        return list(dict.fromkeys(found))
+
+    def _value_problems(self) -> Iterator[str]:
+        for key, low in _LOWEST.items():
+            value = getattr(self, key)
+            if value is not None and value < low:
+                yield f"{key}={value} is below {low}; set {key} to {low} or more"
+        for key, choices in _CHOICES.items():
+            if getattr(self, key) not in choices:
+                yield f"{key}={getattr(self, key)} is none of {', '.join(str(choice) for choice in choices)}"
+        for field in fields(self):
+            if field.name not in EXECUTED and getattr(self, field.name) != field.default:
+                executed = [known.name for known in fields(self) if known.name in EXECUTED]
+                yield (
+                    f"{field.name}={getattr(self, field.name)} is not there yet: this version executes "
+                    f"{', '.join(executed[:-1])} and {executed[-1]}; leave {field.name} out"
+                )
 
     def check(self, model: object | None = None, world_size: int | None = None) -> None:
         """Refuse a plan that cannot run, before anything starts.
 
         Args:
-            model: the module to lay out; techniques that split a model ask it what divides.
+            model: what the plan is for: ``ModelFacts``, or an ``Anatomy`` or ``nn.Module`` where ``shoal.parallel.rules`` is
+                imported.
             world_size: the processes there are, when that is known.
 
         Raises:
-            RequestError: lists every problem with its fix.
+            RequestError: lists every problem with its fix, and the nearest plan that works.
         """
-        problems = self.problems(world_size=world_size)
-        if problems:
-            raise RequestError("\n".join(f"plan {str(self)!r}: {problem}" for problem in problems))
+        problems = self.problems(model, world_size=world_size)
+        if not problems:
+            return
+        lines = [f"plan {str(self)!r}: {problem}" for problem in problems]
+        near = nearest_plan(self, model, world_size=world_size)
+        if near is not None:
+            lines.append(f"the nearest plan that works: {str(near)!r}")
+        raise RequestError("\n".join(lines))
 
 
 _TYPES: dict[str, type] = {
@@ -162,13 +191,67 @@ def _parse_value(text: str, key: str, value: str) -> Any:
     return value
 
 
-def _range_problem(key: str, value: int | None, low: int) -> str | None:
-    if value is None or value >= low:
-        return None
-    return f"{key}={value} is below {low}; set {key} to {low} or more"
+def nearest_plan(plan: Plan, model: object | None = None, *, world_size: int | None = None) -> Plan | None:
+    """The plan that differs from this one in the fewest keys, by the least, and can run; None when there is none near.
+
+    Args:
+        plan: the plan that cannot run.
+        model: as in ``Plan.check``.
+        world_size: the processes there are; when that is not known, a plan for as many as ``plan`` asks for is preferred.
+    """
+    facts = model_facts(model) if model is not None else None
+    unknown: dict[str, Any] = {field.name: field.default for field in fields(plan) if field.name not in EXECUTED}
+    start = replace(plan, **unknown)  # What is not there yet has one neighbour only: without it.
+    options = {key: _options(start, key, world_size) for key in _SEARCHED}
+    asked = world_size or max(1, start.world_size)
+    for num_changed in range(len(_SEARCHED) + 1):
+        fits: list[tuple[int, int, int, Plan]] = []
+        for keys in itertools.combinations(_SEARCHED, num_changed):
+            for values in itertools.product(*(options[key] for key in keys)):
+                near = replace(start, **dict(zip(keys, values, strict=True)))
+                if not near.problems(facts, world_size=world_size):
+                    distance = sum(
+                        _distance(getattr(start, key), value) for key, value in zip(keys, values, strict=True)
+                    )
+                    fits.append((abs(near.world_size - asked), distance, len(fits), near))
+        if fits:
+            return min(fits)[-1]
+    return None
 
 
-def _choice_problem(key: str, value: object, choices: tuple[object, ...]) -> str | None:
-    if value in choices:
-        return None
-    return f"{key}={value} is none of {', '.join(str(choice) for choice in choices)}"
+def all_plans(num_processes: int, facts: object | None = None) -> list[Plan]:
+    """Every plan over exactly this many processes that ``check`` allows, in a stable order: plain ones first."""
+    found = []
+    for tp, cp in itertools.product(divisors(num_processes), repeat=2):
+        if num_processes % (tp * cp):
+            continue
+        for sp, cp_kind, zero, recompute in itertools.product(
+            (False, True), ("ring", "alltoall"), (0, 1, 2, 3), ("none", "selective", "full")
+        ):
+            dp = num_processes // (tp * cp)
+            plan = Plan(dp=dp, tp=tp, sp=sp, cp=cp, cp_kind=cp_kind, zero=zero, recompute=recompute)
+            if not plan.problems(facts, world_size=num_processes):
+                found.append(plan)
+    return found
+
+
+# The keys that the search may change, the one given up first in front; each change costs the same.
+_SEARCHED = ("recompute", "zero", "cp_kind", "sp", "tp", "cp", "dp")
+_LARGEST_DEGREE = 64
+
+
+def _options(plan: Plan, key: str, world_size: int | None) -> list[Any]:
+    current = getattr(plan, key)
+    if key == "sp":
+        return [not current]
+    if key in _CHOICES:
+        return [choice for choice in _CHOICES[key] if choice != current]
+    if world_size is not None:
+        return [degree for degree in divisors(world_size) if degree != current]
+    highest = min(_LARGEST_DEGREE, max(2 * (current or 1), plan.world_size))
+    return [degree for degree in range(1, highest + 1) if degree != current]
+
+
+def _distance(old: Any, new: Any) -> int:
+    is_number = isinstance(old, int) and not isinstance(old, bool)
+    return abs(old - new) if is_number else 1

@@ -1,0 +1,181 @@
+"""Which techniques can be combined, with each other and with a model: pure functions over numbers that return what is wrong.
+
+``Plan.check()`` asks them, the table of combinations in the documentation is printed from them, and ``verify --all`` proves what
+they allow. Every sentence has both numbers and the fix.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from shoal.core.facts import ModelFacts
+
+
+class Degrees(Protocol):
+    """What the rules read of a plan (``core/plan.py`` has the value; it imports this file)."""
+
+    @property
+    def dp(self) -> int | None:
+        """Replicas; None when not derived yet."""
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share each split matrix."""
+
+    @property
+    def sp(self) -> bool:
+        """Sequence parallel."""
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share one sequence."""
+
+    @property
+    def cp_kind(self) -> str:
+        """ring or alltoall."""
+
+    @property
+    def zero(self) -> int:
+        """What is sharded along dp."""
+
+    @property
+    def recompute(self) -> str:
+        """none, selective or full."""
+
+
+def plan_problems(plan: Degrees) -> Iterator[str]:
+    """What is wrong with a combination whatever the model."""
+    if plan.sp and plan.tp == 1:
+        yield "sp=true shares the sequence over the tp ranks, and tp is 1; set tp to 2 or more, or leave sp out"
+    if plan.cp_kind != "ring" and plan.cp == 1:
+        yield f"cp_kind={plan.cp_kind} says how attention crosses the cp ranks, and cp is 1; set cp to 2, or leave cp_kind out"
+    if plan.zero and plan.dp == 1:
+        yield f"zero={plan.zero} has nothing to shard along dp=1; set dp to 2 or more, or leave zero out"
+
+
+def setting_problems(plan: Degrees, *, compile_model: bool = False, unused_parameters: bool = False) -> list[str]:
+    """What is wrong with settings of ``[train]`` under a plan.
+
+    Args:
+        plan: the plan that will run.
+        compile_model: ``train.compile``.
+        unused_parameters: ``train.unused_parameters``.
+    """
+    found = []
+    others = [name for name in ("tp", "cp") if getattr(plan, name) > 1]
+    others += [name for name in ("zero",) if plan.zero] + (["recompute"] if plan.recompute != "none" else [])
+    if compile_model and others:
+        found.append(
+            f"train.compile goes with dp alone, and the plan has {' and '.join(others)}: "
+            f"a compiled graph would not see the cuts; set train.compile to false, or leave {' and '.join(others)} out"
+        )
+    if unused_parameters and plan.zero:
+        found.append(
+            f"train.unused_parameters goes with zero=0, and the plan has zero={plan.zero}: its buckets wait for every gradient; "
+            f"freeze the parameters that are not used, or leave zero out"
+        )
+    return found
+
+
+def sequence_multiple(plan: Degrees) -> int:
+    """The number that must divide a sequence under this plan.
+
+    A ring deals each rank two chunks, an early and a late one, so that causal attention is the same work for all; the all-to-all
+    form deals one. Sequence parallelism cuts what a context-parallel rank has once more.
+    """
+    chunks = 1 if plan.cp == 1 else 2 * plan.cp if plan.cp_kind == "ring" else plan.cp
+    return chunks * (plan.tp if plan.sp else 1)
+
+
+def model_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
+    """What is wrong with a plan for this model."""
+    if plan.tp > 1:
+        yield from _tensor_problems(plan, facts)
+    if plan.sp and plan.tp > 1:
+        yield from _cut_sequence_problems("sp", f"sp=true with tp={plan.tp}", facts)
+    if plan.cp > 1:
+        yield from _cut_sequence_problems("cp", f"cp={plan.cp}", facts)
+        yield from _context_problems(plan, facts)
+    if facts.sequence is not None and facts.has_sequence and facts.sequence % sequence_multiple(plan):
+        yield _length_problem(plan, facts.sequence)
+    if plan.recompute != "none" and facts.num_blocks == 0:
+        yield (
+            f"recompute={plan.recompute} works by blocks, and {facts.name} has no row of blocks of one kind; "
+            f"leave recompute out, or name the blocks in parallel.blocks"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """The whole numbers that divide ``number``, smallest first."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _tensor_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
+    if facts.num_pairs == 0:
+        why = f" ({facts.note})" if facts.note else ""
+        yield (
+            f"tp={plan.tp} has nothing to split: no pair of linear layers with only elementwise or head-wise work between them "
+            f"was found in {facts.name}{why}; use dp={plan.tp} in its place, or name the layers in parallel.split"
+        )
+    for heads, kv_heads in facts.heads:
+        if heads % plan.tp:
+            yield f"tp={plan.tp} does not divide the {heads} heads; {_allowed('tp', heads)}"
+        elif kv_heads % plan.tp:
+            yield f"tp={plan.tp} does not divide the {kv_heads} key-value heads; {_allowed('tp', kv_heads)}"
+    for width in facts.widths:
+        if width.size % plan.tp:
+            yield f"tp={plan.tp} does not divide the {width.size} features of {width.name}; {_allowed('tp', width.size)}"
+
+
+def _allowed(key: str, number: int) -> str:
+    fits = divisors(number)
+    shown = ", ".join(str(fit) for fit in (fits if len(fits) <= 8 else [*fits[:7], fits[-1]]))
+    return f"set {key} to one of {shown}" if len(fits) > 1 else f"leave {key} out"
+
+
+def _cut_sequence_problems(key: str, cause: str, facts: ModelFacts) -> Iterator[str]:
+    """What sequence and context parallelism have in common: there is a sequence, and it can be cut."""
+    obstacle = facts.obstacle_sp if key == "sp" else facts.obstacle_cp
+    if not facts.has_sequence:
+        yield f"{cause} shares a sequence, and no row of blocks in {facts.name} has one; leave {key} out"
+    elif obstacle:
+        yield f"{cause} cannot cut the sequence of {facts.name}: {obstacle}; leave {key} out"
+    if facts.has_batch_norm:
+        yield f"{cause} would take batch norm's statistics over a part of the sequence; leave {key} out"
+
+
+def _context_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
+    if facts.has_sequence and not facts.has_attention and not facts.obstacle_cp:
+        yield f"cp={plan.cp} shares attention over a sequence, and {facts.name} has no attention; leave cp out"
+    if facts.attention_dropout > 0:
+        yield (
+            f"cp={plan.cp} cannot draw the dropout of {facts.attention_dropout} inside attention as one process does; "
+            f"set the attention's dropout to 0 (dropout outside attention is fine), or leave cp out"
+        )
+    if plan.cp_kind == "alltoall":
+        for heads, _ in facts.heads:
+            if heads % plan.tp == 0:
+                yield from _exchange_problems(plan, heads // plan.tp)
+
+
+def _exchange_problems(plan: Degrees, heads: int) -> Iterator[str]:
+    # Key-value heads need not divide: the exchange repeats them.
+    if heads % plan.cp:
+        each = f" on each of the {plan.tp} tp ranks" if plan.tp > 1 else ""
+        yield (
+            f"cp_kind=alltoall deals the {heads} heads{each} out over cp={plan.cp}, which does not divide them; "
+            f"use cp_kind=ring, or {_allowed('cp', heads)}"
+        )
+
+
+def _length_problem(plan: Degrees, sequence: int) -> str:
+    multiple = sequence_multiple(plan)
+    parts = []
+    if plan.cp > 1:
+        parts.append(f"2 x cp {plan.cp}" if plan.cp_kind == "ring" else f"cp {plan.cp}")
+    if plan.sp:
+        parts.append(f"tp {plan.tp}")
+    lengths = [size for size in (sequence - sequence % multiple, sequence - sequence % multiple + multiple) if size]
+    return (
+        f"the sequence of {sequence} is not a multiple of {' x '.join(parts)} = {multiple}; "
+        f"set the sequence to {' or '.join(str(size) for size in lengths)}, or change {'cp' if plan.cp > 1 else 'tp'}"
+    )
