@@ -1,0 +1,221 @@
+"""The collectives that techniques are written in: one channel per axis of the mesh.
+
+A channel checks, counts and keeps the words of this project; a transport moves the bytes. Where every rank of an axis is on this
+machine that is shared memory (``shared.py``), which adds in the order of ranks and is several times faster than gloo; everywhere
+else it is a torch process group. Counts may differ from rank to rank, which torch's own reduce-scatter and all-gather refuse.
+
+Bytes in the ledger are those of the whole tensor for sum, largest, scatter_sum and gather, and of what was sent for the others.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.ledger import Ledger
+from shoal.core.errors import RunError
+
+
+class PeerLost(RunError):
+    """Another rank died or did not come; the error says which, in what operation, and how long it was waited for."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        """The ranks of the run that were lost."""
+
+
+class Transport(Protocol):
+    """Moves the bytes of one group of ranks. Every tensor is contiguous; every call is collective and in the same order."""
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Add over ranks, in place."""
+
+    def largest_(self, tensor: Tensor) -> None:
+        """The largest over ranks, elementwise, in place."""
+
+    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        """Add the flat ``whole`` over ranks and put this rank's stretch of it into ``own``; ``whole`` is left undefined."""
+
+    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
+        """Put every rank's flat ``own`` one after another into ``whole``."""
+
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Give ``sent[r]`` to rank r, and get ``received[r]`` from it."""
+
+    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+        """Give ``sent`` to the rank ``by`` places on, around the ring, and get ``received`` from ``by`` places back."""
+
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        """Everyone gets the tensor of rank ``source`` of this group."""
+
+
+class Channel:
+    """One axis of the mesh, seen from this rank. With one rank on it every operation is the identity and costs nothing."""
+
+    def __init__(self, axis: str, *, rank: int, size: int, transport: Transport | None, ledger: Ledger) -> None:
+        assert size == 1 or transport is not None
+        self.axis = axis
+        self.rank = rank
+        self.size = size
+        self.transport = transport
+        self.ledger = ledger
+
+    def __deepcopy__(self, memo: object) -> "Channel":
+        # A copy of a model talks to the same ranks.
+        return self
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Add over ranks, in place; the tensor must be contiguous."""
+        if self.transport is not None and tensor.numel():
+            self.ledger.note(self.axis, "sum", tensor.nbytes)
+            self.transport.sum_(tensor)
+        return tensor
+
+    def largest_(self, tensor: Tensor) -> Tensor:
+        """The largest over ranks, elementwise, in place; the tensor must be contiguous."""
+        if self.transport is not None and tensor.numel():
+            self.ledger.note(self.axis, "largest", tensor.nbytes)
+            self.transport.largest_(tensor)
+        return tensor
+
+    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """Add the flat ``whole`` over ranks and put this rank's stretch into ``own``; ``whole`` is undefined afterwards.
+
+        Args:
+            whole: 1-D, ``sum(counts)`` elements.
+            own: 1-D, ``counts[rank]`` elements; it may be that stretch of ``whole`` itself.
+            counts: elements of each rank's stretch, in the order of ranks; some may be zero.
+        """
+        assert whole.numel() == sum(counts) and own.numel() == counts[self.rank]
+        if self.transport is None:
+            if own.data_ptr() != whole.data_ptr():
+                own.copy_(whole)
+        elif whole.numel():
+            self.ledger.note(self.axis, "scatter_sum", whole.nbytes)
+            self.transport.scatter_sum(whole, own, counts)
+        return own
+
+    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> Tensor:
+        """Put every rank's flat ``own`` one after another into ``whole``; ``own`` may be its stretch of ``whole`` itself."""
+        assert whole.numel() == sum(counts) and own.numel() == counts[self.rank]
+        if self.transport is None:
+            if own.data_ptr() != whole.data_ptr():
+                whole.copy_(own)
+        elif whole.numel():
+            self.ledger.note(self.axis, "gather", whole.nbytes)
+            self.transport.gather(own, whole, counts)
+        return whole
+
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Give ``sent[r]`` to rank r and get ``received[r]`` from it (all-to-all); shapes may differ."""
+        if self.transport is None:
+            received[0].copy_(sent[0])
+            return
+        self.ledger.note(self.axis, "exchange", sum(part.nbytes for part in sent))
+        self.transport.exchange(sent, received)
+
+    def shift(self, sent: Tensor, received: Tensor, *, by: int = 1) -> None:
+        """Give ``sent`` to the rank ``by`` places on around the ring, and get ``received`` from ``by`` places back."""
+        if self.transport is None:
+            received.copy_(sent)
+            return
+        self.ledger.note(self.axis, "shift", sent.nbytes)
+        self.transport.shift(sent, received, by)
+
+    def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Everyone gets the tensor of rank ``source`` of this channel."""
+        if self.transport is not None and tensor.numel():
+            self.ledger.note(self.axis, "broadcast", tensor.nbytes)
+            self.transport.broadcast_(tensor, source)
+        return tensor
+
+
+class TorchTransport:
+    """A torch process group: gloo on the CPU, nccl on CUDA."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank(group)
+
+    def sum_(self, tensor: Tensor) -> None:
+        """See ``Transport``."""
+        dist.all_reduce(tensor, group=self.group)
+
+    def largest_(self, tensor: Tensor) -> None:
+        """See ``Transport``."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+
+    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        """See ``Transport``. One reduction to each owner: gloo's reduce-scatter is an all-reduce, and wants equal counts."""
+        parts = torch.split(whole, list(counts))
+        for root, part in enumerate(parts):
+            if part.numel():
+                dist.reduce(part, self.ranks[root], group=self.group)
+        if own.data_ptr() != parts[self.rank].data_ptr():
+            own.copy_(parts[self.rank])
+
+    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
+        """See ``Transport``. One broadcast from each owner, because gloo wants equal counts."""
+        parts = torch.split(whole, list(counts))
+        if own.numel() and own.data_ptr() != parts[self.rank].data_ptr():
+            parts[self.rank].copy_(own)
+        for root, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, self.ranks[root], group=self.group)
+
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """See ``Transport``."""
+        work = []
+        for peer, (outgoing, incoming) in enumerate(zip(sent, received, strict=True)):
+            if peer == self.rank:
+                incoming.copy_(outgoing)
+                continue
+            if outgoing.numel():
+                work.append(dist.P2POp(dist.isend, outgoing, self.ranks[peer], self.group))
+            if incoming.numel():
+                work.append(dist.P2POp(dist.irecv, incoming, self.ranks[peer], self.group))
+        for handle in dist.batch_isend_irecv(work) if work else []:
+            handle.wait()
+
+    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+        """See ``Transport``."""
+        size = len(self.ranks)
+        work = [
+            dist.P2POp(dist.isend, sent, self.ranks[(self.rank + by) % size], self.group),
+            dist.P2POp(dist.irecv, received, self.ranks[(self.rank - by) % size], self.group),
+        ]
+        for handle in dist.batch_isend_irecv(work):
+            handle.wait()
+
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        """See ``Transport``."""
+        dist.broadcast(tensor, self.ranks[source], group=self.group)
+
+
+class SilentTransport:
+    """Nothing moves: for tracing one rank of a plan on meta tensors, where only shapes matter."""
+
+    def sum_(self, tensor: Tensor) -> None:
+        """See ``Transport``."""
+
+    def largest_(self, tensor: Tensor) -> None:
+        """See ``Transport``."""
+
+    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        """See ``Transport``."""
+
+    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
+        """See ``Transport``."""
+
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """See ``Transport``."""
+
+    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+        """See ``Transport``."""
+
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        """See ``Transport``."""

@@ -1,0 +1,173 @@
+"""The ranks of a run as a grid, one axis per way of dividing the work, and a channel along each.
+
+Ranks are numbered with ``pp`` slowest and ``tp`` fastest (``core/axes.py``), so that the axis with the most traffic lies on the
+nearest neighbours. torch's ``DeviceMesh`` makes the process groups; the channels over them are ours, because they count what they
+move and pick shared memory where they can.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from shoal.comm.channel import Channel, SilentTransport, TorchTransport, Transport
+from shoal.comm.ledger import Ledger
+from shoal.comm.shared import SharedTransport, build_shared_transport
+from shoal.comm.world import World
+from shoal.core.axes import Axis
+from shoal.core.plan import Plan
+
+GRID = (Axis.PIPELINE, Axis.DATA, Axis.CONTEXT, Axis.TENSOR)
+
+
+class Mesh:
+    """Where this rank stands, and a channel to its neighbours along each axis."""
+
+    def __init__(
+        self,
+        *,
+        degrees: Mapping[Axis, int],
+        coordinates: Mapping[Axis, int],
+        channels: Mapping[Axis, Channel],
+        replicas: Channel,
+        everyone: Channel,
+        ledger: Ledger,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
+    ) -> None:
+        self.degrees = degrees
+        self.coordinates = coordinates
+        self.channels = channels
+        self.replicas = replicas
+        """The ranks with the same weights and different data or positions: dp and cp together, dp slowest."""
+        self.everyone = everyone
+        """All ranks of the run."""
+        self.ledger = ledger
+        self.groups = groups or {}
+
+    def has(self, axis: Axis) -> bool:
+        """True when more than one rank lies along the axis."""
+        return self.degrees[axis] > 1
+
+    def degree(self, axis: Axis) -> int:
+        """Ranks along the axis."""
+        return self.degrees[axis]
+
+    def coordinate(self, axis: Axis) -> int:
+        """This rank's place along the axis."""
+        return self.coordinates[axis]
+
+    def channel(self, axis: Axis) -> Channel:
+        """The ranks that differ from this one along this axis only."""
+        return self.channels[axis]
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The torch group of an axis (``dp``, ``tp``, ...) or of ``replicas``; None where one rank is alone on it."""
+        return self.groups.get(name)
+
+    def close(self) -> None:
+        """Give shared memory back; closing twice is allowed. The channels cannot be used afterwards, torch's groups can."""
+        for channel in (*self.channels.values(), self.replicas, self.everyone):
+            if isinstance(channel.transport, SharedTransport):
+                channel.transport.close()
+
+
+def build_mesh(world: World, plan: Plan, *, shared: bool = True) -> Mesh:
+    """The mesh of a run. Every rank calls it, because making a group is collective.
+
+    Args:
+        world: the processes.
+        plan: how many lie along each axis.
+        shared: move bytes through shared memory where all ranks of an axis are on this machine and the tensors are the
+            CPU's; False keeps to torch's groups.
+    """
+    degrees = {axis: plan.degree(axis) for axis in GRID}
+    assert math.prod(degrees.values()) == world.size, "plan.check() comes first"
+    groups: dict[str, dist.ProcessGroup] = {}
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name, axes in _named_axes(degrees):
+        for ranks in rank_groups(degrees, axes):
+            # All ranks make all groups, in the same order: torch demands it. Two names for the same ranks share one.
+            key = tuple(ranks)
+            if key not in made:
+                made[key] = _make_group(world, ranks)
+            group = made[key]
+            if group is not None and world.rank in ranks:
+                groups[name] = group
+                names.setdefault(key, []).append(name)
+    transports: dict[str, Transport] = {}
+    for key, shared_by in names.items():
+        transport = _build_transport(world, groups[shared_by[0]], axis="/".join(shared_by), shared=shared)
+        transports.update(dict.fromkeys(names[key], transport))
+    return _mesh(world.rank, degrees, Ledger(), groups, transports)
+
+
+def _build_transport(world: World, group: dist.ProcessGroup, *, axis: str, shared: bool) -> Transport:
+    if shared and world.device.type == "cpu":
+        # Ranks that outnumber the cores must not burn the time that the peer they wait for needs.
+        spins = world.size <= _num_cores()
+        transport = build_shared_transport(group, axis=axis, deadline_seconds=world.deadline_seconds, spins=spins)
+        if transport is not None:
+            return transport
+    return TorchTransport(group)
+
+
+def _num_cores() -> int:
+    # The cores that this process may use; only Linux says.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pretend_mesh(plan: Plan, rank: int = 0) -> Mesh:
+    """The mesh of one rank of a plan without any other process: for shapes and sizes on meta tensors."""
+    degrees = {axis: plan.degree(axis) for axis in GRID}
+    names = [name for name, _ in _named_axes(degrees)]
+    return _mesh(rank, degrees, Ledger(), {}, {name: SilentTransport() for name in names})
+
+
+def rank_groups(degrees: Mapping[Axis, int], axes: Sequence[Axis]) -> list[list[int]]:
+    """The groups of ranks that differ along ``axes`` only, in the order of their first ranks."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(itertools.product(*(range(degrees[axis]) for axis in GRID))):
+        fixed = tuple(number for axis, number in zip(GRID, place, strict=True) if axis not in axes)
+        groups.setdefault(fixed, []).append(rank)
+    return list(groups.values())
+
+
+def _named_axes(degrees: Mapping[Axis, int]) -> list[tuple[str, tuple[Axis, ...]]]:
+    named: list[tuple[str, tuple[Axis, ...]]] = [(axis.value, (axis,)) for axis in GRID]
+    named += [("replicas", (Axis.DATA, Axis.CONTEXT)), ("everyone", GRID)]
+    return [(name, axes) for name, axes in named if math.prod(degrees[axis] for axis in axes) > 1]
+
+
+def _make_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
+    if len(ranks) == world.size:
+        return world.group
+    group = dist.new_group(ranks, use_local_synchronization=False)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _mesh(
+    rank: int,
+    degrees: Mapping[Axis, int],
+    ledger: Ledger,
+    groups: Mapping[str, dist.ProcessGroup],
+    transports: Mapping[str, Transport],
+) -> Mesh:
+    places = list(itertools.product(*(range(degrees[axis]) for axis in GRID)))
+    coordinates = dict(zip(GRID, places[rank], strict=True))
+
+    def channel(name: str, axes: Sequence[Axis]) -> Channel:
+        ranks = next(ranks for ranks in rank_groups(degrees, axes) if rank in ranks)
+        return Channel(name, rank=ranks.index(rank), size=len(ranks), transport=transports.get(name), ledger=ledger)
+
+    return Mesh(
+        degrees=degrees,
+        coordinates=coordinates,
+        channels={axis: channel(axis.value, (axis,)) for axis in GRID},
+        replicas=channel("replicas", (Axis.DATA, Axis.CONTEXT)),
+        everyone=channel("everyone", GRID),
+        ledger=ledger,
+        groups=groups,
+    )
