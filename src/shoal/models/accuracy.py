@@ -1,6 +1,7 @@
 """Accuracy where it makes sense: whole-number targets and one score per choice."""
 
-from typing import NamedTuple
+import copy
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,11 +18,36 @@ class Correct(NamedTuple):
     counted: int
 
 
+def scores_of(output: Any) -> Tensor:
+    """The scores in a model's output: the output itself, or its ``logits`` where it is an object that has them.
+
+    Raises:
+        RequestError: there are none.
+    """
+    found = _find_scores(output)
+    if found is None:
+        raise RequestError(
+            f"the model puts out a {type(output).__name__}, in which no scores are found; put out a tensor or an object whose "
+            f"logits are one, or set model.loss to a loss of your own"
+        )
+    return found
+
+
+def with_scores(output: Any, scores: Tensor) -> Any:
+    """A model's output with other scores in place of its own."""
+    if isinstance(output, Tensor):
+        return scores
+    changed = copy.copy(output)
+    changed.logits = scores
+    return changed
+
+
 def count_correct(output: object, targets: Tensor) -> Correct | None:
     """How many targets have the highest score; None where the question makes no sense, as in a regression."""
-    if not isinstance(output, Tensor) or targets.is_floating_point() or output.ndim != targets.ndim + 1:
+    found = _find_scores(output)
+    if found is None or targets.is_floating_point() or found.ndim != targets.ndim + 1:
         return None
-    scores, flat = flatten_scores(output, targets)
+    scores, flat = flatten_scores(found, targets)
     counted = flat != IGNORED
     hits = (scores.argmax(dim=-1) == flat) & counted
     return Correct(correct=int(hits.sum()), counted=int(counted.sum()))
@@ -41,3 +67,8 @@ def flatten_scores(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         f"the model puts out {tuple(output.shape)} and the targets are {tuple(targets.shape)}; "
         f"put out scores of the shape {(*targets.shape, 'choices')}, or set model.loss to a loss of your own"
     )
+
+
+def _find_scores(output: Any) -> Tensor | None:
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    return found if isinstance(found, Tensor) else None

@@ -1,13 +1,14 @@
 """From a ``[model]`` section and the shapes of the data to a module and its loss."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
-from shoal.models.accuracy import IGNORED, flatten_scores
+from shoal.models.accuracy import IGNORED, flatten_scores, scores_of
 from shoal.models.check import check_model, count_outputs, image_shape
 from shoal.models.cnn import Cnn
 from shoal.models.config import AnyModelConfig, CnnConfig, GptConfig, MlpConfig, OwnModelConfig, Seq2SeqConfig
@@ -17,7 +18,7 @@ from shoal.models.own import load_build, load_loss
 from shoal.models.seq2seq import Seq2Seq
 from shoal.models.shape import DataShape
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Tensor], Tensor]
 """(output, targets) -> the mean over the microbatch's items."""
 
 
@@ -55,21 +56,27 @@ def build_loss(config: AnyModelConfig, spec: DataShape) -> Loss:
     return by_targets if spec.kind == "own" else cross_entropy
 
 
-def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
-    """Mean over the targets that are not ``IGNORED``; zero, not NaN, when all of them are."""
-    scores, flat = flatten_scores(output, targets)
+def cross_entropy(output: Any, targets: Tensor) -> Tensor:
+    """Mean over the targets that are not ``IGNORED``; zero, not NaN, when all of them are.
+
+    Args:
+        output: scores, or an object that holds them as ``logits``.
+        targets: the right choices.
+    """
+    scores, flat = flatten_scores(scores_of(output), targets)
     if scores.dtype in (torch.bfloat16, torch.float16):
         scores = scores.float()
     total = F.cross_entropy(scores, flat, ignore_index=IGNORED, reduction="sum")
     return total / (flat != IGNORED).sum().clamp(min=1)
 
 
-def squared_error(output: Tensor, targets: Tensor) -> Tensor:
+def squared_error(output: Any, targets: Tensor) -> Tensor:
     """Mean over samples and predicted numbers.
 
     Raises:
         RequestError: the shapes differ; broadcasting one to the other would give a loss of something else.
     """
+    output = scores_of(output)
     if output.shape != targets.shape:
         raise RequestError(
             f"the model puts out {tuple(output.shape)} and the targets are {tuple(targets.shape)}; make the two shapes equal"
@@ -79,7 +86,7 @@ def squared_error(output: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(output, targets.to(output.dtype))
 
 
-def by_targets(output: Tensor, targets: Tensor) -> Tensor:
+def by_targets(output: Any, targets: Tensor) -> Tensor:
     """Mean squared error for floating-point targets, cross entropy for whole numbers."""
     return squared_error(output, targets) if targets.is_floating_point() else cross_entropy(output, targets)
 

@@ -1,49 +1,59 @@
 """Dropout whose bits belong to the sample, not to the process that drops.
 
-torch's dropout advances one generator per process, so another number of replicas, another microbatch size or a recomputed forward
-draws other bits. Here a mask is a pure function of (seed, module path, call within the microbatch, step, global sample): Philox
-is counter based (Salmon et al., SC 2011), so each of these is a word of its key or of its counter and nothing is drawn in order.
-It is also cheaper: 16 bits per element from numpy's Philox take about a third of the time of torch's bernoulli on CPU.
+torch's dropout advances one generator per process, so another number of replicas, another microbatch size, a recomputed forward
+or a rank that sees a part of a tensor draws other bits. Here a mask is a pure function of (seed, module path, call within the
+microbatch, step, global sample); ``draws.py`` draws it, ``functional.py`` does the same for ``F.dropout`` and ``dropout_p``.
 
     key = apply_keyed_dropout(model, seed)
     for step, microbatch in ...:
         key.begin(step, microbatch.sample_ids)
-        model(*microbatch.inputs)
+        with key.drawing():
+            model(*microbatch.inputs)
 """
 
-import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shoal.core.errors import RunError
-from shoal.core.seeding import derive_key
+from shoal.models.draws import WHOLE, Layout, Window, draw, draw_mask, read_shape, site_key
+from shoal.models.dropped import multiply, saturate
+from shoal.models.functional import FunctionalDraws, FunctionalLayout
 
-# The sample that a mask is keyed with when the rows of a tensor are not samples, so one mask serves all of them.
-_NO_SAMPLE = -1
-# torch's alpha dropout sets a dropped unit to the value a SELU saturates at (arXiv 1706.02515, section 3).
-_SELU_LIMIT = -1.7580993408473766
-_local = threading.local()
+__all__ = ["DropoutKey", "KeyedDropout", "Layout", "Window", "apply_keyed_dropout", "draw_mask"]
 
 
 class DropoutKey:
-    """Says to every dropout of one model which step and which samples come next."""
+    """Says to every dropout of one model which step and which samples come next, and which part of a tensor each sees."""
 
-    def __init__(self, modules: Sequence["_Keyed"]) -> None:
+    def __init__(self, modules: Sequence["_Keyed"], functional: FunctionalDraws) -> None:
         self._modules = tuple(modules)
+        self._by_path = {module.path: module for module in modules}
+        self._functional = functional
+        self._tail: tuple[tuple[_Keyed, ...], Layout] | None = None
+        self._tail_hook: RemovableHandle | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose dropouts these are."""
+        return self._functional.model
+
+    @property
+    def module_paths(self) -> tuple[str, ...]:
+        """Paths of the keyed dropout modules, in the order of modules."""
+        return tuple(self._by_path)
 
     def begin(self, step: int, sample_ids: NDArray[np.int64] | Sequence[int]) -> None:
         """Announce a microbatch; must come before each training forward.
 
         Args:
             step: the optimizer step that this microbatch belongs to.
-            sample_ids: the global dataset ids of its samples, in the order of dim 0.
+            sample_ids: the global dataset ids of its samples, in the order of the batch.
         """
         draws = torch.empty(len(sample_ids) + 1, dtype=torch.int64)
         view = draws.numpy()
@@ -51,10 +61,98 @@ class DropoutKey:
         view[1:] = sample_ids
         for module in self._modules:
             module.rewind(draws, 0)
+        self._functional.begin(draws)
+        if self._tail is not None:
+            for module in self._tail[0]:
+                module.__dict__["layout"] = module.__dict__["own_layout"]
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Surrounds each training forward, so that functional draws are keyed too.
+
+        The first forward finds out whether the model draws functionally; if not, later ones cost nothing to speak of.
+        """
+        return self._functional.drawing()
+
+    def narrow(
+        self,
+        path: str,
+        windows: Sequence[Window],
+        *,
+        batch_dim: int | None = None,
+        attention: Sequence[Window] = (),
+        split_width: int | None = None,
+        stream_width: int | None = None,
+        split: Sequence[Window] = (),
+    ) -> None:
+        """Say that a dropout sees only a part of the tensor that one process would see; it draws that part of the mask.
+
+        Args:
+            path: a dropout module, or a module whose functional draws are meant, with those of the modules in it.
+            windows: which part, along each dim that is cut.
+            batch_dim: the dim that is the batch, where it is not to be read off the shape.
+            attention: for a module's functional draws on attention weights (batch, heads, queries, keys).
+            split_width: extent of a last dim that shows a functional draw on split features.
+            stream_width: extent of the stream's features, which must differ from it.
+            split: for those draws on split features.
+
+        Raises:
+            RunError: the model has no such module.
+        """
+        module = self._by_path.get(path)
+        layout = Layout(batch_dim=batch_dim, windows=tuple(windows))
+        if module is not None:
+            if batch_dim is None:
+                layout = Layout(batch_dim=module.layout.batch_dim, windows=layout.windows)
+            module.__dict__.update(layout=layout, own_layout=layout)
+            return
+        if path and path not in dict(self.model.named_modules()):
+            raise RunError(f"no module {path!r} whose dropout could be narrowed; name a path of named_modules()")
+        self._functional.layouts[path] = FunctionalLayout(
+            stream=layout,
+            attention=Layout(windows=tuple(attention)),
+            split_width=split_width,
+            stream_width=stream_width,
+            split=Layout(batch_dim=batch_dim, windows=tuple(split)),
+        )
+
+    def narrow_after(
+        self, last: str, inside: Sequence[str], windows: Sequence[Window], *, batch_dim: int | None
+    ) -> None:
+        """Say what dropouts see that run after module ``last``, except those in the modules ``inside``.
+
+        The same dropouts see whole tensors before it: which comes first is known only when the model runs.
+        """
+        prefixes = tuple(f"{path}." for path in inside)
+        layout = Layout(batch_dim=batch_dim, windows=tuple(windows))
+        outside = tuple(m for m in self._modules if not m.path.startswith(prefixes) and m.path not in inside)
+        self._tail = (outside, layout)
+        self._functional.tail = layout
+        if self._tail_hook is not None:
+            self._tail_hook.remove()
+
+        def enter_tail(module: nn.Module, inputs: object, output: object) -> None:
+            self._functional.is_in_tail = True
+            for dropout in outside:
+                dropout.__dict__["layout"] = layout
+
+        self._tail_hook = self.model.get_submodule(last).register_forward_hook(enter_tail)
 
     def odd_shapes(self) -> dict[str, tuple[int, ...]]:
-        """By module path, a shape whose first dim was not the batch: which sample an element belongs to could only be guessed."""
-        return {module.path: module.odd_shape for module in self._modules if module.odd_shape is not None}
+        """By module path, a shape whose batch could only be guessed: which sample an element belongs to is not sure."""
+        odd = {module.path: module.odd_shape for module in self._modules if module.odd_shape is not None}
+        return self._functional.odd_shapes | odd
+
+    def foreign_draws(self) -> list[str]:
+        """What the first forward under ``drawing()`` drew beside dropout: each function, and the module that called it.
+
+        Such numbers depend on the process that draws them, so they differ from plan to plan.
+        """
+        return list(self._functional.foreign)
+
+    @property
+    def may_draw_otherwise(self) -> bool:
+        """True while the model is not known to draw from nothing but its keys."""
+        return self._functional.may_draw_otherwise
 
     def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For ``torch.utils.checkpoint(..., context_fn=key.recompute_contexts)``: the recomputed region draws the same bits.
@@ -63,15 +161,20 @@ class DropoutKey:
         recompute may come after another microbatch has begun, as it does in a pipeline.
         """
         remembered = [(module.draws, module.call) for module in self._modules]
-        return nullcontext(), self._replay(remembered)
+        return nullcontext(), self._replay(remembered, self._functional.remember())
 
     @contextmanager
-    def _replay(self, remembered: Sequence[tuple[Tensor | None, int]]) -> Iterator[None]:
+    def _replay(
+        self,
+        remembered: Sequence[tuple[Tensor | None, int]],
+        replay_functional: Callable[[], AbstractContextManager[object]],
+    ) -> Iterator[None]:
         before = [(module.draws, module.call) for module in self._modules]
         for module, (draws, call) in zip(self._modules, remembered, strict=True):
             module.rewind(draws, call, is_replaying=True)
         try:
-            yield
+            with replay_functional():
+                yield
         finally:
             for module, (draws, call) in zip(self._modules, before, strict=True):
                 module.rewind(draws, call)
@@ -85,91 +188,28 @@ def apply_keyed_dropout(model: nn.Module, seed: int) -> DropoutKey:
     before the paths, and the paths are part of the key.
     """
     keyed: list[_Keyed] = []
+    batch_second = _batch_second(model)
     for path, module in model.named_modules():
         kind = next((kind for kind in _KEYED if type(module).forward is kind.forward), None)
         if kind is not None:
             module.__class__ = _KEYED[kind]
         if not isinstance(module, _Keyed):
             continue
-        # Signed, because torch has no unsigned 64-bit arithmetic; the bits are the same.
-        site = np.array([derive_key("dropout", seed, path)], dtype=np.uint64).view(np.int64)
-        module.__dict__.update(path=path, site=torch.from_numpy(site), draws=None, call=0, is_replaying=False)
+        layout = Layout(batch_dim=1) if module in batch_second else WHOLE
+        state = {"path": path, "site": site_key(seed, path), "draws": None, "call": 0, "is_replaying": False}
+        module.__dict__.update(state, layout=layout, own_layout=layout)
         keyed.append(module)
-    return DropoutKey(keyed)
+    return DropoutKey(keyed, FunctionalDraws(model, seed))
 
 
-def draw_mask(like: Tensor, draws: Tensor, site: Tensor, call: int, p: float, scale: float, channels: bool) -> Tensor:
-    """A mask for ``like``: 0 where it is dropped, ``scale`` elsewhere.
-
-    Args:
-        like: gives shape, dtype and device.
-        draws: the step, then the global sample ids of dim 0.
-        site: the key of the module, one number.
-        call: how many times the module was called in this microbatch before.
-        p: probability of a zero.
-        scale: the value that keeps.
-        channels: one draw per (sample, channel) instead of one per element.
-    """
-    shape = like.shape[:2] + (1,) * (like.ndim - 2) if channels else like.shape
-    size = math.prod(shape)
-    step, *samples = draws.tolist()
-    if not samples or shape[0] % len(samples):
-        samples = [_NO_SAMPLE]
-    bits = _word_bits(p)
-    per_sample = size // len(samples)
-    # Each sample starts at a word of its own, so its bits do not depend on how many others are beside it.
-    words = -(-per_sample * bits // 64)
-    rows: NDArray[np.uint64] = np.empty((len(samples), words), dtype=np.uint64)
-    generator = _Generator.of_thread()
-    site_key = int(site)
-    for row, sample in zip(rows, samples, strict=True):
-        generator.fill(row, key=(site_key, call), counter=(step, sample))
-    drawn: NDArray[Any] = rows.view(np.uint16 if bits == 16 else np.uint32)[:, :per_sample]
-    kept = drawn >= min(round(p * 2**bits), 2**bits - 1)
-    wide = np.float64 if like.dtype == torch.float64 else np.float32
-    mask = np.multiply(kept, wide(scale), dtype=wide).reshape(shape)
-    return torch.from_numpy(mask).to(device=like.device, dtype=like.dtype)
-
-
-def _word_bits(p: float) -> int:
-    """Bits per element: 16 are enough unless ``p`` is so near 0 or 1 that they would round it by more than a thousandth."""
-    is_close = abs(round(p * 2**16) / 2**16 - p) <= 1e-3 * min(p, 1 - p)
-    return 16 if is_close else 32
-
-
-class _Generator:
-    """One Philox per thread, moved to any key and counter; making a new one costs six times as much."""
-
-    def __init__(self) -> None:
-        self._philox = np.random.Philox(key=0)
-        self._state: Any = self._philox.state
-
-    @classmethod
-    def of_thread(cls) -> "_Generator":
-        if not hasattr(_local, "generator"):
-            _local.generator = cls()
-        found: _Generator = _local.generator
-        return found
-
-    def fill(self, row: NDArray[np.uint64], *, key: tuple[int, int], counter: tuple[int, int]) -> None:
-        words = self._state["state"]
-        words["key"].view(np.int64)[:] = key
-        # Word 0 counts the blocks of the stream; the others name it.
-        words["counter"].view(np.int64)[:] = (0, counter[0], counter[1], 0)
-        self._state["buffer_pos"] = 4
-        self._philox.state = self._state
-        row[:] = self._philox.random_raw(row.size)
-
-
-# Opaque to torch.compile, and pure: all it draws from comes in as arguments, so a compiled or recomputed graph may run it again.
-_mask_op: Callable[..., Tensor] = torch.library.custom_op(
-    "shoal::draw_dropout_mask", draw_mask, mutates_args=(), device_types=None
-)
-
-
-@_mask_op.register_fake  # type: ignore[attr-defined,untyped-decorator]
-def _fake_mask(like: Tensor, draws: Tensor, site: Tensor, call: int, p: float, scale: float, channels: bool) -> Tensor:
-    return like.new_empty(like.shape[:2] + (1,) * (like.ndim - 2) if channels else like.shape)
+def _batch_second(model: nn.Module) -> set[nn.Module]:
+    """Dropouts beside attention of torch's that has the sequence first: their batch is dim 1, whatever its length."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        children = list(module.children())
+        if any(isinstance(child, nn.MultiheadAttention) and not child.batch_first for child in children):
+            found.update(children)
+    return found
 
 
 class _Keyed(nn.Module):
@@ -182,25 +222,28 @@ class _Keyed(nn.Module):
     draws: Tensor | None
     call: int
     is_replaying: bool
+    layout: Layout
     odd_shape: tuple[int, ...] | None = None
 
     def rewind(self, draws: Tensor | None, call: int, *, is_replaying: bool = False) -> None:
         """Set what comes next; past ``nn.Module.__setattr__``, which is slow and would look for parameters."""
         self.__dict__.update(draws=draws, call=call, is_replaying=is_replaying)
 
-    def _mask(self, x: Tensor, *, scale: float, channels: bool) -> Tensor:
+    def _mask(self, like: Tensor, *, p: float, scale: float, channels: bool) -> Tensor:
         draws = self.draws
         if draws is None:
             raise RunError(
                 f"dropout {self.path!r} was called in training before begin(step, sample_ids) of its DropoutKey"
             )
         call = self._count_call()
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and x.shape[0] != len(draws) - 1:
-            self.__dict__["odd_shape"] = tuple(x.shape)
-        draw = _mask_op if is_compiling else draw_mask
-        # Detached: a mask is no function of the values, and the operator has no gradient.
-        return draw(x.detach(), draws, self.site, call, self.p, scale, channels)
+        layout = self.layout
+        if not torch.compiler.is_compiling() and like.shape[0] != len(draws) - 1:
+            self._look_at(like, len(draws) - 1)
+        return draw(like, draws, self.site, call, p=p, scale=scale, channels=channels, layout=layout)
+
+    def _look_at(self, like: Tensor, num_samples: int) -> None:
+        if read_shape(like.shape, num_samples, self.layout.batch_dim).is_guess:
+            self.__dict__["odd_shape"] = tuple(like.shape)
 
     def _count_call(self) -> int:
         call = self.call
@@ -218,23 +261,12 @@ class _Keyed(nn.Module):
     def _multiply(self, x: Tensor, *, channels: bool) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        if self.p == 1.0:
-            result = x * 0.0
-        elif x.dtype in (torch.bfloat16, torch.float16):
-            # The scale is no half-precision number: in the mask it would be rounded, and every activation with it.
-            result = x * self._mask(x, scale=1.0, channels=channels) * (1.0 / (1.0 - self.p))
-        else:
-            result = x * self._mask(x, scale=1.0 / (1.0 - self.p), channels=channels)
-        return x.copy_(result) if self.inplace else result
+        return multiply(x, self._mask, p=self.p, channels=channels, inplace=self.inplace)
 
     def _saturate(self, x: Tensor, *, channels: bool) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        kept = 1.0 - self.p
-        slope = 1.0 / math.sqrt(kept * (1.0 + self.p * _SELU_LIMIT**2)) if kept else 0.0
-        mask = self._mask(x, scale=1.0, channels=channels) if kept else torch.zeros_like(x)
-        result = slope * (x * mask + _SELU_LIMIT * (1.0 - mask) - _SELU_LIMIT * self.p)
-        return x.copy_(result) if self.inplace else result
+        return saturate(x, self._mask, p=self.p, channels=channels, inplace=self.inplace)
 
 
 class KeyedDropout(_Keyed, nn.Dropout):

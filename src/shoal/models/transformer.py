@@ -4,6 +4,7 @@ Shapes: B batch, L sequence, M memory (the sequence attended to), D hidden, H qu
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,12 @@ class Rotary(nn.Module):
 
     cos_LE: Tensor
     sin_LE: Tensor
+    positions: Callable[[int], Tensor] | None
+    """For a rank that holds only some positions of a sequence: which ones so many are. The first ones when None."""
 
     def __init__(self, sequence: int, head: int) -> None:
         super().__init__()
+        self.positions = None
         rates_E = ROTARY_BASE ** (-torch.arange(0, head, 2, dtype=torch.float64) / head)
         angles_LE = torch.outer(torch.arange(sequence, dtype=torch.float64), rates_E)
         # Not persistent: a table is a function of the sizes, and a checkpoint that holds it would fix the sequence length.
@@ -29,8 +33,9 @@ class Rotary(nn.Module):
     def forward(self, x_BHLE: Tensor) -> Tensor:
         """The same heads, each pair of halves turned by its position."""
         length = x_BHLE.shape[-2]
-        cos_LE = self.cos_LE[:length].to(x_BHLE.dtype)
-        sin_LE = self.sin_LE[:length].to(x_BHLE.dtype)
+        rows = slice(length) if self.positions is None else self.positions(length)
+        cos_LE = self.cos_LE[rows].to(x_BHLE.dtype)
+        sin_LE = self.sin_LE[rows].to(x_BHLE.dtype)
         first, second = x_BHLE.chunk(2, dim=-1)
         return torch.cat((first * cos_LE - second * sin_LE, second * cos_LE + first * sin_LE), dim=-1)
 

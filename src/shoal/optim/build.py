@@ -1,10 +1,10 @@
 """Builds the optimizer of a run, with its state, from the ``[optim]`` section.
 
 torch's own optimizers are used in their fused form, which runs the same kernel for every tensor whatever else is stepped with it.
-What that kernel promises about shards is in ``CUT_MULTIPLE``. LARS and LAMB are ours, because torch has neither.
+What that kernel promises about shards is in ``flat.CUT_MULTIPLE``. LARS and LAMB are ours, because torch has neither.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,28 +14,35 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from shoal.core.errors import RequestError
 from shoal.optim.config import OptimConfig
+from shoal.optim.flat import CUT_MULTIPLE as CUT_MULTIPLE
+from shoal.optim.flat import FlatState, is_flat
 from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars
-
-CUT_MULTIPLE = 16
-"""Elements from the start of a tensor at whose multiples a shard may be cut without changing a bit of any update.
-
-The fused CPU kernels of momentum SGD, Adam and AdamW compute the last elements, which do not fill a vector register, by scalar
-code that rounds differently (torch 2.13); the widest register holds 16 float32. Plain SGD, Adagrad, LARS and LAMB may be cut
-anywhere.
-"""
+from shoal.optim.trust import Norms
 
 _DEFAULT_EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10, "lamb": 1e-6}
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
+def build_optimizer(
+    config: OptimConfig,
+    model: nn.Module,
+    updated: Mapping[str, nn.Parameter] | None = None,
+    norms: Norms | None = None,
+) -> Optimizer:
     """The optimizer over the model's trainable parameters: a decayed and an exempt group, each in the order of names.
+
+    Args:
+        config: the ``[optim]`` section.
+        model: decides which parameters are in which group, by their names, dims and modules.
+        updated: the tensors that this rank updates in their place, by parameter name (ZeRO: some rows of some parameters); names
+            that are absent belong to other ranks, and a rank may have none at all.
+        norms: how LARS and LAMB get the norms of whole tensors when a rank holds parts of them.
 
     Raises:
         RequestError: the model has nothing to train, or a parameter whose memory has gaps.
     """
-    groups = _param_groups(config, model)
+    groups = _param_groups(config, model, updated)
     eps = config.eps if config.eps is not None else _DEFAULT_EPS.get(config.name, 0.0)
     # Each group carries its own weight decay; what is given here is only the default of groups added later.
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
@@ -51,9 +58,9 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
         case "adagrad":
             return Adagrad(groups, **common, eps=eps, fused=True)
         case "lars":
-            return Lars(groups, **common, momentum=config.momentum, trust=config.trust)
+            return Lars(groups, **common, momentum=config.momentum, trust=config.trust, norms=norms)
         case "lamb":
-            return Lamb(groups, **common, betas=config.betas, eps=eps)
+            return Lamb(groups, **common, betas=config.betas, eps=eps, norms=norms)
 
 
 def set_rate(optimizer: Optimizer, lr: float) -> None:
@@ -63,11 +70,17 @@ def set_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def initialise_state(optimizer: Optimizer) -> None:
-    """Make the state of every parameter exist before the first step, as zeros; the first step is the same with and without it."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = _zero_state(optimizer, group, parameter)
+    """Make the state of every parameter exist before the first step, as zeros, in one buffer per kind of state.
+
+    The first step is the same with and without it. State that is there already keeps its values.
+    """
+    members = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if all(optimizer.state[parameter] for _, parameter in members) and is_flat(optimizer):
+        return
+    flat = FlatState(optimizer)
+    for group, parameter in members:
+        state = optimizer.state[parameter] or _zero_state(optimizer, group, parameter)
+        optimizer.state[parameter] = flat.move(parameter, state)
 
 
 def _zero_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
@@ -91,30 +104,41 @@ def _zero_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) 
             )
 
 
-def _param_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
+def _param_groups(
+    config: OptimConfig, model: nn.Module, updated: Mapping[str, nn.Parameter] | None
+) -> list[dict[str, Any]]:
     trainable = sorted((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     if not trainable:
         raise RequestError(
             f"{type(model).__name__} has no trainable parameter; give it a layer, or set requires_grad on one"
         )
-    for name, parameter in trainable:
-        if not _is_dense(parameter):
-            raise RequestError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, which leave gaps or "
-                "overlap in memory, and a fused optimizer would write into them; make it with .contiguous()"
-            )
     # Without decay there is nothing to be exempt from, and one group is one kernel call; LARS and LAMB also adapt by group.
     has_groups = config.exempt_1d and (config.weight_decay != 0 or config.name in ("lars", "lamb"))
     exempt = _exempt_names(model, trainable) if has_groups else set()
-    decayed = [(name, parameter) for name, parameter in trainable if name not in exempt]
-    spared = [(name, parameter) for name, parameter in trainable if name in exempt]
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": spared, "weight_decay": 0.0},
-    ]
-    if config.name in ("lars", "lamb"):
-        groups[1]["adapt"] = False
-    return [group for group in groups if group["params"]]
+    # A group of the model that has no tensor on this rank stays, empty: LARS and LAMB gather norms in it with the other ranks.
+    is_spared = [kind for kind in (False, True) if any((name in exempt) is kind for name, _ in trainable)]
+    tensors = trainable if updated is None else [(name, updated[name]) for name, _ in trainable if name in updated]
+    for name, tensor in tensors:
+        _refuse_gaps(name, tensor)
+    groups: list[dict[str, Any]] = []
+    for kind in is_spared:
+        members = [(name, tensor) for name, tensor in tensors if (name in exempt) is kind]
+        group: dict[str, Any] = {"params": [tensor for _, tensor in members]}
+        # Given and not found: torch takes an empty group for one without names, and refuses the mixture.
+        group["param_names"] = [name for name, _ in members]
+        group["weight_decay"] = 0.0 if kind else config.weight_decay
+        if kind and config.name in ("lars", "lamb"):
+            group["adapt"] = False
+        groups.append(group)
+    return groups
+
+
+def _refuse_gaps(name: str, tensor: Tensor) -> None:
+    if not _is_dense(tensor):
+        raise RequestError(
+            f"parameter {name!r} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, which leave gaps or "
+            "overlap in memory, and a fused optimizer would write into them; make it with .contiguous()"
+        )
 
 
 def _exempt_names(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> set[str]:

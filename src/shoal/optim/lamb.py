@@ -5,22 +5,28 @@ the identity as its scaling function phi.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from shoal.optim.rows import whole_norms
-from shoal.optim.trust import scaled_sum, trust_ratios
+from shoal.optim.trust import Norms, TrustOptimizer, scaled_sum, trust_ratios
 
 
-class Lamb(Optimizer):
+class Lamb(TrustOptimizer):
     """LAMB over groups that say ``adapt``: False means AdamW's own step length, as is usual for biases and norms."""
 
-    def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True})
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        norms: Norms | None = None,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, norms)
 
     def create_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a parameter that has not been stepped; the count stays on the CPU, where reading it waits for nothing."""
@@ -30,29 +36,22 @@ class Lamb(Optimizer):
             "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         }
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            weights = [weight for weight in cast(list[Tensor], group["params"]) if weight.grad is not None]
-            if weights:
-                self._step_group(group, weights)
-        return loss
-
-    def _step_group(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        for weight in weights:
-            if not self.state[weight]:
-                self.state[weight] = self.create_state(weight)
-            self.state[weight]["step"] += 1
+    def step_group(self, group: dict[str, Any], names: list[str], weights: list[Tensor]) -> None:
+        """Algorithm 2 over one group."""
         states = [self.state[weight] for weight in weights]
-        moves = self._adam_directions(group, [cast(Tensor, weight.grad) for weight in weights], states)
-        if group["weight_decay"]:
+        for state in states:
+            state["step"] += 1
+        gradients = [cast(Tensor, weight.grad) for weight in weights]
+        moves = self._adam_directions(group, gradients, states) if weights else []
+        if group["weight_decay"] and weights:
             # r + lambda x
             moves = scaled_sum(moves, weights, group["weight_decay"])
-        if group["adapt"]:
+        norms = (self.norms(names, weights), self.norms(names, moves)) if group["adapt"] else None
+        if not weights:
+            return
+        if norms is not None:
             # phi(|x|) / |r + lambda x|
-            torch._foreach_mul_(moves, trust_ratios(whole_norms(weights), whole_norms(moves), weights[0].dtype))
+            torch._foreach_mul_(moves, trust_ratios(*norms, weights[0].dtype))
         torch._foreach_mul_(moves, group["lr"])
         torch._foreach_sub_(weights, moves)
 

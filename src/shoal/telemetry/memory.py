@@ -8,7 +8,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -143,8 +143,25 @@ def _tensors(model: "nn.Module", optimizer: "Optimizer | None") -> Iterator[tupl
             yield name, "gradient", parameter.grad
     for name, buffer in model.named_buffers():
         yield name, "buffer", buffer
-    if optimizer is not None:
-        for owner, state in optimizer.state.items():
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        # Under ZeRO these are rows of the model's parameters, in buffers of their own; elsewhere they are known already.
+        for place, owner in enumerate(group["params"]):
+            if id(owner) in names:
+                continue
+            names[id(owner)] = _name_in(group, place)
+            yield names[id(owner)], "weight", owner
+            if owner.grad is not None:
+                yield names[id(owner)], "gradient", owner.grad
+        for owner in group["params"]:
+            state = optimizer.state[owner]
             for key, value in state.items():
                 if hasattr(value, "untyped_storage"):
-                    yield f"{names.get(id(owner), '?')}/{key}", "optimizer", value
+                    yield f"{names[id(owner)]}/{key}", "optimizer", value
+
+
+def _name_in(group: dict[str, Any], place: int) -> str:
+    """What torch knows a parameter of a group by, where it was given with its name."""
+    names = group.get("param_names")
+    return str(names[place]) if names else "?"
