@@ -1,4 +1,4 @@
-"""One save as one rank lives through it: begin, write, vote, commit, vote.
+"""One save as one rank lives through it: begin, vote, settle who writes what, write, vote, commit, vote.
 
 Every exit is the same on every rank. A rank that fails before a vote does not raise, it votes no, because the others are
 waiting for its ballot. Rank 0 makes the folder, writes the manifest and renames. When the ranks lose touch after that, the disk
@@ -7,12 +7,17 @@ is the judge: the checkpoint with this save's id either has its name or has not.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from shoal.checkpoint.agreement import Agreement, sum_of
 from shoal.checkpoint.commit import Draft, abandon, begin, commit, write_part
+from shoal.checkpoint.cutting import blobs_of
 from shoal.checkpoint.files import NotWhole
+from shoal.checkpoint.holdings import Cut, Listing
 from shoal.checkpoint.manifest import Manifest, Part, decode_part, encode_part, merge
 from shoal.checkpoint.shard import Blob
 from shoal.checkpoint.vote import LostTouch, Phase, SaveFailed, Vote
@@ -29,10 +34,14 @@ class Request:
     plan: str
     values: Mapping[str, Any]
     blobs: Mapping[str, Blob]
-    """This rank's own share: its part of the shared tensors, and its local ones."""
+    """This rank's own share, as far as it is known before the save: its part of the shared tensors, and its local ones."""
     shared: Mapping[str, tuple[str, tuple[int, ...]]]
-    """All shared tensors as ``{name: (dtype, shape)}``: together the ranks must write each of them once."""
+    """All shared tensors as ``{name: (dtype, whole shape)}``: together the ranks must write each of them once."""
     deadline: Deadline
+    listing: Listing | None = None
+    """What this rank holds of the shared tensors, when ranks hold pieces; its share of them is then settled in the save."""
+    copies: Mapping[Cut, Tensor] = field(default_factory=dict)
+    """The pieces of ``listing`` that this rank has copied and can write."""
     problem: str | None = None
     """Why this rank cannot take part; it still votes."""
 
@@ -47,16 +56,23 @@ class Saved:
     """Set when the last vote was cut off and the disk said that the commit had happened."""
 
 
-def attempt(request: Request, *, root: Path, vote: Vote) -> Saved:
+def attempt(request: Request, *, root: Path, vote: Vote, agreement: Agreement) -> Saved:
     """Save once, together with all other ranks.
+
+    Args:
+        request: what to save.
+        root: the ``checkpoints`` folder.
+        vote: of all ranks.
+        agreement: who writes which piece, from earlier saves.
 
     Raises:
         SaveFailed: some rank failed, so there is no new checkpoint; what was written is removed.
         LostTouch: a rank died or did not come in time; there is no new checkpoint as far as this rank can see.
     """
-    draft = _begin(request, root, vote)
+    draft, sums = _begin(request, root, vote)
     try:
-        parts = _write(request, draft, vote)
+        cuts = _settle(request, sums, vote, agreement)
+        parts = _write(request, draft, vote, cuts)
         problem = _commit(request, draft, parts) if vote.rank == 0 else None
         saved = Saved(path=draft.final, num_bytes=sum(part.entry.size for part in parts))
         try:
@@ -72,33 +88,51 @@ def attempt(request: Request, *, root: Path, vote: Vote) -> Saved:
         raise
 
 
-def _begin(request: Request, root: Path, vote: Vote) -> Draft:
-    """Rank 0 makes the folder and tells its id."""
+def _begin(request: Request, root: Path, vote: Vote) -> tuple[Draft, list[bytes]]:
+    """Rank 0 makes the folder and tells its id; every rank tells the sum of what it holds."""
     draft, problem = None, request.problem
     if vote.rank == 0 and problem is None:
         try:
             draft = begin(root, request.step)
         except OSError as error:
             problem = f"cannot make a folder in {root}: {_explain(error)}"
-    text = draft.id.encode() if draft is not None else b""
+    text = (draft.id.encode() if draft is not None else b"") + b" " + sum_of(request.listing)
     try:
         texts = vote.exchange(request.step, Phase.BEGIN, request.deadline, problem=problem, text=text)
     except SaveFailed:
         if draft is not None:
             abandon(draft)
         raise
-    return Draft(root=root, step=request.step, id=texts[0].decode())
+    pairs = [other.split(b" ") for other in texts]
+    return Draft(root=root, step=request.step, id=pairs[0][0].decode()), [sum for _, sum in pairs]
 
 
-def _write(request: Request, draft: Draft, vote: Vote) -> list[Part]:
+def _settle(request: Request, sums: list[bytes], vote: Vote, agreement: Agreement) -> tuple[Cut, ...]:
+    """The pieces that this rank writes; none when the ranks hold whole tensors, whose shares need no asking."""
+    with_pieces = [rank for rank, sum in enumerate(sums) if sum]
+    if not with_pieces:
+        return ()
+    if len(with_pieces) < len(sums) or request.listing is None:
+        without = next(rank for rank, sum in enumerate(sums) if not sum)
+        raise SaveFailed(
+            f"rank {with_pieces[0]} saves with placements and rank {without} without; give them on all ranks"
+        )
+    return agreement.settle(request.listing, sums, step=request.step, vote=vote, deadline=request.deadline)
+
+
+def _write(request: Request, draft: Draft, vote: Vote, cuts: tuple[Cut, ...]) -> list[Part]:
     """Write this rank's shard and hear what the others wrote."""
     problem, text = None, b""
     try:
-        text = encode_part(write_part(draft, vote.rank, request.blobs))
+        blobs = {**request.blobs, **blobs_of(cuts, request.copies)}
+        text = encode_part(write_part(draft, vote.rank, blobs, cuts=cuts))
     except FileNotFoundError as error:
         problem = f"cannot write its shard: {_explain(error)}; is {draft.root} the same folder for all ranks?"
     except OSError as error:
         problem = f"cannot write its shard: {_explain(error)}"
+    # torch raises RuntimeError when there is no memory to cut a piece out of a copy.
+    except (ValueError, RuntimeError, MemoryError) as error:
+        problem = f"cannot cut its pieces: {error}"
     texts = vote.exchange(request.step, Phase.WRITE, request.deadline, problem=problem, text=text)
     try:
         return [decode_part(other) for other in texts]

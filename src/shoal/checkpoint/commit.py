@@ -18,14 +18,15 @@ between 2 and 3 and after 7 (``attempt.py``). No torch.
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.files import NotWhole, new_file, sync_folder
+from shoal.checkpoint.holdings import Cut
 from shoal.checkpoint.layout import MANIFEST, Beside, beside_name, draw_id, shard_name, step_name
-from shoal.checkpoint.manifest import MAX_BYTES, Manifest, Part, decode, encode, merge, whole_tensor
+from shoal.checkpoint.manifest import MAX_BYTES, Manifest, Part, Piece, TensorEntry, decode, encode, merge, whole_tensor
 from shoal.checkpoint.shard import CHUNK_BYTES, Blob, write_shard
 
 
@@ -69,15 +70,42 @@ def begin(root: Path, step: int) -> Draft:
     return draft
 
 
-def write_part(draft: Draft, rank: int, blobs: Mapping[str, Blob], *, chunk_bytes: int = CHUNK_BYTES) -> Part:
+def write_part(
+    draft: Draft,
+    rank: int,
+    blobs: Mapping[str, Blob],
+    *,
+    cuts: Iterable[Cut] = (),
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Part:
     """Write one rank's shard.
+
+    Args:
+        draft: the save it belongs to.
+        rank: who writes.
+        blobs: what to write, by key.
+        cuts: of which tensors the blobs are pieces; a blob under any other key is the whole tensor of that name.
+        chunk_bytes: of the sums.
 
     Raises:
         OSError: the disk refused; the unfinished file is gone.
     """
     file = shard_name(rank)
     entry = write_shard(draft.folder / file, blobs, chunk_bytes=chunk_bytes)
-    tensors = {name: whole_tensor(file, name, blob.dtype, blob.shape) for name, blob in blobs.items()}
+    pieces: dict[str, list[Cut]] = {}
+    keys = set()
+    for cut in cuts:
+        pieces.setdefault(cut.name, []).append(cut)
+        keys.add(cut.key)
+    tensors = {key: whole_tensor(file, key, blob.dtype, blob.shape) for key, blob in blobs.items() if key not in keys}
+    for name, of_name in pieces.items():
+        assert name not in tensors, f"{name} is given whole and in pieces"
+        ordered = sorted(of_name, key=lambda cut: cut.box)
+        tensors[name] = TensorEntry(
+            dtype=blobs[ordered[0].key].dtype,
+            shape=ordered[0].shape,
+            pieces=tuple(Piece(file=file, key=cut.key, start=cut.box.start, shape=cut.box.shape) for cut in ordered),
+        )
     return Part(file=file, entry=entry, tensors=tensors)
 
 
@@ -90,7 +118,9 @@ def commit(draft: Draft, manifest: Manifest) -> None:
     """
     data = encode(manifest)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"the manifest would have {len(data)} bytes, more than {MAX_BYTES}; save less in its values")
+        raise ValueError(
+            f"the manifest would have {len(data)} bytes, more than {MAX_BYTES}; save less in its values, or fewer pieces"
+        )
     try:
         decode(data)
     except NotWhole as error:
@@ -143,20 +173,25 @@ def write_checkpoint(
     step: int,
     ranks: Sequence[Mapping[str, Blob]],
     values: Mapping[str, Any],
+    cuts: Sequence[Iterable[Cut]] | None = None,
     plan: str = "dp=1",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Path:
-    """Write a whole checkpoint from one process: one shard for each mapping in ``ranks``.
+    """Write a whole checkpoint from one process: one shard for each mapping in ``ranks``, whose pieces ``cuts`` names.
 
     Raises:
         OSError: the disk refused; nothing is left of it.
-        ValueError: a value is not JSON.
+        ValueError: a value is not JSON, or some of a tensor is missing.
+        NotWhole: two ranks have the same elements.
     """
     draft = begin(root, step)
     try:
-        parts = [write_part(draft, rank, blobs, chunk_bytes=chunk_bytes) for rank, blobs in enumerate(ranks)]
+        parts = [
+            write_part(draft, rank, blobs, cuts=cuts[rank] if cuts else (), chunk_bytes=chunk_bytes)
+            for rank, blobs in enumerate(ranks)
+        ]
         commit(draft, merge(parts, id=draft.id, step=step, plan=plan, values=values))
-    except (OSError, ValueError):
+    except (OSError, ValueError, NotWhole):
         abandon(draft)
         raise
     return draft.final

@@ -1,4 +1,7 @@
-"""Two checkpoints compared: which tensors differ, in how many elements, and by how much. A pure function of two values."""
+"""Two checkpoints compared: which tensors differ, in how many elements, and by how much. A pure function of two values.
+
+Seconds are told apart: no two runs take the same time, and two checkpoints from which training would go on alike are the same.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -41,13 +44,15 @@ class Difference:
     changed: tuple[TensorDifference, ...]
     """In the order of names."""
     values: tuple[str, ...]
-    """Paths of the values that differ, such as ``progress.step``."""
+    """Paths of the values that differ, such as ``progress.step``, without timings."""
+    timings: tuple[str, ...]
+    """Paths of the timings that differ, such as ``progress.trained_seconds``; they make no difference."""
     num_same: int
     """Tensors that are equal bit for bit."""
 
     @property
     def is_same(self) -> bool:
-        """True when both hold the same tensors and values, bit for bit."""
+        """True when both hold the same tensors and values, bit for bit; timings do not count."""
         return not (self.only_in_first or self.only_in_second or self.changed or self.values)
 
 
@@ -56,13 +61,15 @@ def compare(first: Checkpoint, second: Checkpoint) -> Difference:
     shared = sorted(first.tensors.keys() & second.tensors.keys())
     differences = (_compare_tensors(name, first.tensors[name], second.tensors[name]) for name in shared)
     changed = tuple(difference for difference in differences if difference is not None)
+    values = _compare_values("", dict(first.values), dict(second.values))
     return Difference(
         first_step=first.step,
         second_step=second.step,
         only_in_first=tuple(sorted(first.tensors.keys() - second.tensors.keys())),
         only_in_second=tuple(sorted(second.tensors.keys() - first.tensors.keys())),
         changed=changed,
-        values=tuple(_compare_values("", dict(first.values), dict(second.values))),
+        values=tuple(path for path in values if not _is_timing(path)),
+        timings=tuple(path for path in values if _is_timing(path)),
         num_same=len(shared) - len(changed),
     )
 
@@ -94,6 +101,10 @@ def _compare_tensors(name: str, first: Tensor, second: Tensor) -> TensorDifferen
 
 def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _is_timing(path: str) -> bool:
+    return path.endswith("_seconds")
 
 
 def _compare_values(path: str, first: Any, second: Any) -> list[str]:

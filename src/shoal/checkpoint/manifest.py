@@ -1,11 +1,12 @@
 """The manifest: what a checkpoint consists of, as one JSON file that proves its own bytes.
 
 Its first field is the xxh3 sum of the file with that field's digits set to zero, so a flipped bit anywhere is found before the
-JSON is parsed. A tensor is a list of pieces, cut in order along one dim, so that sharded tensors need no other format than
+JSON is parsed. A tensor is a list of pieces, boxes that tile it in any way, so that sharded tensors need no other format than
 whole ones. Nothing in a manifest is believed: names, types, shapes, sizes and their sums must agree with each other before any
 file is opened.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import xxhash
 
 from shoal.checkpoint import strictjson
+from shoal.checkpoint.boxes import Box, check_tiling, intersect
 from shoal.checkpoint.fields import MAX_NUMBER, check_object, file_name, mapping, number, shape_of, tensor_name, text
 from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.layout import MANIFEST, is_id
@@ -25,6 +27,8 @@ FORMAT = "shoal-checkpoint"
 VERSION = 1
 MAX_BYTES = 32 * 2**20
 """A larger manifest is refused unread; one of a model of a thousand layers takes a few MiB."""
+MAX_PIECES = 2**16
+"""Of one tensor: as many as ranks could hold a part of it. Looking through a manifest takes some 45 us for each piece."""
 
 _PREFIX = b'{"sum": "'
 _BLANK = b"0" * 16
@@ -40,10 +44,15 @@ class Piece:
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def box(self) -> Box:
+        """Where it lies in the tensor."""
+        return Box(self.start, self.shape)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A tensor and the pieces it is made of."""
+    """A tensor and the pieces it is made of, in the order of their starts."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +66,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank wrote: its file and the tensors in it."""
+    """What one rank wrote: its file and the tensors in it, of which it may have only some pieces."""
 
     file: str
     entry: FileEntry
@@ -100,16 +109,28 @@ def merge(parts: Sequence[Part], *, id: str, step: int, plan: str, values: Mappi
     """One manifest from what every rank wrote.
 
     Raises:
-        NotWhole: two ranks wrote the same tensor.
+        NotWhole: two ranks wrote the same elements of a tensor, or do not agree about its type or shape.
     """
     tensors: dict[str, TensorEntry] = {}
     for part in parts:
         for name, tensor in part.tensors.items():
-            if name in tensors:
-                raise NotWhole(f"{part.file} and {tensors[name].pieces[0].file} both hold the tensor {name!r}")
-            tensors[name] = tensor
+            tensors[name] = _join(name, tensors[name], tensor) if name in tensors else tensor
     files = {part.file: part.entry for part in parts}
     return Manifest(id=id, step=step, world_size=len(parts), plan=plan, tensors=tensors, files=files, values=values)
+
+
+def _join(name: str, first: TensorEntry, second: TensorEntry) -> TensorEntry:
+    """A tensor of which two ranks wrote pieces. That nothing is missing is checked when the manifest is read back."""
+    files = f"{second.pieces[0].file} and {first.pieces[0].file}"
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        kinds = f"{second.dtype} {list(second.shape)} and {first.dtype} {list(first.shape)}"
+        raise NotWhole(f"{files} hold pieces of {name!r} as {kinds}")
+    for new in second.pieces:
+        for old in first.pieces:
+            if new.box == old.box or intersect(new.box, old.box) is not None:
+                raise NotWhole(f"{new.file} and {old.file} both hold the tensor {name!r}, {new.box} and {old.box}")
+    pieces = sorted(first.pieces + second.pieces, key=lambda piece: piece.start)
+    return TensorEntry(dtype=first.dtype, shape=first.shape, pieces=tuple(pieces))
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -169,7 +190,7 @@ def decode_part(data: bytes) -> Part:
         tree = strictjson.parse(data)
         file = file_name(tree["file"])
         entry = _file_entry(file, tree["entry"])
-        return Part(file=file, entry=entry, tensors=_tensors(tree["tensors"], {file: entry}))
+        return Part(file=file, entry=entry, tensors=_tensors(tree["tensors"], {file: entry}, are_whole=False))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise NotWhole(f"a rank's part of the manifest: {error}") from error
 
@@ -242,12 +263,14 @@ def _file_entry(name: str, tree: Any) -> FileEntry:
     return FileEntry(size=size, chunk_bytes=chunk_bytes, sums=tuple(sums))
 
 
-def _tensors(tree: Any, files: Mapping[str, FileEntry]) -> dict[str, TensorEntry]:
+def _tensors(tree: Any, files: Mapping[str, FileEntry], *, are_whole: bool = True) -> dict[str, TensorEntry]:
     tensors = {}
     used: set[tuple[str, str]] = set()
     for name, entry in mapping("tensors", tree).items():
         tensor_name(name)
         tensor = _tensor(name, entry)
+        if are_whole:
+            check_tiling(name, tensor.shape, [piece.box for piece in tensor.pieces])
         for piece in tensor.pieces:
             if piece.file not in files:
                 raise ValueError(f"tensor {name!r} lies in {piece.file}, which is not among the files")
@@ -265,28 +288,21 @@ def _tensor(name: str, tree: Any) -> TensorEntry:
         raise ValueError(f"tensor {name!r} has the type {str(dtype)[:80]!r}, which is none of {', '.join(ITEM_BYTES)}")
     if math.prod(shape) * ITEM_BYTES[dtype] > MAX_NUMBER:
         raise ValueError(f"tensor {name!r} of shape {shape} is larger than any file")
-    if not isinstance(tree["pieces"], list) or not tree["pieces"]:
+    trees = tree["pieces"]
+    if not isinstance(trees, list) or not trees:
         raise ValueError(f"tensor {name!r} has no pieces")
-    pieces = []
-    for piece in tree["pieces"]:
-        check_object(f"a piece of {name!r}", piece, "file", "key", "start", "shape")
-        start, extent = shape_of(name, piece["start"]), shape_of(name, piece["shape"])
-        pieces.append(Piece(file=file_name(piece["file"]), key=tensor_name(piece["key"]), start=start, shape=extent))
-    _check_cover(name, shape, pieces)
-    return TensorEntry(dtype=dtype, shape=shape, pieces=tuple(pieces))
+    if len(trees) > MAX_PIECES:
+        raise ValueError(f"the pieces of {name!r} are {len(trees)}, more than {MAX_PIECES}")
+    pieces = tuple(_piece(name, shape, piece) for piece in trees)
+    # One way to write a manifest, whatever the order in which the ranks were heard.
+    if any(second.start <= first.start for first, second in itertools.pairwise(pieces)):
+        raise ValueError(f"the pieces of {name!r} overlap, or are not in the order of their starts")
+    return TensorEntry(dtype=dtype, shape=shape, pieces=pieces)
 
 
-def _check_cover(name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-    """The pieces must be the tensor cut along one dim, in order: nothing missing, nothing twice."""
-    if any(len(piece.start) != len(shape) or len(piece.shape) != len(shape) for piece in pieces):
-        raise ValueError(f"a piece of {name!r} has another number of dims than {shape}")
-    cut = next((dim for dim in range(len(shape)) if pieces[0].shape[dim] != shape[dim]), 0)
-    reached = 0
-    for piece in pieces:
-        start = tuple(reached if dim == cut else 0 for dim in range(len(shape)))
-        others = [dim for dim in range(len(shape)) if dim != cut]
-        if piece.start != start or any(piece.shape[dim] != shape[dim] for dim in others):
-            raise ValueError(f"the pieces of {name!r} do not lie side by side along one dim of {shape}")
-        reached += piece.shape[cut] if shape else 1
-    if reached != (shape[cut] if shape else 1):
-        raise ValueError(f"the pieces of {name!r} reach {reached} along dim {cut} of {shape}")
+def _piece(name: str, shape: tuple[int, ...], tree: Any) -> Piece:
+    check_object(f"a piece of {name!r}", tree, "file", "key", "start", "shape")
+    start, extent = shape_of(name, tree["start"]), shape_of(name, tree["shape"])
+    if len(start) != len(shape) or len(extent) != len(shape):
+        raise ValueError(f"a piece of {name!r} has {len(start)} and {len(extent)} dims, the tensor has {len(shape)}")
+    return Piece(file=file_name(tree["file"]), key=tensor_name(tree["key"]), start=start, shape=extent)

@@ -1,7 +1,6 @@
 """Reading a checkpoint into tensors. Only bytes whose sums were checked become tensors, and no code is run by any of them."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from shoal.checkpoint.files import NotWhole, folder
-from shoal.checkpoint.manifest import Manifest, TensorEntry
-from shoal.checkpoint.shard import read_shard
-from shoal.checkpoint.tensors import empty, from_bytes
+from shoal.checkpoint.filling import fill
+from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.whole import Found, newest_whole, read_manifest, verify
+from shoal.core.errors import RunError
+from shoal.core.placement import Placement, place_whole
 
-__all__ = ["Checkpoint", "Found", "newest_whole", "read", "verify"]
+__all__ = ["Checkpoint", "Found", "newest_whole", "read", "read_local", "verify"]
+
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,7 @@ class Checkpoint:
 
 
 def read(path: Path, *, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
-    """Load a checkpoint.
+    """Load a checkpoint, every tensor whole, however it was cut.
 
     Args:
         path: its folder. wanted: which tensors to load, by name; all of them when left out. Files are read and checked only
@@ -41,38 +43,57 @@ def read(path: Path, *, wanted: Callable[[str], bool] | None = None) -> Checkpoi
     try:
         with folder(path) as folder_fd:
             manifest = read_manifest(folder_fd, path)
-            chosen = {name: tensor for name, tensor in manifest.tensors.items() if wanted is None or wanted(name)}
-            pieces = _read_pieces(folder_fd, manifest, chosen, check_all=wanted is None)
+            chosen = {
+                name: place_whole(tensor.shape)
+                for name, tensor in manifest.tensors.items()
+                if wanted is None or wanted(name)
+            }
+            tensors = fill(folder_fd, manifest, chosen, check_all=wanted is None)
     except NotWhole as error:
         raise NotWhole(f"checkpoint {path} is not whole: {error}") from error
-    tensors = {name: _join(tensor, pieces) for name, tensor in chosen.items()}
     return Checkpoint(step=manifest.step, tensors=tensors, values=manifest.values, manifest=manifest)
 
 
-def _read_pieces(
-    folder_fd: int, manifest: Manifest, chosen: Mapping[str, TensorEntry], *, check_all: bool
-) -> dict[tuple[str, str], bytearray]:
-    wanted: dict[str, set[str]] = {name: set() for name in manifest.files}
-    for tensor in chosen.values():
-        for piece in tensor.pieces:
-            wanted[piece.file].add(piece.key)
-    layouts = manifest.layouts()
-    found = {}
-    for name, entry in manifest.files.items():
-        if wanted[name] or check_all:
-            shard = read_shard(folder_fd, name, entry, layouts[name], wanted=wanted[name], check_all=check_all)
-            found.update({(name, key): data for key, data in shard.items()})
-    return found
+def read_local(path: Path, placements: Mapping[str, Placement]) -> dict[str, Tensor]:
+    """Load what one rank holds of a checkpoint that was saved under any plan.
+
+    Only chunks that hold some of it are read and checked, and no tensor is ever whole in memory unless the rank holds it whole.
+
+    Args:
+        path: the checkpoint's folder.
+        placements: which part of which tensor the rank holds, by name; names that are left out are not read.
+
+    Returns:
+        The local tensors on the CPU, in the type they were saved in; what no patch covers is zero.
+
+    Raises:
+        NotWhole: names the checkpoint, the file and what does not agree.
+        RequestError: there is no such folder.
+        RunError: the checkpoint lacks some of these tensors, or has them in other shapes; names them.
+    """
+    try:
+        with folder(path) as folder_fd:
+            manifest = read_manifest(folder_fd, path)
+            _check_fit(path, manifest, placements)
+            return fill(folder_fd, manifest, placements, check_all=False)
+    except NotWhole as error:
+        raise NotWhole(f"checkpoint {path} is not whole: {error}") from error
 
 
-def _join(tensor: TensorEntry, pieces: dict[tuple[str, str], bytearray]) -> Tensor:
-    if len(tensor.pieces) == 1:
-        piece = tensor.pieces[0]
-        return from_bytes(pieces.pop((piece.file, piece.key)), tensor.dtype, tensor.shape)
-    whole = empty(tensor.dtype, tensor.shape)
-    for piece in tensor.pieces:
-        part = from_bytes(pieces.pop((piece.file, piece.key)), tensor.dtype, piece.shape)
-        if math.prod(piece.shape):
-            region = tuple(slice(start, start + extent) for start, extent in zip(piece.start, piece.shape, strict=True))
-            whole[region] = part
-    return whole
+def _check_fit(path: Path, manifest: Manifest, placements: Mapping[str, Placement]) -> None:
+    missing = [repr(name) for name in placements if name not in manifest.tensors]
+    if missing:
+        raise RunError(f"checkpoint {path} has {len(manifest.tensors)} tensors and lacks {_some(missing)}")
+    shapes = ((name, manifest.tensors[name].shape, placement) for name, placement in placements.items())
+    others = [
+        f"{name!r}: saved as {list(saved)}, wanted as {list(placement.whole_shape)}"
+        for name, saved, placement in shapes
+        if saved != tuple(placement.whole_shape)
+    ]
+    if others:
+        raise RunError(f"checkpoint {path} has tensors of other shapes: {_some(others)}")
+
+
+def _some(named: Sequence[str]) -> str:
+    left = len(named) - _MAX_NAMED
+    return ", ".join(named[:_MAX_NAMED]) + (f" and {left} more" if left > 0 else "")

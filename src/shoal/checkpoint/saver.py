@@ -18,10 +18,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.checkpoint.agreement import Agreement
 from shoal.checkpoint.assign import assign
 from shoal.checkpoint.attempt import Request, attempt
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.copies import Copies
+from shoal.checkpoint.cutting import list_holdings, view_cuts
+from shoal.checkpoint.holdings import Cut, Listing, cuts_of
 from shoal.checkpoint.retention import expire
 from shoal.checkpoint.shard import num_bytes
 from shoal.checkpoint.tensors import as_blob, dtype_name
@@ -29,6 +32,7 @@ from shoal.checkpoint.values import pack, unpack
 from shoal.checkpoint.vote import LostTouch, SaveFailed, Vote
 from shoal.core.clock import Deadline
 from shoal.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
+from shoal.core.placement import Placement, Shape
 
 Outcome = CheckpointSaved | CheckpointFailed
 
@@ -44,8 +48,20 @@ class _Job:
     outcome: Outcome | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """What one rank copies for a save."""
+
+    shared: Mapping[str, tuple[str, Shape]]
+    views: Mapping[str, Tensor]
+    """By key in the shard."""
+    listing: Listing | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """Which piece each of ``views`` is, when ranks hold pieces."""
+
+
 class Saver:
-    """Writes the checkpoints of one rank. All ranks call ``save`` at the same steps, with the same tensor names and values."""
+    """Writes the checkpoints of one rank. All ranks call ``save`` at the same steps, with the same values."""
 
     def __init__(
         self,
@@ -78,6 +94,7 @@ class Saver:
         self._deadline_s = deadline_s
         self._report = report
         self._copies = Copies()
+        self._agreement = Agreement()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._latest: _Job | None = None
@@ -94,6 +111,7 @@ class Saver:
         tensors: Mapping[str, Tensor],
         values: Mapping[str, Any],
         local: Mapping[str, Tensor] | None = None,
+        placements: Mapping[str, Placement] | None = None,
     ) -> None:
         """Copy this rank's share and begin to write it. A save that is still being written is waited for first.
 
@@ -101,9 +119,12 @@ class Saver:
 
         Args:
             step: steps done; the checkpoint's name.
-            tensors: what every replica holds alike; each rank writes its share of them.
+            tensors: what the ranks have in common; each rank writes its share of them.
             values: texts, numbers, lists and mappings, the same on every rank.
             local: tensors of this rank alone, under names that no other rank uses.
+            placements: which part of its whole each of ``tensors`` is; one that is not named here is whole. With placements a
+                tensor need not be on every rank, and what several ranks hold is written by one of them. Given on all ranks, if
+                with nothing in it, or on none: without, every rank holds all of ``tensors`` alike and nothing is asked.
         """
         started = time.perf_counter()
         self._refusal = None
@@ -113,7 +134,7 @@ class Saver:
             self._refusal = CheckpointFailed(step=step, reason=f"{reason}; restart the run to save again")
             self._report(self._refusal)
             return
-        request = self._request(step, tensors, values, local or {})
+        request = self._request(step, tensors, values, local or {}, placements)
         self._latest = _Job(request=request, stall_seconds=time.perf_counter() - started)
         if self._thread is None or not self._thread.is_alive():
             # A daemon: a disk that never answers must not keep the process from ending.
@@ -151,21 +172,23 @@ class Saver:
             self._thread = None
 
     def _request(
-        self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], local: Mapping[str, Tensor]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        local: Mapping[str, Tensor],
+        placements: Mapping[str, Placement] | None,
     ) -> Request:
         """This rank's share, copied. What goes wrong here becomes this rank's no in the first vote: the others wait for it."""
         deadline = Deadline(seconds=self._deadline_s)
         try:
-            shared = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
-            sizes = {name: num_bytes(dtype, shape) for name, (dtype, shape) in shared.items()}
-            owners = assign(sizes, self._vote.world_size)
-            mine = {name: tensor for name, tensor in tensors.items() if owners[name] == self._vote.rank}
-            share = {**mine, **local}
-            if self._config.background:
-                share = self._copies.take(share)
-            else:
-                share = {name: tensor.detach().cpu().contiguous() for name, tensor in share.items()}
-            blobs = {name: as_blob(tensor) for name, tensor in share.items()}
+            share = self._whole_share(tensors) if placements is None else self._pieces(tensors, placements)
+            if share.views.keys() & local.keys():
+                raise ValueError(
+                    f"{min(share.views.keys() & local.keys())!r} is both a local tensor and one of all ranks"
+                )
+            copies = self._copy({**share.views, **local})
+            blobs = {name: as_blob(tensor) for name, tensor in copies.items() if name not in share.cuts}
             # A copy that the loop cannot change, and the proof that it can be written.
             plain = unpack(pack(values))
         # torch raises RuntimeError when there is no memory for the copy.
@@ -174,7 +197,40 @@ class Saver:
             return Request(
                 step=step, plan=self._plan, values={}, blobs={}, shared={}, deadline=deadline, problem=problem
             )
-        return Request(step=step, plan=self._plan, values=plain, blobs=blobs, shared=shared, deadline=deadline)
+        return Request(
+            step=step,
+            plan=self._plan,
+            values=plain,
+            blobs=blobs,
+            shared=share.shared,
+            deadline=deadline,
+            listing=share.listing,
+            copies={cut: copies[key] for key, cut in share.cuts.items()},
+        )
+
+    def _whole_share(self, tensors: Mapping[str, Tensor]) -> _Share:
+        """This rank's part of tensors that all ranks hold alike: a pure function of their sizes."""
+        shared = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        owners = assign({name: num_bytes(*kind) for name, kind in shared.items()}, self._vote.world_size)
+        mine = {name: tensor for name, tensor in tensors.items() if owners[name] == self._vote.rank}
+        return _Share(shared=shared, views=mine)
+
+    def _pieces(self, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement]) -> _Share:
+        """What this rank will write if it is still what was agreed; else all that it holds."""
+        listing = list_holdings(tensors, placements)
+        expected = self._agreement.expect(listing)
+        views = view_cuts(tensors, placements, cuts_of(listing) if expected is None else expected)
+        return _Share(
+            shared={name: (held.dtype, held.shape) for name, held in listing.items()},
+            views={cut.key: view for cut, view in views.items()},
+            listing=listing,
+            cuts={cut.key: cut for cut in views},
+        )
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._config.background:
+            return self._copies.take(tensors)
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -197,7 +253,7 @@ class Saver:
         step = job.request.step
         started = time.perf_counter()
         try:
-            saved = attempt(job.request, root=self._root, vote=self._vote)
+            saved = attempt(job.request, root=self._root, vote=self._vote, agreement=self._agreement)
         except SaveFailed as error:
             if isinstance(error, LostTouch):
                 self._lost_touch = str(error)

@@ -9,7 +9,6 @@ and overlapping tensors end there.
 No torch: a save must be testable in a process that starts in a tenth of a second.
 """
 
-import itertools
 import json
 import math
 import os
@@ -163,6 +162,15 @@ def _write_all(fd: int, pieces: Sequence[memoryview]) -> None:
             waiting[first] = waiting[first][written:]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Bytes ``start`` to ``end`` of one tensor of a file, counted from the tensor's first."""
+
+    key: str
+    start: int
+    end: int
+
+
 def read_shard(
     folder_fd: int, name: str, entry: FileEntry, layout: ShardLayout, *, wanted: AbstractSet[str], check_all: bool
 ) -> dict[str, bytearray]:
@@ -179,6 +187,28 @@ def read_shard(
     Raises:
         NotWhole: names the file and what does not agree.
     """
+    spans = [Span(key=slot.key, start=0, end=slot.end - slot.start) for slot in layout.slots if slot.key in wanted]
+    read = read_spans(folder_fd, name, entry, layout, spans=spans, check_all=check_all)
+    return {span.key: data for span, data in read}
+
+
+def read_spans(
+    folder_fd: int, name: str, entry: FileEntry, layout: ShardLayout, *, spans: Iterable[Span], check_all: bool
+) -> Iterator[tuple[Span, bytearray]]:
+    """The bytes of parts of a shard's tensors, one after the other, so that only one needs to be in memory at a time.
+
+    Args:
+        folder_fd, name, entry, layout, check_all: as for ``read_shard``.
+        spans: what to read, in any order; no two overlap. Only chunks that hold some of it are read.
+
+    Raises:
+        NotWhole: names the file and what does not agree.
+    """
+    first_bytes = {slot.key: slot.start for slot in layout.slots}
+    located = [(first_bytes[span.key] + span.start, first_bytes[span.key] + span.end, span) for span in spans]
+    located.sort(key=lambda place: place[:2])
+    # What has no bytes lies in no chunk.
+    waiting = [place for place in located if place[0] < place[1]]
     with existing_file(folder_fd, name) as (fd, size):
         if size != entry.size:
             raise NotWhole(f"{name} has {size} bytes, the manifest says {entry.size}")
@@ -186,33 +216,30 @@ def read_shard(
         read_into(fd, memoryview(header), 0, name)
         if header != layout.header:
             raise NotWhole(f"{name}: its header is not the one that the manifest describes")
-        slots = [slot for slot in layout.slots if slot.key in wanted]
-        found: dict[str, bytearray] = {}
         scratch = memoryview(bytearray(min(entry.chunk_bytes, size)))
-        first = 0
+        first, data = 0, None
         for start, expected in zip(range(0, size, entry.chunk_bytes), entry.sums, strict=True):
             end = min(start + entry.chunk_bytes, size)
-            while first < len(slots) and slots[first].end <= start:
-                first += 1
-            if not check_all and not (first < len(slots) and slots[first].start < end):
+            if not check_all and not (first < len(waiting) and waiting[first][0] < end):
                 continue
             chunk = scratch[: end - start]
-            read_into(fd, chunk, start, name)
-            actual = xxhash.xxh3_64_hexdigest(chunk)
-            if actual != expected:
-                raise NotWhole(f"{name}: bytes {start} to {end} have the sum {actual}, the manifest says {expected}")
-            _copy_overlaps(chunk, start, itertools.islice(slots, first, None), found)
-    # A tensor without elements lies in no chunk.
-    return found | {slot.key: bytearray() for slot in slots if slot.start == slot.end}
+            _read_checked(fd, chunk, start, expected, name)
+            while first < len(waiting) and waiting[first][0] < end:
+                span_start, span_end, span = waiting[first]
+                # Only now, when bytes of it have proved true, is memory taken: a declared size alone takes none.
+                data = bytearray(span_end - span_start) if data is None else data
+                low, high = max(start, span_start), min(end, span_end)
+                data[low - span_start : high - span_start] = chunk[low - start : high - start]
+                if span_end > end:
+                    break
+                yield span, data
+                first, data = first + 1, None
+    yield from ((span, bytearray()) for start, end, span in located if start == end)
 
 
-def _copy_overlaps(chunk: memoryview, start: int, slots: Iterable[Slot], found: dict[str, bytearray]) -> None:
-    end = start + len(chunk)
-    for slot in slots:
-        if slot.start >= end:
-            return
-        # Only now, when bytes of the tensor have proved true, is memory taken for it: a declared size alone takes none.
-        if slot.key not in found:
-            found[slot.key] = bytearray(slot.end - slot.start)
-        low, high = max(start, slot.start), min(end, slot.end)
-        found[slot.key][low - slot.start : high - slot.start] = chunk[low - start : high - start]
+def _read_checked(fd: int, chunk: memoryview, start: int, expected: str, name: str) -> None:
+    read_into(fd, chunk, start, name)
+    actual = xxhash.xxh3_64_hexdigest(chunk)
+    if actual != expected:
+        end = start + len(chunk)
+        raise NotWhole(f"{name}: bytes {start} to {end} have the sum {actual}, the manifest says {expected}")

@@ -42,6 +42,12 @@ def from_bytes(data: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).view(_TYPES[dtype]).reshape(tuple(shape))
 
 
-def empty(dtype: str, shape: Sequence[int]) -> Tensor:
-    """An uninitialised tensor, to be filled from pieces."""
-    return torch.empty(tuple(shape), dtype=_TYPES[dtype])
+def zeros(dtype: str, shape: Sequence[int]) -> Tensor:
+    """A tensor to be filled from pieces; what none covers is zero."""
+    return torch.zeros(tuple(shape), dtype=_TYPES[dtype])
+
+
+def strided(data: bytearray, dtype: str, shape: Sequence[int], strides: Sequence[int], first: int) -> Tensor:
+    """A box of the elements in ``data``, without a copy: ``strides`` and ``first`` count elements."""
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(_TYPES[dtype])
+    return flat.as_strided(tuple(shape), tuple(strides), first)

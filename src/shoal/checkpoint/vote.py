@@ -28,6 +28,7 @@ class Phase(IntEnum):
     BEGIN = 1
     WRITE = 2
     COMMIT = 3
+    LIST = 4
 
 
 class SaveFailed(RunError):

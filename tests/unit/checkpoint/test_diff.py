@@ -23,6 +23,17 @@ def test_the_same_is_the_same(tmp_path):
     assert difference.is_same and difference.num_same == 3 and (difference.first_step, difference.second_step) == (1, 2)
 
 
+def test_timings_are_told_and_make_no_difference(tmp_path):
+    """Two runs from one seed ended with the same weights and were called different, because one had taken longer."""
+    values = [{"progress": {"step": 3, "trained_seconds": seconds}} for seconds in (1.5, 2.5)]
+    tensors = {"a": torch.ones(2)}
+    difference = compare(*(saved(tmp_path, step, tensors, given) for step, given in enumerate(values)))
+    assert difference.is_same and difference.timings == ("progress.trained_seconds",) and difference.values == ()
+    values[1]["progress"]["step"] = 4
+    difference = compare(*(saved(tmp_path, 2 + step, tensors, given) for step, given in enumerate(values)))
+    assert not difference.is_same and difference.values == ("progress.step",)
+
+
 def test_what_differs_is_named_with_its_size(tmp_path):
     first = {
         "same": torch.ones(2),
