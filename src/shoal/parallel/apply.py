@@ -1,37 +1,101 @@
 """The techniques that lay a model out over ranks, in the order in which they are applied. This page is the list.
 
-Order matters: what replaces modules comes before what compiles them, and what wraps the whole comes last, because it must
-see every parameter in its final place.
+Order matters. What cuts matrices comes first, because everything after it counts the local shapes. What must also hold in a
+recomputed forward pass comes before recompute, which wraps it. Compilation comes before the data-parallel wrapper, whose hooks
+must stay outside the compiled graph; and that wrapper comes last, because it must see every parameter in its final place.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from shoal.comm.mesh import Mesh
+from shoal.core.axes import Axis
+from shoal.core.placement import Placement
+from shoal.core.plan import Plan
+from shoal.models.dropout import DropoutKey
+from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.batchnorm import apply_batchnorm
+from shoal.parallel.context import ContextLayout, apply_context_parallel
 from shoal.parallel.data import apply_data_parallel
+from shoal.parallel.masks import narrow_dropouts
+from shoal.parallel.recompute import apply_recompute
+from shoal.parallel.reduction import Reduction
+from shoal.parallel.replicated import ReplicaReduction
+from shoal.parallel.tensor import TensorLayout, apply_tensor_parallel
+from shoal.parallel.zero import apply_zero
 
 
-def apply_to_model(model: nn.Module, *, group: dist.ProcessGroup | None, batch_norm: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Laid:
+    """How a model was laid out, for whoever computes its loss, updates it or saves it."""
+
+    tensor: TensorLayout | None = None
+    context: ContextLayout | None = None
+
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        """Parameters that a tensor-parallel rank holds in part."""
+        return self.tensor.placements if self.tensor is not None else {}
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """Parameters whose gradients are still to be added over the tensor-parallel ranks."""
+        return self.tensor.partial if self.tensor is not None else frozenset()
+
+
+def apply_to_model(
+    model: nn.Module, *, plan: Plan, mesh: Mesh, anatomy: Anatomy, dropout: DropoutKey, batch_norm: str
+) -> Laid:
     """Change a model in place so that it computes under a plan what it computes alone."""
-    # 1. Batch norm: running statistics that are the same on every replica, in one process too.
-    apply_batchnorm(model, group=group, mode=batch_norm)
+    tensor, context = None, None
+    # 1. Tensor parallelism, and the sequence between its regions.
+    if mesh.has(Axis.TENSOR):
+        tensor = apply_tensor_parallel(model, anatomy=anatomy, mesh=mesh, sequence_parallel=plan.sp)
+    # 2. Context parallelism: attention across the ranks that share a sequence.
+    if mesh.has(Axis.CONTEXT):
+        context = apply_context_parallel(model, anatomy=anatomy, mesh=mesh, kind=plan.cp_kind)
+    # 3. Dropout draws the part of its mask that this rank sees.
+    if tensor is not None or context is not None:
+        narrow_dropouts(dropout, anatomy=anatomy, mesh=mesh, plan=plan)
+    # 4. Batch norm: running statistics that are the same on every replica, in one process too.
+    apply_batchnorm(model, group=mesh.group(Axis.DATA), mode=batch_norm)
+    # 5. Recompute, around all of it.
+    if plan.recompute != "none":
+        apply_recompute(model, anatomy=anatomy, mode=plan.recompute, dropout=dropout)
+    return Laid(tensor=tensor, context=context)
 
 
 def apply_to_objective(
     objective: nn.Module,
     *,
-    group: dist.ProcessGroup | None,
+    plan: Plan,
+    mesh: Mesh,
+    anatomy: Anatomy,
+    laid: Laid,
     device: torch.device,
     compile_model: bool,
     unused_parameters: bool,
-) -> nn.Module:
+) -> tuple[nn.Module, Reduction]:
     """Wrap the model and its loss so that a backward pass leaves the reduced gradient behind."""
-    # 2. Compilation, inside the data-parallel wrapper: its hooks must stay outside the compiled graph.
+    model = objective.get_submodule("model")
+    # 6. Compilation.
     if compile_model:
-        model = objective.get_submodule("model")
         model.compile()
-    # 3. Data parallelism.
-    if group is not None and dist.get_world_size(group) > 1:
-        return apply_data_parallel(objective, group=group, device=device, unused_parameters=unused_parameters)
-    return objective
+    # 7. Data parallelism, with ZeRO or without.
+    if plan.zero > 0:
+        sharded = apply_zero(
+            model,
+            anatomy=anatomy,
+            mesh=mesh,
+            stage=plan.zero,
+            num_microbatches=plan.microbatches or 1,
+            placements=laid.placements,
+        )
+        return objective, sharded
+    if mesh.replicas.size > 1:
+        wrapped = apply_data_parallel(objective, mesh=mesh, device=device, unused_parameters=unused_parameters)
+        return wrapped, ReplicaReduction(model, wrapped, laid.placements)
+    return objective, ReplicaReduction(model, objective, laid.placements)

@@ -1,18 +1,148 @@
-"""The norm of the whole gradient, and clipping by it.
+"""The norm of the whole gradient, clipping by it, and the norms of whole tensors of which each rank holds a part.
 
 torch's ``clip_grad_norm_`` sums each tensor in its own type, and how it splits that sum depends on how a tensor is sharded. A
-clipped step scales every gradient by that norm, so its bits must not depend on the plan.
+clipped step scales every gradient by that norm, so its bits must not depend on the plan. Nor must those of LARS' and LAMB's trust
+ratios, which are of whole tensors.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.optim.rows import whole_norms
+from shoal.comm.mesh import Mesh
+from shoal.core.axes import Axis
+from shoal.core.placement import Placement, Shape, place_whole
+from shoal.optim.rows import square_sums, whole_norms
+from shoal.parallel.pieces import box
 
 
-def global_norm(named_grads: Iterable[tuple[str, Tensor]], *, exact: bool) -> float:
+class WholeNorms:
+    """Norms of whole tensors from the parts that ranks hold; every rank calls it with its own parts, all at the same time.
+
+    Each rank enters the float64 sums of squares of its rows into one vector over all rows of the model, and the vectors are added.
+    Where rows are only dealt out (data parallelism, ZeRO, a matrix cut along its outputs) every row is one rank's, the others
+    enter zero, and the sum has the bits of one process. A row that is itself cut is the sum of its parts.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        *,
+        placements: Mapping[str, Placement],
+        mesh: Mesh,
+        split: Collection[str],
+        is_sharded: bool,
+        device: torch.device,
+    ) -> None:
+        """Everything that is known before the first step.
+
+        Args:
+            shapes: whole shapes of all trainable parameters, by name.
+            placements: where the tensors that this rank updates lie in them.
+            mesh: the ranks.
+            split: names of the parameters that are cut along ``tp``; the others are equal on all its ranks.
+            is_sharded: the tensors are dealt out along ``dp`` (ZeRO); otherwise every replica has all of them.
+            device: where the tensors are; a rank may have none to tell.
+        """
+        self._device = device
+        self._nothing = torch.zeros(0, dtype=torch.float64, device=device)
+        self._names = sorted(shapes)
+        rows = [shapes[name][0] if shapes[name] else 1 for name in self._names]
+        *starts, self._num_rows = [0, *accumulate(rows)]
+        self._stretches = {
+            name: (start, start + num) for name, start, num in zip(self._names, starts, rows, strict=True)
+        }
+        self._placements = placements
+        self._tensor, self._data = mesh.channel(Axis.TENSOR), mesh.channel(Axis.DATA)
+        self._split = frozenset(split)
+        self._is_sharded = is_sharded
+
+    def __call__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
+        """The float64 norms of the whole tensors whose parts these are."""
+        sums = self._tensor_sums(names, tensors)
+        return torch.stack([sums[name] for name in names]).sqrt_() if names else self._nothing
+
+    def global_norm(self, names: Sequence[str], tensors: Sequence[Tensor], *, exact: bool) -> float:
+        """The norm of all whole tensors together."""
+        if not exact:
+            return math.sqrt(float(self._fast_square(names, tensors)))
+        sums = self._tensor_sums(names, tensors)
+        # Root and square again, as for one process: the bits must be the same.
+        norms = torch.stack([sums[name] for name in self._names]).sqrt_()
+        return float(norms.square().sum().sqrt())
+
+    def _tensor_sums(self, names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        device = self._device
+        by_row = torch.zeros(self._num_rows, dtype=torch.float64, device=device)
+        for name, tensor in self._entered(names, tensors):
+            self._enter(by_row[slice(*self._stretches[name])], tensor, self._placements[name])
+        self._sum_(by_row)
+        return {name: by_row[slice(*stretch)].sum() for name, stretch in self._stretches.items()}
+
+    def _enter(self, by_row: Tensor, tensor: Tensor, placement: Placement) -> None:
+        if not placement.whole_shape:
+            by_row += square_sums(tensor)
+            return
+        has_whole_rows = all(patch.shape[1:] == placement.local_shape[1:] for patch in placement.patches)
+        sums = square_sums(tensor) if has_whole_rows else None
+        for patch in placement.patches:
+            first, num = patch.local_start[0], patch.shape[0]
+            part = (
+                square_sums(tensor[box(patch.local_start, patch.shape)]) if sums is None else sums[first : first + num]
+            )
+            by_row[patch.whole_start[0] : patch.whole_start[0] + num] += part
+
+    def _fast_square(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
+        parts = [
+            tensor[box(patch.local_start, patch.shape)]
+            for name, tensor in self._entered(names, tensors)
+            for patch in self._placements[name].patches
+        ]
+        device = self._device
+        square = torch.zeros(1, dtype=torch.float64, device=device)
+        if parts:
+            square += torch.stack(torch._foreach_norm(parts)).double().square().sum()
+        return self._sum_(square)
+
+    def _entered(self, names: Sequence[str], tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        """What this rank enters: of a tensor that is equal on all ``tp`` ranks, only the first enters it."""
+        is_first = self._tensor.rank == 0
+        return [(name, part) for name, part in zip(names, tensors, strict=True) if is_first or name in self._split]
+
+    def _sum_(self, entries: Tensor) -> Tensor:
+        self._tensor.sum_(entries)
+        return self._data.sum_(entries) if self._is_sharded else entries
+
+
+def build_norms(
+    model: nn.Module,
+    *,
+    mesh: Mesh,
+    placements: Mapping[str, Placement],
+    updated: Mapping[str, Placement],
+    is_sharded: bool,
+) -> WholeNorms:
+    """The norms of a model under a plan.
+
+    Args:
+        model: after its techniques were applied.
+        mesh: the ranks.
+        placements: of the parameters that tensor parallelism has cut.
+        updated: of what this rank's optimizer updates, ``Reduction.placements``.
+        is_sharded: True for ZeRO 1 to 3.
+    """
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    split = {name for name, placement in placements.items() if not placement.is_whole}
+    wholes = {name: placements[name].whole_shape if name in placements else shape for name, shape in shapes.items()}
+    where = {name: updated.get(name) or placements.get(name) or place_whole(shape) for name, shape in shapes.items()}
+    device = next(model.parameters()).device
+    return WholeNorms(wholes, placements=where, mesh=mesh, split=split, is_sharded=is_sharded, device=device)
+
+
+def global_norm(named_grads: Iterable[tuple[str, Tensor]], *, exact: bool, norms: WholeNorms | None = None) -> float:
     """The 2-norm over all gradients together. Reading it is the step's one wait for the device.
 
     Args:
@@ -20,12 +150,16 @@ def global_norm(named_grads: Iterable[tuple[str, Tensor]], *, exact: bool) -> fl
         exact: sum squares in float64, by row and in the order of names, so that sharding changes no bit; clipping needs it.
             Otherwise one kernel per tensor in its own type, five times cheaper: enough to see that all is finite and to show a
             number (a float32 tensor longer than about 1e19 counts as infinite).
+        norms: under a plan that cuts tensors, how the parts make wholes; every rank then calls this together.
     """
-    grads = [grad for _, grad in sorted(named_grads, key=lambda pair: pair[0])]
+    pairs = sorted(named_grads, key=lambda pair: pair[0])
+    if norms is not None:
+        return norms.global_norm([name for name, _ in pairs], [grad for _, grad in pairs], exact=exact)
+    grads = [grad for _, grad in pairs]
     if not grads:
         return 0.0
-    norms = whole_norms(grads) if exact else torch.stack(torch._foreach_norm(grads)).double()
-    return float(norms.square().sum().sqrt())
+    found = whole_norms(grads) if exact else torch.stack(torch._foreach_norm(grads)).double()
+    return float(found.square().sum().sqrt())
 
 
 def clip_(grads: Iterable[Tensor], norm: float, limit: float | None, loss_scale: float = 1.0) -> None:

@@ -1,0 +1,131 @@
+"""Whole numbers that remember where they came from, to learn which attributes of a module count its heads.
+
+A forward pass writes sizes into its views: ``x.view(batch, length, self.heads, self.head)``. When heads are shared out, ``heads``
+must shrink and ``head`` must not; when the code says ``x.view(..., -1, self.head)`` nothing must; and when it says
+``y.view(batch, length, x.shape[-1])`` with the width of a whole tensor, the layer cannot be split at all. Names do not tell these
+apart, so during the trace every number that a module or a followed tensor hands out is a ``TracedInt``, which can say what it
+would be if some of its sources were halved.
+"""
+
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Attribute(NamedTuple):
+    """A whole number that a module keeps: its path and its name."""
+
+    path: str
+    name: str
+
+
+class Features(NamedTuple):
+    """The split dim of a tensor that is followed: the number of its group."""
+
+    group: int
+
+
+Source = Attribute | Features
+Halved = Callable[[Source], bool]
+"""True for the sources that a rank has half of."""
+Formula = Callable[[Halved], Fraction]
+
+
+class TracedInt(int):
+    """A whole number with the formula that gave it. Arithmetic keeps the formula; everything else sees a plain int."""
+
+    formula: Formula
+    sources: frozenset[Source]
+
+    @classmethod
+    def of(cls, value: int, formula: Formula, sources: Iterable[Source]) -> "TracedInt":
+        """A number and where it came from."""
+        made = cls(value)
+        made.formula = formula
+        made.sources = frozenset(sources)
+        return made
+
+    # A copy or a pickle of a model that kept one of these holds a plain int.
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> int:
+        return int(self)
+
+    def __mul__(self, other: Any) -> Any:
+        return _combine(self, other, lambda a, b: a * b, int.__mul__)
+
+    def __rmul__(self, other: Any) -> Any:
+        return _combine(self, other, lambda a, b: b * a, int.__rmul__)
+
+    def __add__(self, other: Any) -> Any:
+        return _combine(self, other, lambda a, b: a + b, int.__add__)
+
+    def __radd__(self, other: Any) -> Any:
+        return _combine(self, other, lambda a, b: b + a, int.__radd__)
+
+    def __sub__(self, other: Any) -> Any:
+        return _combine(self, other, lambda a, b: a - b, int.__sub__)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _combine(self, other, lambda a, b: b - a, int.__rsub__)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _combine(self, other, lambda a, b: Fraction(a // b), int.__floordiv__)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _combine(self, other, lambda a, b: Fraction(b // a), int.__rfloordiv__)
+
+
+def trace_source(value: int, source: Source) -> TracedInt:
+    """A number that comes straight from a source."""
+    return TracedInt.of(value, lambda halved: Fraction(value, 2 if halved(source) else 1), [source])
+
+
+def size_if(size: int, halved: Halved) -> Fraction:
+    """What a size would be on a rank that has half of some sources."""
+    return size.formula(halved) if isinstance(size, TracedInt) else Fraction(size)
+
+
+def sources_of(sizes: Iterable[int]) -> set[Source]:
+    """Everything that some sizes came from."""
+    return {source for size in sizes if isinstance(size, TracedInt) for source in size.sources}
+
+
+class TracedAttributes:
+    """While entered, the whole numbers that the user's modules keep are traced ones. torch's own modules are left alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept: list[tuple[nn.Module, str, int]] = []
+        self.modules = [(path, module) for path, module in model.named_modules() if not is_torch_module(module)]
+
+    def __enter__(self) -> None:
+        for path, module in self.modules:
+            for name, value in list(vars(module).items()):
+                if type(value) is int and not name.startswith("_"):
+                    self.kept.append((module, name, value))
+                    vars(module)[name] = trace_source(value, Attribute(path, name))
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, value in self.kept:
+            # A number that the forward pass itself changed stays as it left it.
+            current = vars(module).get(name)
+            if isinstance(current, TracedInt):
+                vars(module)[name] = int(current) if int(current) != value else value
+
+
+def is_torch_module(module: nn.Module) -> bool:
+    """True for a class that torch ships, whose insides are known."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def _combine(
+    left: TracedInt, right: Any, apply: Callable[[Fraction, Fraction], Fraction], plain: Callable[..., Any]
+) -> Any:
+    value = plain(left, right)
+    if value is NotImplemented or not isinstance(right, int):
+        return value
+    sources = left.sources | (right.sources if isinstance(right, TracedInt) else frozenset())
+    return TracedInt.of(int(value), lambda halved: apply(size_if(left, halved), size_if(right, halved)), sources)

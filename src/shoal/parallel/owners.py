@@ -1,0 +1,35 @@
+"""Whole tensors from what the ranks hold of them: for a hash of all weights, and for whoever wants to look at one."""
+
+import torch
+from torch import Tensor
+
+from shoal.comm.mesh import Mesh
+from shoal.core.axes import Axis
+from shoal.core.placement import Placement
+from shoal.parallel.pieces import put_local
+
+
+def is_spokesman(mesh: Mesh, *, is_split: bool, is_sharded: bool) -> bool:
+    """True on exactly one of the ranks that hold the same part of a tensor.
+
+    Args:
+        mesh: where this rank stands.
+        is_split: tensor-parallel ranks hold different parts of it.
+        is_sharded: the ranks along dp hold different parts of it (ZeRO).
+    """
+    speaks_for_dp = is_sharded or mesh.coordinate(Axis.DATA) == 0
+    speaks_for_tp = is_split or mesh.coordinate(Axis.TENSOR) == 0
+    return speaks_for_dp and speaks_for_tp and mesh.coordinate(Axis.CONTEXT) == 0
+
+
+def gather_whole(local: Tensor | None, placement: Placement, dtype: torch.dtype, *, mesh: Mesh) -> Tensor:
+    """The whole tensor, on every rank. All ranks call it together; those that hold nothing, or are not to speak, give None.
+
+    Bytes are added, not numbers: zeros of the ranks that do not speak change none of them, whereas -0.0 + 0.0 would be 0.0.
+    """
+    whole = torch.zeros(placement.whole_shape, dtype=dtype, device=local.device if local is not None else None)
+    if local is not None:
+        put_local(local.detach(), whole, placement)
+    if whole.numel():
+        mesh.everyone.sum_(whole.reshape(-1).view(torch.uint8))
+    return whole

@@ -1,0 +1,191 @@
+"""Activations that are not kept: blocks run their forward pass again when the backward pass needs what they computed.
+
+Built on ``torch.utils.checkpoint``, with what it does not know: dropout draws the same bits again by its key, so no generator's
+state is kept; and what selective recompute keeps is counted as saved. ``full`` keeps the input of each block. ``selective`` also
+keeps the results of matrix products and of attention, which is where the time is, and recomputes norms, activations and dropout,
+which is where much of the memory is (Korthikanti et al., arXiv 2205.05198, section 5). Gradients are the same bits either way.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shoal.core.errors import RequestError, RunError
+from shoal.models.dropout import DropoutKey
+from shoal.parallel.anatomy import Anatomy
+
+Mode = Literal["selective", "full"]
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def _operators(*names: str) -> frozenset[Any]:
+    """Operators of aten by name; one that this build of torch has not is left out."""
+    return frozenset(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))
+
+
+# What is worth keeping: matrix products, convolutions and attention, under every kernel that may be chosen.
+_KEPT = _operators(
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "mkldnn_linear",
+    "convolution",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+
+
+def apply_recompute(model: nn.Module, *, anatomy: Anatomy, mode: Mode, dropout: DropoutKey) -> None:
+    """Make every block of every stack compute its forward pass again in the backward pass, while it trains.
+
+    Args:
+        model: changed in place; each block's ``forward`` is wrapped, outside what other techniques put there.
+        anatomy: names the blocks.
+        mode: ``selective`` or ``full``.
+        dropout: of the model, so that a recompute draws the same bits.
+
+    Raises:
+        RequestError: no blocks were found.
+    """
+    blocks = [path for stack in anatomy.stacks for path in stack.blocks]
+    if not blocks:
+        raise RequestError(
+            f"recompute={mode} found no blocks in {type(model).__name__}, no modules of one kind that run one after another; "
+            'name them in the recipe, such as parallel.blocks=["layers.*"], or leave recompute out'
+        )
+    for path in blocks:
+        block = model.get_submodule(path)
+        # On the instance, past nn.Module.__setattr__: __call__ finds it there, and hooks stay outside and are not run again.
+        block.__dict__["forward"] = _recomputed(block.forward, path, mode, dropout)
+
+
+def _recomputed(forward: Callable[..., Any], path: str, mode: Mode, dropout: DropoutKey) -> Callable[..., Any]:
+    def contexts() -> _Contexts:
+        return _contexts(mode, dropout, path)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        measure = _measuring.get()
+        if measure is not None:
+            # torch saves positional arguments as it saves activations, and just holds the named ones.
+            for leaf in tree_leaves(kwargs):
+                measure.keep(leaf)
+        return checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            context_fn=contexts,
+            # Dropout does not draw from the generator; a model that does anyway must get its numbers back.
+            preserve_rng_state=dropout.may_draw_otherwise,
+            **kwargs,
+        )
+
+    return run
+
+
+def _contexts(mode: Mode, dropout: DropoutKey, path: str) -> _Contexts:
+    first, again = dropout.recompute_contexts()
+    if mode == "full":
+        return first, again
+    keeping, kept = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return _both(first, keeping, path), _both(again, kept, path)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any], path: str) -> Iterator[None]:
+    try:
+        with outer, inner:
+            yield
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise RunError(
+            f"recompute=selective: block {path!r} changes the result of a matrix product in place, so what was kept of it is "
+            f"lost; set inplace=False on its activations, or use recompute=full"
+        ) from error
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operator not in _KEPT:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    measure = _measuring.get()
+    if measure is not None:
+        for leaf in tree_leaves(context.op_output):
+            measure.keep(leaf)
+    return CheckpointPolicy.MUST_SAVE
+
+
+class SavedActivations:
+    """Counts what a forward pass keeps for its backward pass: each storage once, without those it was told to leave out."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._seen: dict[int, Any] = {}
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Not counted: a parameter, an input, or what is there anyway."""
+        storage = tensor.untyped_storage()
+        self._seen[_identity(tensor)] = storage
+
+    def keep(self, value: object) -> None:
+        """Count a tensor's storage, unless it was seen before."""
+        if not isinstance(value, Tensor) or _identity(value) in self._seen:
+            return
+        # The storage itself is held while measuring: memory that is freed and used again would count as seen.
+        self._seen[_identity(value)] = value.untyped_storage()
+        self.num_bytes += value.untyped_storage().nbytes()
+
+
+_measuring: ContextVar[SavedActivations | None] = ContextVar("measuring", default=None)
+
+
+def _identity(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def measure_saved(model: nn.Module | None = None, *inputs: Tensor) -> Iterator[SavedActivations]:
+    """Count the bytes that the forward passes inside keep for their backward passes.
+
+        with measure_saved(model, tokens) as saved:
+            loss = objective(tokens)
+        print(saved.num_bytes)
+
+    Args:
+        model: its parameters and buffers are not counted.
+        inputs: not counted either.
+    """
+    saved = SavedActivations()
+    there = [] if model is None else [*model.parameters(), *model.buffers()]
+    for tensor in (*there, *inputs):
+        saved.leave_out(tensor)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.keep(tensor)
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    token = _measuring.set(saved)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield saved
+    finally:
+        _measuring.reset(token)
+        saved._seen = {}

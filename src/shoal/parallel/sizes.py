@@ -1,0 +1,112 @@
+"""Bytes of weights, gradients and optimizer state on one rank: predicted from shapes and a plan, and measured from real storages.
+
+Both must agree to the byte. What a plan should need is then known before it runs, and a second copy of something is a difference.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.optim.config import OptimizerName
+from shoal.optim.flat import num_state_bytes
+from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.reduction import Reduction
+from shoal.parallel.zero import ZeroReduction, predict_pool
+from shoal.parallel.zero_layout import Slot, ZeroLayout, lay_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes that one rank keeps from step to step, and the buffers that units pass through."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    working: int = 0
+    """Pool buffers: units gathered at stage 3, and buckets of gradients in flight at stages 2 and 3."""
+
+
+def predict_sizes(
+    model: nn.Module,
+    *,
+    anatomy: Anatomy,
+    stage: int,
+    num_data_ranks: int,
+    data_rank: int,
+    num_microbatches: int,
+    optimizer: OptimizerName,
+) -> Sizes:
+    """What a rank will keep of a model's trainable parameters.
+
+    Args:
+        model: with the shapes that tensor parallelism leaves on this rank, before ``apply_zero``; may be on the meta device.
+        anatomy: names the blocks.
+        stage: the plan's ``zero``.
+        num_data_ranks: the plan's ``dp``.
+        data_rank: this rank's place along it.
+        num_microbatches: microbatches of one step.
+        optimizer: the name in the ``[optim]`` section.
+    """
+    trained = [parameter for _, parameter in sorted(model.named_parameters()) if parameter.requires_grad]
+    itemsize = trained[0].element_size()
+    if stage == 0:
+        num_bytes = sum(parameter.nbytes for parameter in trained)
+        state = num_state_bytes(optimizer, [parameter.numel() for parameter in trained], itemsize)
+        return Sizes(weights=num_bytes, gradients=num_bytes, optimizer=state)
+    layout = lay_out(model, anatomy, num_data_ranks)
+    whole, shard = layout.size * itemsize, layout.shard_size(data_rank) * itemsize
+    keeps_whole = stage == 1 or num_microbatches > 1
+    pieces = [_rows_numel(slot, data_rank) for unit in layout.units for slot in unit.slots]
+    working = 0 if keeps_whole else sum(_bucket_sizes(layout))
+    working += sum(predict_pool(layout)) if stage == 3 else 0
+    return Sizes(
+        weights=shard if stage == 3 else whole,
+        gradients=whole if keeps_whole else shard,
+        optimizer=num_state_bytes(optimizer, [numel for numel in pieces if numel], itemsize),
+        working=working * itemsize,
+    )
+
+
+def measure_sizes(model: nn.Module, reduction: Reduction, optimizer: Optimizer) -> Sizes:
+    """What this rank really keeps, after a step has been taken: the bytes of storages, each counted once."""
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    state_bytes = _storage_bytes(states)
+    if isinstance(reduction, ZeroReduction):
+        gradients, store = reduction.gradients, reduction.store
+        return Sizes(
+            weights=_storage_bytes([reduction.weights]),
+            gradients=_storage_bytes(
+                parameter.grad for parameter in reduction.updated.values() if parameter.grad is not None
+            )
+            if reduction.updated
+            else gradients.buffer.nbytes,
+            optimizer=state_bytes,
+            working=gradients.num_pool_bytes + (store.num_pool_bytes if store is not None else 0),
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Not storages: buckets of data parallelism also carry the loss.
+    grads = sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
+    return Sizes(weights=sum(parameter.nbytes for parameter in trained), gradients=grads, optimizer=state_bytes)
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _rows_numel(slot: Slot, rank: int) -> int:
+    first, end = slot.rows(rank)
+    return (end - first) * slot.row
+
+
+def _bucket_sizes(layout: ZeroLayout) -> Iterable[int]:
+    """Elements of the buckets of a backward pass in which each unit's gradients come together."""
+    sizes = set()
+    for unit, capacity in zip(layout.units, layout.capacities(), strict=True):
+        # A unit of one tensor without padding is reduced where autograd left its gradient.
+        if not (len(unit.slots) == 1 and math.prod(unit.slots[0].shape) == unit.size):
+            sizes.add((unit.path == "", capacity))
+    return [capacity for _, capacity in sizes]
