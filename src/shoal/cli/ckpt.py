@@ -95,6 +95,8 @@ def diff(first: _First, second: _Second, top: _Top = 20, json_file: JsonFile = N
             print(f"only in the {side}: {', '.join(names)}")
     if difference.values:
         print(f"values that differ: {', '.join(difference.values)}")
+    if difference.timings:
+        print(f"timings that differ, which makes no difference: {', '.join(difference.timings)}")
     print(f"tensors: {difference.num_same} the same, {len(difference.changed)} changed")
     changed = sorted(difference.changed, key=_severity, reverse=True)
     if changed:
@@ -183,6 +185,7 @@ def _model_section(run_dir: Path | None) -> dict[str, Any]:
 
 
 def _describe(path: Path) -> dict[str, Any]:
+    from shoal.checkpoint.boxes import describe_cut
     from shoal.checkpoint.files import NotWhole
     from shoal.checkpoint.whole import glance
 
@@ -200,7 +203,15 @@ def _describe(path: Path) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "num_bytes": manifest.num_bytes,
         "files": {name: entry.size for name, entry in manifest.files.items()},
-        "tensors": {name: {"dtype": tensor.dtype, "shape": tensor.shape} for name, tensor in manifest.tensors.items()},
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "cut": describe_cut(tensor.shape, [piece.box for piece in tensor.pieces]),
+                "pieces": [{"file": piece.file, "start": piece.start, "shape": piece.shape} for piece in tensor.pieces],
+            }
+            for name, tensor in manifest.tensors.items()
+        },
         "values": manifest.values,
     }
 
@@ -237,8 +248,9 @@ def _print_one(entry: dict[str, Any]) -> None:
             tensor["dtype"],
             list(tensor["shape"]),
             format_bytes(ITEM_BYTES[tensor["dtype"]] * math.prod(tensor["shape"])),
+            tensor["cut"],
         )
         for name, tensor in entry["tensors"].items()
     ]
-    print_table(("tensor", "type", "shape", "size"), rows)
+    print_table(("tensor", "type", "shape", "size", "cut"), rows)
     print(f"values: {entry['values']}")

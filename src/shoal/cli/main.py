@@ -19,6 +19,7 @@ from shoal.cli.init import init
 from shoal.cli.sample import sample
 from shoal.cli.startup import LightGroup, prepare_completion
 from shoal.cli.train import train
+from shoal.cli.verify import verify
 from shoal.core.errors import EXIT_NO, EXIT_SIGINT, ShoalError
 
 _PROGRAM = "shoal"
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train)
+app.command("verify")(verify)
 app.command("eval")(evaluate)
 app.command("sample")(sample)
 app.command("init")(init)

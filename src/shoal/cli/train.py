@@ -9,6 +9,7 @@ import typer
 from shoal.cli.result import JsonFile, check_result_file, write_result
 
 if TYPE_CHECKING:
+    from shoal.core.plan import Plan
     from shoal.data.check import DataSummary
     from shoal.trainer.config import Recipe
 
@@ -80,7 +81,7 @@ def train(
         raise typer.Exit(exit_code)
     if launched and os.environ["RANK"] != "0":
         return  # a dry run is described once
-    prepared = prepare(request, measure_own=_measure_own)
+    prepared = prepare(request, own=_OwnParts())
     if dry_run:
         from shoal.trainer.dryrun import describe_dry_run, dry_run_result
 
@@ -97,10 +98,18 @@ def train(
     raise typer.Exit(ended.exit_code)
 
 
-def _measure_own(recipe: "Recipe") -> "DataSummary":
-    from shoal.trainer.measure import measure_own
+class _OwnParts:
+    """Builds the user's own data and module when it is asked to, and imports torch only then."""
 
-    return measure_own(recipe)
+    def measure_data(self, recipe: "Recipe") -> "DataSummary":
+        from shoal.trainer.measure import OwnPartsHere
+
+        return OwnPartsHere().measure_data(recipe)
+
+    def check_plan(self, recipe: "Recipe", plan: "Plan") -> None:
+        from shoal.trainer.measure import OwnPartsHere
+
+        OwnPartsHere().check_plan(recipe, plan)
 
 
 def _explain_recipe(*, schema: bool, json_file: Path | None) -> None:

@@ -23,6 +23,7 @@ from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.trainer.objective import Objective
 from shoal.trainer.rng import seed_for_build
+from shoal.trainer.scoring import Scoring
 from shoal.trainer.state import import_weights
 
 
@@ -49,6 +50,7 @@ def build_trainer(
         checkpoint=recipe.checkpoint,
         telemetry=recipe.telemetry,
         elastic=recipe.elastic,
+        parallel=recipe.parallel,
         plan=plan,
         run_dir=run_dir,
         resume=resume,
@@ -74,7 +76,7 @@ class LoadedRun:
     def objective(self) -> Objective:
         """Model and loss in the run's precision, on the CPU."""
         precision = Precision.named(self.recipe.train.precision)
-        return Objective(self.model, self.loss, precision=precision, device=torch.device("cpu"))
+        return Objective(self.model, Scoring(self.loss), precision=precision, device=torch.device("cpu"))
 
     @property
     def example_inputs(self) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ from shoal.data.config import DataConfig
 from shoal.elastic.config import ElasticConfig
 from shoal.models.config import ModelConfig
 from shoal.optim.config import OptimConfig
+from shoal.parallel.config import ParallelConfig
 from shoal.telemetry.config import TelemetryConfig
 
 
@@ -44,6 +45,8 @@ class TrainConfig(Config):
     """Statistics that batch norm normalises by: each microbatch's own, or those of all replicas together."""
     unused_parameters: bool = False
     """Allow parameters that a step does not touch; data parallelism then looks for them at every step."""
+    watch_every: int = Field(default=100, ge=0)
+    """Steps between comparisons of what all replicas must hold alike; a difference stops the run. 0 never looks."""
     threads: int | None = Field(default=None, ge=1)
     """Compute threads per process; derived from the cores and the number of processes when left out."""
 
@@ -88,6 +91,8 @@ class Recipe(Config):
     """When checkpoints are written and which are kept."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What a run records about itself."""
+    parallel: ParallelConfig = ParallelConfig()
+    """What the plan is to find in the model, where it would find it otherwise."""
     elastic: ElasticConfig = ElasticConfig()
     """Deadlines and restarts."""
 

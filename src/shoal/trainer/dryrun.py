@@ -17,7 +17,7 @@ from shoal.models.build import build_model
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.precision import Precision
 from shoal.trainer.request import Prepared
-from shoal.trainer.state import export_tensors
+from shoal.trainer.state import named_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,9 @@ def dry_run_result(prepared: Prepared) -> DryRun:
     model = _build_without_memory(prepared).to(dtype=Precision.named(recipe.train.precision).weight_dtype)
     optimizer = build_optimizer(recipe.optim, model)
     initialise_state(optimizer)
-    tensors = export_tensors(model, optimizer)
-    weights = _count_bytes(tensor for name, tensor in tensors.items() if name.startswith("weights/"))
+    weights = _count_bytes(named_weights(model).values())
     gradients = _count_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
-    state = _count_bytes(tensor for name, tensor in tensors.items() if name.startswith("optimizer/"))
+    state = _count_bytes(tensor for values in optimizer.state.values() for tensor in values.values())
     return DryRun(
         plan=str(layout.plan),
         world_size=layout.world_size,

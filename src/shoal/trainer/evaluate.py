@@ -1,5 +1,6 @@
 """Loss and accuracy over a held-out split, shared out over the ranks; every sample counts once however many ranks there are."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shoal.comm.world import World
+from shoal.comm.mesh import Mesh
+from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch
 from shoal.data.order import replica_share
 from shoal.data.source import Source
-from shoal.models.accuracy import count_correct
 from shoal.trainer.objective import Objective
 
 
@@ -31,7 +32,7 @@ def evaluate(
     source: Source,
     *,
     split: str,
-    world: World,
+    mesh: Mesh,
     batch: int,
     limit: int = 0,
     before_batch: Callable[[], None] = lambda: None,
@@ -42,18 +43,26 @@ def evaluate(
     """
     started = time.perf_counter()
     count = min(len(source), limit) if limit else len(source)
-    ids = replica_share(np.arange(count, dtype=np.int64), world.rank, world.size)
+    ids = replica_share(np.arange(count, dtype=np.int64), mesh.coordinate(Axis.DATA), mesh.degree(Axis.DATA))
+    num_rounds = math.ceil(math.ceil(count / mesh.degree(Axis.DATA)) / batch)
     sums = torch.zeros(4, dtype=torch.float64)  # loss, weight, correct, counted
     # Each module's own mode, because the user may have frozen some: a layer in eval mode must still be in it afterwards.
     modes = [(module, module.training) for module in objective.modules()]
     objective.eval()
     with torch.no_grad():
-        for start in range(0, len(ids), batch):
+        for start in range(0, num_rounds * batch, batch):
             before_batch()
-            sums += _evaluate_batch(objective, source, ids[start : start + batch])
+            own = ids[start : start + batch]
+            if len(own):
+                sums += _evaluate_batch(objective, source, own)
+            else:
+                # A replica whose share is done still runs: gathering sharded weights takes all of them.
+                _evaluate_batch(objective, source, np.zeros(1, dtype=np.int64))
     for module, was_training in modes:
         module.training = was_training
-    loss, weight, correct, counted = world.sum_(sums.to(world.device)).tolist()
+    if mesh.coordinate(Axis.TENSOR) > 0:
+        sums.zero_()  # Tensor-parallel ranks all found the same; the first one tells it.
+    loss, weight, correct, counted = mesh.everyone.sum_(sums.to(objective.device)).tolist()
     return Evaluation(
         split=split,
         loss=loss / max(weight, 1.0),
@@ -65,12 +74,16 @@ def evaluate(
 
 def _evaluate_batch(objective: Objective, source: Source, ids: np.ndarray) -> torch.Tensor:
     items = source.collate(ids)
-    if items.weight == 0:
-        return torch.zeros(4, dtype=torch.float64)
     microbatch = Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=float(items.weight))
     output, targets = objective.predict(microbatch)
+    targets, weight = objective.scoring.own_part(targets, microbatch.weight)
+    if weight == 0:
+        return torch.zeros(4, dtype=torch.float64)
     with objective.precision.autocast(objective.device.type):
-        loss = objective.loss(output, targets)
-    found = count_correct(output, targets)
+        loss = objective.scoring.loss(output, targets)
+    found = objective.scoring.count_correct(output, targets)
     correct, counted = found if found is not None else (0, 0)
-    return torch.tensor([float(loss) * items.weight, items.weight, correct, counted], dtype=torch.float64)
+    # Ranks that gathered the whole sequence each count a part of it.
+    part = objective.scoring.factor
+    numbers = [float(loss) * weight * part, weight * part, correct * part, counted * part]
+    return torch.tensor(numbers, dtype=torch.float64)

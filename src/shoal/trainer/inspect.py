@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from shoal.comm.world import Place, World
+from shoal.comm.mesh import pretend_mesh
 from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
 from shoal.models.generate import generate
 from shoal.trainer.build import load_run
 from shoal.trainer.evaluate import evaluate
@@ -24,9 +25,9 @@ def evaluate_run(run_dir: Path, *, split: str, limit: int = 0) -> dict[str, Any]
     source = getattr(run.data, split)
     if source is None or len(source) == 0:
         raise RequestError(f"the data of {run_dir} has no {split} split; set data.{split} in the recipe")
-    world = World(Place(), device=torch.device("cpu"), deadline_seconds=0.0)
+    mesh = pretend_mesh(Plan(dp=1))
     batch = run.recipe.eval.batch or min(run.recipe.train.global_batch, 64)
-    found = evaluate(run.objective, source, split=split, world=world, batch=batch, limit=limit)
+    found = evaluate(run.objective, source, split=split, mesh=mesh, batch=batch, limit=limit)
     return {
         "split": split,
         "loss": found.loss,

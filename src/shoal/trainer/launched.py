@@ -25,7 +25,7 @@ from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim, read_plan
 from shoal.trainer.launch import already_finished, describe_summary
-from shoal.trainer.measure import measure_own
+from shoal.trainer.measure import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
 from shoal.trainer.worker import is_peer_failure, report_failure, run_rank
@@ -100,7 +100,7 @@ def _tell(error: Exception, rank: int, state: SlotState) -> ShoalError:
 def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
     """Check the request, take its directory and tell the others; they must hear of a refusal too, or they would wait."""
     try:
-        prepared = prepare(request, measure_own=measure_own)
+        prepared = prepare(request, own=OwnPartsHere())
         finished = already_finished(prepared)
         if finished is not None:
             print(f"{prepared.run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)

@@ -51,6 +51,11 @@ def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int |
     return plan
 
 
+def asks_the_model(plan: Plan) -> bool:
+    """True when a plan depends on what the model is made of; data parallelism alone does not."""
+    return plan.tp > 1 or plan.cp > 1 or plan.zero > 0 or plan.recompute != "none"
+
+
 def derive_layout(train: TrainConfig, plan: Plan) -> Layout:
     """Batch sizes for a plan.
 

@@ -13,39 +13,39 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from shoal.checkpoint.config import CheckpointConfig
+from shoal.comm.mesh import Mesh
 from shoal.comm.world import World, join_world
+from shoal.core.axes import Axis
 from shoal.core.errors import RequestError, RunError
 from shoal.core.events import Evaluated, NonFinite, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
 from shoal.core.units import parse_duration
-from shoal.data.loader import Loader, Microbatch, StepBatch
+from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.splits import Splits
 from shoal.elastic.config import ElasticConfig
-from shoal.models.dropout import apply_keyed_dropout
-from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.optim.rates import after_evaluation, rate
-from shoal.parallel.apply import apply_to_model, apply_to_objective
+from shoal.parallel.config import ParallelConfig
+from shoal.parallel.reduction import Reduction
 from shoal.telemetry.board import RankSlot
 from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig, TrainConfig
 from shoal.trainer.evaluate import Evaluation, evaluate
 from shoal.trainer.finite import trace_nonfinite
+from shoal.trainer.laying import build_runner, place_model
 from shoal.trainer.layout import check_samples, count_steps, derive_layout
-from shoal.trainer.objective import Objective
 from shoal.trainer.persist import Persistence
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import seed_process
 from shoal.trainer.state import Progress
-from shoal.trainer.step import StepResult, StepRunner
+from shoal.trainer.step import StepResult
 
 # Each is an event; on the terminal a run that skips every step would drown everything else.
 _SKIPS_SAID = 5
@@ -66,6 +66,7 @@ class Trainer:
         checkpoint: CheckpointConfig | None = None,
         telemetry: TelemetryConfig | None = None,
         elastic: ElasticConfig | None = None,
+        parallel: ParallelConfig | None = None,
         plan: Plan | None = None,
         run_dir: Path | str | None = None,
         resume: bool = False,
@@ -88,10 +89,10 @@ class Trainer:
         self.world = world or join_world(environment, deadline_seconds=self.elastic_config.collective_deadline)
         plan = plan or Plan()
         plan = replace(plan, dp=self.world.size // plan.ranks_per_replica) if plan.dp is None else plan
-        plan.check(model, world_size=self.world.size)
+        plan.check(world_size=self.world.size)
         layout = derive_layout(train, plan)
         self.plan, self.micro_batch = layout.plan, layout.micro_batch
-        check_samples(num_samples=len(data.train), replicas=self.world.size)
+        check_samples(num_samples=len(data.train), replicas=self.plan.degree(Axis.DATA))
         self.total_steps = count_steps(
             train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample
         )
@@ -99,7 +100,20 @@ class Trainer:
         self.reporter = Reporter(run_dir, world=self.world, config=telemetry, slot=slot, total_steps=self.total_steps)
         self.memory_every = telemetry.memory_every
         self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
-        self._lay_out(model, loss)
+        placed = place_model(
+            model,
+            data,
+            loss,
+            plan=self.plan,
+            train=train,
+            optim=self.optim_config,
+            parallel=parallel or ParallelConfig(),
+            world=self.world,
+        )
+        self.placed = placed
+        self.model, self.optimizer, self.objective = placed.model, placed.optimizer, placed.objective
+        self.runner = build_runner(placed, data, train=train, optim=self.optim_config, world=self.world, slot=slot)
+        self.precision = Precision.named(train.precision)
         self.persistence = Persistence(
             run_dir,
             config=checkpoint or CheckpointConfig(),
@@ -109,12 +123,13 @@ class Trainer:
             seed=train.seed,
             train_samples=len(data.train),
         )
-        self.progress = Progress(position=Position(), loss_scale=self.first_loss_scale)
+        self.progress = Progress(position=Position(), loss_scale=self.precision.first_loss_scale)
         self.status = "completed"
         self.stopped_by: str | None = None
         self._stop_wish: str | None = None
         self._looked_for_draws = False
-        seed_process(train.seed, rank=self.world.rank)
+        # By replica, not by rank: the ranks that share a replica must draw alike.
+        seed_process(train.seed, rank=placed.mesh.coordinate(Axis.DATA))
         if resume:
             self._resume()
         elif self.persistence.has_checkpoints():
@@ -122,56 +137,28 @@ class Trainer:
                 f"{run_dir} holds the checkpoints of a run; pass resume=True to go on, or use another run_dir"
             )
 
-    def _lay_out(self, model: nn.Module, loss: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-        """Put the model where the plan wants it and bind what a step needs."""
-        train, world = self.train_config, self.world
-        precision = Precision.named(train.precision)
-        self.model = model.to(device=world.device, dtype=precision.weight_dtype)
-        dropout = apply_keyed_dropout(self.model, train.seed)
-        apply_to_model(self.model, group=world.group, batch_norm=train.batch_norm)
-        self.objective = Objective(self.model, loss, precision=precision, device=world.device)
-        if world.size > 1:
-            self.objective.board_passengers()
-        self.optimizer = build_optimizer(self.optim_config, self.model)
-        initialise_state(self.optimizer)
-        wrapped = apply_to_objective(
-            self.objective,
-            group=world.group,
-            device=world.device,
-            compile_model=train.compile,
-            unused_parameters=train.unused_parameters,
-        )
-        self.runner = StepRunner(
-            model=self.model,
-            objective=wrapped,
-            optimizer=self.optimizer,
-            world=world,
-            dropout=dropout,
-            slot=self.slot,
-            clip=self.optim_config.clip,
-            num_microbatches=self.plan.microbatches or 1,
-            empty_microbatch=self._empty_microbatch() if train.batch_norm == "sync" and world.size > 1 else None,
-            allows_untouched=train.unused_parameters,
-        )
-        self.scales_loss = precision.scales_loss
-        self.first_loss_scale = precision.first_loss_scale
-
-    def _empty_microbatch(self) -> Microbatch:
-        items = self.data.train.collate([0])
-        return Microbatch(
-            inputs=tuple(tensor[:0] for tensor in items.inputs),
-            targets=items.targets[:0],
-            sample_ids=np.empty(0, dtype=np.int64),
-            weight=0.0,
-        )
-
     def _resume(self) -> None:
-        restored = self.persistence.restore(self.model, self.optimizer)
+        restored = self.persistence.restore(self.placed.held())
         if restored is not None:
+            self.placed.reduction.publish()
             self.progress = restored.progress
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
         else:
             self.reporter.tell("there is no checkpoint to go on from; starting at step 0")
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where this rank stands among the others."""
+        return self.placed.mesh
+
+    @property
+    def reduction(self) -> Reduction:
+        """What this rank updates, and where that lies in the whole."""
+        return self.placed.reduction
+
+    def hash_weights(self) -> str:
+        """SHA-256 over the whole weights, the same under every plan; all ranks call it together."""
+        return self.placed.hash_weights()
 
     def request_stop(self, reason: str) -> None:
         """Ask to stop after the current step, on all ranks together; safe to call from a signal handler."""
@@ -208,7 +195,7 @@ class Trainer:
             self.objective,
             source,
             split=split,
-            world=self.world,
+            mesh=self.placed.mesh,
             batch=self.eval_config.batch or self.micro_batch,
             limit=self.eval_config.samples if limit is None else limit,
             before_batch=lambda: self.reporter.enter("evaluate", step),
@@ -235,7 +222,7 @@ class Trainer:
                 pid=os.getpid(),
             )
         )
-        self.persistence.warn_if_disk_is_short(self.model, self.optimizer)
+        self.persistence.warn_if_disk_is_short(self.placed.held())
 
     def _time_limit(self) -> float | None:
         limit = self.train_config.time_limit
@@ -246,8 +233,8 @@ class Trainer:
             self.data.train,
             global_batch=self.train_config.global_batch,
             micro_batch=self.micro_batch,
-            replica=self.world.rank,
-            num_replicas=self.world.size,
+            replica=self.placed.mesh.coordinate(Axis.DATA),
+            num_replicas=self.placed.mesh.degree(Axis.DATA),
             seed=self.train_config.seed,
             position=self.progress.position,
             prefetch=self.prefetch,
@@ -306,7 +293,7 @@ class Trainer:
             before,
             step=before.step + 1,
             position=batch.position,
-            loss_scale=scale.after_step(result.is_finite) if self.scales_loss else scale,
+            loss_scale=scale.after_step(result.is_finite) if self.precision.scales_loss else scale,
             first_loss=result.loss if before.first_loss is None else before.first_loss,
             last_loss=result.loss,
             tokens=before.tokens + tokens,
@@ -329,7 +316,7 @@ class Trainer:
     def _handle_nonfinite(self, batch: StepBatch, result: StepResult) -> None:
         """Skip, or stop with the culprit named. The reduced values are the same everywhere, so all ranks come here together."""
         scale = self.progress.loss_scale
-        if self.scales_loss and math.isfinite(result.loss) and scale.can_back_off:
+        if self.precision.scales_loss and math.isfinite(result.loss) and scale.can_back_off:
             return  # An overflow of the scaled gradient is how dynamic scaling finds its scale.
         step = self.progress.step
         origin = trace_nonfinite(self.runner, batch, step=step, scale=scale.scale)
@@ -361,7 +348,7 @@ class Trainer:
             self._evaluate_validation()
         if self.persistence.is_due(step):
             self.reporter.enter("checkpoint", step)
-            self.persistence.save(self.model, self.optimizer, self.progress)
+            self.persistence.save(self.placed.held(), self.progress)
 
     def _wants_evaluation(self, step: int) -> bool:
         is_due = self.eval_config.every > 0 and step % self.eval_config.every == 0
@@ -381,7 +368,7 @@ class Trainer:
         if self.stopped_by is not None and self.progress.step < self.total_steps:
             self.status = "interrupted"
         self.reporter.enter("checkpoint", self.progress.step)
-        self.persistence.save(self.model, self.optimizer, self.progress)
+        self.persistence.save(self.placed.held(), self.progress)
         if self.status == "completed" and not self._wants_evaluation(self.progress.step):
             found = self.evaluate("validation")
             # Not part of the schedule, so it must not count for it: a run that is extended later would not have had it.
@@ -397,6 +384,7 @@ class Trainer:
         """Stop threads, flush files, leave the group."""
         self.persistence.close()
         self.reporter.close()
+        self.mesh.close()
         self.world.close()
 
     def __enter__(self) -> "Trainer":

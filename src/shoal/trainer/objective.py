@@ -8,7 +8,7 @@ of two zeros. They are summed with the gradients that travel anyway; a collectiv
 step a millisecond.
 """
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,21 +17,30 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.core.errors import RunError
 from shoal.data.loader import Microbatch
+from shoal.models.dropout import DropoutKey
 from shoal.optim.precision import Precision
 from shoal.telemetry.memory import is_out_of_memory
-
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+from shoal.trainer.scoring import Scoring
 
 
 class Objective(nn.Module):
     """``forward(microbatch, share)``: the mean loss of a microbatch, times its share of the global batch."""
 
-    def __init__(self, model: nn.Module, loss: Loss, *, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        scoring: Scoring,
+        *,
+        precision: Precision,
+        device: torch.device,
+        dropout: DropoutKey | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
-        self.loss = loss
+        self.scoring = scoring
         self.precision = precision
         self.device = device
+        self.dropout = dropout
         self.passengers: nn.Parameter | None = None
 
     def board_passengers(self) -> None:
@@ -48,18 +57,22 @@ class Objective(nn.Module):
 
     def _share_of_loss(self, microbatch: Microbatch, share: float) -> torch.Tensor:
         output, targets = self.predict(microbatch)
-        if microbatch.weight == 0:
+        targets, weight = self.scoring.own_part(targets, microbatch.weight)
+        if weight == 0:
             return _nothing_of(output)
         with self.precision.autocast(self.device.type):
             loss = self._call_loss(output, targets)
         # In float32: a loss in float16 would overflow under the scale that is to save its gradients.
         loss = loss if loss.dtype == torch.float64 else loss.float()
+        if weight != microbatch.weight:
+            share = share * (weight / microbatch.weight)
+        share = share * self.scoring.factor
         return loss if share == 1.0 else loss * share
 
     def _call_loss(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
         """The user's loss, or one message that shows both sides when they do not fit."""
         try:
-            loss = self.loss(output, targets)
+            loss = self.scoring.loss(output, targets)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
@@ -75,8 +88,12 @@ class Objective(nn.Module):
         """The model's output and the targets, on the device and in the run's precision."""
         inputs = [self.precision.cast_input(tensor.to(self.device, non_blocking=True)) for tensor in microbatch.inputs]
         targets = self.precision.cast_input(microbatch.targets.to(self.device, non_blocking=True))
-        with self.precision.autocast(self.device.type):
+        with self.precision.autocast(self.device.type), self._drawing():
             return self.model(*inputs), targets
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Random draws of a training forward pass are by key, those of torch's functions too."""
+        return self.dropout.drawing() if self.dropout is not None and self.training else nullcontext()
 
     def _touch_every_parameter(self) -> torch.Tensor:
         # The sum of an empty slice is zero and its gradient is zeros: exact even where a weight is NaN, unlike 0 * weight.

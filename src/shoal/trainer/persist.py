@@ -1,14 +1,14 @@
 """Between a run and its checkpoints: what is saved, what is taken up again, and what becomes of the ones that are torn."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.layout import parse_step, step_name
-from shoal.checkpoint.reader import read
+from shoal.checkpoint.reader import read, read_local
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.space import warn_if_short
 from shoal.checkpoint.sweep import sweep
@@ -19,7 +19,7 @@ from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import export_random_state, import_random_state, seed_process
-from shoal.trainer.state import Progress, export_tensors, import_tensors
+from shoal.trainer.state import Held, Progress, import_held, refuse_other_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +77,14 @@ class Persistence:
         else:
             self.failure = None
 
-    def warn_if_disk_is_short(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def warn_if_disk_is_short(self, held: Held) -> None:
         """Say before the first step that the disk cannot hold the checkpoints that the recipe keeps."""
         if self.root is None or not self.world.is_first:
             return
-        tensors = export_tensors(model, optimizer).values()
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        num_bytes = sum(
+            math.prod(held.placements[name].whole_shape) * tensor.element_size()
+            for name, tensor in held.tensors.items()
+        )
         copies = self.config.keep + 1 if self.config.every else 1
         message = warn_if_short(self.root.parent, num_bytes * copies)
         if message is not None:
@@ -96,16 +98,17 @@ class Persistence:
         """True when the recipe wants a checkpoint after this step."""
         return self.saver is not None and self.config.every > 0 and step % self.config.every == 0
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    def save(self, held: Held, progress: Progress) -> None:
         """Copy the state and begin to write it; returns as soon as the copy is made."""
         if self.saver is None or progress.step == self.saved_step:
             return
         self.saved_step = progress.step
         self.saver.save(
             progress.step,
-            export_tensors(model, optimizer),
+            held.tensors,
             {"progress": progress.as_values(), "train_samples": self.train_samples},
             export_random_state(self.world.rank),
+            placements=held.placements,
         )
 
     def wait(self) -> None:
@@ -122,7 +125,7 @@ class Persistence:
         if self.saver is not None:
             self.saver.close()
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Restored | None:
+    def restore(self, held: Held) -> Restored | None:
         """Load the newest whole checkpoint; None when there is none to load. Refused ones are named.
 
         The first rank chooses and all read that one: if each chose, a disk that fails one of them would set ranks to work on
@@ -140,7 +143,7 @@ class Persistence:
         path = self.root / step_name(step)
         restored, problem = None, ""
         try:
-            restored = self._load(path, model, optimizer)
+            restored = self._load(path, held)
         except (OSError, RunError) as error:
             problem = f"rank {self.world.rank} cannot go on from {path}: {error}"
         failures = int(self.world.sum_(torch.tensor([int(bool(problem))], device=self.world.device)))
@@ -157,8 +160,9 @@ class Persistence:
         step = parse_step(found.path.name) if found.path is not None else None
         return 0 if step is None else step + 1
 
-    def _load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Restored:
-        checkpoint = read(path)
+    def _load(self, path: Path, held: Held) -> Restored:
+        prefix = f"rng/rank-{self.world.rank:03d}/"
+        checkpoint = read(path, wanted=lambda name: name.startswith(prefix))
         progress = Progress.from_values(checkpoint.values.get("progress"), origin=str(path))
         saved_samples = checkpoint.values.get("train_samples")
         if progress.step != checkpoint.step:
@@ -168,7 +172,8 @@ class Persistence:
                 f"it was trained on {saved_samples} samples and the data now has {self.train_samples}: samples would be repeated "
                 "and skipped; use the same data, or start a new run"
             )
-        import_tensors(model, optimizer, checkpoint.tensors, origin=str(path))
+        refuse_other_state(held, checkpoint.manifest.tensors, origin=str(path))
+        import_held(held, read_local(path, held.placements), origin=str(path))
         if not import_random_state(checkpoint.tensors, self.world.rank):
             seed_process(self.seed + checkpoint.step, rank=self.world.rank)
         self.saved_step = progress.step

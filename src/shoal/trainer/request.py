@@ -4,18 +4,22 @@ No torch: a misspelt key is answered in a fraction of a second. Only a recipe th
 them, because that is the only way to know that they can be imported.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from shoal.core.combine import setting_problems
 from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
 from shoal.data.check import DataSummary, check_data
 from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
+from shoal.models.facts import facts_of
 from shoal.telemetry.config import parse_window
 from shoal.trainer.claim import check_claim, choose_run_dir
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.layout import Layout, check_samples, choose_plan, count_steps, derive_layout
+from shoal.trainer.layout import Layout, asks_the_model, check_samples, choose_plan, count_steps, derive_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +49,22 @@ class Prepared:
     """What the user should know before it starts."""
 
 
-def prepare(request: TrainRequest, *, measure_own: Callable[[Recipe], DataSummary]) -> Prepared:
+class OwnParts(Protocol):
+    """What only building the user's own data or module can tell. It imports torch, so the caller brings it."""
+
+    def measure_data(self, recipe: Recipe) -> DataSummary:
+        """Count the samples of the user's own data; called only where the recipe names such data."""
+
+    def check_plan(self, recipe: Recipe, plan: Plan) -> None:
+        """Refuse a plan that the user's own module cannot be laid out by; called only where a plan asks that of it."""
+
+
+def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     """Check a request and derive what it left open.
 
     Args:
-        request: what the user asked for. measure_own: counts the samples of the user's own data, which only building it can
-        tell; imports torch, so the caller brings
-            it, and it is called only where the recipe names such data.
+        request: what the user asked for.
+        own: builds the user's own data and module where the recipe names them.
 
     Raises:
         RequestError: one message with the numbers and the fix.
@@ -64,9 +77,15 @@ def prepare(request: TrainRequest, *, measure_own: Callable[[Recipe], DataSummar
     check_claim(run_dir, recipe, resume=request.resume)
     data = check_data(recipe.data)
     if data.spec is None:
-        data = measure_own(recipe)
+        data = own.measure_data(recipe)
     assert data.spec is not None and data.train is not None, "data that was measured has a spec and a length"
     check_model(recipe.model, data.spec)
+    refuse_settings(recipe, plan)
+    facts = facts_of(recipe.model, data.spec)
+    if facts is not None:
+        plan.check(facts)
+    elif asks_the_model(plan):
+        own.check_plan(recipe, plan)
     check_samples(num_samples=data.train, replicas=plan.dp or 1)
     if recipe.optim.schedule == "plateau" and recipe.eval.every == 0:
         raise RequestError(
@@ -83,6 +102,18 @@ def prepare(request: TrainRequest, *, measure_own: Callable[[Recipe], DataSummar
         resume=request.resume,
         remarks=tuple(_remarks(recipe, total)),
     )
+
+
+def refuse_settings(recipe: Recipe, plan: Plan) -> None:
+    """Refuse settings of the recipe that this plan cannot carry out.
+
+    Raises:
+        RequestError: lists them with their fixes.
+    """
+    train = recipe.train
+    found = setting_problems(plan, compile_model=train.compile, unused_parameters=train.unused_parameters)
+    if found:
+        raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
 
 
 def _remarks(recipe: Recipe, total_steps: int) -> Iterator[str]:

@@ -5,18 +5,23 @@ as JSON. A run that loads both takes the very step that it would have taken.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.comm.mesh import Mesh
 from shoal.core.errors import RunError
+from shoal.core.placement import Placement, place_whole
 from shoal.data.order import Position
 from shoal.optim.precision import LossScale
 from shoal.optim.rates import PlateauState
-from shoal.optim.state import export_state, import_state
+from shoal.optim.state import export_state
+from shoal.parallel.apply import Laid
+from shoal.parallel.owners import gather_whole, is_spokesman
+from shoal.parallel.reduction import Reduction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +81,123 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def hash_weights(model: nn.Module) -> str:
-    """SHA-256 over the weights in the order of their names, each as its little-endian bytes."""
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one rank holds of a run's state, by checkpoint name, and where it lies in the whole."""
+
+    tensors: dict[str, torch.Tensor]
+    placements: dict[str, Placement]
+    all_weights: frozenset[str]
+    """Checkpoint names of every weight of the model, held by this rank or not."""
+
+
+def export_held(model: nn.Module, optimizer: torch.optim.Optimizer, reduction: Reduction, laid: Laid) -> Held:
+    """This rank's part of weights, buffers and optimizer state; the live tensors, not copies.
+
+    A rank that updates only some rows of a parameter holds those rows, whatever else of it is in memory.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: dict[str, torch.Tensor] = {}
+    placements: dict[str, Placement] = {}
+    saved = _saved_names(model, names)
+    for saved_name, (name, tensor) in saved.items():
+        if name is not None and tensor.requires_grad:
+            if name not in reduction.updated:
+                continue
+            tensor, placement = reduction.updated[name], reduction.placements[name]
+        else:
+            placement = laid.placements.get(name or "", place_whole(tensor.shape))
+        tensors[f"weights/{saved_name}"] = tensor.detach()
+        placements[f"weights/{saved_name}"] = placement
+    owned = {parameter: name for name, parameter in reduction.updated.items()}
+    for path, tensor in export_state(optimizer, owned).items():
+        name = path.rpartition("/")[0]
+        has_rows = tensor.shape == reduction.updated[name].shape and tensor.ndim > 0
+        tensors[f"optimizer/{path}"] = tensor
+        placements[f"optimizer/{path}"] = reduction.placements[name] if has_rows else place_whole(tensor.shape)
+    return Held(tensors=tensors, placements=placements, all_weights=frozenset(f"weights/{name}" for name in saved))
+
+
+def _saved_names(model: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[str, tuple[str | None, torch.Tensor]]:
+    """By checkpoint name in order: the parameter's own name (None for a buffer) and the tensor."""
+    found: dict[str, tuple[str | None, torch.Tensor]] = {}
+    seen: set[int] = set()
+    for saved_name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[saved_name] = (names.get(tensor) if isinstance(tensor, nn.Parameter) else None, tensor)
+    return found
+
+
+def refuse_other_state(held: Held, saved_names: Iterable[str], *, origin: str) -> None:
+    """Refuse a checkpoint that holds more than this run: the state of another model or another optimizer.
+
+    Raises:
+        RunError: names the first tensor that is missing or left over.
+    """
+    saved = set(saved_names)
+    weights = {name for name in saved if name.startswith("weights/")}
+    for name in sorted(weights ^ held.all_weights):
+        side = "the model has no such tensor" if name in weights else "the checkpoint has no such tensor"
+        raise RunError(f"{origin} does not fit the model: {name.removeprefix('weights/')!r}: {side}")
+    own_keys = {name.rpartition("/")[2] for name in held.tensors if name.startswith("optimizer/")}
+    for name in sorted(name for name in saved if name.startswith("optimizer/") and held.tensors):
+        if name.rpartition("/")[2] not in own_keys:
+            raise RunError(
+                f"{origin} does not fit the optimizer: it holds {name!r}, which this optimizer does not have; "
+                "resume with the optimizer of the save"
+            )
+
+
+@torch.no_grad()
+def import_held(held: Held, tensors: Mapping[str, torch.Tensor], *, origin: str) -> None:
+    """Copy a checkpoint's tensors, already cut to this rank's part, into the live ones.
+
+    Raises:
+        RunError: names the first tensor of another shape or type.
+    """
+    for name, target in held.tensors.items():
+        saved = tensors[name]
+        if saved.shape != target.shape or saved.dtype != target.dtype:
+            raise RunError(
+                f"{origin} does not fit: {name!r} is {saved.dtype} {tuple(saved.shape)} there, and this run needs "
+                f"{target.dtype} {tuple(target.shape)}; resume with the model, optimizer and precision it was saved with"
+            )
+    for name, target in held.tensors.items():
+        target.copy_(tensors[name])
+
+
+def hash_held(model: nn.Module, held: Held, *, laid: Laid, mesh: Mesh, is_sharded: bool) -> str:
+    """``hash_weights`` of the whole model, from what the ranks hold of it. All ranks call it together; one tensor at a time."""
     digest = hashlib.sha256()
-    for tensor in named_weights(model).values():
-        flat = tensor.cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for saved_name, (name, tensor) in _saved_names(model, names).items():
+        key = f"weights/{saved_name}"
+        split = laid.placements.get(name) if name is not None else None
+        is_cut = is_sharded and name is not None and tensor.requires_grad
+        if split is None and not is_cut:
+            digest.update(_bytes_of(tensor))
+            continue
+        whole_shape = split.whole_shape if split is not None else tuple(tensor.shape)
+        nothing = Placement(whole_shape=whole_shape, local_shape=(0,), patches=())
+        speaks = key in held.tensors and is_spokesman(mesh, is_split=split is not None, is_sharded=is_cut)
+        local = held.tensors[key] if speaks else None
+        placement = held.placements[key] if speaks else nothing
+        digest.update(_bytes_of(gather_whole(local, placement, tensor.dtype, mesh=mesh)))
     return digest.hexdigest()
 
 
-def export_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of the model and the optimizer, by checkpoint name."""
-    tensors = {f"weights/{name}": tensor for name, tensor in named_weights(model).items()}
-    if optimizer is not None:
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        tensors |= {f"optimizer/{name}": tensor for name, tensor in export_state(optimizer, names).items()}
-    return tensors
+def hash_weights(model: nn.Module) -> str:
+    """SHA-256 over the weights of a whole model in the order of their names, each as its little-endian bytes."""
+    digest = hashlib.sha256()
+    for tensor in named_weights(model).values():
+        digest.update(_bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def import_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origin: str) -> None:
@@ -111,18 +217,3 @@ def import_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, ori
                 f"{origin} does not fit the model: {name!r} is {tuple(given[name].shape)}, not {tuple(tensor.shape)}"
             )
         tensor.copy_(given[name])
-
-
-def import_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], *, origin: str
-) -> None:
-    """Copy a checkpoint's weights and optimizer state into a run's own.
-
-    Raises:
-        RunError: the checkpoint does not fit.
-    """
-    import_weights(model, tensors, origin=origin)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    prefix = "optimizer/"
-    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    import_state(optimizer, names, state)

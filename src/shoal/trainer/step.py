@@ -4,22 +4,26 @@ The order of sums is the law of numerics': each replica adds its microbatches in
 decision (skip, clip, stop) is taken from reduced values, which are the same bits on every rank, so ranks never disagree.
 """
 
-import contextlib
 import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
+from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.models.dropout import DropoutKey
 from shoal.optim.build import set_rate
 from shoal.optim.precision import LossScale
 from shoal.parallel import batchnorm
-from shoal.parallel.gradnorm import clip_, global_norm
+from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
+from shoal.parallel.reduction import Reduction, sum_partial_
 from shoal.telemetry.board import RankSlot
 from shoal.trainer.objective import Objective
 
@@ -44,6 +48,10 @@ class StepRunner:
         model: nn.Module,
         objective: nn.Module,
         optimizer: torch.optim.Optimizer,
+        reduction: Reduction,
+        norms: WholeNorms | None,
+        partial: frozenset[str],
+        mesh: Mesh,
         world: World,
         dropout: DropoutKey,
         slot: RankSlot | None,
@@ -55,6 +63,10 @@ class StepRunner:
         self.model = model
         self.objective = objective
         self.optimizer = optimizer
+        self.reduction = reduction
+        self.norms = norms
+        self.partial = partial
+        self.mesh = mesh
         self.world = world
         self.dropout = dropout
         self.slot = slot
@@ -62,8 +74,8 @@ class StepRunner:
         self.num_microbatches = num_microbatches
         self.empty_microbatch = empty_microbatch
         self.allows_untouched = allows_untouched
-        named = sorted(model.named_parameters())
-        self.parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.on_gradients: Callable[[Mapping[str, nn.Parameter], float], None] | None = None
+        """Called with the summed gradients and the loss scale that is still in them, before they are clipped."""
         self.has_batch_norm = batchnorm.is_applied(model)
         self.passengers = self.bare_objective.passengers
 
@@ -72,20 +84,32 @@ class StepRunner:
         set_rate(self.optimizer, lr)
         self._forget_gradients()
         local_loss = self.accumulate(batch, step=step, scale=loss_scale.scale, stop=stop)
-        self._refuse_untouched()
+        self._sum_gradients(step)
         loss, stop_requested = self._reduced(local_loss, scale=loss_scale.scale, stop=stop)
+        if self.on_gradients is not None:
+            self.on_gradients(self.reduction.updated, loss_scale.scale)
         self._enter("gradient norm", step)
-        gradients = [(name, parameter.grad) for name, parameter in self.parameters if parameter.grad is not None]
-        norm = global_norm(gradients, exact=self.clip is not None) / loss_scale.scale
+        updated = self.reduction.updated
+        gradients = {name: parameter.grad for name, parameter in updated.items() if parameter.grad is not None}
+        norm = global_norm(gradients.items(), exact=self.clip is not None, norms=self.norms) / loss_scale.scale
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         if is_finite:
             self._enter("optimizer", step)
-            clip_([gradient for _, gradient in gradients], norm=norm, limit=self.clip, loss_scale=loss_scale.scale)
+            clip_(gradients.values(), norm=norm, limit=self.clip, loss_scale=loss_scale.scale)
             self.optimizer.step()
+            self.reduction.publish()
         if self.has_batch_norm:
             self._enter("wait: batch norm statistics", step)
             batchnorm.fold(self.model, keep=is_finite)
         return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, stop_requested=stop_requested)
+
+    def _sum_gradients(self, step: int) -> None:
+        """What is left of the reduction after the last backward pass."""
+        self._enter("wait: gradients of the other ranks", step)
+        self.reduction.finish()
+        self._refuse_untouched()
+        if self.partial:
+            sum_partial_(self.reduction.updated, self.partial, self.mesh.channel(Axis.TENSOR))
 
     def _refuse_untouched(self) -> None:
         """Refuse a parameter without a gradient: data parallelism would then leave its whole bucket unsummed, and say nothing.
@@ -93,27 +117,32 @@ class StepRunner:
         Raises:
             RunError: names the parameter and the setting.
         """
-        if self.passengers is None or self.allows_untouched:
+        if self.mesh.replicas.size == 1 or self.allows_untouched:
             return
-        for name, parameter in self.parameters:
-            if parameter.grad is None:
-                raise RunError(
-                    f"parameter {name!r} got no gradient in this step, so gradients could not be summed over replicas; "
-                    "set train.unused_parameters=true, or take the parameter out of the model"
-                )
+        for name in self.reduction.untouched():
+            raise RunError(
+                f"parameter {name!r} got no gradient in this step, so gradients could not be summed over replicas; "
+                "set train.unused_parameters=true, or take the parameter out of the model"
+            )
 
     def _forget_gradients(self) -> None:
-        # What `zero_grad` does, without its 0.1 ms for the profiler.
-        for _, parameter in self.parameters:
-            parameter.grad = None
+        self.reduction.begin_step()
         if self.passengers is not None:
             self.passengers.grad = None
 
     def _reduced(self, local_loss: torch.Tensor | float, *, scale: float, stop: bool) -> tuple[float, bool]:
         """The loss over all ranks, and whether any of them wishes to stop."""
-        if self.passengers is None or self.passengers.grad is None:
-            return float(local_loss), stop
-        loss, wishes = (self.passengers.grad / scale).tolist()
+        if self.passengers is not None and self.passengers.grad is not None:
+            loss, wishes = (self.passengers.grad / scale).tolist()
+            return loss, wishes > 0
+        # Tensor-parallel ranks all have the loss of their replica: one of them tells it.
+        told = float(local_loss) if self.mesh.coordinate(Axis.TENSOR) == 0 else 0.0
+        if self.mesh.everyone.size == 1:
+            return told, stop
+        # In the type that passengers ride in, so that the reported loss has the same bits under every reduction.
+        dtype = self.bare_objective.precision.weight_dtype
+        packet = torch.tensor([told, float(stop)], dtype=dtype, device=self.world.device)
+        loss, wishes = self.mesh.everyone.sum_(packet).tolist()
         return loss, wishes > 0
 
     def accumulate(
@@ -133,14 +162,15 @@ class StepRunner:
             self.dropout.begin(step, microbatch.sample_ids)
             if self.has_batch_norm:
                 batchnorm.begin_microbatch(self.model, index)
-            with self._gathering(objective, is_last=index == last):
+            with self.reduction.microbatch(is_last=index == last) if reduce else nullcontext():
                 loss = objective(microbatch, microbatch.weight / total, stop)
                 self._enter("backward", step)
                 (loss if scale == 1.0 else loss * scale).backward()
             local_loss = local_loss + loss.detach()
         if not microbatches:
             self._enter("backward", step)
-            objective(None, 0.0, stop).backward()
+            with self.reduction.microbatch(is_last=True) if reduce else nullcontext():
+                objective(None, 0.0, stop).backward()
         return local_loss
 
     @property
@@ -152,7 +182,7 @@ class StepRunner:
         return bare
 
     def _padded(self, batch: StepBatch) -> tuple[Microbatch, ...]:
-        """This replica's microbatches, with empty ones at the end where batch norm needs every replica at every index."""
+        """This replica's microbatches, with empty ones at the end where a forward pass waits for every replica at every index."""
         if self.empty_microbatch is None:
             return batch.microbatches
         missing = min(self.num_microbatches, batch.num_samples) - len(batch.microbatches)
@@ -162,14 +192,7 @@ class StepRunner:
         if batch.total_weight is not None:
             return batch.total_weight
         weight = torch.tensor([batch.local_weight], dtype=torch.float64, device=self.world.device)
-        return max(1.0, float(self.world.sum_(weight)))
-
-    @staticmethod
-    def _gathering(objective: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Reduce once per step, at the last microbatch; the ones before only add up locally."""
-        if isinstance(objective, DistributedDataParallel) and not is_last:
-            return objective.no_sync()
-        return contextlib.nullcontext()
+        return max(1.0, float(self.mesh.channel(Axis.DATA).sum_(weight)))
 
     def _enter(self, phase: str, step: int) -> None:
         if self.slot is not None:

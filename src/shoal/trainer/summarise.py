@@ -6,7 +6,6 @@ import torch
 
 from shoal.telemetry.memory import peak_rss_bytes
 from shoal.trainer.loop import Trainer
-from shoal.trainer.state import hash_weights
 
 
 def summarise(trainer: Trainer, *, wall_seconds: float) -> dict[str, Any]:
@@ -29,6 +28,6 @@ def summarise(trainer: Trainer, *, wall_seconds: float) -> dict[str, Any]:
         "world_size": trainer.world.size,
         "plan": str(trainer.plan),
         "peak_rss_bytes": peaks,
-        "weights_sha256": hash_weights(trainer.model),
+        "weights_sha256": trainer.hash_weights(),
         "checkpoint_error": trainer.persistence.failure,
     }

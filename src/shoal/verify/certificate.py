@@ -1,0 +1,160 @@
+"""The certificate: what was proved, of what, with which versions, as JSON for programs and as a page for a pull request."""
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.verify.capture import KINDS
+from shoal.verify.judge import Difference
+from shoal.verify.proof import PlanResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class MutantResult:
+    """One planted bug."""
+
+    name: str
+    plan: str
+    dtype: str
+    caught: bool
+    """Caught, and by the comparison that should catch it."""
+    by: str | None
+    """The comparison that saw it first; None when none did."""
+    expected: str
+    control_ok: bool
+    """The same plan and recipe without the bug passes."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """Everything that a proof found."""
+
+    plans: tuple[PlanResult, ...] = ()
+    mutants: tuple[MutantResult, ...] = ()
+    recipe: str = ""
+    recipe_hash: str = ""
+    model_hash: str = ""
+    seed: int = 0
+    threads: int = 1
+    wall_s: float = 0.0
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Every plan passed; every mutant was caught by the right comparison, and its control passed."""
+        return all(plan.ok for plan in self.plans) and all(one.caught and one.control_ok for one in self.mutants)
+
+    def as_values(self) -> dict[str, Any]:
+        """JSON: the keys that DESIGN's contract names, and what makes the result repeatable."""
+        return {
+            "ok": self.ok,
+            "plans": [_plan_values(plan) for plan in self.plans],
+            "mutants": [asdict(mutant) for mutant in self.mutants],
+            "recipe": self.recipe,
+            "recipe_sha256": self.recipe_hash,
+            "model_sha256": self.model_hash,
+            "seeds": {"train": self.seed},
+            "threads": self.threads,
+            "versions": find_versions(),
+            "wall_s": self.wall_s,
+            "remarks": list(self.remarks),
+        }
+
+    def as_markdown(self) -> str:
+        """A page to put into a pull request."""
+        num_ok = sum(plan.ok for plan in self.plans)
+        lines = [f"# Shoal certificate: {'proved' if self.ok else 'NOT proved'}", ""]
+        lines += [f"- recipe `{self.recipe}` (sha256 `{self.recipe_hash[:16]}`), seed {self.seed}"]
+        lines += [f"- initial weights sha256 `{self.model_hash[:16]}`, {self.threads} compute thread(s) per process"]
+        lines += ["- " + ", ".join(f"{name} {text}" for name, text in find_versions().items())]
+        if self.plans:
+            lines += ["", f"## {num_ok} of {len(self.plans)} plans equal one process", ""]
+            lines += _markdown_table(PLAN_COLUMNS, [plan_row(plan) for plan in self.plans])
+            failures = [plan for plan in self.plans if not plan.ok]
+            lines += ["", *[f"- `{plan.plan}` in {plan.dtype}: {plan.first_difference}" for plan in failures]]
+        if self.mutants:
+            num_caught = sum(mutant.caught for mutant in self.mutants)
+            lines += ["", f"## {num_caught} of {len(self.mutants)} planted bugs caught", ""]
+            lines += _markdown_table(MUTANT_COLUMNS, [mutant_row(mutant) for mutant in self.mutants])
+        return "\n".join(lines).rstrip() + "\n"
+
+
+PLAN_COLUMNS = ("plan", "dtype", "result", *KINDS, "calls", "bytes sent", "state bytes", "activations", "seconds")
+MUTANT_COLUMNS = ("planted bug", "plan", "caught", "by", "should be", "control", "what was seen")
+
+
+def plan_row(plan: PlanResult) -> list[str]:
+    """One line of the table."""
+    verdict = "bitwise" if plan.ok and plan.bitwise else f"within {plan.tolerance:.1g}" if plan.ok else "DIFFERS"
+    errors = [f"{plan.worst[kind]:.1e}" if plan.worst.get(kind) else "0" for kind in KINDS] if plan.worst else ["-"] * 6
+    calls, num_bytes = _totals(plan.traffic.get("counted", {}))
+    return [
+        plan.plan,
+        plan.dtype,
+        verdict,
+        *errors,
+        str(calls),
+        str(num_bytes),
+        _size_pair(plan.sizes, ("weights", "gradients", "optimizer")),
+        _size_pair(plan.sizes, ("activations",)),
+        f"{plan.wall_s:.1f}",
+    ]
+
+
+def mutant_row(mutant: MutantResult) -> list[str]:
+    """One line of the table."""
+    return [
+        mutant.name,
+        f"{mutant.plan} {mutant.dtype}",
+        "yes" if mutant.caught else "NO",
+        mutant.by or "nothing",
+        mutant.expected,
+        "passes" if mutant.control_ok else "FAILS",
+        mutant.detail,
+    ]
+
+
+def find_versions() -> dict[str, str]:
+    """What computed this."""
+    return {
+        "shoal": version("shoal"),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def _plan_values(plan: PlanResult) -> dict[str, Any]:
+    values = asdict(plan)
+    values["noise"] = list(plan.noise)
+    values["first_difference"] = None if plan.first_difference is None else _difference_values(plan.first_difference)
+    return values
+
+
+def _difference_values(difference: Difference) -> dict[str, Any]:
+    return {**asdict(difference), "text": str(difference)}
+
+
+def _totals(account: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+    return sum(entry[0] for entry in account.values()), sum(entry[1] for entry in account.values())
+
+
+def _size_pair(sizes: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Measured and predicted, or only one of them where they are equal."""
+    if not sizes:
+        return "-"
+    measured = sum(sizes["measured"].get(name, 0) for name in names)
+    predicted = sum(sizes["predicted"].get(name, 0) for name in names)
+    return str(measured) if measured == predicted else f"{measured} ({predicted} predicted)"
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return lines + [f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in row)} |" for row in rows]

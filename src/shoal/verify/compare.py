@@ -1,0 +1,172 @@
+"""A plan's steps beside the reference's: errors as the law measures them, and the first difference with its pattern.
+
+Error is the norm of the difference over the norm of the reference, per tensor. A gradient that is below 10 eps of the whole gradient's
+norm is noise: it is listed and bounded by that amount absolutely. The other rules, and why weights need their own, are in
+``tolerance.py``.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.verify.capture import KINDS, Step
+from shoal.verify.tolerance import NOISE_EPS, Tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One number or tensor of one step."""
+
+    step: int
+    """Counted from 1, as people do."""
+    kind: str
+    name: str
+    error: float
+    """Relative, over the elements that are not noise."""
+    allowed: float
+    is_bitwise: bool
+    is_noise: bool = False
+
+    @property
+    def is_wrong(self) -> bool:
+        """True when it is further off than allowed; NaN is."""
+        return not self.error <= self.allowed
+
+
+@dataclass
+class Verdict:
+    """The comparison of a whole run."""
+
+    worst: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    is_bitwise: bool = True
+    """Every gradient, weight, optimizer state and buffer has the reference's bits."""
+    wrong: list[Judged] = field(default_factory=list)
+    """In the order in which they went wrong."""
+    noise: set[str] = field(default_factory=set)
+    num_compared: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+
+    def add(self, judged: Judged) -> None:
+        """Enter one comparison."""
+        self.num_compared[judged.kind] += 1
+        error = math.inf if math.isnan(judged.error) else judged.error
+        if judged.is_noise:
+            self.noise.add(f"{judged.kind}/{judged.name}")
+        else:
+            self.worst[judged.kind] = max(self.worst[judged.kind], error)
+        if judged.kind not in ("loss", "norm"):
+            self.is_bitwise = self.is_bitwise and judged.is_bitwise
+        if judged.is_wrong:
+            self.wrong.append(judged)
+
+
+class Comparer:
+    """Compares step after step, because which elements are noise is decided by all gradients so far."""
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self.tolerance = tolerance
+        self.verdict = Verdict()
+        self._quiet: dict[str, Tensor] = {}
+
+    def add(self, index: int, reference: Step, found: Step) -> list[Judged]:
+        """Compare step number ``index`` (from 0); returns what is wrong in it, in the order of ``KINDS``."""
+        self._remember_noise(reference)
+        judged = [self._number(index, "loss", reference.loss, found.loss)]
+        judged.append(self._number(index, "norm", reference.norm, found.norm))
+        if reference.skipped != found.skipped:
+            judged.append(_missing(index, "grad", "(whether the step is skipped)"))
+        whole = _norm_of(reference.tensors, "grad/")
+        for key in sorted(reference.tensors.keys() | found.tensors.keys()):
+            kind, _, name = key.partition("/")
+            if key not in reference.tensors or key not in found.tensors:
+                judged.append(_missing(index, kind, name))
+                continue
+            judged.append(self._tensor(index, kind, name, reference.tensors[key], found.tensors[key], whole))
+        judged.sort(key=lambda one: KINDS.index(one.kind))
+        for one in judged:
+            self.verdict.add(one)
+        return [one for one in judged if one.is_wrong]
+
+    def _remember_noise(self, reference: Step) -> None:
+        """Mark the elements whose gradient is noise at this step; once marked they stay so, because their weights have moved."""
+        if self.tolerance.is_bitwise or not self.tolerance.normalises:
+            return
+        limit = NOISE_EPS * self.tolerance.eps * _norm_of(reference.tensors, "grad/")
+        for key, tensor in reference.tensors.items():
+            if key.startswith("grad/"):
+                name = key.removeprefix("grad/")
+                # Exact zeros are no noise: a row that no token touched stays where it is in both runs.
+                quiet = (tensor.abs() <= limit) & (tensor != 0)
+                self._quiet[name] = self._quiet[name] | quiet if name in self._quiet else quiet
+
+    def _number(self, index: int, kind: str, reference: float, found: float) -> Judged:
+        error = 0.0 if reference == found else abs(found - reference) / max(abs(reference), 1e-300)
+        return Judged(
+            step=index + 1,
+            kind=kind,
+            name=kind,
+            error=error,
+            allowed=self.tolerance.loss_bound,
+            is_bitwise=reference == found,
+        )
+
+    def _tensor(self, index: int, kind: str, name: str, reference: Tensor, found: Tensor, whole: float) -> Judged:
+        if found.shape != reference.shape or found.dtype != reference.dtype:
+            return _missing(index, kind, f"{name} ({tuple(found.shape)} for {tuple(reference.shape)})")
+        if torch.equal(reference, found):
+            return Judged(
+                step=index + 1, kind=kind, name=name, error=0.0, allowed=self.tolerance.bound, is_bitwise=True
+            )
+        error, allowed, is_noise = self._measure(index, kind, name, reference, found, whole)
+        return Judged(
+            step=index + 1, kind=kind, name=name, error=error, allowed=allowed, is_bitwise=False, is_noise=is_noise
+        )
+
+    def _measure(
+        self, index: int, kind: str, name: str, reference: Tensor, found: Tensor, whole: float
+    ) -> tuple[float, float, bool]:
+        """Error, what is allowed, and whether it is noise."""
+        bound = self.tolerance.bound
+        apart, size = (found.double() - reference.double()), float(reference.double().norm())
+        if self.tolerance.is_bitwise or not reference.is_floating_point():
+            return _relative(apart, size), 0.0, False
+        if kind in ("grad", "optimizer"):
+            # Moments are sums of gradients and of their squares, so what is noise in one is noise in the other.
+            floor = NOISE_EPS * self.tolerance.eps * (whole**2 if name.endswith("exp_avg_sq") else whole)
+            if size <= floor:
+                is_within = float(apart.norm()) <= floor
+                return (0.0 if is_within else _relative(apart, size)), bound, is_within
+        if kind == "weight":
+            return self._measure_weight(index, name, reference, apart)
+        return _relative(apart, size), bound, False
+
+    def _measure_weight(self, index: int, name: str, reference: Tensor, apart: Tensor) -> tuple[float, float, bool]:
+        bound, size = self.tolerance.bound, float(reference.double().norm())
+        quiet = self._quiet.get(name)
+        if quiet is not None and bool(quiet.any()):
+            if float(apart[quiet].abs().max()) > self.tolerance.reach(index):
+                return _relative(apart, size), bound, False
+            apart = torch.where(quiet, torch.zeros_like(apart), apart)
+        slack = 0.0
+        if self.tolerance.doubtful and self.tolerance.normalises and size > 0:
+            slack = self.tolerance.reach(index) * math.sqrt(apart.numel() * self.tolerance.doubtful) / size
+        return _relative(apart, size), bound + slack, quiet is not None and bool(quiet.all())
+
+
+def _relative(apart: Tensor, size: float) -> float:
+    error = float(apart.norm())
+    if error == 0.0:
+        return 0.0
+    return error / size if size > 0 else math.inf
+
+
+def _norm_of(tensors: Mapping[str, Tensor], prefix: str) -> float:
+    return math.sqrt(
+        sum(float(tensor.double().square().sum()) for key, tensor in tensors.items() if key.startswith(prefix))
+    )
+
+
+def _missing(index: int, kind: str, name: str) -> Judged:
+    return Judged(step=index + 1, kind=kind, name=name, error=math.inf, allowed=0.0, is_bitwise=False)

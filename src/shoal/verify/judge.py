@@ -1,0 +1,191 @@
+"""From recordings to a result: every step compared, copies compared with each other, traffic and sizes with what the plan should cost."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from shoal.parallel.pieces import take_local
+from shoal.verify.capture import Recording, Step
+from shoal.verify.compare import Comparer, Judged, Verdict
+from shoal.verify.gather import Gathered, gather_step
+from shoal.verify.pattern import Layout, describe_number, describe_spread, describe_tensor
+from shoal.verify.tolerance import Tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first thing that is wrong with a plan, and in which pattern."""
+
+    kind: str
+    """loss, grad, norm, optimizer, weight, buffer; traffic, sizes, flat; or run, when there is nothing to compare."""
+    step: int | None = None
+    """Counted from 1."""
+    tensor: str | None = None
+    error: float | None = None
+    allowed: float | None = None
+    pattern: str = ""
+    spread: str = ""
+    """How many tensors of this kind are wrong at this step."""
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return f"{self.kind}: {self.pattern}"
+        what = self.kind if self.tensor in (None, self.kind) else f"{self.kind} of {self.tensor}"
+        error = "not finite" if self.error is None or not math.isfinite(self.error) else f"{self.error:.3g}"
+        spread = f" ({self.spread})" if self.spread else ""
+        return f"step {self.step}, {what}: off by {error}, allowed {self.allowed or 0:g}: {self.pattern}{spread}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What comparing a plan's recordings gave."""
+
+    verdict: Verdict
+    difference: Difference | None
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def judge_run(
+    reference: Recording, ranks: Sequence[Recording], *, tolerance: Tolerance, layout: Layout, flat_bound: float
+) -> Judgement:
+    """Compare a plan with the reference, step by step.
+
+    Args:
+        reference: what one process recorded.
+        ranks: what each rank recorded, in their order.
+        tolerance: what is allowed.
+        layout: where the ranks stand.
+        flat_bound: how far the reference's tree may be from the flat sum over the global batch.
+    """
+    comparer = Comparer(tolerance)
+    difference: Difference | None = None
+    before: Step | None = None
+    for index in range(len(reference)):
+        theirs, ours = reference.step(index), gather_step(ranks, index)
+        wrong = comparer.add(index, theirs, ours.step)
+        wrong += _judge_copies(index, theirs, ours, {f"{one.kind}/{one.name}" for one in wrong}, comparer.verdict)
+        if wrong and difference is None:
+            difference = _describe(wrong, theirs, ours, before, layout)
+        before = theirs
+    flat = reference.facts["flat"]
+    if difference is None and flat is not None and not flat <= flat_bound:
+        difference = Difference(
+            kind="flat",
+            error=flat,
+            allowed=flat_bound,
+            pattern=f"one pass over the whole global batch gives another gradient than its microbatches: off by {flat:.3g}, "
+            f"allowed {flat_bound:g}",
+        )
+    return Judgement(verdict=comparer.verdict, difference=difference)
+
+
+def _judge_copies(
+    index: int, reference: Step, found: Gathered, known: set[str], verdict: Verdict
+) -> list[Judged]:
+    """Copies that are not the lowest rank's: wrong whatever the tolerance, because replicas that differ drift apart."""
+    wrong = []
+    for key, ranks in sorted(found.disagreeing.items()):
+        kind, _, name = key.partition("/")
+        if key in known or f"{kind}/{kind}" in known:
+            continue
+        error = math.inf
+        if key in reference.tensors:
+            copies = [piece for piece in found.pieces[key] if piece.rank in ranks]
+            error = max(_distance(reference.tensors[key], copy.local, copy.placement) for copy in copies)
+        judged = Judged(step=index + 1, kind=kind, name=name or kind, error=error, allowed=0.0, is_bitwise=False)
+        verdict.add(judged)
+        wrong.append(judged)
+    return wrong
+
+
+def _distance(reference: Tensor, local: Tensor, placement: Any) -> float:
+    part = take_local(reference, placement)
+    apart, size = float((local.double() - part.double()).norm()), float(part.double().norm())
+    return apart / size if size > 0 else math.inf
+
+
+def _describe(
+    wrong: Sequence[Judged], reference: Step, found: Gathered, before: Step | None, layout: Layout
+) -> Difference:
+    first = wrong[0]
+    if first.kind in ("loss", "norm"):
+        theirs, ours = getattr(reference, first.kind), getattr(found.step, first.kind)
+        pattern = describe_number(theirs, ours, layout) if theirs != ours else "ranks hold different values"
+        alone = _whose_norm(ours, found) if first.kind == "norm" else None
+        pattern = f"{pattern}; it is the norm of what rank {alone} holds alone" if alone is not None else pattern
+        return _difference(first, pattern, "")
+    key = f"{first.kind}/{first.name}"
+    same_kind = [one.name for one in wrong if one.kind == first.kind]
+    all_names = [name for name in reference.tensors if name.startswith(f"{first.kind}/")]
+    shapes = {name.partition("/")[2]: tensor.ndim for name, tensor in reference.tensors.items()}
+    spread = describe_spread(all_names, same_kind, shapes)
+    if key not in reference.tensors or key not in found.step.tensors:
+        side = "the plan" if key in reference.tensors else "the reference"
+        return _difference(first, f"{side} has no such tensor", spread)
+    theirs_tensor, ours_tensor = reference.tensors[key], found.step.tensors[key]
+    if ours_tensor.shape != theirs_tensor.shape:
+        return _difference(first, f"shape {tuple(ours_tensor.shape)} for {tuple(theirs_tensor.shape)}", spread)
+    pattern = describe_tensor(theirs_tensor, ours_tensor, found.pieces[key], layout)
+    if before is not None and key in before.tensors and _is_near(before.tensors[key], ours_tensor):
+        pattern = "it is the value of the step before"
+    return _difference(first, pattern, spread)
+
+
+def _difference(first: Judged, pattern: str, spread: str) -> Difference:
+    return Difference(
+        kind=first.kind,
+        step=first.step,
+        tensor=first.name,
+        error=first.error,
+        allowed=first.allowed,
+        pattern=pattern,
+        spread=spread,
+    )
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    size = float(one.double().norm())
+    return size > 0 and float((one.double() - other.double()).norm()) <= 1e-6 * size
+
+
+def _whose_norm(norm: float, found: Gathered) -> int | None:
+    """The rank whose own gradient pieces have this norm, where they are not the whole gradient."""
+    squares: dict[int, float] = {}
+    for key, pieces in found.pieces.items():
+        if key.startswith("grad/"):
+            for piece in pieces:
+                squares[piece.rank] = squares.get(piece.rank, 0.0) + float(piece.local.double().square().sum())
+    return next((rank for rank, square in squares.items() if abs(math.sqrt(square) - norm) <= 1e-5 * norm), None)
+
+
+def judge_traffic(answers: Sequence[Mapping[str, Any]]) -> Difference | None:
+    """The first rank and step whose collectives are not what the plan should cost."""
+    for rank, answer in enumerate(answers):
+        for step, (counted, expected) in enumerate(zip(answer["traffic"], answer["expected_traffic"], strict=True)):
+            for key in sorted(counted.keys() | expected.keys()):
+                found, wanted = counted.get(key, [0, 0]), expected.get(key, [0, 0])
+                if list(found) != list(wanted):
+                    word = "redundant" if found[0] > wanted[0] else "missing" if found[0] < wanted[0] else "of another size"
+                    return Difference(
+                        kind="traffic",
+                        pattern=f"step {step + 1}, rank {rank}, {key}: {found[0]} calls of {found[1]} bytes, the plan should take "
+                        f"{wanted[0]} of {wanted[1]}: a collective is {word}",
+                    )
+    return None
+
+
+def judge_sizes(answers: Sequence[Mapping[str, Any]], *, activations_within: float = 0.05) -> Difference | None:
+    """The first rank whose memory is not what the plan predicts: to the byte for state, within 5 % for activations."""
+    for rank, answer in enumerate(answers):
+        predicted, measured = answer["sizes"].get("predicted", {}), answer["sizes"].get("measured", {})
+        for what in sorted(predicted.keys() & measured.keys()):
+            found, wanted = measured[what], predicted[what]
+            slack = activations_within * wanted if what == "activations" else 0
+            if abs(found - wanted) > slack:
+                return Difference(
+                    kind="sizes", pattern=f"rank {rank}, {what}: {found} bytes measured, {wanted} predicted"
+                )
+    return None

@@ -1,0 +1,163 @@
+"""The processes of a proof, seen from the parent: started together, given the same job, answered or ended by a deadline.
+
+Ranks that failed are never used again: one that raised has left its peers inside a collective. The pool then ends all of them, and
+the next job starts fresh ones. They die with the parent (``elastic/child.py``), and every job has a store of its own, a file.
+"""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shoal.core.clock import Deadline
+from shoal.core.errors import RequestError, RunError
+
+# After one rank failed the others get this long to say what they saw; most are stuck in a collective and never will.
+_GRACE_SECONDS = 1.0
+_LOG_TAIL = 1500
+
+
+class Pool:
+    """``size`` processes that run ``module``; started at the first job."""
+
+    def __init__(self, module: str, size: int, *, threads: int, called: str = "rank") -> None:
+        self.module = module
+        self.size = size
+        self.threads = threads
+        self.called = called
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._logs: list[Path] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, job: Mapping[str, Any], *, deadline_seconds: float) -> list[dict[str, Any]]:
+        """Give every process the same job and return what each answered, by rank.
+
+        Raises:
+            RequestError: every process refused it as a wrong request.
+            RunError: one failed, died or did not answer in time; says which, and all are ended.
+        """
+        if not self._processes:
+            self._start()
+        line = json.dumps(dict(job)).encode() + b"\n"
+        try:
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.write(line)
+                process.stdin.flush()
+        except BrokenPipeError:
+            # Whoever died has said why in its log; the wait below finds out who.
+            pass
+        try:
+            return self._collect(Deadline(seconds=deadline_seconds))
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-verify-logs-")
+        for rank in range(self.size):
+            log = Path(self._folder.name) / f"{self.called}-{rank}.txt"
+            self._logs.append(log)
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "shoal.elastic.child", self.module],
+                    env=self._environment(rank),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=output,
+                    # Ctrl-C in the terminal goes to the parent alone, which ends the processes.
+                    start_new_session=True,
+                )
+            self._processes.append(process)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+        return {
+            **inherited,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "OMP_NUM_THREADS": str(self.threads),
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "PYTHONFAULTHANDLER": "1",
+            "SHOAL_SUPERVISOR_PID": str(os.getpid()),
+        }
+
+    def _collect(self, deadline: Deadline) -> list[dict[str, Any]]:
+        answers: dict[int, dict[str, Any]] = {}
+        pending = dict.fromkeys(range(self.size), b"")
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self._processes):
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(answers) < self.size:
+                for key, _ in selector.select(timeout=min(0.2, deadline.remaining)):
+                    rank = key.data
+                    data = os.read(key.fd, 1 << 16)
+                    pending[rank] += data
+                    if not data:
+                        selector.unregister(key.fileobj)
+                        answers[rank] = {"error": self._death(rank), "is_request": False, "where": ""}
+                    elif b"\n" in pending[rank]:
+                        answers[rank] = json.loads(pending[rank])
+                failed = any(answer["error"] for answer in answers.values())
+                if failed and deadline.remaining > _GRACE_SECONDS:
+                    deadline = Deadline(seconds=_GRACE_SECONDS)
+                if deadline.is_over and len(answers) < self.size:
+                    break
+        return self._judge(answers, deadline)
+
+    def _judge(self, answers: Mapping[int, dict[str, Any]], deadline: Deadline) -> list[dict[str, Any]]:
+        errors = {rank: answer for rank, answer in sorted(answers.items()) if answer["error"]}
+        if len(errors) == self.size and all(answer["is_request"] for answer in errors.values()):
+            raise RequestError(errors[0]["error"])
+        if errors:
+            # A rank that only lost its peer is not the one to listen to.
+            rank, answer = min(errors.items(), key=lambda item: (_blames_peer(item[1]["error"]), item[0]))
+            where = f" ({answer['where']})" if answer["where"] else ""
+            raise RunError(f"{self.called} {rank}: {answer['error']}{where}")
+        missing = [rank for rank in range(self.size) if rank not in answers]
+        if missing:
+            raise RunError(
+                f"{self.called} {', '.join(map(str, missing))} of {self.size} did not answer within {deadline.seconds:g} s: "
+                f"it hangs, or a collective waits for a peer that does not come\n{self._tail(missing[0])}"
+            )
+        return [answers[rank] for rank in range(self.size)]
+
+    def _death(self, rank: int) -> str:
+        code = self._processes[rank].wait(timeout=10)
+        return f"the process ended with code {code}\n{self._tail(rank)}"
+
+    def _tail(self, rank: int) -> str:
+        return self._logs[rank].read_text(errors="replace")[-_LOG_TAIL:].strip()
+
+    def end(self) -> None:
+        """End every process; the next job starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.communicate()
+        self._processes, self._logs = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+def _blames_peer(text: str) -> bool:
+    marks = ("closed by peer", "reset by peer", "Timed out waiting", "Socket closed", "gloo/transport", "waited")
+    return any(mark in text for mark in marks)

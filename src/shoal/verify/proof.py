@@ -1,0 +1,251 @@
+"""Running proofs: which jobs, in which processes, against which reference; the result of each plan as one value.
+
+References are shared by all plans with the same tree of sums, and ranks by all plans with the same number of processes: starting
+processes takes longer than a proof.
+"""
+
+import hashlib
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shoal.core.errors import RequestError, RunError
+from shoal.core.facts import ModelFacts
+from shoal.core.plan import Plan
+from shoal.optim.config import PrecisionName
+from shoal.trainer.config import Recipe, dump_recipe
+from shoal.trainer.layout import derive_layout
+from shoal.verify.capture import Recording
+from shoal.verify.case import Case, Tree
+from shoal.verify.judge import Difference, judge_run, judge_sizes, judge_traffic
+from shoal.verify.pattern import Layout
+from shoal.verify.pool import Pool
+from shoal.verify.tolerance import derive_tolerance
+
+# A reference or a rank that imports torch on a busy machine; what a job takes comes on top of it.
+_START_SECONDS = 60.0
+_FLAT_BOUNDS = {"float64": 1e-12, "float32": 1e-5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is proved: a recipe, and the numbers that follow from its model and data."""
+
+    recipe: Recipe
+    total_steps: int
+    facts: ModelFacts
+    """What plans ask of the model."""
+    num_samples: int
+    has_batch_norm: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """One plan in one arithmetic."""
+
+    plan: str
+    dtype: str
+    steps: int
+    ok: bool
+    bitwise: bool
+    worst: Mapping[str, float]
+    first_difference: Difference | None
+    tolerance: float
+    reason: str
+    """Where the tolerance comes from."""
+    noise: tuple[str, ...] = ()
+    """Tensors that were bounded absolutely."""
+    flat: float | None = None
+    """Distance of the reference's tree from one pass over the whole global batch."""
+    traffic: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    wall_s: float = 0.0
+
+
+class Prover:
+    """Proves plans one after another; a context manager, because it keeps processes and a folder."""
+
+    def __init__(self, *, steps: int, threads: int = 1, deadline_seconds: float | None = None) -> None:
+        self.steps = steps
+        self.threads = threads
+        self.deadline_seconds = deadline_seconds
+        self._reference_pool = Pool("shoal.verify.reference", 1, threads=threads, called="reference")
+        self._pool: Pool | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-verify-")
+        self._references: dict[str, tuple[Path, float]] = {}
+        self._num_jobs = 0
+
+    def __enter__(self) -> "Prover":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reference_pool.end()
+        if self._pool is not None:
+            self._pool.end()
+        self._folder.cleanup()
+
+    def prove(self, subject: Subject, plan: Plan, precision: PrecisionName, *, mutant: str | None = None) -> PlanResult:
+        """Run one plan and compare it.
+
+        Raises:
+            RequestError: the reference refuses the model: it draws random numbers of its own, or its loss is not finite.
+        """
+        started = time.monotonic()
+        train = subject.recipe.train.model_copy(update={"precision": precision, "time_limit": None})
+        recipe = subject.recipe.model_copy(update={"train": train})
+        layout = derive_layout(train, plan)
+        tree = Tree(replicas=layout.plan.dp or 1, microbatches=layout.plan.microbatches or 1)
+        steps = min(self.steps, subject.total_steps)
+        case = _case_of(recipe, subject, steps)
+        reference_folder, reference_seconds = self._reference(case, tree)
+        folder = self._new_folder()
+        try:
+            answers = self._run_ranks(recipe, layout.plan, steps, mutant, folder, reference_seconds)
+            result = self._judge(subject, recipe, layout.plan, steps, reference_folder, folder, answers, started)
+        except RunError as error:
+            result = self._failed(subject, layout.plan, precision, steps, error, started)
+        shutil.rmtree(folder)
+        return result
+
+    def _reference(self, case: Case, tree: Tree) -> tuple[Path, float]:
+        key = hashlib.sha256(f"{case}{tree}".encode()).hexdigest()
+        if key not in self._references:
+            folder, started = self._new_folder(), time.monotonic()
+            job = {
+                "case": case.as_values(),
+                "tree": {"replicas": tree.replicas, "microbatches": tree.microbatches},
+                "folder": str(folder),
+                "threads": self.threads,
+            }
+            self._reference_pool.run(job, deadline_seconds=self.deadline_seconds or 3600.0)
+            self._references[key] = (folder, time.monotonic() - started)
+        return self._references[key]
+
+    def _run_ranks(
+        self, recipe: Recipe, plan: Plan, steps: int, mutant: str | None, folder: Path, reference_seconds: float
+    ) -> list[dict[str, Any]]:
+        if self._pool is not None and self._pool.size != plan.world_size:
+            self._pool.end()
+            self._pool = None
+        if self._pool is None:
+            self._pool = Pool("shoal.verify.ranks", plan.world_size, threads=self.threads)
+        # A plan does the reference's work in other pieces, on cores that ranks may have to share.
+        deadline = self.deadline_seconds or _START_SECONDS + 10.0 * plan.world_size * reference_seconds
+        job = {
+            "recipe": recipe.model_dump(mode="json"),
+            "plan": str(plan),
+            "steps": steps,
+            "mutant": mutant,
+            "folder": str(folder),
+            "threads": self.threads,
+            "deadline_seconds": deadline,
+        }
+        try:
+            # The ranks' own deadline is first, because it names the collective and the peer.
+            return self._pool.run(job, deadline_seconds=deadline + 10.0)
+        except RequestError as error:
+            # The request was checked; a rank that refuses it now is a failed proof and not a wrong question.
+            raise RunError(str(error)) from error
+
+    def _judge(
+        self,
+        subject: Subject,
+        recipe: Recipe,
+        plan: Plan,
+        steps: int,
+        reference_folder: Path,
+        folder: Path,
+        answers: list[dict[str, Any]],
+        started: float,
+    ) -> PlanResult:
+        precision = recipe.train.precision
+        first = answers[0]
+        tolerance = derive_tolerance(
+            plan,
+            precision=precision,
+            depth=max(1, subject.facts.num_blocks),
+            adds_in_order=first["adds_in_order"],
+            joins_replicas=recipe.train.batch_norm == "sync" and subject.has_batch_norm and (plan.dp or 1) > 1,
+            optim=recipe.optim,
+            total_steps=subject.total_steps,
+            steps=steps,
+        )
+        where = Layout(
+            degrees={**first["degrees"], "microbatches": first["microbatches"]},
+            coordinates=[answer["coordinates"] for answer in answers],
+        )
+        reference = Recording.open(reference_folder, "reference")
+        ranks = [Recording.open(folder, f"rank-{rank:03d}") for rank in range(len(answers))]
+        judged = judge_run(
+            reference,
+            ranks,
+            tolerance=tolerance,
+            layout=where,
+            flat_bound=_FLAT_BOUNDS.get(precision, max(tolerance.bound, 0.1)),
+        )
+        difference = judged.difference or judge_traffic(answers) or judge_sizes(answers)
+        return PlanResult(
+            plan=str(plan),
+            dtype=precision,
+            steps=steps,
+            ok=difference is None,
+            bitwise=judged.verdict.is_bitwise,
+            worst=judged.verdict.worst,
+            first_difference=difference,
+            tolerance=tolerance.bound,
+            reason=tolerance.reason,
+            noise=tuple(sorted(judged.verdict.noise)),
+            flat=reference.facts["flat"],
+            traffic={"expected": first["expected_traffic"][-1], "counted": first["traffic"][-1]},
+            sizes=first["sizes"],
+            wall_s=time.monotonic() - started,
+        )
+
+    def _failed(
+        self, subject: Subject, plan: Plan, precision: str, steps: int, error: RunError, started: float
+    ) -> PlanResult:
+        return PlanResult(
+            plan=str(plan),
+            dtype=precision,
+            steps=steps,
+            ok=False,
+            bitwise=False,
+            worst={},
+            first_difference=Difference(kind="run", pattern=str(error)),
+            tolerance=0.0,
+            reason="it did not run",
+            wall_s=time.monotonic() - started,
+        )
+
+    def _new_folder(self) -> Path:
+        self._num_jobs += 1
+        folder = Path(self._folder.name) / f"job-{self._num_jobs}"
+        folder.mkdir()
+        return folder
+
+
+def _case_of(recipe: Recipe, subject: Subject, steps: int) -> Case:
+    values = recipe.model_dump(mode="json")
+    return Case(
+        model=values["model"],
+        data=values["data"],
+        optim=values["optim"],
+        seed=recipe.train.seed,
+        global_batch=recipe.train.global_batch,
+        precision=recipe.train.precision,
+        batch_norm=recipe.train.batch_norm,
+        total_steps=subject.total_steps,
+        steps=steps,
+    )
+
+
+def hash_recipe(recipe: Recipe) -> str:
+    """SHA-256 of the recipe with every default filled in."""
+    return hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()

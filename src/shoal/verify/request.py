@@ -1,0 +1,145 @@
+"""What a user asks to be proved, checked before any process starts: the plans, the arithmetic, the number of steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.core.errors import RequestError
+from shoal.core.plan import Plan, all_plans
+from shoal.optim.config import PrecisionName
+from shoal.parallel.rules import describe_facts
+from shoal.trainer.build import build_parts
+from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.laying import look_at
+from shoal.trainer.layout import check_samples, choose_plan, count_steps, derive_layout
+from shoal.trainer.request import refuse_settings
+from shoal.trainer.state import hash_weights
+from shoal.verify.proof import Subject
+
+DEFAULT_PROCESSES = 4
+DEFAULT_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """One thing to prove."""
+
+    plan: Plan
+    precision: PrecisionName
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest:
+    """A request that was checked."""
+
+    subject: Subject
+    proposals: tuple[Proposal, ...]
+    model_hash: str
+    """SHA-256 of the initial weights."""
+    remarks: tuple[str, ...] = ()
+
+
+def prepare_verify(
+    path: Path,
+    *,
+    plans: Sequence[str] = (),
+    takes_all: bool = False,
+    num_processes: int | None = None,
+    precision: str | None = None,
+    overrides: Sequence[str] = (),
+) -> VerifyRequest:
+    """Check a request and derive what it left open.
+
+    Args:
+        path: the recipe.
+        plans: what to prove; the recipe's own plan when there is none and ``takes_all`` is off.
+        takes_all: every plan that ``check()`` allows.
+        num_processes: processes of each plan; for ``takes_all`` left out, every number up to four.
+        precision: one arithmetic for all; left out, float32, and float64 too where sums are split.
+        overrides: ``section.key=value`` for the recipe.
+
+    Raises:
+        RequestError: the recipe or a plan is wrong; says which and what to do.
+    """
+    recipe = load_recipe(path, overrides)
+    subject, model = build_subject(recipe)
+    remarks: list[str] = []
+    if takes_all:
+        found = _every_plan(subject, num_processes, remarks)
+    else:
+        texts = list(plans) or [recipe.plan]
+        found = [choose_plan(recipe.plan, plan_text=text, num_processes=num_processes) for text in texts]
+        for plan in found:
+            check_plan(subject, plan)
+    proposals = [
+        Proposal(plan=plan, precision=name) for plan in found for name in choose_precisions(plan, precision)
+    ]
+    # Ranks are kept while the number of processes stays the same.
+    proposals.sort(key=lambda proposal: proposal.plan.world_size)
+    return VerifyRequest(
+        subject=subject, proposals=tuple(proposals), model_hash=hash_weights(model), remarks=tuple(remarks)
+    )
+
+
+def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
+    """The model of a recipe, and the numbers that a proof needs to know of it."""
+    model, _, data = build_parts(recipe)
+    total = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
+    facts = describe_facts(look_at(model, data, recipe.parallel), model)
+    subject = Subject(
+        recipe=recipe,
+        total_steps=total,
+        facts=facts,
+        num_samples=len(data.train),
+        has_batch_norm=any(isinstance(module, _BatchNorm) for module in model.modules()),
+    )
+    return subject, model
+
+
+def check_plan(subject: Subject, plan: Plan) -> None:
+    """Refuse a plan that this recipe cannot run.
+
+    Raises:
+        RequestError: both numbers and the fix.
+    """
+    plan.check(subject.facts, world_size=plan.world_size)
+    refuse_settings(subject.recipe, plan)
+    derive_layout(subject.recipe.train, plan)
+    check_samples(num_samples=subject.num_samples, replicas=plan.dp or 1)
+
+
+def choose_precisions(plan: Plan, asked: str | None) -> tuple[PrecisionName, ...]:
+    """float32, and float64 too where sums are split: there only float64 tells a rounding from a bug.
+
+    Raises:
+        RequestError: there is no such arithmetic.
+    """
+    names: tuple[PrecisionName, ...] = ("float64", "float32", "bfloat16", "float16")
+    if asked is not None:
+        for name in names:
+            if name == asked:
+                return (name,)
+        raise RequestError(f"--dtype {asked!r} is none of {', '.join(names)}")
+    return ("float32", "float64") if plan.tp > 1 or plan.cp > 1 else ("float32",)
+
+
+def _every_plan(subject: Subject, num_processes: int | None, remarks: list[str]) -> list[Plan]:
+    recipe = subject.recipe
+    sizes = [num_processes] if num_processes is not None else list(range(1, DEFAULT_PROCESSES + 1))
+    written = Plan.parse(recipe.plan) if recipe.plan.strip() != "auto" else Plan()
+    found = []
+    for size in sizes:
+        for allowed in all_plans(size, subject.facts):
+            plan = replace(allowed, microbatches=written.microbatches)
+            try:
+                check_plan(subject, plan)
+            except RequestError as error:
+                remarks.append(f"left out {plan}: {error}")
+            else:
+                found.append(plan)
+    if not found:
+        raise RequestError(f"no plan over {' or '.join(map(str, sizes))} processes fits this recipe")
+    return found

@@ -1,0 +1,40 @@
+"""The loop of a process that a proof keeps: jobs come in as lines of JSON, and each is answered by one line.
+
+Importing torch takes two seconds and a proof has dozens of plans, so ranks and the reference are started once and serve many jobs.
+Whatever a job prints goes to the log: the reply line is the only thing on the pipe.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from shoal.core.errors import RequestError
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def serve(handler: Handler) -> None:
+    """Answer jobs until the parent closes the pipe. A job that raises is answered with its error, and the process goes on."""
+    sys.stdout.flush()
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        replies.write(json.dumps(_answer(handler, json.loads(line))) + "\n")
+        replies.flush()
+    # Not a return: threads of a broken group could keep the process alive.
+    os._exit(0)
+
+
+def _answer(handler: Handler, job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"error": None, **handler(job)}
+    except Exception as error:  # The boundary of the process: the parent decides what a failed job means.
+        traceback.print_exc()
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        is_ours = type(error).__module__.startswith("shoal.")
+        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        return {"error": text, "is_request": isinstance(error, RequestError), "where": where}
