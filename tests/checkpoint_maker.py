@@ -6,16 +6,25 @@ from pathlib import Path
 
 import xxhash
 
+from shoal.checkpoint.boxes import Box
 from shoal.checkpoint.commit import write_checkpoint
 from shoal.checkpoint.files import folder
+from shoal.checkpoint.holdings import Cut
 from shoal.checkpoint.manifest import decode
 from shoal.checkpoint.shard import Blob, num_bytes, read_shard
 
+CUTS = tuple(Cut(name="optimizer/a/cut", shape=(8, 6), box=Box((0, first), (8, 3))) for first in (0, 3))
+"""One tensor of which each rank holds half of the columns."""
 SHARES = (
-    {"weights/a": ("F32", (300, 2)), "weights/empty": ("F32", (0, 3))},
-    {"optimizer/a/exp_avg": ("F32", (300,)), "optimizer/a/step": ("I64", ()), "rng/rank-001/torch": ("U8", (97,))},
+    {"weights/a": ("F32", (300, 2)), "weights/empty": ("F32", (0, 3)), CUTS[0].key: ("F32", (8, 3))},
+    {
+        "optimizer/a/exp_avg": ("F32", (300,)),
+        "optimizer/a/step": ("I64", ()),
+        "rng/rank-001/torch": ("U8", (97,)),
+        CUTS[1].key: ("F32", (8, 3)),
+    },
 )
-"""What each of two ranks writes."""
+"""What each of two ranks writes, by key."""
 
 
 def two_ranks(seed):
@@ -37,6 +46,7 @@ def make(root, step, *, seed=None, chunk_bytes=512):
         Path(root),
         step=step,
         ranks=two_ranks(chosen),
+        cuts=[[cut] for cut in CUTS],
         values={"seed": chosen, "loss": 1.5},
         plan="dp=2",
         chunk_bytes=chunk_bytes,
@@ -50,23 +60,24 @@ def contents(path):
     found = {"step": manifest.step, "plan": manifest.plan, "values": dict(manifest.values)}
     with folder(path) as fd:
         for name, entry in manifest.files.items():
-            keys = {slot.key for slot in layouts[name].slots}
-            read = read_shard(fd, name, entry, layouts[name], wanted=keys, check_all=True)
-            found.update(
-                {
-                    key: (manifest.tensors[key].dtype, manifest.tensors[key].shape, bytes(data))
-                    for key, data in read.items()
-                }
-            )
-    return found
+            slots = {slot.key: slot for slot in layouts[name].slots}
+            read = read_shard(fd, name, entry, layouts[name], wanted=slots.keys(), check_all=True)
+            found.update({key: (slots[key].dtype, slots[key].shape, bytes(data)) for key, data in read.items()})
+    return found | {
+        "pieces": {name: [piece.start for piece in entry.pieces] for name, entry in manifest.tensors.items()}
+    }
 
 
 def expected(step, *, seed=None):
     """What ``contents`` gives for ``make`` of the same arguments."""
     chosen = step if seed is None else seed
-    found = {"step": step, "plan": "dp=2", "values": {"seed": chosen, "loss": 1.5}}
+    found = {"step": step, "plan": "dp=2", "values": {"seed": chosen, "loss": 1.5}, "pieces": {}}
+    cuts = {cut.key: cut for cut in CUTS}
     for share in two_ranks(chosen):
-        found.update({name: (blob.dtype, blob.shape, bytes(blob.data)) for name, blob in share.items()})
+        found.update({key: (blob.dtype, blob.shape, bytes(blob.data)) for key, blob in share.items()})
+        for key, blob in share.items():
+            name, start = (cuts[key].name, cuts[key].box.start) if key in cuts else (key, (0,) * len(blob.shape))
+            found["pieces"].setdefault(name, []).append(start)
     return found
 
 

@@ -1,5 +1,8 @@
 """Checkpoints made to do harm: they run nothing, lead nowhere, take no memory and are refused within a second.
 
+One kind takes longer: a manifest crowded with pieces that agree with each other is looked through piece by piece, as an honest
+one of that size is. Its time grows with the number of pieces and no faster, and the number is bounded.
+
 The attacker is taken to know the format: every sum that could be made to agree does agree.
 """
 
@@ -14,8 +17,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from checkpoint_maker import forge, forge_shard, make, manifest_tree
+from checkpoint_maker import SHARES, forge, forge_shard, make, manifest_tree
 from shoal.checkpoint.files import NotWhole
+from shoal.checkpoint.manifest import MAX_PIECES, decode
 from shoal.checkpoint.reader import read
 from shoal.checkpoint.shard import lay_out
 from shoal.checkpoint.whole import newest_whole, verify
@@ -49,6 +53,20 @@ def edit_piece(path, name="weights/a", **changes):
     tree = manifest_tree(path)
     tree["tensors"][name]["pieces"][0].update(changes)
     forge(path, tree)
+
+
+def edit_cut(path, *changes):
+    """Change the two pieces of the tensor that is cut by columns; None takes one away."""
+    tree = manifest_tree(path)
+    pieces = [
+        piece | change for piece, change in zip(cut_of(tree)["pieces"], changes, strict=True) if change is not None
+    ]
+    cut_of(tree)["pieces"] = pieces
+    forge(path, tree)
+
+
+def cut_of(tree):
+    return tree["tensors"]["optimizer/a/cut"]
 
 
 def rename_file(path, new):
@@ -204,7 +222,7 @@ def sparse_giant(path):
     shape = [50 * 2**30 // 8, 2]
     edit_tensor(path, shape=shape)
     edit_piece(path, shape=shape)
-    layout = lay_out({"weights/a": ("F32", tuple(shape)), "weights/empty": ("F32", (0, 3))})
+    layout = lay_out({**SHARES[0], "weights/a": ("F32", tuple(shape))})
     with (path / SHARD).open("wb") as file:
         file.write(layout.header)
         file.truncate(layout.size)
@@ -214,6 +232,47 @@ def sparse_giant(path):
     forge(path, tree)
 
 
+def many_pieces(count, num_dims):
+    """One tensor in ``count`` pieces of one element each."""
+
+    def forge_many(path):
+        tree = manifest_tree(path)
+        rest = [0] * (num_dims - 1)
+        pieces = [
+            {"file": SHARD, "key": f"p{index}", "start": [index, *rest], "shape": [1] * num_dims}
+            for index in range(count)
+        ]
+        tree["tensors"] = {"a": {"dtype": "U8", "shape": [count] + [1] * (num_dims - 1), "pieces": pieces}}
+        forge(path, tree)
+
+    return forge_many
+
+
+def too_many_pieces(path):
+    many_pieces(MAX_PIECES + 1, 1)(path)
+
+
+def pieces_in_too_many_dims(path):
+    """Each piece has 2**32 corners: a check that walked over them would never end."""
+    tree = manifest_tree(path)
+    pieces = [{"file": SHARD, "key": f"p{end}", "start": [end] * 32, "shape": [1] * 32} for end in (0, 1)]
+    pieces[1]["shape"] = [2**61 - 1] + [1] * 31
+    tree["tensors"] = {"a": {"dtype": "U8", "shape": [2**16] + [2] * 31, "pieces": pieces}}
+    forge(path, tree)
+
+
+def corners_without_end(path):
+    """Two pieces with the right number of elements, cut along all of 32 dims."""
+    tree = manifest_tree(path)
+    pieces = [{"file": SHARD, "key": f"p{end}", "start": [end] * 32, "shape": [1] * 32} for end in (0, 1)]
+    tree["tensors"] = {"a": {"dtype": "U8", "shape": [2] + [1] * 31, "pieces": pieces}}
+    forge(path, tree)
+
+
+def huge_piece(path):
+    edit_cut(path, {"shape": [8, 2**61]}, {})
+
+
 HOSTILE = [
     pickle_for_shard, pickle_for_manifest, pickle_inside_manifest,
     climbing_name, absolute_name, linked_shard, linked_manifest, linked_folder,
@@ -221,6 +280,7 @@ HOSTILE = [
     giant_header, long_header, overlapping_tensors, tensors_in_one_place, repeated_header_key, repeated_manifest_key,
     deep_nesting, deep_values, huge_manifest, crowded_manifest, crowded_within_the_limit, long_number,
     huge_shape, huge_file_size, sparse_giant,
+    too_many_pieces, pieces_in_too_many_dims, corners_without_end, huge_piece,
 ]  # fmt: skip
 
 FIELDS = {
@@ -232,6 +292,19 @@ FIELDS = {
     "another type": lambda path: edit_tensor(path, dtype="I32"),
     "no pieces": lambda path: edit_tensor(path, pieces=[]),
     "a piece elsewhere": lambda path: edit_piece(path, start=[1, 0]),
+    "pieces that overlap": lambda path: edit_cut(path, {}, {"start": [0, 2]}),
+    "pieces that overlap and reach too far": lambda path: edit_cut(path, {"shape": [8, 4]}, {}),
+    "a piece twice": lambda path: edit_cut(path, {}, {"start": [0, 0]}),
+    "a piece too few": lambda path: edit_cut(path, {}, None),
+    "a piece beyond the tensor": lambda path: edit_cut(path, {}, {"start": [0, 4]}),
+    "a piece far beyond the tensor": lambda path: edit_cut(path, {}, {"start": [2**61, 3]}),
+    "a piece before the tensor": lambda path: edit_cut(path, {"start": [0, -3]}, {}),
+    "a piece with a dim too many": lambda path: edit_cut(path, {}, {"start": [0, 3, 0], "shape": [8, 3, 1]}),
+    "a piece turned on its side": lambda path: edit_cut(path, {}, {"shape": [3, 8]}),
+    "a piece without elements": lambda path: edit_cut(path, {"shape": [8, 6]}, {"shape": [0, 3]}),
+    "pieces in another order": lambda path: edit_cut(path, {"start": [0, 3]}, {"start": [0, 0]}),
+    "a piece in another's place": lambda path: edit_cut(path, {}, {"key": "optimizer/a/exp_avg"}),
+    "pieces of another file": lambda path: edit_cut(path, {}, {"file": SHARD}),
     "a piece in no file": lambda path: edit_piece(path, file="rank-009.safetensors"),
     "a piece under another key": lambda path: edit_piece(path, key="weights/z"),
     "a name for the header's own field": lambda path: edit_piece(path, key="__metadata__"),
@@ -286,6 +359,22 @@ def test_a_manifest_that_does_not_agree_with_itself_is_refused(tmp_path, field):
     path = make(tmp_path, 20)
     FIELDS[field](path)
     assert refuse(path, tmp_path) < 1.0
+
+
+def seconds_to_refuse(root, count):
+    path = make(root / str(count), 20)
+    many_pieces(count, 2)(path)
+    data = (path / "manifest.json").read_bytes()
+    started = time.process_time()
+    with pytest.raises(NotWhole, match="its tensors need"):
+        decode(data)
+    return time.process_time() - started
+
+
+def test_a_crowd_of_pieces_that_agree_takes_time_in_proportion(tmp_path):
+    """Sixteen times the pieces would take 256 times as long if each were compared with each."""
+    few = min(seconds_to_refuse(tmp_path / str(attempt), 2**10) for attempt in range(3))
+    assert seconds_to_refuse(tmp_path, 2**14) < 64 * few
 
 
 def test_the_forger_of_these_tests_can_make_a_whole_one(tmp_path):

@@ -6,6 +6,8 @@ optimizer state, which the ranks' pieces are put together from. Shared memory ad
 replicas; gloo promises no order, and two numbers have none.
 """
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -88,10 +90,15 @@ def recipe_of(case):
     return Recipe.model_validate(tables)
 
 
+@functools.cache
+def data_of(case):
+    recipe = recipe_of(case)
+    return build_splits(recipe.data, recipe.train.seed)
+
+
 def build(case):
     """The same start on every side: model, loss, data, dropout, precision."""
-    recipe = recipe_of(case)
-    data = build_splits(recipe.data, recipe.train.seed)
+    recipe, data = recipe_of(case), data_of(case)
     seed_for_build(recipe.train.seed)
     precision = Precision.named(recipe.train.precision)
     model: nn.Module = build_model(recipe.model, data.spec).to(precision.weight_dtype)
@@ -271,9 +278,13 @@ def plant(mutant, reduction, norms):
     gradients = reduction.gradients
     honest = gradients._data.scatter_sum
     if mutant == "no reduction":
-        gradients._data = Broken(gradients._data, lambda whole, own, counts: own.copy_(own_part(gradients, whole, counts)))
+        gradients._data = Broken(
+            gradients._data, lambda whole, own, counts: own.copy_(own_part(gradients, whole, counts))
+        )
     elif mutant == "mean over replicas":
-        gradients._data = Broken(gradients._data, lambda whole, own, counts: honest(whole, own, counts).div_(len(counts)))
+        gradients._data = Broken(
+            gradients._data, lambda whole, own, counts: honest(whole, own, counts).div_(len(counts))
+        )
     elif mutant == "stale weights":
         reduction.publish = lambda: None
     elif mutant == "norm of one shard":
@@ -335,9 +346,7 @@ def _placement(piece):
         Patch(local_start=tuple(local), whole_start=tuple(whole), shape=tuple(shape))
         for local, whole, shape in piece["patches"]
     )
-    return Placement(
-        whole_shape=tuple(piece["whole_shape"]), local_shape=tuple(piece["weight"].shape), patches=patches
-    )
+    return Placement(whole_shape=tuple(piece["whole_shape"]), local_shape=tuple(piece["weight"].shape), patches=patches)
 
 
 def assert_equals_one_process(reference, ranks):

@@ -137,7 +137,8 @@ def _cut_sequence_problems(key: str, cause: str, facts: ModelFacts) -> Iterator[
     obstacle = facts.obstacle_sp if key == "sp" else facts.obstacle_cp
     if not facts.has_sequence:
         yield f"{cause} shares a sequence, and no row of blocks in {facts.name} has one; leave {key} out"
-    elif obstacle:
+        return
+    if obstacle:
         yield f"{cause} cannot cut the sequence of {facts.name}: {obstacle}; leave {key} out"
     if facts.has_batch_norm:
         yield f"{cause} would take batch norm's statistics over a part of the sequence; leave {key} out"

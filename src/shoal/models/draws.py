@@ -167,7 +167,8 @@ def draw(
 ) -> Tensor:
     """``draw_mask`` through the operator where a graph is being traced, directly where not."""
     function = _mask_op if torch.compiler.is_compiling() else draw_mask
-    if like.device.type == "meta":
+    # Tensors without data, whose bytes are predicted: on the meta device, or fake ones that pose as another device's.
+    if like.device.type == "meta" or hasattr(like, "fake_mode"):
         return like.new_empty(like.shape[:2] + (1,) * (like.ndim - 2) if channels else like.shape)
     # Detached: a mask is no function of the values, and the operator has no gradient.
     windows = layout.numbers if layout.windows else None

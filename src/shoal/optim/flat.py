@@ -1,7 +1,7 @@
 """Optimizer state in one contiguous buffer per kind of state, so that it is allocated once and cannot fragment memory.
 
-torch's optimizers make two tensors per parameter, at the first step, among the activations. Here every ``exp_avg`` is a view of one
-buffer and every ``exp_avg_sq`` of another; the optimizers do not notice.
+torch's optimizers make two tensors per parameter, at the first step, among the activations. Here every ``exp_avg`` is a view of
+one buffer and every ``exp_avg_sq`` of another; the optimizers do not notice.
 """
 
 import torch
@@ -64,13 +64,10 @@ class FlatState:
             # Not zeros: its pages are first touched as states move in, when the old ones go.
             self._buffers[key] = value.new_empty(self._count if key == STEP else self._size)
         buffer = self._buffers[key]
-        if key == STEP:
-            view = buffer[self._index]
-        else:
-            # The parameter's own strides: a kernel that walks both in memory order must meet the same elements.
-            view = buffer.as_strided(parameter.shape, parameter.stride(), self._offset)
-        view.copy_(value)
-        return view
+        # The parameter's own strides: a kernel that walks both in memory order must meet the same elements.
+        shape, stride = ((), ()) if key == STEP else (parameter.shape, parameter.stride())
+        view = buffer.as_strided(shape, stride, self._index if key == STEP else self._offset)
+        return view.copy_(value)
 
 
 def _members(optimizer: Optimizer) -> list[Tensor]:

@@ -44,7 +44,17 @@ def find_anatomy(model: nn.Module, example: tuple[Tensor, ...] | None, config: P
         splits |= {split.path: split for split in found if split.path not in splits}
     attentions = [heads for group in groups for heads in _group_heads(model, group)]
     attentions += _torch_heads(model, trace)
-    splits, dropped = apply_split_table(model, splits, config, [(group.producers, group.rows) for group in groups])
+    splits, dropped = (
+        apply_split_table(
+            model,
+            splits,
+            config,
+            pairings=[(group.producers, group.rows) for group in groups],
+            traced=[] if trace is None else [(group.producers, group.rows) for group in trace.follower.groups.roots()],
+        )
+        if config.split
+        else (splits, {})
+    )
     kept = [group for group in groups if all(path in splits for path in group.producers + group.rows)]
     lost = {seen.path for group in groups if group not in kept for seen in group.attentions}
     order = {path: place for place, (path, _) in enumerate(model.named_modules())}

@@ -62,9 +62,12 @@ def _runs(path: str, module: nn.Module) -> Iterator[tuple[str, ...]]:
         # A container that is not in a list is a part of its parent with a row of its own inside, not a block.
         return (numbered[1], type(block)) if numbered and not isinstance(block, _CONTAINERS) else None
 
+    # One block alone is a row only where a list says that there could be more.
+    fewest = 1 if isinstance(module, nn.ModuleList) and len(module) == 1 else 2
     for key, children in groupby(module.named_children(), key=kind):
-        if key is not None:
-            yield tuple(f"{path}.{name}" if path else name for name, _ in children)
+        names = [f"{path}.{name}" if path else name for name, _ in children]
+        if key is not None and len(names) >= fewest:
+            yield tuple(names)
 
 
 def _is_row(blocks: tuple[str, ...], trace: Trace | None) -> bool:

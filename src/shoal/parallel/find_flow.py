@@ -34,6 +34,8 @@ class Label:
     """The producers whose features these are."""
     parts: int = 1
     """Equal parts that the producer's output was cut into to get here: 3 for a fused query-key-value layer."""
+    written: tuple[SizeUse, ...] = ()
+    """Sizes written on the way, for when their outermost dim turns out to count parts."""
 
     @property
     def dim(self) -> int:
@@ -131,9 +133,11 @@ class Follower(TorchFunctionMode):
         for origin in label.origins:
             group.parts.setdefault(origin, set()).add(label.parts)
 
-    def write_sizes(self, label: Label, sizes: tuple[int, ...], shape: tuple[int, ...], split_dim: int) -> None:
-        """Note sizes that the forward pass wrote down for a labelled tensor."""
-        self.groups[label.group].sizes.append(SizeUse(sizes, tuple(int(size) for size in shape), split_dim))
+    def write_sizes(self, tensor: Tensor, label: Label, sizes: tuple[int, ...]) -> None:
+        """Label a tensor, and note the sizes that the forward pass wrote down for it."""
+        use = SizeUse(sizes, tuple(tensor.shape), label.dims)
+        self.groups[label.group].sizes.append(use)
+        self.put(tensor, replace(label, written=(*label.written, use)))
 
     def call_linear(self, path: str, x: Tensor, output: Tensor) -> None:
         """A linear layer ran: it sums up the features that it reads, and puts out features of its own."""

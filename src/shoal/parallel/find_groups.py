@@ -16,7 +16,7 @@ from shoal.parallel.find_sizes import Attribute, Source, size_if, sources_of
 _MOST_ATTRIBUTES = 8  # Subsets of the attributes are tried; a module that counts in more ways than this is left alone.
 
 
-@dataclass(frozen=True)
+@dataclass
 class SizeUse:
     """Sizes that the forward pass wrote down for a tensor of this group."""
 
@@ -24,8 +24,15 @@ class SizeUse:
     """As written: traced numbers, plain ones, or -1 for what is left."""
     shape: tuple[int, ...]
     """The whole sizes that came out."""
-    split_dim: int
-    """The one that a rank has half of."""
+    dims: tuple[int, ...]
+    """The dims that hold the features, outermost first."""
+    is_parts: bool = False
+    """The outermost turned out to count the parts of a fused layer, so a rank has half of the next one."""
+
+    @property
+    def split_dim(self) -> int:
+        """The dim that a rank has half of."""
+        return self.dims[1 if self.is_parts else 0]
 
     def holds(self, group: "Group", chosen: frozenset[Attribute]) -> bool:
         """True when a rank with half of the features and of the chosen attributes gets what it should."""

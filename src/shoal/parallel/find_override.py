@@ -43,9 +43,21 @@ def match_paths(model: nn.Module, pattern: str, *, key: str) -> list[str]:
 
 
 def apply_split_table(
-    model: nn.Module, found: dict[str, Split], config: ParallelConfig, pairings: Sequence[Pairing]
+    model: nn.Module,
+    found: dict[str, Split],
+    config: ParallelConfig,
+    *,
+    pairings: Sequence[Pairing],
+    traced: Sequence[Pairing],
 ) -> tuple[dict[str, Split], dict[str, str]]:
     """The splits after the recipe's table, and the layers that it leaves whole, with the reason.
+
+    Args:
+        model: the module.
+        found: its splits by path.
+        config: the table.
+        pairings: the pairs among the splits.
+        traced: every pair that the trace saw, split or not.
 
     Raises:
         RequestError: a pattern matches nothing, a kind does not suit its layer, or a column has no row.
@@ -66,7 +78,7 @@ def apply_split_table(
         parts = found[path].parts if path in found else 1
         splits[path] = Split(path=path, kind=SplitKind(word), parts=parts)
     _drop_broken_pairs(splits, dropped, wanted, pairings)
-    _check_pairs(splits, wanted)
+    _check_pairs(splits, wanted, traced)
     return splits, dropped
 
 
@@ -100,23 +112,28 @@ def _drop_broken_pairs(
                 dropped[path] = f"parallel.split took its partner {changed[0]} away"
 
 
-def _check_pairs(splits: dict[str, Split], wanted: dict[str, str]) -> None:
-    """A column layer's outputs stay split until a row layer sums them up: each needs one in its own neighbourhood."""
+def _check_pairs(splits: dict[str, Split], wanted: dict[str, str], traced: Sequence[Pairing]) -> None:
+    """Refuse a column or row layer of the table without its partners: those that the trace saw, else one near it."""
     for path, word in wanted.items():
         if word not in ("column", "row"):
             continue
         partner = SplitKind.ROW if word == "column" else SplitKind.COLUMN
-        others = [split.path for split in splits.values() if split.kind is partner]
-        parent = path.rpartition(".")[0]
-        if not any(
-            other.rpartition(".")[0].startswith(parent) or _grandparent(other) == _grandparent(path) for other in others
-        ):
+        known = [
+            rows if word == "column" else columns for columns, rows in traced if path in (columns, rows)[word == "row"]
+        ]
+        needed = list(dict.fromkeys(other for others in known for other in others))
+        missing = [other for other in needed if other not in splits or splits[other].kind is not partner]
+        near = [split.path for split in splits.values() if split.kind is partner and _is_near(split.path, path)]
+        if missing if needed else not near:
+            named = f"name {', '.join(map(repr, missing))}" if missing else "name its partner"
             raise RequestError(
-                f"parallel.split: {path!r} is a {word} layer and no layer near it is a {partner.value}: "
+                f"parallel.split: {path!r} is a {word} layer without its {partner.value} layer: "
                 f"what a column layer puts out stays split until a row layer sums it up; "
-                f"name its partner as {partner.value}, or set {path!r} to none"
+                f"{named} as {partner.value}, or set {path!r} to none"
             )
 
 
-def _grandparent(path: str) -> str:
-    return ".".join(path.split(".")[:-2])
+def _is_near(one: str, other: str) -> bool:
+    """True for layers of one module, or of neighbouring ones."""
+    first, second = one.split(".")[:-1], other.split(".")[:-1]
+    return first == second or first[:-1] == second[:-1]

@@ -20,7 +20,7 @@ def follow_view(follower: Follower, args: tuple[Any, ...], kwargs: dict[str, Any
     follower.put(result, moved)
     sizes = _written_sizes(x, args, kwargs, result)
     if sizes is not None:
-        follower.write_sizes(moved, sizes, tuple(result.shape), moved.dim)
+        follower.write_sizes(result, moved, sizes)
 
 
 def view_label(label: Label, before: tuple[int, ...], after: tuple[int, ...]) -> Label:
@@ -132,7 +132,7 @@ def follow_expand(follower: Follower, args: tuple[Any, ...], kwargs: dict[str, A
     if len(sizes) == result.ndim and all(isinstance(size, int) for size in sizes):
         # -1 keeps a dim as it is; in a SizeUse it is what is left over, so only the split dim may say it.
         kept = tuple(result.shape[dim] if size == -1 and dim != moved.dim else size for dim, size in enumerate(sizes))
-        follower.write_sizes(moved, kept, tuple(result.shape), moved.dim)
+        follower.write_sizes(result, moved, kept)
 
 
 @rule("repeat_interleave")
@@ -162,7 +162,7 @@ def follow_split(follower: Follower, args: tuple[Any, ...], kwargs: dict[str, An
         if label.dim == dim:
             width = given if isinstance(given, int) else given[place]
             sizes = (*piece.shape[:dim], width, *piece.shape[dim + 1 :])
-            follower.write_sizes(label, sizes, tuple(piece.shape), dim)
+            follower.write_sizes(piece, label, sizes)
 
 
 def _cut(follower: Follower, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -202,7 +202,9 @@ def take_apart(label: Label, shape: tuple[int, ...], dim: int) -> Label:
         if len(dims) < 2 or label.parts != 1:
             raise BlockedError("it takes one feature or head by its number")
         # (3, heads, width): what looked like 3 heads are the parts of a fused layer, and the heads are the next dim.
-        label = replace(label, parts=shape[dim], units=shape[dims[1]])
+        for use in label.written:
+            use.is_parts = len(use.dims) > 1
+        label = replace(label, parts=shape[dim], units=shape[dims[1]], written=())
         dims = dims[1:]
     kept = tuple(place - (place > dim) for place in dims if place != dim)
     return replace(label, dims=kept)

@@ -22,9 +22,9 @@ from shoal.parallel.pieces import box
 class WholeNorms:
     """Norms of whole tensors from the parts that ranks hold; every rank calls it with its own parts, all at the same time.
 
-    Each rank enters the float64 sums of squares of its rows into one vector over all rows of the model, and the vectors are added.
-    Where rows are only dealt out (data parallelism, ZeRO, a matrix cut along its outputs) every row is one rank's, the others
-    enter zero, and the sum has the bits of one process. A row that is itself cut is the sum of its parts.
+    Each rank enters the float64 sums of squares of its rows into one vector over all rows of the model, and the vectors are
+    added. Where rows are only dealt out (ZeRO, a matrix cut along its outputs) every row is one rank's, the others enter zero,
+    and the sum has the bits of one process. A row that is itself cut is the sum of its parts.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from typing import Any
 
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
+from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.models.draws import Window
 from shoal.models.dropout import DropoutKey
@@ -92,7 +93,11 @@ def _narrow_stack(key: DropoutKey, stack: Stack, anatomy: Anatomy, place: Place)
     # Inside split layers the sequence is whole again, but for cp.
     inside = () if dim is None else place.stream(dim, is_cut=False)
     for path, (width, stream_width) in _column_widths(key, stack, anatomy, place).items():
-        options: dict[str, Any] = {"split_width": width, "stream_width": stream_width, "split": inside + place.share(-1)}
+        options: dict[str, Any] = {
+            "split_width": width,
+            "stream_width": stream_width,
+            "split": inside + place.share(-1),
+        }
         functional.setdefault(path, {}).update(options)
     for heads in anatomy.attentions:
         if _is_inside(heads.path, stack.blocks):
@@ -102,8 +107,25 @@ def _narrow_stack(key: DropoutKey, stack: Stack, anatomy: Anatomy, place: Place)
 
 
 def _narrow_split(key: DropoutKey, path: str, dim: int, anatomy: Anatomy, place: Place) -> None:
-    """A dropout module between a column and a row layer, or on the weights of a split attention."""
+    """A dropout between a column and a row layer, or on the weights of a split attention.
+
+    Raises:
+        RequestError: it is a function in a module whose layers do not tell which of its tensors are split.
+    """
     stack = _stack_of(path, anatomy)
+    if path not in key.module_paths and any(_is_inside(split.path, (path,)) for split in anatomy.splits):
+        # A function beside the layers themselves: the width of what it sees decides, call by call.
+        is_attention = any(heads.path == path for heads in anatomy.attentions)
+        if (
+            place.tp > 1
+            and not is_attention
+            and (stack is None or path not in _column_widths(key, stack, anatomy, place))
+        ):
+            raise RequestError(
+                f"tp={place.tp}: module {path!r} calls F.dropout on split features, and its layers have more than one width, so "
+                f"which part of the mask each call needs cannot be told; use nn.Dropout modules there, or tp=1"
+            )
+        return
     sequence_dim = None if stack is None else stack.sequence_dim
     if sequence_dim is None or dim == 1:
         # Attention weights (batch, heads, queries, keys), which cp refuses; or features without a sequence.

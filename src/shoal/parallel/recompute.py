@@ -6,6 +6,7 @@ keeps the results of matrix products and of attention, which is where the time i
 which is where much of the memory is (Korthikanti et al., arXiv 2205.05198, section 5). Gradients are the same bits either way.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -69,33 +70,31 @@ def apply_recompute(model: nn.Module, *, anatomy: Anatomy, mode: Mode, dropout: 
         )
     for path in blocks:
         block = model.get_submodule(path)
-        # On the instance, past nn.Module.__setattr__: __call__ finds it there, and hooks stay outside and are not run again.
-        block.__dict__["forward"] = _recomputed(block.forward, path, mode, dropout)
+        # On the instance: __call__ finds it there, and hooks stay outside and are not run again. A partial of a bound method and
+        # not a closure, so that a copied model runs its own blocks.
+        block.__dict__["forward"] = functools.partial(_run_block, block.forward, path, mode, dropout)
 
 
-def _recomputed(forward: Callable[..., Any], path: str, mode: Mode, dropout: DropoutKey) -> Callable[..., Any]:
-    def contexts() -> _Contexts:
-        return _contexts(mode, dropout, path)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        measure = _measuring.get()
-        if measure is not None:
-            # torch saves positional arguments as it saves activations, and just holds the named ones.
-            for leaf in tree_leaves(kwargs):
-                measure.keep(leaf)
-        return checkpoint(
-            forward,
-            *args,
-            use_reentrant=False,
-            context_fn=contexts,
-            # Dropout does not draw from the generator; a model that does anyway must get its numbers back.
-            preserve_rng_state=dropout.may_draw_otherwise,
-            **kwargs,
-        )
-
-    return run
+def _run_block(
+    forward: Callable[..., Any], path: str, mode: Mode, dropout: DropoutKey, /, *args: Any, **kwargs: Any
+) -> Any:
+    """A block's forward, which keeps little and runs again when the backward pass asks."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    measure = _measuring.get()
+    if measure is not None:
+        # torch saves positional arguments as it saves activations, and just holds the named ones.
+        for leaf in tree_leaves(kwargs):
+            measure.keep(leaf)
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=functools.partial(_contexts, mode, dropout, path),
+        # Dropout does not draw from the generator; a model that does anyway must get its numbers back.
+        preserve_rng_state=dropout.may_draw_otherwise,
+        **kwargs,
+    )
 
 
 def _contexts(mode: Mode, dropout: DropoutKey, path: str) -> _Contexts:

@@ -40,8 +40,6 @@ class TensorLayout:
     """The model's output is this rank's stretch of the scores."""
     vocab: int | None = None
     """How many scores there are in all, without padding, where they are split."""
-    uncut: frozenset[str] = frozenset()
-    """First blocks of the stacks whose sequence stays whole although sequence parallelism was asked for."""
     notes: tuple[str, ...] = ()
     """What was asked for and left undone, and why."""
 
@@ -86,7 +84,6 @@ def apply_tensor_parallel(model: nn.Module, *, anatomy: Anatomy, mesh: Mesh, seq
         partial=_partial_names(model, anatomy, regions, cutter.placements),
         splits_logits=bool(logits),
         vocab=cutter.whole_shape(f"{logits[0]}.weight")[0] if logits else None,
-        uncut=frozenset(stack.blocks[0] for stack in anatomy.stacks if regions and stack.blocks[0] not in regions),
         notes=tuple(notes),
     )
 

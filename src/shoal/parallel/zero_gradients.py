@@ -1,14 +1,14 @@
 """Gradients on their way into their shards: caught as autograd makes them, put beside each other, summed and scattered by unit.
 
-DDP and ``fully_shard`` keep a second copy of every gradient in their buckets, and divide by the number of ranks. Here autograd's own
-gradient is freed as soon as it is in its bucket, and replicas are summed, never divided, because each loss is already its share of
-the global mean.
+DDP and ``fully_shard`` keep a second copy of every gradient in their buckets, and divide by the number of ranks. Here autograd's
+own gradient is freed as soon as it is in its bucket, and replicas are summed, never divided, because each loss is already its
+share of the global mean.
 
     whole   (stage 1, or several microbatches)   one buffer for all units; a rank's shard of the sum is its stretch of that buffer
     shards  (stages 2 and 3, one microbatch)     one buffer for this rank's shards, and buckets for the units in flight
 
-Every rank reduces units in the same fixed order, from the last to the first, whatever order autograd finishes them in: a unit that
-is done early waits for its turn.
+Every rank reduces units in the same fixed order, from the last to the first, whatever order autograd finishes them in: a unit
+that is done early waits for its turn.
 """
 
 from collections.abc import Callable, Mapping

@@ -7,9 +7,9 @@ A unit is what is gathered and reduced together: a block, an embedding or linear
     shard 1                       | wk | wv ..... | norm |      what rank 1 keeps: whole rows, in one stretch
 
 torch's ``fully_shard`` cuts each parameter by itself into ``ceil(rows / ranks)`` rows, so every parameter is padded, its elements
-change places when it is gathered, and a shard may begin where an optimizer kernel rounds differently. Here a unit is cut once, its
-elements are already in their places when they arrive, and a cut lies at a multiple of ``CUT_MULTIPLE`` elements from the start of
-its tensor: there every kernel and every sum over a row gives the bits that it gives in one process.
+change places when it is gathered, and a shard may begin where an optimizer kernel rounds differently. Here a unit is cut once,
+its elements are already in their places when they arrive, and a cut lies at a multiple of ``CUT_MULTIPLE`` elements from the
+start of its tensor: there every kernel and every sum over a row gives the bits that it gives in one process.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Which buffer a gathered unit takes: the policy alone, without memory, so that a plan's traffic can be worked out beforehand.
 
-A unit that is let go stays where it was until its buffer is wanted, and taking it again is then free: the last block and the output
-layer, which the backward pass wants first, are not gathered twice, and neither is an embedding that is tied to the output layer.
+A unit that is let go stays where it was until its buffer is wanted, and taking it again is then free: the last block and the
+output layer, which the backward pass wants first, are not gathered twice, and neither is an embedding tied to the output layer.
 """
 
 from collections.abc import Sequence

@@ -2,11 +2,11 @@
 
     forward    pre-hook: gather the module's units into pool buffers, point `parameter.data` at them
                hook:     point it at NaN again, whose shape and type can still be read; a use at the wrong time shows as NaN
-    backward   a hook on a block's outputs gathers it before its backward pass begins (a recomputed block needs its weights there);
+    backward   a hook on a block's outputs gathers it before its backward pass begins (a recomputed block needs its weights);
                it is let go when its gradients are in
 
-What autograd saves for the backward pass would keep a gathered weight alive, or read the next unit's weights in the same memory. So
-saved tensors that lie in a pool buffer are packed as (unit, offset, shape, strides) and read from wherever the unit then is.
+What autograd saves for the backward pass would keep a gathered weight alive, or read the next unit's weights in the same memory.
+So saved tensors that lie in a pool buffer are packed as (unit, offset, shape, strides) and read from wherever the unit then is.
 ``fully_shard`` frees and allocates storages instead, which on the CPU costs a page fault per 4 KiB, every time.
 """
 

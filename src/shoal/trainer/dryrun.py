@@ -4,20 +4,26 @@ The model is built without memory (on torch's meta device) where it allows that,
 can still be described on it.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.comm.mesh import pretend_mesh
+from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.units import format_bytes, format_count
 from shoal.models.build import build_model
-from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.precision import Precision
+from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.describe import describe
+from shoal.parallel.sizes import predict_sizes
+from shoal.parallel.tensor import apply_tensor_parallel
+from shoal.trainer.build import build_parts
+from shoal.trainer.laying import look_at
+from shoal.trainer.layout import asks_the_model
 from shoal.trainer.request import Prepared
-from shoal.trainer.state import named_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +41,17 @@ class DryRun:
     parameters: int
     shapes: dict[str, list[int]]
     bytes_per_rank: dict[str, int]
+    found: list[str]
+    """What the plan will do with the model, in words; empty where it does not ask what the model is made of."""
 
 
 def dry_run_result(prepared: Prepared) -> DryRun:
     """Describe a prepared request."""
     recipe, layout = prepared.recipe, prepared.layout
     model = _build_without_memory(prepared).to(dtype=Precision.named(recipe.train.precision).weight_dtype)
-    optimizer = build_optimizer(recipe.optim, model)
-    initialise_state(optimizer)
-    weights = _count_bytes(named_weights(model).values())
-    gradients = _count_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
-    state = _count_bytes(tensor for values in optimizer.state.values() for tensor in values.values())
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    sizes, found = _sizes_of_rank(model, prepared)
     return DryRun(
         plan=str(layout.plan),
         world_size=layout.world_size,
@@ -55,20 +61,42 @@ def dry_run_result(prepared: Prepared) -> DryRun:
         microbatches=layout.plan.microbatches or 1,
         train_samples=prepared.train_samples,
         run_dir=str(prepared.run_dir),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        shapes={name: list(parameter.shape) for name, parameter in model.named_parameters()},
-        # Data parallelism holds all of it on every rank; activations depend on the input and are not counted here.
-        bytes_per_rank={
-            "weights": weights,
-            "gradients": gradients,
-            "optimizer": state,
-            "total": weights + gradients + state,
-        },
+        parameters=num_parameters,
+        shapes=shapes,
+        # Activations depend on the input and are not counted here.
+        bytes_per_rank=sizes,
+        found=found,
     )
 
 
-def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int], list[str]]:
+    """Bytes that rank 0, which has the largest shards, keeps; and what was found in the model where the plan asks for it."""
+    recipe, plan = prepared.recipe, prepared.layout.plan
+    anatomy, lines = Anatomy(), []
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    if asks_the_model(plan):
+        whole, _, data = build_parts(recipe)
+        anatomy = look_at(whole, data, recipe.parallel)
+        lines = describe(anatomy, plan)
+    mesh = pretend_mesh(plan)
+    if mesh.has(Axis.TENSOR):
+        apply_tensor_parallel(model, anatomy=anatomy, mesh=mesh, sequence_parallel=plan.sp)
+    sizes = predict_sizes(
+        model,
+        anatomy=anatomy,
+        stage=plan.zero,
+        num_data_ranks=mesh.degree(Axis.DATA),
+        data_rank=0,
+        num_microbatches=plan.microbatches or 1,
+        optimizer=recipe.optim.name,
+    )
+    parts = {
+        "weights": sizes.weights + buffers,
+        "gradients": sizes.gradients,
+        "optimizer": sizes.optimizer,
+        "working": sizes.working,
+    }
+    return {**parts, "total": sum(parts.values())}, lines
 
 
 def _build_without_memory(prepared: Prepared) -> nn.Module:
@@ -94,6 +122,7 @@ def describe_dry_run(result: DryRun) -> str:
         f"run directory {result.run_dir}",
         f"parameters    {format_count(result.parameters)}",
         *(f"  {name:<{width}}  {tuple(shape)}" for name, shape in result.shapes.items()),
+        *result.found,
         "bytes per rank, without activations:",
         *(f"  {name:<10} {size}" for name, size in sizes.items()),
         "nothing was started",

@@ -32,7 +32,9 @@ from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.optim.rates import after_evaluation, rate
 from shoal.parallel.config import ParallelConfig
+from shoal.parallel.describe import describe
 from shoal.parallel.reduction import Reduction
+from shoal.parallel.watch import check_replicas
 from shoal.telemetry.board import RankSlot
 from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.trace import Tracer
@@ -40,7 +42,7 @@ from shoal.trainer.config import EvalConfig, TrainConfig
 from shoal.trainer.evaluate import Evaluation, evaluate
 from shoal.trainer.finite import trace_nonfinite
 from shoal.trainer.laying import build_runner, place_model
-from shoal.trainer.layout import check_samples, count_steps, derive_layout
+from shoal.trainer.layout import asks_the_model, check_samples, count_steps, derive_layout
 from shoal.trainer.persist import Persistence
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import seed_process
@@ -222,6 +224,9 @@ class Trainer:
                 pid=os.getpid(),
             )
         )
+        if asks_the_model(self.plan):
+            for line in describe(self.placed.anatomy, self.plan):
+                self.reporter.tell(line)
         self.persistence.warn_if_disk_is_short(self.placed.held())
 
     def _time_limit(self) -> float | None:
@@ -251,10 +256,9 @@ class Trainer:
             self.tracer.before_step(step + 1)
         lr = rate(self.optim_config, step, self.total_steps) * self.progress.plateau.factor
         scale = self.progress.loss_scale
-        drawn_before = None if self._looked_for_draws else torch.get_rng_state()
         result = self.runner.run(batch, step=step, lr=lr, loss_scale=scale, stop=self._stop_wish is not None)
-        if drawn_before is not None:
-            self._look_for_draws(drawn_before, loader)
+        if not self._looked_for_draws:
+            self._look_for_draws(loader)
         if not result.is_finite:
             self._handle_nonfinite(batch, result)
         done = self._advance(batch, result, lr, started, data_seconds)
@@ -262,7 +266,7 @@ class Trainer:
         self._after_step(done, result)
         return done
 
-    def _look_for_draws(self, before: torch.Tensor, loader: Loader) -> None:
+    def _look_for_draws(self, loader: Loader) -> None:
         """Say once that the model or the data draws random numbers which depend on the number of processes."""
         self._looked_for_draws = True
         for path, shape in self.runner.dropout.odd_shapes().items():
@@ -275,10 +279,10 @@ class Trainer:
                 "loading a sample draws from a global generator: samples are loaded in step and not ahead, and another number of "
                 "processes will draw other numbers; seed a generator of its own by the sample's index where that matters"
             )
-        if not torch.equal(before, torch.get_rng_state()):
+        if foreign := self.runner.dropout.foreign_draws():
             self.reporter.warn(
-                "the model draws from torch's global generator in its forward pass (F.dropout, dropout_p or its own): "
-                "another number of processes will draw other numbers; use nn.Dropout modules where that matters"
+                f"the model draws random numbers in its forward pass that are not dropout: {', '.join(foreign)}; "
+                "another number of processes will draw other numbers"
             )
 
     def _advance(
@@ -344,6 +348,12 @@ class Trainer:
             self.reporter.memory(self.model, self.optimizer, step=step)
         if self.tracer is not None:
             self.tracer.after_step(step)
+        watch_every = self.train_config.watch_every
+        if watch_every and step % watch_every == 0 and self.world.size > 1:
+            # Before a checkpoint could keep one of several opinions.
+            self.reporter.enter("wait: comparing replicas", step)
+            held = self.placed.held()
+            check_replicas(held.tensors, held.placements, self.mesh, step=step, names=held.all_weights)
         if self._wants_evaluation(step):
             self._evaluate_validation()
         if self.persistence.is_due(step):

@@ -4,8 +4,10 @@ Each job joins a group of its own over a file store and leaves it again, so one 
 replaced, except by a mutant, and then only for that job.
 """
 
+import copy
 import itertools
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,14 @@ from shoal.comm.mesh import GRID
 from shoal.comm.shared import SharedTransport
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
+from shoal.models.build import Loss
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.verify.capture import Recorder, model_tensors, placement_values, saved_buffers
 from shoal.verify.mutants import MUTANTS, planted
+from shoal.verify.sizes import ActivationMeter, measured_state, predict_activations, predict_state
+from shoal.verify.survey import TrafficSurvey
 from shoal.verify.worker import serve
 
 
@@ -37,6 +42,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     mutant = MUTANTS[job["mutant"]] if job["mutant"] else None
     with planted(mutant, world):
         model, loss, data = build_parts(recipe)
+        plain = copy.deepcopy(model)
         trainer = Trainer(
             model,
             data,
@@ -52,30 +58,34 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             world=world,
         )
         with trainer:
-            return _record(trainer, job["steps"], folder)
+            meter = ActivationMeter(trainer)
+            survey = TrafficSurvey(trainer, plain, loss, data)
+            answer = _record(trainer, survey, job["steps"], folder)
+            meter.close()
+            return {**answer, "sizes": _sizes(trainer, plain, loss, meter)}
 
 
-def _record(trainer: Trainer, steps: int, folder: Path) -> dict[str, Any]:
+def _record(trainer: Trainer, survey: TrafficSurvey, steps: int, folder: Path) -> dict[str, Any]:
     recorder = Recorder(folder, f"rank-{trainer.world.rank:03d}")
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(updated: Mapping[str, nn.Parameter], scale: float) -> None:
         gradients.clear()
         for name, parameter in updated.items():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            gradients[f"grad/{name}"] = parameter.grad.detach() / scale  # A new tensor: clipping writes into the old one.
+            if parameter.grad is not None:
+                # A new tensor: clipping writes into the old one.
+                gradients[f"grad/{name}"] = parameter.grad.detach() / scale
 
     trainer.runner.on_gradients = keep
-    accounts: list[Account] = []
+    counted: list[Account] = []
     expected: list[Account] = []
     running = itertools.islice(trainer.training_steps(), steps)
-    while True:
+    for _ in range(steps):
+        survey.begin_step()
         with trainer.mesh.ledger.counting() as account:
-            done = next(running, None)
-        if done is None:
-            break
-        accounts.append(dict(account))
-        expected.append(dict(account))
+            done = next(running)
+        counted.append(dict(account))
+        expected.append(survey.expected(account))
         tensors = model_tensors(trainer.reduction.updated.items(), trainer.optimizer, saved_buffers(trainer.model))
         if not done.skipped:
             tensors |= gradients
@@ -86,10 +96,29 @@ def _record(trainer: Trainer, steps: int, folder: Path) -> dict[str, Any]:
         "degrees": {axis.value: trainer.mesh.degree(axis) for axis in GRID},
         "microbatches": trainer.plan.microbatches or 1,
         "adds_in_order": adds_in_order(trainer),
-        "traffic": [_account_values(account) for account in accounts],
+        "traffic": [_account_values(account) for account in counted],
         "expected_traffic": [_account_values(account) for account in expected],
-        "sizes": {},
     }
+
+
+def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMeter) -> dict[str, dict[str, int]]:
+    """Predicted and measured bytes of this rank."""
+    anatomy, plan, rank = trainer.placed.anatomy, trainer.plan, trainer.world.rank
+    predicted = predict_state(
+        plain, anatomy=anatomy, plan=plan, rank=rank, optimizer=trainer.optim_config.name, precision=trainer.precision
+    )
+    measured = measured_state(trainer)
+    # Stage 3 keeps weights out of what autograd saves with hooks of its own, which would hide from the count what is inside them.
+    if meter.microbatch is not None and meter.num_bytes is not None and plan.zero < 3:
+        measured["activations"] = meter.num_bytes
+        try:
+            predicted["activations"] = predict_activations(
+                plain, loss, meter.microbatch, anatomy=anatomy, plan=plan, rank=rank, precision=trainer.precision
+            )
+        except RuntimeError as error:
+            # A forward pass that looks at values cannot run without them; then there is a measurement and no prediction.
+            print(f"activations cannot be predicted: {type(error).__name__}: {error}", file=sys.stderr)
+    return {"predicted": predicted, "measured": measured}
 
 
 def adds_in_order(trainer: Trainer) -> bool:

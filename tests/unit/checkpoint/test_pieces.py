@@ -225,6 +225,23 @@ def test_what_does_not_fit_is_named_with_both_shapes(tmp_path):
         read_local(tmp_path / "nowhere", {})
 
 
+@pytest.mark.parametrize("saved", [1, 2])
+def test_fused_columns_of_many_chunks(tmp_path, saved):
+    """The three stretches of a row lie among each other in the file, and every chunk ends in the middle of one."""
+    state = {"a": torch.randn(40, 96)}
+    path, _ = save(tmp_path, state, [{"a": split((40, 96), 0, saved, rank)} for rank in range(saved)], chunk_bytes=520)
+    for rank in range(4):
+        placement = split_fused((40, 96), 1, 4, rank)
+        assert same(read_local(path, {"a": placement})["a"], take_local(state["a"], placement))
+
+
+def test_a_box_that_overlaps_another_in_part_is_cut(tmp_path):
+    state = {"a": torch.randn(6, 6)}
+    ranks = [{"a": place((6, 6), (4, 6), ((0, 0), (start, 0), (4, 6)))} for start in (0, 2)]
+    path, _ = save(tmp_path, state, ranks)
+    assert same(read(path).tensors["a"], state["a"])
+
+
 def test_only_chunks_that_are_needed_are_read_and_those_are_checked(tmp_path):
     state = {"a": torch.randn(1024, 16)}
     path, _ = save(tmp_path, state, [{"a": place_whole((1024, 16))}], chunk_bytes=4096)

@@ -42,6 +42,14 @@ def test_show_lists_a_run_and_describes_one(run_dir, tmp_path):
     assert code == 0 and "weights/a" in out and "[300, 2]" in out and "dp=2" in out and "'seed': 10" in out
 
 
+def test_show_says_how_a_tensor_is_cut(run_dir, tmp_path):
+    code, out, _ = run("show", run_dir / "checkpoints" / "step-00000010", "--json", tmp_path / "out.json")
+    [line] = [line for line in out.splitlines() if line.startswith("optimizer/a/cut")]
+    assert code == 0 and "[8, 6]" in line and "dim 1 in 2" in line and "whole" in out
+    [listed] = json.loads((tmp_path / "out.json").read_text())["checkpoints"]
+    assert [piece["start"] for piece in listed["tensors"]["optimizer/a/cut"]["pieces"]] == [[0, 0], [0, 3]]
+
+
 def test_show_and_verify_say_no_when_one_is_torn(run_dir, tmp_path):
     (run_dir / "checkpoints" / "step-00000020" / "rank-000.safetensors").unlink()
     for verb in ("show", "verify"):

@@ -1,0 +1,152 @@
+"""What one step of a plan should move between ranks: the accounts of all techniques put together, and the small sums of the step.
+
+Worked out from the plain model, the layout and the batch, not from what the code did; the ledger has that. A difference between
+the two is a collective too many, too few or of the wrong size, whatever the numbers that it carried.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.comm.ledger import Account, Traffic, add_accounts
+from shoal.comm.mesh import Mesh
+from shoal.core.axes import Axis
+from shoal.core.placement import Placement
+from shoal.core.plan import Plan
+from shoal.parallel.apply import Laid
+from shoal.parallel.reduction import Reduction
+from shoal.parallel.tensor_traffic import Survey
+from shoal.parallel.tensor_traffic import expected_traffic as expected_tensor_traffic
+from shoal.parallel.zero import ZeroReduction
+
+_FLOAT64 = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchShape:
+    """What traffic depends on in one microbatch of one rank."""
+
+    samples: int
+    targets: int | None
+    """Targets whose loss is computed from split scores; None where scores are whole, or nothing counts."""
+    gathered_scores: int = 0
+    """Bytes of the scores, padding included, where a loss of the user's own wants them whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What the step's own small sums depend on."""
+
+    has_passengers: bool
+    """The loss and the wish to stop ride with the gradients."""
+    exact_norm: bool
+    """The norm comes from float64 sums per row, because gradients are clipped by it."""
+    counts_weight: bool
+    """Samples weigh differently, so replicas add up their weights."""
+    num_trust_norms: int = 0
+    """Norms of whole tensors that the optimizer asks for (LARS, LAMB)."""
+    weight_bytes: int = 4
+    compute_bytes: int = 4
+
+
+def expected_step_traffic(
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    laid: Laid,
+    reduction: Reduction,
+    survey: Survey | None,
+    microbatches: Sequence[MicrobatchShape],
+    step: StepShape,
+    counted: Mapping[tuple[str, str], Traffic],
+) -> Account:
+    """Calls and bytes by axis and operation.
+
+    Args:
+        plan: what runs.
+        mesh: where this rank stands.
+        laid: what techniques made of the model; a context-parallel one has noted the attentions of this step.
+        reduction: what this rank updates.
+        survey: of the plain model; needed with ``tp``.
+        microbatches: of this rank in this step.
+        step: the rest.
+        counted: what the ledger has. Only one number is taken from it: into how many buckets DDP cut the gradients. Their bytes are
+            not.
+    """
+    accounts: list[Account] = []
+    for microbatch in microbatches:
+        if survey is not None and mesh.has(Axis.TENSOR):
+            accounts.append(
+                expected_tensor_traffic(
+                    survey,
+                    plan,
+                    batch=microbatch.samples,
+                    compute_bytes=step.compute_bytes,
+                    weight_bytes=step.weight_bytes,
+                    num_targets=microbatch.targets,
+                )
+            )
+            if microbatch.gathered_scores:
+                accounts.append(_one("tp", "gather", microbatch.gathered_scores))
+    if laid.context is not None:
+        accounts.append(laid.context.expected_traffic(recomputes=plan.recompute != "none"))
+    accounts.append(_gradients(reduction, mesh, step, max(1, len(microbatches)), counted))
+    if laid.partial:
+        held = [parameter.nbytes for name, parameter in reduction.updated.items() if name in laid.partial]
+        accounts.append(_one("tp", "sum", sum(held)) if held else {})
+    accounts.append(_small_sums(plan, mesh, laid, reduction, step))
+    return add_accounts(*accounts)
+
+
+def _gradients(
+    reduction: Reduction, mesh: Mesh, step: StepShape, num_microbatches: int, counted: Mapping[tuple[str, str], Traffic]
+) -> Account:
+    if isinstance(reduction, ZeroReduction):
+        return reduction.expected_traffic(num_microbatches)
+    if mesh.replicas.size == 1:
+        return {}
+    num_bytes = sum(parameter.nbytes for parameter in reduction.updated.values())
+    num_bytes += 2 * step.weight_bytes if step.has_passengers else 0
+    key = (mesh.replicas.axis, "sum")
+    return {key: Traffic(calls=max(1, counted.get(key, Traffic()).calls), num_bytes=num_bytes)}
+
+
+def _small_sums(plan: Plan, mesh: Mesh, laid: Laid, reduction: Reduction, step: StepShape) -> Account:
+    """The norm, the loss with the wish to stop, and the weight of the global batch."""
+    accounts: list[Account] = []
+    cuts = bool(laid.placements) or plan.zero > 0
+    if cuts:
+        by_row = _num_rows(reduction, laid.placements) * _FLOAT64
+        sums = [by_row if step.exact_norm else _FLOAT64, *[by_row] * step.num_trust_norms]
+        for num_bytes in sums:
+            accounts.append(_one("tp", "sum", num_bytes) if mesh.has(Axis.TENSOR) else {})
+            accounts.append(_one("dp", "sum", num_bytes) if plan.zero > 0 and mesh.has(Axis.DATA) else {})
+    if not step.has_passengers and mesh.everyone.size > 1:
+        accounts.append(_one("everyone", "sum", 2 * step.weight_bytes))
+    if step.counts_weight and mesh.has(Axis.DATA):
+        accounts.append(_one("dp", "sum", _FLOAT64))
+    return add_accounts(*accounts)
+
+
+def _num_rows(reduction: Reduction, placements: Mapping[str, Placement]) -> int:
+    """Rows of all whole parameters."""
+    shapes: dict[str, tuple[int, ...]] = {
+        name: placement.whole_shape for name, placement in reduction.placements.items()
+    }
+    if isinstance(reduction, ZeroReduction):
+        # Parameters of which this rank has no row count too.
+        slots = {slot.name: tuple(slot.shape) for unit in reduction.layout.units for slot in unit.slots}
+        shapes = {
+            name: placements[name].whole_shape if name in placements else shape for name, shape in slots.items()
+        }
+    return sum(shape[0] if shape else 1 for shape in shapes.values())
+
+
+def count_trust_norms(optimizer: object, groups: Sequence[Mapping[str, object]]) -> int:
+    """Collective norms of one optimizer step: of weights and of moves, for each group that adapts its step length."""
+    has_trust = getattr(optimizer, "norms", None) is not None
+    return 2 * sum(bool(group.get("adapt", True)) for group in groups) if has_trust else 0
+
+
+def _one(axis: str, operation: str, num_bytes: int) -> Account:
+    return {(axis, operation): Traffic(calls=1, num_bytes=num_bytes)}
+

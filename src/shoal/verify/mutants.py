@@ -1,0 +1,198 @@
+"""Planted bugs: a checker that cannot fail proves nothing (law 7). Each must be caught by the comparison that should see it.
+
+A mutant is a plan, what the recipe must have for the bug to show, and a plant (``plants.py``) that breaks the real path inside the
+rank processes. The same plan without the plant is its control and must pass.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.comm.world import World
+from shoal.core.config import apply_overrides, validate
+from shoal.optim.config import PrecisionName
+from shoal.trainer.config import Recipe
+from shoal.verify import plants
+from shoal.verify.plants import Plant
+
+_GPT = {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1}
+_TEXT = {"source": "stdlib", "sequence": 16, "limit_bytes": 200_000}
+# Lengths vary, so replicas carry different weights.
+_RAGGED_MODEL = {"name": "seq2seq", "layers": 1, "hidden": 16, "heads": 2, "dropout": 0.1}
+_RAGGED = {"source": "synthetic", "kind": "reverse", "samples": 64}
+_NORMED_MODEL = {"name": "mlp", "layers": 2, "hidden": 16, "dropout": 0.1, "batch_norm": True}
+_CLASSES = {"source": "synthetic", "kind": "classes", "samples": 128}
+_ODD_VOCABULARY = {"source": "synthetic", "kind": "tokens", "samples": 256, "sequence": 16, "vocab": 63}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One bug."""
+
+    name: str
+    plan: str
+    by: tuple[str, ...]
+    """The comparisons that may be the first to see it."""
+    plant: Plant
+    precision: PrecisionName = "float32"
+    overrides: tuple[str, ...] = ()
+    """What the recipe must have, as ``section.key=value``."""
+    model: Mapping[str, Any] | None = None
+    """A model of its own, where the bug shows in no other."""
+    data: Mapping[str, Any] | None = None
+    reported: str = ""
+    """Where users met it."""
+
+
+_ALL: Sequence[Mutant] = (
+    Mutant(name="all-reduce dropped", plan="dp=2", by=("grad",), plant=plants.drop_all_reduce),
+    Mutant(
+        name="gradients averaged where shares add up",
+        plan="dp=2",
+        by=("grad",),
+        plant=plants.average_over_replicas,
+        reported="torchtitan 2318, DeepSpeed 966",
+    ),
+    Mutant(
+        name="gradient scaled by tp",
+        plan="dp=1 tp=2",
+        by=("grad",),
+        plant=plants.scale_summed_gradients(2.0),
+        reported="pytorch 160285",
+    ),
+    Mutant(
+        name="gradient scaled by cp",
+        plan="dp=1 cp=2",
+        by=("grad",),
+        plant=plants.scale_buckets_by_size,
+        reported="Megatron-LM 673, 906, 3943",
+    ),
+    Mutant(
+        name="gradient scaled by accumulation",
+        plan="dp=2 microbatches=2",
+        by=("grad",),
+        plant=plants.scale_summed_gradients(2.0),
+        reported="DeepSpeed 7773",
+    ),
+    Mutant(
+        name="norm over one shard only",
+        plan="dp=2 zero=1",
+        by=("norm",),
+        plant=plants.norm_of_own_shard,
+        overrides=("optim.clip=0.1",),
+        reported="Megatron-LM PR 7530",
+    ),
+    Mutant(
+        name="norm weight not reduced under sequence parallelism",
+        plan="dp=1 tp=2 sp=true",
+        by=("grad",),
+        plant=plants.keep_partial_gradients,
+        reported="Megatron-LM 1446",
+    ),
+    Mutant(
+        name="padded vocabulary in the loss",
+        plan="dp=1 tp=2",
+        by=("loss",),
+        plant=plants.count_padding,
+        model=_GPT,
+        data=_ODD_VOCABULARY,
+        reported="Megatron-LM 1754",
+    ),
+    Mutant(
+        name="wrong causal mask at a ring boundary",
+        plan="dp=1 cp=2",
+        by=("loss",),
+        plant=plants.look_ahead_in_ring,
+        reported="Megatron-LM 1464",
+    ),
+    Mutant(name="positions from zero on every context rank", plan="dp=1 cp=2", by=("loss",), plant=plants.forget_positions),
+    Mutant(
+        name="key-value gradient of one query head only",
+        plan="dp=1 cp=2",
+        by=("grad",),
+        plant=plants.drop_grouped_heads,
+        overrides=("model.heads=4", "model.kv_heads=2"),
+        reported="Megatron-LM 1464",
+    ),
+    Mutant(name="dropout mask depends on the rank", plan="dp=2", by=("loss",), plant=plants.drop_by_rank),
+    Mutant(
+        name="recompute draws another dropout mask",
+        plan="dp=1 recompute=full",
+        by=("grad",),
+        plant=plants.redraw_in_recompute,
+        overrides=("model.dropout=0.1",),
+    ),
+    Mutant(
+        name="optimizer state of the wrong shard", plan="dp=2 zero=1", by=("optimizer",), plant=plants.swap_optimizer_shards
+    ),
+    Mutant(
+        name="loss averaged over unequal batches",
+        plan="dp=2",
+        by=("loss",),
+        plant=plants.average_unequal_batches,
+        model=_RAGGED_MODEL,
+        data=_RAGGED,
+    ),
+    Mutant(
+        name="batch norm statistics not synchronised",
+        plan="dp=2",
+        by=("buffer",),
+        plant=plants.keep_own_statistics,
+        model=_NORMED_MODEL,
+        data=_CLASSES,
+    ),
+    Mutant(
+        name="tied weight reduced once only",
+        plan="dp=1 tp=2",
+        by=("grad",),
+        plant=plants.lose_tied_use,
+        overrides=("model.tied=true",),
+    ),
+    Mutant(
+        name="stale scale: clipped by the norm of the step before",
+        plan="dp=2",
+        by=("optimizer",),
+        plant=plants.clip_by_stale_norm,
+        overrides=("optim.clip=0.1",),
+    ),
+    Mutant(name="updated weights not published", plan="dp=2 zero=1", by=("loss",), plant=plants.keep_old_weights),
+    Mutant(name="every replica reads the same samples", plan="dp=2", by=("loss",), plant=plants.repeat_data),
+    Mutant(name="a redundant collective", plan="dp=2 zero=1", by=("traffic",), plant=plants.sum_once_more),
+)
+MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}
+"""By name."""
+
+
+def own_recipe(mutant: Mutant) -> Recipe:
+    """A small recipe in which the bug shows."""
+    tables: dict[str, Any] = {
+        "model": dict(mutant.model or _GPT),
+        "data": dict(mutant.data or _TEXT),
+        "train": {"steps": 8, "global_batch": 8, "seed": 3},
+        "optim": {"name": "adamw", "lr": 3e-3},
+    }
+    return validate(Recipe, apply_overrides(tables, mutant.overrides), origin=f"mutant {mutant.name!r}")
+
+
+def with_overrides(recipe: Recipe, mutant: Mutant) -> Recipe:
+    """The user's recipe with what the bug needs."""
+    # What is unset stays unset: the plan is the mutant's, and a microbatch size could contradict it.
+    tables = recipe.model_dump(mode="json", exclude_none=True)
+    tables["train"].pop("micro_batch", None)
+    return validate(Recipe, apply_overrides(tables, mutant.overrides), origin=f"mutant {mutant.name!r}")
+
+
+@contextmanager
+def planted(mutant: Mutant | None, world: World) -> Iterator[None]:
+    """Break the real path of this process while the context lasts."""
+    swaps = mutant.plant(world) if mutant is not None else []
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in swaps:
+            before.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)

@@ -1,0 +1,245 @@
+"""Bugs of the kind that users of big systems reported, each planted in the real path of a rank's process.
+
+A plant returns what to replace and by what; ``mutants.py`` puts it in place for one job and takes it out again. Each names the
+line that it breaks by breaking it: when that line moves, the plant fails to apply, and the suite says so.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.comm.world import World
+from shoal.core.axes import Axis
+from shoal.parallel import batchnorm, context, data, gradnorm, replicated, ring, vocabulary, zero
+from shoal.parallel.crossing import sum_out
+from shoal.trainer import laying, loop, step
+
+
+class Swap(NamedTuple):
+    """One attribute to replace."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+Plant = Callable[[World], list[Swap]]
+
+
+def drop_all_reduce(world: World) -> list[Swap]:
+    """Every replica keeps its own gradient."""
+
+    def kept(channel: Any, bucket: Any) -> Any:
+        return _ready(bucket.buffer())
+
+    return [_hook(kept)]
+
+
+def average_over_replicas(world: World) -> list[Swap]:
+    """A mean where the shares already add up: DDP's own default."""
+    honest = data._sum_bucket
+
+    def averaged(channel: Any, bucket: Any) -> Any:
+        return honest(channel, bucket).then(lambda done: done.value() / channel.size)
+
+    return [_hook(averaged)]
+
+
+def scale_summed_gradients(factor: float) -> Plant:
+    """Every gradient times a number, after the reduction: by tp, or by the number of microbatches."""
+
+    def plant(world: World) -> list[Swap]:
+        honest = replicated.ReplicaReduction.finish
+
+        def finish(self: replicated.ReplicaReduction) -> None:
+            honest(self)
+            for parameter in self.updated.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+        return [Swap(replicated.ReplicaReduction, "finish", finish)]
+
+    return plant
+
+
+def scale_buckets_by_size(world: World) -> list[Swap]:
+    """The sum over cp multiplied by cp, as a loss that every rank computes whole would need."""
+    honest = data._sum_bucket
+
+    def scaled(channel: Any, bucket: Any) -> Any:
+        return honest(channel, bucket).then(lambda done: done.value() * channel.size)
+
+    return [_hook(scaled)]
+
+
+def norm_of_own_shard(world: World) -> list[Swap]:
+    """Each rank clips by the norm of what it holds."""
+    return [Swap(gradnorm.WholeNorms, "_sum_", lambda self, entries: entries)]
+
+
+def keep_partial_gradients(world: World) -> list[Swap]:
+    """Norm weights inside a cut sequence keep the gradient of this rank's positions."""
+    return [Swap(step, "sum_partial_", lambda updated, names, channel: None)]
+
+
+def count_padding(world: World) -> list[Swap]:
+    """Rows that pad the vocabulary enter the loss as if they were tokens."""
+
+    def real_scores(scores: Tensor, targets: Tensor, channel: Any, vocab: int) -> tuple[Tensor, Tensor, int]:
+        rows = scores.shape[-1]
+        return scores.reshape(-1, rows), targets.reshape(-1), channel.rank * rows
+
+    return [Swap(vocabulary, "_real_scores", real_scores)]
+
+
+def look_ahead_in_ring(world: World) -> list[Swap]:
+    """Of a block from an earlier rank both chunks are seen, the late one too."""
+    honest = ring.visible_part
+
+    def visible_part(rank: int, source: int, *, causal: bool) -> ring.Part:
+        return ring.Part() if causal and source < rank else honest(rank, source, causal=causal)
+
+    return [Swap(ring, "visible_part", visible_part)]
+
+
+def forget_positions(world: World) -> list[Swap]:
+    """Rotary tables are read from 0 on every rank, whatever its positions are."""
+    return [Swap(context._Active, "positions", lambda self, length: torch.arange(length))]
+
+
+def drop_grouped_heads(world: World) -> list[Swap]:
+    """The gradient of a shared key-value head comes from one of its query heads."""
+    honest = ring._Call.collect
+
+    def collect(self: ring._Call, grad: Tensor) -> Tensor:
+        if self.num_groups == 1:
+            return honest(self, grad)
+        return grad[:, :: self.num_groups].contiguous()
+
+    return [Swap(ring._Call, "collect", collect)]
+
+
+def drop_by_rank(world: World) -> list[Swap]:
+    """Dropout masks depend on the rank."""
+    honest = vars(laying)["apply_keyed_dropout"]
+    return [Swap(laying, "apply_keyed_dropout", lambda model, seed: honest(model, seed + world.rank))]
+
+
+def redraw_in_recompute(world: World) -> list[Swap]:
+    """A recomputed forward pass draws other masks than the first."""
+    honest = F.dropout
+    keyed = vars(laying)["apply_keyed_dropout"]
+
+    def apply(model: nn.Module, seed: int) -> Any:
+        key = keyed(model, seed)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.__dict__["forward"] = functools.partial(_redraw, module.forward, honest, module.p)
+        return key
+
+    return [Swap(laying, "apply_keyed_dropout", apply)]
+
+
+def _redraw(forward: Callable[..., Tensor], dropout: Callable[..., Tensor], p: float, x: Tensor) -> Tensor:
+    is_again = torch._C._current_graph_task_id() != -1
+    return dropout(x, p, True) if is_again else forward(x)
+
+
+def swap_optimizer_shards(world: World) -> list[Swap]:
+    """After the first step one tensor's first moment is the neighbour's."""
+    honest = step.StepRunner.run
+    seen: list[int] = []
+
+    def run(self: step.StepRunner, *arguments: Any, **options: Any) -> Any:
+        result = honest(self, *arguments, **options)
+        if not seen:
+            seen.append(1)
+            placements = self.reduction.placements
+            even = [name for name, place in placements.items() if 2 * place.local_shape[0] == place.whole_shape[0]]
+            state = self.optimizer.state[self.reduction.updated[even[0]]]["exp_avg"]
+            received = torch.empty_like(state)
+            self.mesh.channel(Axis.DATA).shift(state.contiguous(), received)
+            state.copy_(received)
+        return result
+
+    return [Swap(step.StepRunner, "run", run)]
+
+
+def average_unequal_batches(world: World) -> list[Swap]:
+    """A mean of the replicas' means, although they have different numbers of targets."""
+
+    def total(self: step.StepRunner, batch: Any) -> float:
+        return float(max(1.0, batch.local_weight)) * self.mesh.degree(Axis.DATA)
+
+    return [Swap(step.StepRunner, "_total_weight", total)]
+
+
+def keep_own_statistics(world: World) -> list[Swap]:
+    """Running statistics of batch norm are folded from this replica's microbatches only."""
+
+    def rows(layers: Any) -> Tensor:
+        num_own = max((index + 1 for layer in layers for index in layer.notes), default=0)
+        return batchnorm._own_rows(layers, num_own)
+
+    return [Swap(batchnorm, "_global_rows", rows)]
+
+
+def lose_tied_use(world: World) -> list[Swap]:
+    """Of a tied weight only the output layer's use gives a gradient."""
+
+    def forward(self: vocabulary.SplitEmbedding, input: Tensor) -> Tensor:
+        local = input - self.start
+        is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight.detach(), self.padding_idx)
+        return sum_out(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.channel)
+
+    return [Swap(vocabulary.SplitEmbedding, "forward", forward)]
+
+
+def clip_by_stale_norm(world: World) -> list[Swap]:
+    """Gradients are clipped by the norm of the step before."""
+    honest = vars(step)["clip_"]
+    before: list[float] = []
+
+    def clip(grads: Iterable[Tensor], norm: float, limit: float | None, loss_scale: float = 1.0) -> None:
+        honest(grads, before[-1] if before else norm, limit, loss_scale)
+        before.append(norm)
+
+    return [Swap(step, "clip_", clip)]
+
+
+def keep_old_weights(world: World) -> list[Swap]:
+    """What this rank updated never reaches the other replicas' forward passes."""
+    return [Swap(zero.ZeroReduction, "publish", lambda self: None)]
+
+
+def repeat_data(world: World) -> list[Swap]:
+    """Every replica reads the first one's samples."""
+    honest = vars(loop)["Loader"]
+    return [Swap(loop, "Loader", lambda *arguments, **options: honest(*arguments, **{**options, "replica": 0}))]
+
+
+def sum_once_more(world: World) -> list[Swap]:
+    """A collective that changes nothing and costs a round: the sum of zeros."""
+    honest = step.StepRunner._sum_gradients
+
+    def summed(self: step.StepRunner, number: int) -> None:
+        honest(self, number)
+        self.mesh.everyone.sum_(torch.zeros(16))
+
+    return [Swap(step.StepRunner, "_sum_gradients", summed)]
+
+
+def _hook(function: Callable[..., Any]) -> Swap:
+    # DDP refuses a hook whose annotations are not those it knows.
+    return Swap(data, "_sum_bucket", functools.wraps(data._sum_bucket)(function))
+
+
+def _ready(value: Tensor) -> Any:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future

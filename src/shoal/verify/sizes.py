@@ -1,0 +1,141 @@
+"""Memory of one rank: what the plan predicts, beside what the rank really holds.
+
+State (weights, gradients, optimizer) is predicted from shapes and must agree to the byte. Activations are predicted by running one
+rank's forward pass without data, on fake tensors and a mesh without peers, and counting what autograd keeps; measured, by the same
+count around the real forward pass.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shoal.comm.mesh import pretend_mesh
+from shoal.core.axes import Axis
+from shoal.core.plan import Plan
+from shoal.data.loader import Microbatch
+from shoal.models.build import Loss
+from shoal.models.dropout import apply_keyed_dropout
+from shoal.optim.config import OptimizerName
+from shoal.optim.precision import Precision
+from shoal.parallel import batchnorm
+from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.apply import apply_to_model
+from shoal.parallel.recompute import measure_saved
+from shoal.parallel.sizes import predict_sizes
+from shoal.parallel.sizes import measure_sizes as measure_state
+from shoal.trainer.loop import Trainer
+from shoal.trainer.scoring import Scoring
+
+STATE = ("weights", "gradients", "optimizer")
+
+
+def predict_state(
+    model: nn.Module, *, anatomy: Anatomy, plan: Plan, rank: int, optimizer: OptimizerName, precision: Precision
+) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state of one rank, from the plain model and the plan."""
+    laid, mesh = _lay_out_fake(model, anatomy, plan, rank, precision, device="meta")
+    sizes = predict_sizes(
+        laid,
+        anatomy=anatomy,
+        stage=plan.zero,
+        num_data_ranks=plan.dp or 1,
+        data_rank=mesh,
+        num_microbatches=plan.microbatches or 1,
+        optimizer=optimizer,
+    )
+    return {name: value for name, value in asdict(sizes).items() if name in STATE}
+
+
+def measured_state(trainer: Trainer) -> dict[str, int]:
+    """Bytes that this rank really keeps from step to step."""
+    sizes = measure_state(trainer.model, trainer.reduction, trainer.optimizer)
+    return {name: value for name, value in asdict(sizes).items() if name in STATE}
+
+
+def predict_activations(
+    model: nn.Module,
+    loss: Loss,
+    microbatch: Microbatch,
+    *,
+    anatomy: Anatomy,
+    plan: Plan,
+    rank: int,
+    precision: Precision,
+) -> int:
+    """Bytes that one microbatch's forward pass keeps on one rank, counted on tensors without data."""
+    mesh = pretend_mesh(plan, rank)
+    own = copy.deepcopy(model).to(dtype=precision.weight_dtype).train()
+    dropout = apply_keyed_dropout(own, 0)
+    laid = apply_to_model(own, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm="local")
+    if batchnorm.is_applied(own):
+        batchnorm.begin_microbatch(own, 0)
+    # A first forward pass finds out whether the model draws functionally, from generators that only real tensors move.
+    dropout.begin(0, microbatch.sample_ids[:2])
+    with torch.no_grad(), dropout.drawing(), precision.autocast("cpu"):
+        own(*(precision.cast_input(tensor[:2]) for tensor in microbatch.inputs))
+    dropout.begin(0, microbatch.sample_ids)
+    scoring = Scoring(loss, laid=laid, mesh=mesh)
+    targets, _ = scoring.own_part(microbatch.targets, microbatch.weight)
+    # Outside the fake tensors: on its way in and out it reads generators, which have real states.
+    with dropout.drawing(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        _make_fake(own, mode)
+        inputs = [mode.from_tensor(precision.cast_input(tensor)) for tensor in microbatch.inputs]
+        fake_targets = mode.from_tensor(precision.cast_input(targets))
+        with measure_saved(own, *inputs, fake_targets) as saved, precision.autocast("cpu"):
+            loss_of = scoring.loss(own(*inputs), fake_targets)
+    del loss_of
+    return saved.num_bytes
+
+
+class ActivationMeter:
+    """Counts what the first real microbatch keeps, around the objective's own forward pass."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.num_bytes: int | None = None
+        self.microbatch: Microbatch | None = None
+        self._objective = trainer.runner.bare_objective
+        self._forward: Callable[..., Any] = self._objective.forward
+        self._objective.__dict__["forward"] = self._run
+
+    def _run(self, microbatch: Microbatch | None, *arguments: Any) -> Tensor:
+        result: Tensor
+        if microbatch is None or self.num_bytes is not None:
+            result = self._forward(microbatch, *arguments)
+            return result
+        inputs: Sequence[Tensor] = (*microbatch.inputs, microbatch.targets)
+        with measure_saved(self._objective.model, *inputs) as saved:
+            result = self._forward(microbatch, *arguments)
+        self.num_bytes, self.microbatch = saved.num_bytes, microbatch
+        return result
+
+    def close(self) -> None:
+        """Leave the objective as it was."""
+        self._objective.__dict__.pop("forward", None)
+
+
+def _lay_out_fake(
+    model: nn.Module, anatomy: Anatomy, plan: Plan, rank: int, precision: Precision, *, device: str
+) -> tuple[nn.Module, int]:
+    """The model with this rank's shapes and no memory, and the rank's place along dp."""
+    own = copy.deepcopy(model).to(device=device, dtype=precision.weight_dtype)
+    mesh = pretend_mesh(plan, rank)
+    dropout = apply_keyed_dropout(own, 0)
+    apply_to_model(own, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm="local")
+    return own, mesh.coordinate(Axis.DATA)
+
+
+def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                fake = mode.from_tensor(parameter)
+                module._parameters[name] = nn.Parameter(fake.detach(), requires_grad=parameter.requires_grad)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = mode.from_tensor(buffer)
+

@@ -1,0 +1,282 @@
+"""Modules as people write them: what can be split is, what cannot is left whole with the reason, and neither by its names."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.parallel.anatomy import Anatomy, Split, SplitKind
+from shoal.parallel.config import ParallelConfig
+from shoal.parallel.find import find_anatomy
+
+D, H, L, V = 16, 4, 6, 32
+
+
+def find(model: nn.Module, *example: Tensor) -> Anatomy:
+    return find_anatomy(model, example or (torch.randn(2, L, D),), ParallelConfig())
+
+
+def splits(anatomy: Anatomy) -> dict[str, tuple[str, int]]:
+    return {split.path: (split.kind.value, split.parts) for split in anatomy.splits}
+
+
+class Fused(nn.Module):
+    """An attention of one fused layer; ``form`` says how its output is taken apart."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.n_head, self.width, self.n_embd = form, H, D // H, D
+        self.qkv = nn.Linear(D, 3 * D)
+        self.proj = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, channels = x.shape
+        qkv = self.qkv(x)
+        if self.form == "parts outside":
+            q, k, v = qkv.reshape(batch, length, 3, -1, self.width).permute(2, 0, 3, 1, 4).unbind(0)
+        elif self.form == "parts indexed":
+            parts = qkv.view(batch, length, 3, self.n_head, self.width).permute(2, 0, 3, 1, 4)
+            q, k, v = parts[0], parts[1], parts[2]
+        elif self.form == "parts inside":
+            q, k, v = qkv.view(batch, length, self.n_head, 3 * self.width).transpose(1, 2).chunk(3, dim=-1)
+        elif self.form == "chunked":
+            q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+        else:  # As nanoGPT writes it: sizes of the whole input where those of a rank's share would be needed.
+            q, k, v = qkv.split(self.n_embd, dim=2)
+            q, k, v = (
+                part.view(batch, length, self.n_head, channels // self.n_head).transpose(1, 2) for part in (q, k, v)
+            )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        out = y.contiguous().view(batch, length, channels) if self.form == "nano" else y.flatten(2)
+        return x + self.proj(out)
+
+
+@pytest.mark.parametrize(
+    ("form", "parts", "divided"),
+    [
+        ("parts outside", 3, {}),
+        ("parts indexed", 3, {"n_head": H}),
+        ("parts inside", 1, {"n_head": H}),
+        ("chunked", 3, {}),
+    ],
+)
+def test_fused_projections_are_cut_as_the_forward_pass_takes_them_apart(form, parts, divided):
+    found = find(nn.Sequential(Fused(form), Fused(form)))
+    assert splits(found) == {
+        "0.qkv": ("column", parts),
+        "0.proj": ("row", 1),
+        "1.qkv": ("column", parts),
+        "1.proj": ("row", 1),
+    }
+    assert [(heads.num_heads, heads.num_kv_heads, heads.divided) for heads in found.attentions] == [(H, H, divided)] * 2
+
+
+def test_a_forward_pass_that_writes_whole_sizes_is_left_whole():
+    found = find(nn.Sequential(Fused("nano"), Fused("nano")))
+    assert found.splits == () and found.attentions == ()
+    assert found.replicated["0.qkv"] == (
+        "its forward pass writes a whole number of features or heads that no attribute holds"
+    )
+
+
+class Written(nn.Module):
+    """Attention written out, heads as a batch dim of matrix products or as a letter of an einsum."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.heads = form, H
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.q, self.k, self.v))
+        if self.form == "einsum":
+            weights = self.drop(torch.einsum("blhe,bmhe->bhlm", q, k).softmax(dim=-1))
+            mixed = torch.einsum("bhlm,bmhe->blhe", weights, v)
+        else:
+            q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+            weights = self.drop(torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(D // H), dim=-1))
+            mixed = (weights @ v).transpose(1, 2)
+        return x + self.o(mixed.reshape(*x.shape[:2], -1))
+
+
+@pytest.mark.parametrize("form", ["einsum", "matmul"])
+def test_attention_that_is_written_out_is_split_by_heads_and_its_positions_are_not_cut(form):
+    found = find(nn.Sequential(Written(form), Written(form)))
+    assert splits(found)["0.q"] == ("column", 1) and splits(found)["0.o"] == ("row", 1)
+    assert found.attentions[0].divided == {"heads": H} and found.attentions[0].num_heads == H
+    assert found.split_dropouts == {"0.drop": -3, "1.drop": -3}
+    assert not found.stacks[0].is_pointwise
+
+
+class Between(nn.Module):
+    """Two linear layers and something between them."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(D if form in ("glu", "unequal") else 2 * D, D)
+        self.norm, self.scale = nn.LayerNorm(2 * D), nn.Parameter(torch.ones(1))
+        self.table = nn.Parameter(torch.ones(2 * D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.form == "glu":
+            gate, value = h.chunk(2, dim=-1)
+            return x + self.down(F.silu(gate) * value)
+        if self.form == "unequal":
+            small, large = h.split([D // 2, 2 * D - D // 2], dim=-1)
+            return x + self.down(torch.cat((small, large[..., : D // 2]), dim=-1))
+        between = {
+            "norm": lambda: self.norm(h),
+            "scale": lambda: h * self.scale,
+            "table": lambda: h * self.table,
+            "softmax": lambda: h.softmax(dim=-1),
+            "mean": lambda: h - h.mean(dim=-1, keepdim=True),
+            "roll": lambda: h.roll(1, dims=-1),
+            "residual": lambda: h + torch.cat((x, x), dim=-1),
+            "flip": lambda: h.flip(-1),
+            "half": lambda: torch.cat((h[..., D:], h[..., :D]), dim=-1),
+            "constants": lambda: F.gelu(h.float() * 2 + 1).clamp(min=-1).masked_fill(h > 3, 0.0),
+        }
+        return x + self.down(between[self.form]())
+
+
+def test_features_that_stay_apart_make_a_pair():
+    assert splits(find(Between("constants"))) == {"up": ("column", 1), "down": ("row", 1)}
+
+
+def test_a_gate_and_its_value_from_one_layer_are_cut_each_by_itself():
+    assert find(Between("glu")).splits == (
+        Split(path="up", kind=SplitKind.COLUMN, parts=2),
+        Split(path="down", kind=SplitKind.ROW),
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("norm", "normalises over its features"),
+        ("scale", "shared by all features"),
+        ("table", "every rank holds whole"),
+        ("softmax", "mixes its features"),
+        ("mean", "mean"),
+        ("roll", "roll"),
+        ("residual", "every rank holds whole"),
+        ("flip", "flip"),
+        ("half", "by number"),
+        ("unequal", "unequal parts of 8, 24"),
+    ],
+)
+def test_features_that_meet_leave_the_layers_whole_with_the_reason(form, words):
+    found = find(Between(form))
+    assert found.splits == ()
+    assert words in found.replicated["up"]
+
+
+class Experts(nn.Module):
+    """Experts of one class that all read the same input: no row of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Between("constants") for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([expert(x) for expert in self.experts]).sum(dim=0)
+
+
+def test_modules_side_by_side_are_no_stack_but_their_layers_are_pairs():
+    found = find(Experts())
+    assert found.stacks == ()
+    assert len(found.splits) == 6
+
+
+class Shifting(nn.Module):
+    """A block that looks at its neighbour, as RWKV does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = Between("constants")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x + F.pad(x, (0, 0, 1, -1)))
+
+
+class Language(nn.Module):
+    """Tokens in, scores out, with a choice of blocks and of ends."""
+
+    def __init__(self, blocks: list[nn.Module], end: str = "head") -> None:
+        super().__init__()
+        self.end = end
+        self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(L, D)
+        self.layer1, self.layer2 = blocks
+        self.head = nn.Linear(D, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        x = self.layer2(self.layer1(x))
+        if self.end == "pooled":
+            return self.head(x.mean(dim=1))
+        if self.end == "tied by hand":
+            return F.linear(x, self.tokens.weight)
+        scores = self.head(x)
+        return scores.log_softmax(dim=-1) if self.end == "softmax" else scores
+
+
+def ids() -> Tensor:
+    return torch.randint(0, V, (2, L))
+
+
+def test_numbered_siblings_are_a_row_of_blocks():
+    found = find(Language([Fused("chunked"), Fused("chunked")]), ids())
+    assert [(stack.blocks, stack.sequence_dim, stack.is_pointwise) for stack in found.stacks] == [
+        (("layer1", "layer2"), 1, True)
+    ]
+    assert found.tail_is_pointwise and found.sequence == L
+    assert splits(found)["tokens"] == ("vocabulary", 1) and splits(found)["head"] == ("logits", 1)
+    assert "too few" in found.replicated["places"]
+
+
+def test_blocks_that_look_at_their_neighbours_are_not_pointwise():
+    assert not find(Language([Shifting(), Shifting()]), ids()).stacks[0].is_pointwise
+
+
+def test_pooled_scores_are_not_per_position_and_still_scores():
+    found = find(Language([Between("glu"), Between("glu")], end="pooled"), ids())
+    assert not found.tail_is_pointwise and splits(found)["head"] == ("logits", 1)
+
+
+def test_an_embedding_whose_weight_scores_the_output_by_hand_is_left_whole():
+    found = find(Language([Between("glu"), Between("glu")], end="tied by hand"), ids())
+    assert "tokens" not in splits(found)
+    assert "something besides" in found.replicated["tokens"]
+
+
+def test_scores_that_the_model_works_on_are_left_whole():
+    found = find(Language([Between("glu"), Between("glu")], end="softmax"), ids())
+    assert splits(found)["tokens"] == ("vocabulary", 1) and "head" not in splits(found)
+    assert "not the model's output as they are" in found.replicated["head"]
+
+
+def test_a_layer_of_ones_own_class_is_left_whole():
+    class Adapted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    model = nn.Sequential(Adapted(D, D), nn.ReLU(), nn.Linear(D, D))
+    assert find(model).splits == ()
+
+
+def test_one_weight_in_two_layers_is_left_whole():
+    model = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D))
+    model[2].weight = model[0].weight
+    found = find(model)
+    assert found.splits == () and "another layer's too" in found.replicated["0"]
+
+
+def test_stacked_encoders_of_torch_keep_the_row_in_each():
+    layer = nn.TransformerEncoderLayer(D, H, 2 * D, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(D, D))
+    assert [stack.blocks for stack in find(model).stacks] == [("0.layers.0", "0.layers.1")]

@@ -1,0 +1,170 @@
+"""Errors as the law measures them: relative per tensor, noise bounded absolutely, weights of normalising optimizers by their own rule."""
+
+import math
+
+import pytest
+import torch
+
+from shoal.core.plan import Plan
+from shoal.optim.config import OptimConfig
+from shoal.verify.capture import Step
+from shoal.verify.compare import Comparer
+from shoal.verify.tolerance import derive_tolerance
+
+
+def tolerance_of(text, precision="float32", *, depth=4, adds_in_order=True, joins=False, name="adamw"):
+    return derive_tolerance(
+        Plan.parse(text),
+        precision=precision,
+        depth=depth,
+        adds_in_order=adds_in_order,
+        joins_replicas=joins,
+        optim=OptimConfig(name=name, lr=1e-2),
+        total_steps=10,
+        steps=3,
+    )
+
+
+def step_of(loss=2.0, norm=1.0, skipped=False, **tensors):
+    return Step(
+        loss=loss, norm=norm, skipped=skipped, tensors={key.replace("__", "/"): value for key, value in tensors.items()}
+    )
+
+
+def compare(reference, found, tolerance):
+    comparer = Comparer(tolerance)
+    return comparer.add(0, reference, found), comparer.verdict
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "in_order", "bound"),
+    [
+        ("dp=2", "float32", False, 0.0),
+        ("dp=4 zero=3", "float32", True, 0.0),
+        ("dp=3", "float32", False, 1e-6),
+        ("dp=2", "bfloat16", False, 0.0),
+        ("dp=1 tp=2", "float32", True, 1e-5),
+        ("dp=1 tp=2", "float64", True, 1e-12),
+        ("dp=2 cp=2", "float64", True, 1e-12),
+    ],
+)
+def test_the_bound_is_the_laws(plan, precision, in_order, bound):
+    assert tolerance_of(plan, precision, adds_in_order=in_order).bound == bound
+
+
+def test_the_bound_of_bfloat16_grows_with_the_root_of_the_depth():
+    shallow, deep = (tolerance_of("dp=1 tp=2", "bfloat16", depth=depth).bound for depth in (2, 32))
+    assert deep / shallow == pytest.approx(4.0)
+    assert 0.01 < shallow < 0.2
+
+
+def test_synchronised_batch_norm_has_no_tree_to_keep():
+    assert tolerance_of("dp=2", joins=True).bound == 1e-5
+
+
+def test_one_bit_fails_a_bitwise_plan():
+    grad = torch.ones(4)
+    other = grad.clone()
+    other[3] = torch.nextafter(other[3], torch.tensor(2.0))
+    wrong, verdict = compare(step_of(grad__a=grad), step_of(grad__a=other), tolerance_of("dp=2"))
+    assert [(one.kind, one.name) for one in wrong] == [("grad", "a")]
+    assert not verdict.is_bitwise
+    wrong, verdict = compare(step_of(grad__a=grad), step_of(grad__a=grad.clone()), tolerance_of("dp=2"))
+    assert wrong == [] and verdict.is_bitwise
+
+
+def test_a_split_sum_may_differ_by_its_bound_and_no_more():
+    grad = torch.ones(100, dtype=torch.float64).float()
+    near, far = grad * (1 + 5e-6), grad * (1 + 2e-5)
+    wrong, verdict = compare(step_of(grad__a=grad), step_of(grad__a=near), tolerance_of("dp=1 tp=2"))
+    assert wrong == [] and not verdict.is_bitwise and 4e-6 < verdict.worst["grad"] < 6e-6
+    wrong, _ = compare(step_of(grad__a=grad), step_of(grad__a=far), tolerance_of("dp=1 tp=2"))
+    assert len(wrong) == 1
+
+
+def test_nan_is_wrong_under_every_tolerance():
+    grad = torch.ones(4)
+    wrong, verdict = compare(step_of(grad__a=grad), step_of(grad__a=grad * math.nan), tolerance_of("dp=1 tp=2"))
+    assert len(wrong) == 1 and verdict.worst["grad"] == math.inf
+    wrong, _ = compare(step_of(loss=1.0), step_of(loss=math.nan), tolerance_of("dp=1 tp=2"))
+    assert [one.kind for one in wrong] == ["loss"]
+
+
+def test_a_tiny_gradient_is_noise_and_bounded_absolutely():
+    big, tiny = torch.ones(100), torch.full((4,), 1e-8)
+    reference = step_of(grad__big=big, grad__tiny=tiny)
+    within = step_of(grad__big=big.clone(), grad__tiny=-tiny)
+    wrong, verdict = compare(reference, within, tolerance_of("dp=1 tp=2"))
+    assert wrong == [] and verdict.noise == {"grad/tiny"} and verdict.worst["grad"] == 0.0
+    beyond = step_of(grad__big=big.clone(), grad__tiny=torch.full((4,), 1e-3))
+    wrong, _ = compare(reference, beyond, tolerance_of("dp=1 tp=2"))
+    assert [one.name for one in wrong] == ["tiny"]
+
+
+def test_noise_is_no_excuse_for_a_bitwise_plan():
+    big, tiny = torch.ones(100), torch.full((4,), 1e-8)
+    wrong, _ = compare(
+        step_of(grad__big=big, grad__tiny=tiny),
+        step_of(grad__big=big.clone(), grad__tiny=-tiny),
+        tolerance_of("dp=2"),
+    )
+    assert [one.name for one in wrong] == ["tiny"]
+
+
+def test_a_weight_whose_gradient_is_noise_may_go_one_step_the_other_way_and_no_further():
+    """The bias of attention's keys: its gradient is zero but for rounding, and Adam makes a whole step of it."""
+    grad = torch.ones(100)
+    grad[:10] = 1e-9
+    weight = torch.zeros(100)
+    weight[10:] = 1e-2
+    moved, lost = weight.clone(), weight.clone()
+    moved[:10] += 1.5e-2
+    lost[:10] += 1.0
+    tolerance = tolerance_of("dp=1 tp=2")
+    assert compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=grad, weight__a=moved), tolerance)[0] == []
+    wrong, _ = compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=grad, weight__a=lost), tolerance)
+    assert [one.kind for one in wrong] == ["weight"]
+    # A rule that does not divide by the size of a gradient has no such excuse.
+    plain = tolerance_of("dp=1 tp=2", name="sgd")
+    assert len(compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=grad, weight__a=moved), plain)[0]) == 1
+
+
+def test_other_weights_of_the_same_tensor_are_still_judged():
+    grad = torch.ones(100)
+    grad[:10] = 1e-9
+    weight = torch.ones(100)
+    other = weight.clone()
+    other[50] = 1.01
+    wrong, _ = compare(
+        step_of(grad__a=grad, weight__a=weight), step_of(grad__a=grad, weight__a=other), tolerance_of("dp=1 tp=2")
+    )
+    assert [one.kind for one in wrong] == ["weight"]
+
+
+def test_differences_come_in_the_order_in_which_a_step_goes_wrong():
+    one, two = torch.ones(4), torch.full((4,), 2.0)
+    reference = step_of(grad__a=one, weight__a=one, optimizer__a__m=one, buffer__b=one)
+    found = step_of(loss=3.0, norm=2.0, grad__a=two, weight__a=two, optimizer__a__m=two, buffer__b=two)
+    wrong, _ = compare(reference, found, tolerance_of("dp=2"))
+    assert [one.kind for one in wrong] == ["loss", "grad", "norm", "optimizer", "weight", "buffer"]
+
+
+def test_a_tensor_that_only_one_side_has_is_wrong():
+    wrong, _ = compare(step_of(grad__a=torch.ones(1)), step_of(), tolerance_of("dp=2"))
+    assert [(one.kind, one.name) for one in wrong] == [("grad", "a")]
+    wrong, _ = compare(step_of(), step_of(weight__a=torch.ones(1)), tolerance_of("dp=2"))
+    assert [(one.kind, one.name) for one in wrong] == [("weight", "a")]
+
+
+def test_a_skipped_step_must_be_skipped_by_both():
+    wrong, _ = compare(step_of(), step_of(skipped=True), tolerance_of("dp=2"))
+    assert len(wrong) == 1
+
+
+def test_step_counts_are_whole_numbers_and_never_close():
+    wrong, _ = compare(
+        step_of(optimizer__a__step=torch.tensor(3)),
+        step_of(optimizer__a__step=torch.tensor(4)),
+        tolerance_of("dp=1 tp=2"),
+    )
+    assert len(wrong) == 1

@@ -1,0 +1,70 @@
+"""The processes of a proof: kept between jobs, ended when one fails, never left behind."""
+
+import os
+
+import pytest
+
+from shoal.core.errors import RequestError, RunError
+from shoal.verify.pool import Pool
+
+ECHO = '''
+"""Answers with its rank, or misbehaves as the job says."""
+import os, signal, sys, time
+from shoal.core.errors import RequestError
+from shoal.verify.worker import serve
+
+def handle(job):
+    rank = int(os.environ["RANK"])
+    if job["do"] == "raise" and rank == 1:
+        raise ValueError("a bad day")
+    if job["do"] == "refuse":
+        raise RequestError("not like this")
+    if job["do"] == "die" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job["do"] == "hang" and rank == 1:
+        time.sleep(60)
+    print("this goes to the log")
+    return {"rank": rank, "pid": os.getpid()}
+
+if __name__ == "__main__":
+    serve(handle)
+'''
+
+
+@pytest.fixture
+def pool(tmp_path, monkeypatch):
+    (tmp_path / "echo_worker.py").write_text(ECHO)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Pool("echo_worker", 2, threads=1) as made:
+        yield made
+
+
+def test_processes_serve_many_jobs(pool):
+    first, second = (pool.run({"do": "answer"}, deadline_seconds=30) for _ in range(2))
+    assert [answer["rank"] for answer in first] == [0, 1]
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [("raise", "rank 1: ValueError: a bad day"), ("die", "rank 1: the process ended with code -9")],
+)
+def test_a_failure_ends_all_and_the_next_job_starts_anew(pool, do, message):
+    before = pool.run({"do": "answer"}, deadline_seconds=30)
+    with pytest.raises(RunError, match=message):
+        pool.run({"do": do}, deadline_seconds=30)
+    for answer in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(answer["pid"], 0)
+    assert [answer["rank"] for answer in pool.run({"do": "answer"}, deadline_seconds=30)] == [0, 1]
+
+
+def test_a_hang_is_ended_by_the_deadline(pool):
+    pool.run({"do": "answer"}, deadline_seconds=30)
+    with pytest.raises(RunError, match=r"rank 1 of 2 did not answer within 0\.5 s"):
+        pool.run({"do": "hang"}, deadline_seconds=0.5)
+
+
+def test_a_request_that_all_refuse_is_a_wrong_request(pool):
+    with pytest.raises(RequestError, match="not like this"):
+        pool.run({"do": "refuse"}, deadline_seconds=30)
