@@ -4,8 +4,6 @@ A rank counts its rounds in a word of its own in the group's memory; arriving ad
 A rank that finds a peer late looks for a moment (``SPIN_SECONDS``: a peer with the same work is seldom later, and waking up a
 sleeper costs more) and then sleeps in the kernel, in slices, so that the death of a peer and the end of the deadline are noticed.
 A dead peer is known at once, by a descriptor of its process, whatever it was doing and whether or not its parent has noticed.
-
-gloo's barrier for the same takes 100 µs and more on one machine, because each message passes through a socket and a thread.
 """
 
 import os

@@ -1,7 +1,6 @@
 """Collectives through memory that the ranks of one machine share, in place of gloo.
 
-gloo moves bytes between processes of one machine through sockets: a large all-reduce takes about three times as long as it does
-here, reduce-scatter and all-gather longer still, and the smallest message some five times (``benchmarks/collectives``). It also
+gloo moves bytes between processes of one machine through sockets and threads (``benchmarks/collectives`` compares the two). It also
 adds in an order that depends on the size of the tensor. Here bytes are copied through slots of the group's memory
 (``memory.py``) that are small enough to stay in the cache, in rounds (``rounds.py``), and sums are always
 ``rank 0 + rank 1 + ...`` in the tensor's own dtype, so that every rank has the same bits, and the bits of one process that adds
@@ -30,9 +29,9 @@ from shoal.comm.rounds import SPIN_SECONDS, Member, Rounds, Watch
 from shoal.core.errors import RunError
 
 SLOT_BYTES = 512 * 1024
-"""A slot of each turn: it is written, read by everyone and written again while it is in the second-level cache."""
+"""A slot of each turn. Small enough for a shared cache; other sizes have not been compared yet."""
 WHOLE_BYTES = 32 * 1024
-"""Up to this size everyone adds everything: a second meeting costs more than the additions."""
+"""Up to this size everyone adds everything, which saves the second meeting. Chosen, not measured."""
 _ALIGN = 64
 """Sections and stretches begin at a multiple of this many elements, so that ranks write to different cache lines."""
 

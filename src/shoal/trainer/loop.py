@@ -102,20 +102,7 @@ class Trainer:
         self.reporter = Reporter(run_dir, world=self.world, config=telemetry, slot=slot, total_steps=self.total_steps)
         self.memory_every = telemetry.memory_every
         self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
-        placed = place_model(
-            model,
-            data,
-            loss,
-            plan=self.plan,
-            train=train,
-            optim=self.optim_config,
-            parallel=parallel or ParallelConfig(),
-            world=self.world,
-        )
-        self.placed = placed
-        self.model, self.optimizer, self.objective = placed.model, placed.optimizer, placed.objective
-        self.runner = build_runner(placed, data, train=train, optim=self.optim_config, world=self.world, slot=slot)
-        self.precision = Precision.named(train.precision)
+        self._lay_out(model, loss, parallel or ParallelConfig())
         self.persistence = Persistence(
             run_dir,
             config=checkpoint or CheckpointConfig(),
@@ -131,13 +118,26 @@ class Trainer:
         self._stop_wish: str | None = None
         self._looked_for_draws = False
         # By replica, not by rank: the ranks that share a replica must draw alike.
-        seed_process(train.seed, rank=placed.mesh.coordinate(Axis.DATA))
+        seed_process(train.seed, rank=self.mesh.coordinate(Axis.DATA))
         if resume:
             self._resume()
         elif self.persistence.has_checkpoints():
             raise RequestError(
                 f"{run_dir} holds the checkpoints of a run; pass resume=True to go on, or use another run_dir"
             )
+
+    def _lay_out(
+        self, model: nn.Module, loss: Callable[[Any, torch.Tensor], torch.Tensor], parallel: ParallelConfig
+    ) -> None:
+        """Put the model where the plan wants it."""
+        train, optim, world = self.train_config, self.optim_config, self.world
+        self.precision = Precision.named(train.precision)
+        self.placed = place_model(
+            model, self.data, loss, plan=self.plan, train=train, optim=optim, parallel=parallel, world=world
+        )
+        self.runner = build_runner(self.placed, self.data, train=train, optim=optim, world=world, slot=self.slot)
+        self.model, self.optimizer = self.placed.model, self.placed.optimizer
+        self.objective = self.placed.objective
 
     def _resume(self) -> None:
         restored = self.persistence.restore(self.placed.held())

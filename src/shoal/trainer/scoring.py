@@ -42,6 +42,9 @@ class Scoring:
         if self._context is None or not self._context.keeps_local:
             return targets, weight
         own = targets.index_select(1, self._context.positions(targets.shape[1]).to(targets.device))
+        if own.is_floating_point():
+            # A regression has no target that is left out, and every rank has equally many positions.
+            return own, weight * own.shape[1] / targets.shape[1]
         return own, float((own != IGNORED).sum())
 
     def loss(self, output: Any, targets: torch.Tensor) -> torch.Tensor:

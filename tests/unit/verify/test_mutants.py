@@ -1,0 +1,56 @@
+"""The list of planted bugs: every kind that users reported, each with a recipe that can run it and a plant that finds its line."""
+
+import pytest
+
+from shoal.comm.world import Place, World
+from shoal.core.plan import Plan
+from shoal.verify.capture import KINDS
+from shoal.verify.mutants import MUTANTS, own_recipe, planted
+from shoal.verify.request import build_subject, check_plan
+
+# The words of the promise, one for each kind.
+PROMISED = (
+    "all-reduce dropped",
+    "scaled by tp",
+    "scaled by cp",
+    "scaled by accumulation",
+    "norm over one shard only",
+    "norm weight not reduced under sequence parallelism",
+    "padded vocabulary in the loss",
+    "wrong causal mask at a ring boundary",
+    "dropout mask depends on the rank",
+    "optimizer state of the wrong shard",
+    "loss averaged over unequal batches",
+    "not synchronised",
+    "tied weight reduced once only",
+    "stale scale",
+)
+
+
+@pytest.mark.parametrize("words", PROMISED)
+def test_every_promised_kind_is_there(words):
+    assert any(words in name for name in MUTANTS)
+
+
+def test_each_says_which_comparison_should_see_it():
+    assert all(set(mutant.by) <= {*KINDS, "traffic", "sizes"} and mutant.by for mutant in MUTANTS.values())
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=lambda mutant: mutant.name)
+def test_each_plants_in_a_line_that_exists_and_takes_it_out_again(mutant):
+    import torch
+
+    world = World(Place(), device=torch.device("cpu"), deadline_seconds=1.0)
+    swaps = mutant.plant(world)
+    assert swaps
+    before = [vars(owner)[name] for owner, name, _ in swaps]
+    with planted(mutant, world):
+        assert [vars(owner)[name] for owner, name, _ in swaps] != before
+    assert [vars(owner)[name] for owner, name, _ in swaps] == before
+
+
+@pytest.mark.parametrize("name", ["padded vocabulary in the loss", "batch norm statistics not synchronised", "tied weight reduced once only"])
+def test_its_own_recipe_can_run_its_plan(name):
+    mutant = MUTANTS[name]
+    subject, _ = build_subject(own_recipe(mutant))
+    check_plan(subject, Plan.parse(mutant.plan))
