@@ -14,7 +14,7 @@ import pytest
 
 HEAVY = ("torch", "numpy", "pydantic")
 HELP_SECONDS = 0.2
-VERBS = ("train", "eval", "sample", "init", "ckpt", "doctor")
+VERBS = ("train", "verify", "eval", "sample", "init", "ckpt", "doctor")
 
 # Runs one line, then says on stdout's last line which of the heavy packages were loaded on the way.
 PROBE = """

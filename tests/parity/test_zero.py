@@ -81,6 +81,7 @@ STACKS = {
     "seq2seq": (("encoder.0",), ("decoder.0",)),
     "cnn": (),
 }
+THREE = ["gpt", "gpt accumulating, clipped", "gpt tied, clipped", "mlp, odd", "seq2seq, ragged", "lamb"]
 MUTANTS = ("no reduction", "mean over replicas", "stale weights", "norm of one shard", "state of the wrong shard")
 
 
@@ -363,14 +364,19 @@ def assert_equals_one_process(reference, ranks):
 
 
 @pytest.fixture(scope="module")
-def two():
-    return run_on_ranks(run_cases, 2, list(CASES), list(STAGES), True, list(MUTANTS), deadline_seconds=110.0)
+def ranks():
+    """What ranks found, by (number of ranks, stage): processes take seconds to start, so they start once for all cases."""
+    found = {}
 
+    def of(num_ranks, stage):
+        if (num_ranks, stage) not in found:
+            cases, mutants = (list(CASES), MUTANTS if stage == 2 else ()) if num_ranks == 2 else (THREE, ())
+            found[num_ranks, stage] = run_on_ranks(
+                run_cases, num_ranks, cases, [stage], True, list(mutants), deadline_seconds=110.0
+            )
+        return found[num_ranks, stage]
 
-@pytest.fixture(scope="module")
-def three():
-    cases = ["gpt", "gpt accumulating, clipped", "gpt tied, clipped", "mlp, odd", "seq2seq, ragged", "lamb"]
-    return run_on_ranks(run_cases, 3, cases, list(STAGES), True, [], deadline_seconds=110.0)
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -388,32 +394,30 @@ def references():
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CASES)
-def test_two_replicas_give_the_bits_of_one_process(case, stage, two, references):
-    assert_equals_one_process(references(case, 2), [rank[f"{case} {stage}"] for rank in two])
+def test_two_replicas_give_the_bits_of_one_process(case, stage, ranks, references):
+    assert_equals_one_process(references(case, 2), [rank[f"{case} {stage}"] for rank in ranks(2, stage)])
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "case", ["gpt", "gpt accumulating, clipped", "gpt tied, clipped", "mlp, odd", "seq2seq, ragged", "lamb"]
-)
-def test_three_replicas_give_the_bits_of_one_process(case, stage, three, references):
-    assert_equals_one_process(references(case, 3), [rank[f"{case} {stage}"] for rank in three])
+@pytest.mark.parametrize("case", THREE)
+def test_three_replicas_give_the_bits_of_one_process(case, stage, ranks, references):
+    assert_equals_one_process(references(case, 3), [rank[f"{case} {stage}"] for rank in ranks(3, stage)])
 
 
 def test_gloo_gives_the_same_bits_with_two_replicas(references):
-    ranks = run_on_ranks(run_cases, 2, ["gpt", "lamb"], [2, 3], False, [])
+    found = run_on_ranks(run_cases, 2, ["gpt", "lamb"], [2, 3], False, [])
     for stage in (2, 3):
         for case in ("gpt", "lamb"):
-            assert_equals_one_process(references(case, 2), [rank[f"{case} {stage}"] for rank in ranks])
+            assert_equals_one_process(references(case, 2), [rank[f"{case} {stage}"] for rank in found])
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_planted_bugs_are_caught(mutant, two, references):
+def test_planted_bugs_are_caught(mutant, ranks, references):
     case = "lamb" if mutant == "norm of one shard" else "gpt"
-    ranks = [rank[mutant] for rank in two]
+    broken = [rank[mutant] for rank in ranks(2, 2)]
     with pytest.raises(AssertionError):
-        assert_equals_one_process(references(case, 2), ranks)
+        assert_equals_one_process(references(case, 2), broken)
     # By the comparison that should: the gradient is right where only weights or state are wrong.
     first = {name: tensor for name, tensor in references(case, 2)[0].items() if name.startswith("grad/")}
-    ours = {name: tensor for name, tensor in put_together(ranks, 0).items() if name.startswith("grad/")}
+    ours = {name: tensor for name, tensor in put_together(broken, 0).items() if name.startswith("grad/")}
     assert compare(first, ours).is_bitwise == (mutant in ("stale weights", "norm of one shard"))

@@ -1,7 +1,7 @@
 """Collectives through memory that the ranks of one machine share, in place of gloo.
 
-gloo moves bytes between processes of one machine through sockets and threads (``benchmarks/collectives`` compares the two). It also
-adds in an order that depends on the size of the tensor. Here bytes are copied through slots of the group's memory
+gloo moves bytes between processes of one machine through sockets and threads (``benchmarks/collectives`` compares the two).
+It also adds in an order that depends on the size of the tensor. Here bytes are copied through slots of the group's memory
 (``memory.py``) that are small enough to stay in the cache, in rounds (``rounds.py``), and sums are always
 ``rank 0 + rank 1 + ...`` in the tensor's own dtype, so that every rank has the same bits, and the bits of one process that adds
 in that order.

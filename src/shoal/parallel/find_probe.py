@@ -38,15 +38,34 @@ def is_stack_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, first: 
 
 
 def is_tail_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, last: str, dim: int) -> bool:
-    """True when what follows the block ``last`` puts out one score vector per position, in dim 1, made of that position alone."""
+    """True when what follows the block ``last`` puts out one score vector per position, in dim 1, made of that position alone,
+    and takes any number of positions. GPT-2 views its stream by the length of its input, and so does not.
+    """
+    whole = _run_tail(model, example, last, lambda stream: stream)
+    poisoned = _run_tail(model, example, last, lambda stream: _poison(stream, dim))
+    if whole is None or poisoned is None or poisoned.ndim != 3 or not _is_only(poisoned, 1):
+        return False
+    half = whole.shape[1] // 2
+    # The later half, so that a tail that counts positions from 0 is seen.
+    later = _run_tail(model, example, last, lambda stream: stream.narrow(dim, half, stream.shape[dim] - half))
+    expected = whole[:, half:]
+    return later is not None and later.shape == expected.shape and torch.allclose(later, expected, rtol=1e-3, atol=1e-4)
 
-    def poison(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _replace_first(output, lambda stream: _poison(stream, dim))
+
+def _run_tail(
+    model: nn.Module, example: tuple[Tensor, ...], last: str, change: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """The scores, with what the block ``last`` puts out changed; None where the model cannot work with that."""
+
+    def replace_stream(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return _replace_first(output, change)
 
     with _probing(model) as stack:
-        stack.enter_context(_removing(model.get_submodule(last).register_forward_hook(poison)))
-        scores = next(scores_first(model(*example)), None)
-    return scores is not None and scores.ndim == 3 and _is_only(scores, 1)
+        stack.enter_context(_removing(model.get_submodule(last).register_forward_hook(replace_stream)))
+        try:
+            return next(scores_first(model(*example)), None)
+        except Exception:  # The user's code may raise anything when it meets a length that it did not expect.
+            return None
 
 
 class _EnoughError(Exception):

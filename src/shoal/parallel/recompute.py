@@ -7,6 +7,7 @@ which is where much of the memory is (Korthikanti et al., arXiv 2205.05198, sect
 """
 
 import functools
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -14,14 +15,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import RequestError, RunError
 from shoal.models.dropout import DropoutKey
 from shoal.parallel.anatomy import Anatomy
 
 Mode = Literal["selective", "full"]
+_Kept = dict[Any, deque[list[tuple[Any, int | None]]]]
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -101,32 +104,75 @@ def _contexts(mode: Mode, dropout: DropoutKey, path: str) -> _Contexts:
     first, again = dropout.recompute_contexts()
     if mode == "full":
         return first, again
-    keeping, kept = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-    return _both(first, keeping, path), _both(again, kept, path)
+    kept: _Kept = defaultdict(deque)
+    return _both(first, _Keeping(kept)), _both(again, _Giving(kept, path))
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any], path: str) -> Iterator[None]:
-    try:
-        with outer, inner:
-            yield
-    except RuntimeError as error:
-        if "has been mutated" not in str(error):
-            raise
-        raise RunError(
-            f"recompute=selective: block {path!r} changes the result of a matrix product in place, so what was kept of it is "
-            f"lost; set inplace=False on its activations, or use recompute=full"
-        ) from error
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator not in _KEPT:
-        return CheckpointPolicy.PREFER_RECOMPUTE
+class _Keeping(TorchDispatchMode):
+    """The first run of a block: keeps the results of some operators.
+
+    Instead of ``create_selective_checkpoint_contexts``, which counts every operator and refuses when a recompute runs one more of
+    any kind: under autocast it does, for a weight that an earlier block has cast already is cast again there.
+    """
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func in _KEPT:
+            self._kept[func].append([_keep(value) for value in _as_tuple(output)])
+        return output
+
+
+class _Giving(TorchDispatchMode):
+    """The second run: gives them back in their order, each once, so that memory goes as the backward pass does."""
+
+    def __init__(self, kept: _Kept, path: str) -> None:
+        super().__init__()
+        self._kept = kept
+        self._path = path
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _KEPT:
+            return func(*args, **(kwargs or {}))
+        if not self._kept[func]:
+            raise RunError(
+                f"recompute=selective: block {self._path!r} called {func} once more than in its forward pass, or its backward pass "
+                f"ran twice; its forward must do the same each time, or use recompute=full"
+            )
+        values = []
+        for value, version in self._kept[func].popleft():
+            if version is not None and value._version != version:
+                raise RunError(
+                    f"recompute=selective: block {self._path!r} changes the result of a matrix product in place, so what was "
+                    f"kept of it is lost; set inplace=False on its activations, or use recompute=full"
+                )
+            values.append(value)
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+def _keep(value: Any) -> tuple[Any, int | None]:
+    if not isinstance(value, Tensor):
+        return value, None
     measure = _measuring.get()
     if measure is not None:
-        for leaf in tree_leaves(context.op_output):
-            measure.keep(leaf)
-    return CheckpointPolicy.MUST_SAVE
+        measure.keep(value)
+    # An alias without history that still counts changes in place: below autograd that counting is off unless asked for.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        alias = value.detach()
+    return alias, alias._version
+
+
+def _as_tuple(output: Any) -> tuple[Any, ...]:
+    return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
 class SavedActivations:

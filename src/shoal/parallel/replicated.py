@@ -42,5 +42,6 @@ class ReplicaReduction:
         return [name for name, parameter in self.updated.items() if parameter.grad is None]
 
     def local(self) -> AbstractContextManager[None]:
-        """See ``Reduction``. The caller runs the bare objective, which sums nothing."""
+        """See ``Reduction``. The caller runs the bare objective, which sums nothing; the sums of before are forgotten."""
+        self.begin_step()
         return nullcontext()

@@ -32,7 +32,6 @@ class Entry:
         self.is_gathered_before = False
         """The parent's stream is gathered where it enters the parent, not where it enters a layer."""
         self._gathered: Tensor | None = None
-        self._calls = 0
         self._last: tuple[Tensor, int, bool] | None = None
         self._entered: Tensor | None = None
 
@@ -48,13 +47,12 @@ class Entry:
         seen = (x, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
         if self._last is None or self._last[0] is not x or self._last[1:] != seen[1:]:
             self._last, self._entered = seen, self._cross(x)
-        entered = self._entered
-        assert entered is not None
-        self._calls += 1
-        if self._calls >= self.num_layers:
-            # All layers had it: an activation that stays here would outlive its step.
-            self._calls, self._last, self._entered = 0, None, None
-        return entered
+        assert self._entered is not None
+        return self._entered
+
+    def forget(self, *_: Any) -> None:
+        """A hook of the parent, after its forward: an activation that stayed here would outlive its step."""
+        self._last = self._entered = None
 
     def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The parent's forward with its stream gathered."""

@@ -214,6 +214,9 @@ def _change_layers(model: nn.Module, anatomy: Anatomy, channel: Channel, regions
         parent: Entry(parent, channel=channel, num_layers=count, region=find_region(regions, parent))
         for parent, count in columns.items()
     }
+    for parent, entry in entries.items():
+        if entry.num_layers > 1:
+            model.get_submodule(parent).register_forward_hook(entry.forget, always_call=True)
     for parent in {parent_of(path) for path in attention_columns(anatomy)}:
         if find_region(regions, parent) is not None:
             # An attention reads its input's shape before it makes heads of the projections: it must see the whole length.

@@ -61,16 +61,10 @@ def expected_step_traffic(
 ) -> Account:
     """Calls and bytes by axis and operation.
 
-    Args:
-        plan: what runs.
-        mesh: where this rank stands.
-        laid: what techniques made of the model; a context-parallel one has noted the attentions of this step.
-        reduction: what this rank updates.
-        survey: of the plain model; needed with ``tp``.
-        microbatches: of this rank in this step.
-        step: the rest.
-        counted: what the ledger has. Only one number is taken from it: into how many buckets DDP cut the gradients. Their bytes are
-            not.
+    Args: plan: what runs. mesh: where this rank stands. laid: what techniques made of the model; a context-parallel one has
+    noted the attentions of this step. reduction: what this rank updates. survey: of the plain model; needed with ``tp``.
+    microbatches: of this rank in this step. step: the rest. counted: what the ledger has. Only one number is taken from it:
+    into how many buckets DDP cut the gradients. Their bytes are not.
     """
     accounts: list[Account] = []
     for microbatch in microbatches:
@@ -135,9 +129,7 @@ def _num_rows(reduction: Reduction, placements: Mapping[str, Placement]) -> int:
     if isinstance(reduction, ZeroReduction):
         # Parameters of which this rank has no row count too.
         slots = {slot.name: tuple(slot.shape) for unit in reduction.layout.units for slot in unit.slots}
-        shapes = {
-            name: placements[name].whole_shape if name in placements else shape for name, shape in slots.items()
-        }
+        shapes = {name: placements[name].whole_shape if name in placements else shape for name, shape in slots.items()}
     return sum(shape[0] if shape else 1 for shape in shapes.values())
 
 
@@ -149,4 +141,3 @@ def count_trust_norms(optimizer: object, groups: Sequence[Mapping[str, object]])
 
 def _one(axis: str, operation: str, num_bytes: int) -> Account:
     return {(axis, operation): Traffic(calls=1, num_bytes=num_bytes)}
-

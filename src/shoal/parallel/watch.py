@@ -1,7 +1,7 @@
 """A watch on real runs: what must be equal on several ranks is hashed and compared, and a difference stops the run by name.
 
-Replicas that have silently drifted apart train on, and every checkpoint is one rank's opinion. A hash per tensor (xxh3, some 10 GB/s)
-and one gather of 24 bytes per tensor are cheap enough to look every few hundred steps; torch's own
+Replicas that have silently drifted apart train on, and every checkpoint is one rank's opinion. A hash per tensor (xxh3, some 10
+GB/s) and one gather of 24 bytes per tensor are cheap enough to look every few hundred steps; torch's own
 ``_verify_param_shape_across_processes`` looks at shapes, once.
 """
 
@@ -43,7 +43,11 @@ def check_replicas(
         return
     rows = torch.tensor(
         [
-            [_signed(name.encode()), _signed(repr(placements.get(name, place_whole(tensor.shape))).encode()), _digest(tensor)]
+            [
+                _signed(name.encode()),
+                _signed(repr(placements.get(name, place_whole(tensor.shape))).encode()),
+                _digest(tensor),
+            ]
             for name, tensor in sorted(tensors.items())
         ],
         dtype=torch.int64,
@@ -57,8 +61,9 @@ def check_replicas(
     sides = " and ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in groups)
     more = f" ({len(found)} tensors differ in all)" if len(found) > 1 else ""
     raise RunError(
-        f"step {step}: {name!r} must be the same on all its replicas, and {sides} hold different values{more}; the run stops before "
-        "it saves one of them: go on from the last checkpoint, and find out with `shoal verify` which technique lets them part"
+        f"step {step}: {name!r} must be the same on all its replicas, and {sides} hold different values{more}; the run "
+        "stops before it saves one of them: go on from the last checkpoint, and find out with `shoal verify` which technique "
+        "lets them part"
     )
 
 

@@ -97,7 +97,12 @@ class Objective(nn.Module):
 
     def _touch_every_parameter(self) -> torch.Tensor:
         # The sum of an empty slice is zero and its gradient is zeros: exact even where a weight is NaN, unlike 0 * weight.
-        parts = [parameter.reshape(-1)[:0].sum() for parameter in self.model.parameters() if parameter.requires_grad]
+        # An index and not a reshape: a parameter that ZeRO has let go is one number expanded, which a reshape would write out.
+        parts = [
+            parameter[..., :0].sum() if parameter.ndim else parameter.reshape(1)[:0].sum()
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
+        ]
         return torch.stack(parts).sum()
 
 

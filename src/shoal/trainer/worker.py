@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch types this name only there
 
+from shoal.comm.channel import PeerLost
 from shoal.comm.world import Place, join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
@@ -134,7 +135,7 @@ def report_failure(
 
 def is_peer_failure(error: BaseException) -> bool:
     """True when the error only says that another rank went away or did not come."""
-    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+    if isinstance(error, PeerLost | dist.DistNetworkError | dist.DistStoreError):
         return True
     # gloo raises plain RuntimeErrors; these are the words that its transport uses.
     marks = (

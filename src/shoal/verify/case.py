@@ -1,7 +1,7 @@
 """What a proof runs, in plain values that cross to other processes as JSON.
 
-The reference process must not import ``parallel/``, and the whole recipe knows that room's section; so what decides the numbers is
-cut out of the recipe here, and the reference reads the sections it needs with the schemas of their own rooms.
+The reference process must not import ``parallel/``, and the whole recipe knows that room's section; so what decides the numbers
+is cut out of the recipe here, and the reference reads the sections it needs with the schemas of their own rooms.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,8 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """The order in which one step's gradients are added: microbatches in order, one partial sum per replica, these in rank order."""
+    """The order in which one step's gradients are added: microbatches in order, one partial sum per replica, these in rank
+    order."""
 
     replicas: int
     microbatches: int

@@ -148,10 +148,12 @@ def _totals(account: Mapping[str, Sequence[int]]) -> tuple[int, int]:
 
 def _size_pair(sizes: Mapping[str, Any], names: Sequence[str]) -> str:
     """Measured and predicted, or only one of them where they are equal."""
-    if not sizes:
+    if not sizes or not any(name in sizes["measured"] for name in names):
         return "-"
-    measured = sum(sizes["measured"].get(name, 0) for name in names)
-    predicted = sum(sizes["predicted"].get(name, 0) for name in names)
+    measured = sum(sizes["measured"][name] for name in names if name in sizes["measured"])
+    if not any(name in sizes["predicted"] for name in names):
+        return f"{measured} (not predicted)"
+    predicted = sum(sizes["predicted"][name] for name in names if name in sizes["predicted"])
     return str(measured) if measured == predicted else f"{measured} ({predicted} predicted)"
 
 

@@ -72,11 +72,8 @@ def placement_of(key: str, local: Tensor, table: Mapping[str, Mapping[str, objec
 
 def _assemble(pieces: Sequence[Piece]) -> Tensor:
     shape, dtype = pieces[0].placement.whole_shape, pieces[0].local.dtype
-    if dtype.is_floating_point:
-        # NaN where no rank holds anything: a hole must not look like a value.
-        whole = torch.full(shape, torch.nan, dtype=dtype)
-    else:
-        whole = torch.zeros(shape, dtype=dtype)
+    # NaN where no rank holds anything: a hole must not look like a value.
+    whole = torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
     for piece in reversed(pieces):
         put_local(piece.local, whole, piece.placement)
     return whole

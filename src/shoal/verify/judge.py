@@ -1,4 +1,5 @@
-"""From recordings to a result: every step compared, copies compared with each other, traffic and sizes with what the plan should cost."""
+"""From recordings to a result: every step compared, copies compared with each other, traffic and sizes with what the plan
+should cost."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -82,9 +83,7 @@ def judge_run(
     return Judgement(verdict=comparer.verdict, difference=difference)
 
 
-def _judge_copies(
-    index: int, reference: Step, found: Gathered, known: set[str], verdict: Verdict
-) -> list[Judged]:
+def _judge_copies(index: int, reference: Step, found: Gathered, known: set[str], verdict: Verdict) -> list[Judged]:
     """Copies that are not the lowest rank's: wrong whatever the tolerance, because replicas that differ drift apart."""
     wrong = []
     for key, ranks in sorted(found.disagreeing.items()):
@@ -168,11 +167,17 @@ def judge_traffic(answers: Sequence[Mapping[str, Any]]) -> Difference | None:
             for key in sorted(counted.keys() | expected.keys()):
                 found, wanted = counted.get(key, [0, 0]), expected.get(key, [0, 0])
                 if list(found) != list(wanted):
-                    word = "redundant" if found[0] > wanted[0] else "missing" if found[0] < wanted[0] else "of another size"
+                    word = (
+                        "redundant"
+                        if found[0] > wanted[0]
+                        else "missing"
+                        if found[0] < wanted[0]
+                        else "of another size"
+                    )
                     return Difference(
                         kind="traffic",
-                        pattern=f"step {step + 1}, rank {rank}, {key}: {found[0]} calls of {found[1]} bytes, the plan should take "
-                        f"{wanted[0]} of {wanted[1]}: a collective is {word}",
+                        pattern=f"step {step + 1}, rank {rank}, {key}: {found[0]} calls of {found[1]} bytes, "
+                        f"the plan should take {wanted[0]} of {wanted[1]}: a collective is {word}",
                     )
     return None
 

@@ -1,7 +1,7 @@
 """Planted bugs: a checker that cannot fail proves nothing (law 7). Each must be caught by the comparison that should see it.
 
-A mutant is a plan, what the recipe must have for the bug to show, and a plant (``plants.py``) that breaks the real path inside the
-rank processes. The same plan without the plant is its control and must pass.
+A mutant is a plan, what the recipe must have for the bug to show, and a plant (``plants.py``) that breaks the real path inside
+the rank processes. The same plan without the plant is its control and must pass.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,7 +106,9 @@ _ALL: Sequence[Mutant] = (
         plant=plants.look_ahead_in_ring,
         reported="Megatron-LM 1464",
     ),
-    Mutant(name="positions from zero on every context rank", plan="dp=1 cp=2", by=("loss",), plant=plants.forget_positions),
+    Mutant(
+        name="positions from zero on every context rank", plan="dp=1 cp=2", by=("loss",), plant=plants.forget_positions
+    ),
     Mutant(
         name="key-value gradient of one query head only",
         plan="dp=1 cp=2",
@@ -124,7 +126,10 @@ _ALL: Sequence[Mutant] = (
         overrides=("model.dropout=0.1",),
     ),
     Mutant(
-        name="optimizer state of the wrong shard", plan="dp=2 zero=1", by=("optimizer",), plant=plants.swap_optimizer_shards
+        name="optimizer state of the wrong shard",
+        plan="dp=2 zero=1",
+        by=("optimizer",),
+        plant=plants.swap_optimizer_shards,
     ),
     Mutant(
         name="loss averaged over unequal batches",

@@ -1,7 +1,7 @@
 """The pattern of a difference, in words: a factor of an axis size, one shard, one replica, some rows, everything.
 
-The pattern is the bug: a gradient that is twice too large under ``cp=2`` was summed once too often, one that is wrong on the second
-shard only was cut in the wrong place. Everything here is a pure function of tensors and coordinates.
+The pattern is the bug: a gradient that is twice too large under ``cp=2`` was summed once too often, one that is wrong on the
+second shard only was cut in the wrong place. Everything here is a pure function of tensors and coordinates.
 """
 
 import math
@@ -74,7 +74,7 @@ def describe_number(reference: float, found: float, layout: Layout) -> str:
         return "the reference is zero"
     factor = found / reference
     named = name_factor(factor, layout.degrees)
-    return f"a factor of {factor:.6g}" + (f", {named}" if named else "")
+    return f"a factor of {factor:.6g}, {named}" if named else f"{factor:.6g} times the reference, no factor of an axis"
 
 
 def describe_tensor(reference: Tensor, found: Tensor, pieces: Sequence[Piece], layout: Layout) -> str:
@@ -102,6 +102,9 @@ def describe_shares(reference: Tensor, pieces: Sequence[Piece], layout: Layout) 
     parts = [take_local(reference, piece.placement) for piece in pieces]
     wrong = [index for index, piece in enumerate(pieces) if _is_off(parts[index], piece.local)]
     if len(wrong) == len(pieces):
+        source = _foreign_source(reference, pieces, 0)
+        if source is not None:
+            return f"every shard holds the values of another: rank {pieces[0].rank} those of rank {source}"
         return _describe_own_values(pieces, layout)
     if not wrong:
         return None

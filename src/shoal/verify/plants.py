@@ -28,25 +28,18 @@ class Swap(NamedTuple):
 
 
 Plant = Callable[[World], list[Swap]]
+# trainer/objective.py: the loss and the wish to stop.
+_PASSENGERS = torch.Size([2])
 
 
 def drop_all_reduce(world: World) -> list[Swap]:
     """Every replica keeps its own gradient."""
-
-    def kept(channel: Any, bucket: Any) -> Any:
-        return _ready(bucket.buffer())
-
-    return [_hook(kept)]
+    return [_hook(lambda own, total, size: own)]
 
 
 def average_over_replicas(world: World) -> list[Swap]:
     """A mean where the shares already add up: DDP's own default."""
-    honest = data._sum_bucket
-
-    def averaged(channel: Any, bucket: Any) -> Any:
-        return honest(channel, bucket).then(lambda done: done.value() / channel.size)
-
-    return [_hook(averaged)]
+    return [_hook(lambda own, total, size: total / size)]
 
 
 def scale_summed_gradients(factor: float) -> Plant:
@@ -68,12 +61,7 @@ def scale_summed_gradients(factor: float) -> Plant:
 
 def scale_buckets_by_size(world: World) -> list[Swap]:
     """The sum over cp multiplied by cp, as a loss that every rank computes whole would need."""
-    honest = data._sum_bucket
-
-    def scaled(channel: Any, bucket: Any) -> Any:
-        return honest(channel, bucket).then(lambda done: done.value() * channel.size)
-
-    return [_hook(scaled)]
+    return [_hook(lambda own, total, size: total * size)]
 
 
 def norm_of_own_shard(world: World) -> list[Swap]:
@@ -108,7 +96,13 @@ def look_ahead_in_ring(world: World) -> list[Swap]:
 
 def forget_positions(world: World) -> list[Swap]:
     """Rotary tables are read from 0 on every rank, whatever its positions are."""
-    return [Swap(context._Active, "positions", lambda self, length: torch.arange(length))]
+    honest = context._Active.positions
+
+    def positions(self: context._Active, length: int) -> Tensor:
+        rows = honest(self, length)
+        return rows - rows[0]
+
+    return [Swap(context._Active, "positions", positions)]
 
 
 def drop_grouped_heads(world: World) -> list[Swap]:
@@ -234,12 +228,25 @@ def sum_once_more(world: World) -> list[Swap]:
     return [Swap(step.StepRunner, "_sum_gradients", summed)]
 
 
-def _hook(function: Callable[..., Any]) -> Swap:
+def _hook(change: Callable[[Tensor, Tensor, int], Tensor]) -> Swap:
+    """Change what the reduction makes of every gradient: ``change(own, sum, number of replicas)``.
+
+    The loss and the wish to stop, which ride in the same buckets, stay right: it is the gradients that must give it away.
+    """
+    honest = data._sum_bucket
+
     # DDP refuses a hook whose annotations are not those it knows.
-    return Swap(data, "_sum_bucket", functools.wraps(data._sum_bucket)(function))
+    @functools.wraps(honest)
+    def changed(channel: Any, bucket: Any) -> Any:
+        gradients = [gradient for gradient in bucket.gradients() if gradient.shape != _PASSENGERS]
+        own = [gradient.clone() for gradient in gradients]
 
+        def alter(done: Any) -> Tensor:
+            for gradient, before in zip(gradients, own, strict=True):
+                gradient.copy_(change(before, gradient, channel.size))
+            buffer: Tensor = bucket.buffer()
+            return buffer
 
-def _ready(value: Tensor) -> Any:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(value)
-    return future
+        return honest(channel, bucket).then(alter)
+
+    return Swap(data, "_sum_bucket", changed)

@@ -1,7 +1,8 @@
 """The processes of a proof, seen from the parent: started together, given the same job, answered or ended by a deadline.
 
-Ranks that failed are never used again: one that raised has left its peers inside a collective. The pool then ends all of them, and
-the next job starts fresh ones. They die with the parent (``elastic/child.py``), and every job has a store of its own, a file.
+Ranks that failed are never used again: one that raised has left its peers inside a collective. The pool then ends all of them,
+and the next job starts fresh ones. They die with the parent (``elastic/child.py``), and every job has a store of its own, a
+file.
 """
 
 import json

@@ -98,7 +98,9 @@ class Prover:
             RequestError: the reference refuses the model: it draws random numbers of its own, or its loss is not finite.
         """
         started = time.monotonic()
-        train = subject.recipe.train.model_copy(update={"precision": precision, "time_limit": None})
+        # Between steps nothing else may run: the watch would be counted as the step's traffic.
+        between = {"time_limit": None, "watch_every": 0}
+        train = subject.recipe.train.model_copy(update={"precision": precision, **between})
         recipe = subject.recipe.model_copy(update={"train": train})
         layout = derive_layout(train, plan)
         tree = Tree(replicas=layout.plan.dp or 1, microbatches=layout.plan.microbatches or 1)

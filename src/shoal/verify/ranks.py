@@ -1,7 +1,7 @@
 """One rank of a proof: the real trainer under the plan, with what it computes put down after every step.
 
-Each job joins a group of its own over a file store and leaves it again, so one process serves many plans; nothing of the trainer is
-replaced, except by a mutant, and then only for that job.
+Each job joins a group of its own over a file store and leaves it again, so one process serves many plans; nothing of the
+trainer is replaced, except by a mutant, and then only for that job.
 """
 
 import copy
@@ -33,7 +33,8 @@ from shoal.verify.worker import serve
 
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Train the job's recipe under its plan for some steps and record each; says what crossed between ranks and what it weighs."""
+    """Train the job's recipe under its plan for some steps and record each; says what crossed between ranks and what it
+    weighs."""
     torch.set_num_threads(job["threads"])
     folder = Path(job["folder"])
     recipe = Recipe.model_validate(job["recipe"])

@@ -1,8 +1,9 @@
 """One process, plain torch, the same global batches: what every plan is compared with.
 
-Nothing of ``parallel/`` or ``pipeline/`` is imported here, and the process asserts it: a bug that both sides shared would be equal
-on both. Gradients are added in the plan's tree (law 2): microbatches in order, one partial sum per replica, these in rank order.
-Beside it stands the flat sum, one forward pass over the whole global batch, which has no weight, share or order in common with it.
+Nothing of ``parallel/`` or ``pipeline/`` is imported here, and the process asserts it: a bug that both sides shared would be
+equal on both. Gradients are added in the plan's tree (law 2): microbatches in order, one partial sum per replica, these in rank
+order. Beside it stands the flat sum, one forward pass over the whole global batch, which has no weight, share or order in
+common with it.
 """
 
 import math
@@ -134,7 +135,7 @@ def build_parts(case: Case) -> Parts:
 
 def tree_gradients(parts: Parts, step: int, ids: Ids, tree: Tree, scale: float) -> tuple[float, dict[str, Tensor]]:
     """The loss and the gradient of one global batch, added in the plan's tree; still multiplied by ``scale``."""
-    cuts = [cut for cut in np.array_split(ids, tree.replicas * tree.microbatches)]
+    cuts = np.array_split(ids, tree.replicas * tree.microbatches)
     own = tree.microbatches
     replicas = [[cut for cut in cuts[first : first + own] if len(cut)] for first in range(0, len(cuts), own)]
     if parts.case.batch_norm == "sync" and parts.has_batch_norm:

@@ -70,13 +70,11 @@ def prepare_verify(
     if takes_all:
         found = _every_plan(subject, num_processes, remarks)
     else:
-        texts = list(plans) or [recipe.plan]
+        texts: list[str | None] = [*plans] or [None]
         found = [choose_plan(recipe.plan, plan_text=text, num_processes=num_processes) for text in texts]
         for plan in found:
             check_plan(subject, plan)
-    proposals = [
-        Proposal(plan=plan, precision=name) for plan in found for name in choose_precisions(plan, precision)
-    ]
+    proposals = [Proposal(plan=plan, precision=name) for plan in found for name in choose_precisions(plan, precision)]
     # Ranks are kept while the number of processes stays the same.
     proposals.sort(key=lambda proposal: proposal.plan.world_size)
     return VerifyRequest(

@@ -79,7 +79,7 @@ def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Te
         ordered = sorted(MUTANTS.values(), key=lambda mutant: Plan.parse(mutant.plan).world_size)
         for number, mutant in enumerate(ordered, start=1):
             tell(f"[{number}/{len(ordered)}] {mutant.name} under {mutant.plan}")
-            results.append(_try_mutant(prover, mutant, recipe, controls))
+            results.append(try_mutant(prover, mutant, recipe, controls))
     return Certificate(
         mutants=tuple(results),
         recipe=str(path),
@@ -107,9 +107,8 @@ def _mutant_subject(mutant: Mutant, plan: Plan, recipe: Recipe) -> Subject:
     return subject
 
 
-def _try_mutant(
-    prover: Prover, mutant: Mutant, recipe: Recipe, controls: dict[str, PlanResult]
-) -> MutantResult:
+def try_mutant(prover: Prover, mutant: Mutant, recipe: Recipe, controls: dict[str, PlanResult]) -> MutantResult:
+    """Run one bug and its control; controls that were run before are in ``controls`` and are not run again."""
     plan = Plan.parse(mutant.plan)
     subject = _mutant_subject(mutant, plan, recipe)
     key = f"{hash_recipe(subject.recipe)} {plan} {mutant.precision}"

@@ -1,8 +1,8 @@
 """Memory of one rank: what the plan predicts, beside what the rank really holds.
 
-State (weights, gradients, optimizer) is predicted from shapes and must agree to the byte. Activations are predicted by running one
-rank's forward pass without data, on fake tensors and a mesh without peers, and counting what autograd keeps; measured, by the same
-count around the real forward pass.
+State (weights, gradients, optimizer) is predicted from shapes and must agree to the byte. Activations are predicted by running
+one rank's forward pass without data, on fake tensors and a mesh without peers, and counting what autograd keeps; measured, by
+the same count around the real forward pass.
 """
 
 import copy
@@ -26,8 +26,8 @@ from shoal.parallel import batchnorm
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.apply import apply_to_model
 from shoal.parallel.recompute import measure_saved
-from shoal.parallel.sizes import predict_sizes
 from shoal.parallel.sizes import measure_sizes as measure_state
+from shoal.parallel.sizes import predict_sizes
 from shoal.trainer.loop import Trainer
 from shoal.trainer.scoring import Scoring
 
@@ -38,13 +38,17 @@ def predict_state(
     model: nn.Module, *, anatomy: Anatomy, plan: Plan, rank: int, optimizer: OptimizerName, precision: Precision
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state of one rank, from the plain model and the plan."""
-    laid, mesh = _lay_out_fake(model, anatomy, plan, rank, precision, device="meta")
+    mesh = pretend_mesh(plan, rank)
+    # In memory, not on the meta device: moving there would untie tied weights.
+    own = copy.deepcopy(model).to(dtype=precision.weight_dtype)
+    dropout = apply_keyed_dropout(own, 0)
+    apply_to_model(own, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm="local")
     sizes = predict_sizes(
-        laid,
+        own,
         anatomy=anatomy,
         stage=plan.zero,
         num_data_ranks=plan.dp or 1,
-        data_rank=mesh,
+        data_rank=mesh.coordinate(Axis.DATA),
         num_microbatches=plan.microbatches or 1,
         optimizer=optimizer,
     )
@@ -118,24 +122,16 @@ class ActivationMeter:
         self._objective.__dict__.pop("forward", None)
 
 
-def _lay_out_fake(
-    model: nn.Module, anatomy: Anatomy, plan: Plan, rank: int, precision: Precision, *, device: str
-) -> tuple[nn.Module, int]:
-    """The model with this rank's shapes and no memory, and the rank's place along dp."""
-    own = copy.deepcopy(model).to(device=device, dtype=precision.weight_dtype)
-    mesh = pretend_mesh(plan, rank)
-    dropout = apply_keyed_dropout(own, 0)
-    apply_to_model(own, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm="local")
-    return own, mesh.coordinate(Axis.DATA)
-
-
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Take the data out of a model's tensors, and keep tied ones tied."""
+    fakes: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                fake = mode.from_tensor(parameter)
-                module._parameters[name] = nn.Parameter(fake.detach(), requires_grad=parameter.requires_grad)
+                if id(parameter) not in fakes:
+                    fake = mode.from_tensor(parameter.detach())
+                    fakes[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                module._parameters[name] = fakes[id(parameter)]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = mode.from_tensor(buffer)
-

@@ -2,19 +2,22 @@
 
 * Data parallelism and ZeRO add the same numbers in the same tree, so **nothing** may differ where the sum runs in the order of
   ranks (always for two ranks; for any number over shared memory). Elsewhere only the order differs: 1e-6 in float32.
-* Tensor, sequence and context parallelism split single sums, so roundings differ: 1e-5 in float32 and 1e-12 in float64, per tensor.
-* bfloat16 rounds to 8 bits, unit roundoff u = 2^-8. Between two plans the roundings of a block are other ones, about R = 8 of them
-  (two norms, query-key-value, attention, output, two feed-forward products, residual) forward and as many backward. Each
-  perturbs a tensor by a relative error of at most u, independently, so over L blocks they add up as a random walk:
-  ``2 u sqrt(2 R L)``, the factor two for the two runs, whose errors are both there. With L = 4 that is 6 %, with L = 32 it is 18 %.
+* Tensor, sequence and context parallelism split single sums, so roundings differ: 1e-5 in float32 and 1e-12 in float64, per
+  tensor.
+* bfloat16 rounds to 8 bits, unit roundoff u = 2^-8. Between two plans the roundings of a block are other ones, about R = 8 of
+  them (two norms, query-key-value, attention, output, two feed-forward products, residual) forward and as many backward. Each
+  perturbs a tensor by a relative error of at most u, independently, so over L blocks they add up as a random walk: ``2 u sqrt(2
+  R L)``, the factor two for the two runs, whose errors are both there. With L = 4 that is 6 %, with L = 32 it is 18 %.
 
-Weights follow gradients through the optimizer. A rule that divides each gradient by its own size (Adam, LAMB, Adagrad) turns the
-rounding of an element that is nearly zero into a whole step, so weights have two further rules, both applied only where bits may differ:
+Weights follow gradients through the optimizer. A rule that divides each gradient by its own size (Adam, LAMB, Adagrad) turns
+the rounding of an element that is nearly zero into a whole step, so weights have two further rules, both applied only where
+bits may differ:
 
-* noise elements: where the reference's gradient was at most 10 eps of the whole gradient's norm at some step, an element's weight
-  is judged absolutely, by the longest step that the rule can take; the other elements of the tensor are judged relatively.
-* bfloat16: with a relative error t of the gradient the share of elements whose sign is in doubt is about t, and each moves by up to
-  two steps, so a tensor of n elements may be off by ``2 lr sqrt(n t)`` per step beside its relative error.
+* noise elements: where the reference's gradient was at most 10 eps of the whole gradient's norm at some step, an element's
+  weight is judged absolutely, by the longest step that the rule can take; the other elements of the tensor are judged
+  relatively.
+* bfloat16: with a relative error t of the gradient the share of elements whose sign is in doubt is about t, and each moves by
+  up to two steps, so a tensor of n elements may be off by ``2 lr sqrt(n t)`` per step beside its relative error.
 """
 
 import math

@@ -81,7 +81,8 @@ def lose(how):
 
 
 @pytest.mark.parametrize(
-    ("how", "words", "longest"), [(signal.SIGKILL, "died", 1.5), (signal.SIGSTOP, "did not arrive within the deadline of 2 s", 4.0)]
+    ("how", "words", "longest"),
+    [(signal.SIGKILL, "died", 1.5), (signal.SIGSTOP, "did not arrive within the deadline of 2 s", 4.0)],
 )
 def test_a_lost_peer_is_named_by_every_other_rank(how, words, longest):
     started = time.monotonic()

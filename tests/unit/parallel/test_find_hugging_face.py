@@ -64,7 +64,8 @@ def test_gpt2():
     )
     assert found.stacks == (Stack(blocks=("transformer.h.0", "transformer.h.1"), sequence_dim=1, is_pointwise=True),)
     assert found.tied == (("transformer.wte.weight", "lm_head.weight"),)
-    assert (found.sequence, found.tail_is_pointwise) == (L, True)
+    # Its last lines view the stream by the length of the input, so a part of the positions would not go through.
+    assert (found.sequence, found.tail_is_pointwise) == (L, False)
     assert "positions or types" in found.replicated["transformer.wpe"]
 
 

@@ -217,6 +217,8 @@ class Language(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
         x = self.layer2(self.layer1(x))
+        if self.end == "places again":
+            return self.head(x + self.places(torch.arange(x.shape[1])))
         if self.end == "pooled":
             return self.head(x.mean(dim=1))
         if self.end == "tied by hand":
@@ -241,6 +243,11 @@ def test_numbered_siblings_are_a_row_of_blocks():
 
 def test_blocks_that_look_at_their_neighbours_are_not_pointwise():
     assert not find(Language([Shifting(), Shifting()]), ids()).stacks[0].is_pointwise
+
+
+def test_a_tail_that_counts_positions_itself_is_not_pointwise():
+    found = find(Language([Between("glu"), Between("glu")], end="places again"), ids())
+    assert not found.tail_is_pointwise and found.stacks[0].is_pointwise
 
 
 def test_pooled_scores_are_not_per_position_and_still_scores():

@@ -46,7 +46,7 @@ def test_names_identity_and_ties_stay():
 
 def test_local_weights_are_the_patches_of_the_whole():
     whole, _ = build("gpt gqa", torch.float32)
-    model, layout, _ = split_on("gpt gqa", rank=1)
+    model, _, _ = split_on("gpt gqa", rank=1)
     assert torch.equal(model.blocks[0].attention.key.weight, whole.blocks[0].attention.key.weight[8:])
     assert torch.equal(model.blocks[0].feed_forward.down.weight, whole.blocks[0].feed_forward.down.weight[:, 44:])
     assert model.blocks[0].attention.kv_heads == 1 and model.blocks[0].attention.heads == 2
@@ -145,3 +145,17 @@ def test_layers_that_read_one_input_share_one_crossing():
         model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     # Forward: the embedding and two row layers in each of two blocks. Backward: two inputs in each block, and the head's.
     assert account["tp", "sum"].calls == (1 + 4) + (4 + 1)
+
+
+def test_a_second_step_crosses_as_often_as_the_first_and_nothing_is_kept():
+    model, _, mesh = split_on("seq2seq", sp=True)
+    inputs = [torch.ones(1, 4, dtype=torch.long), torch.ones(1, 8, dtype=torch.long)]
+    calls = []
+    for _ in range(3):
+        with mesh.ledger.counting() as account:
+            model(*inputs).sum().backward()
+        calls.append(account["tp", "sum"].calls)
+    # Two embeddings forward; backward the head's input and the memory once in each decoder block, for key and value together.
+    assert calls == [2 + 1 + 2] * 3
+    entry = model.decoder[0].cross.key.entry
+    assert entry._last is None and entry._entered is None

@@ -12,7 +12,11 @@ from shoal.testing.ranks import run_on_ranks
 
 
 def test_only_the_same_part_is_compared():
-    tables = [torch.tensor([[1, 10, 5], [2, 20, 6]]), torch.tensor([[1, 11, 7], [2, 20, 6]]), torch.tensor([[2, 20, 9]])]
+    tables = [
+        torch.tensor([[1, 10, 5], [2, 20, 6]]),
+        torch.tensor([[1, 11, 7], [2, 20, 6]]),
+        torch.tensor([[2, 20, 9]]),
+    ]
     assert find_unequal(tables) == {2: [[0, 1], [2]]}
 
 
@@ -38,10 +42,8 @@ def watch(world):
     found["norm"] = look(world, drifted, placements, mesh, ["own"])
     drifted = {**tensors, "split": split + (1 if world.rank == 3 else 0), "count": torch.tensor(5 + (world.rank == 3))}
     found["split"] = look(world, drifted, placements, mesh, ["own"])
-    if dp == 0:
-        drifted = {**tensors, "own": torch.full((2,), float(tp), dtype=torch.bfloat16)}
-    else:
-        drifted = tensors
+    own = {"own": torch.full((2,), float(tp), dtype=torch.bfloat16)} if dp == 0 else {}
+    drifted = {**tensors, **own}
     found["own"] = look(world, drifted, placements, mesh, ["own"])
     return found
 

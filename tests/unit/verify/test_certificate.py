@@ -10,7 +10,9 @@ WORST = {"loss": 0.0, "grad": 0.0, "norm": 1e-7, "optimizer": 0.0, "weight": 0.0
 
 
 def plan_result(ok=True, **changes):
-    difference = None if ok else Difference(kind="grad", step=2, tensor="a", error=1.0, allowed=0.0, pattern="a factor of 2")
+    difference = (
+        None if ok else Difference(kind="grad", step=2, tensor="a", error=1.0, allowed=0.0, pattern="a factor of 2")
+    )
     values = {
         "plan": "dp=2",
         "dtype": "float32",
@@ -41,7 +43,9 @@ def mutant_result(**changes):
 
 
 def test_the_keys_of_the_contract():
-    values = json.loads(json.dumps(Certificate(plans=(plan_result(), plan_result(ok=False)), mutants=(mutant_result(),)).as_values()))
+    values = json.loads(
+        json.dumps(Certificate(plans=(plan_result(), plan_result(ok=False)), mutants=(mutant_result(),)).as_values())
+    )
     first, second = values["plans"]
     assert {"plan", "ok", "bitwise", "dtype", "steps", "worst", "first_difference"} <= first.keys()
     assert {"loss", "grad", "norm", "weight", "optimizer"} <= first["worst"].keys()

@@ -1,4 +1,5 @@
-"""Errors as the law measures them: relative per tensor, noise bounded absolutely, weights of normalising optimizers by their own rule."""
+"""Errors as the law measures them: relative per tensor, noise bounded absolutely, weights of normalising optimizers by their
+own rule."""
 
 import math
 

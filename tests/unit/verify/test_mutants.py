@@ -1,4 +1,5 @@
-"""The list of planted bugs: every kind that users reported, each with a recipe that can run it and a plant that finds its line."""
+"""The list of planted bugs: every kind that users reported, each with a recipe that can run it and a plant that finds its
+line."""
 
 import pytest
 
@@ -49,7 +50,9 @@ def test_each_plants_in_a_line_that_exists_and_takes_it_out_again(mutant):
     assert [vars(owner)[name] for owner, name, _ in swaps] == before
 
 
-@pytest.mark.parametrize("name", ["padded vocabulary in the loss", "batch norm statistics not synchronised", "tied weight reduced once only"])
+@pytest.mark.parametrize(
+    "name", ["padded vocabulary in the loss", "batch norm statistics not synchronised", "tied weight reduced once only"]
+)
 def test_its_own_recipe_can_run_its_plan(name):
     mutant = MUTANTS[name]
     subject, _ = build_subject(own_recipe(mutant))

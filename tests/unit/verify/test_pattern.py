@@ -33,7 +33,10 @@ def reference():
 def rows_of(reference, locals_by_rank):
     """Every rank with the rows of its tp coordinate, as column parallelism cuts a weight."""
     whole = place_whole(reference.shape)
-    return [Piece(rank=rank, local=local, placement=whole.rows(4 * (rank % 2), 4 * (rank % 2) + 4)) for rank, local in locals_by_rank]
+    return [
+        Piece(rank=rank, local=local, placement=whole.rows(4 * (rank % 2), 4 * (rank % 2) + 4))
+        for rank, local in locals_by_rank
+    ]
 
 
 def copies_of(reference, values):
@@ -84,6 +87,13 @@ def test_the_values_of_another_shard(reference):
     assert text == "one shard only: tp coordinate 1 (ranks 1, 3), which holds the values of rank 0's shard"
 
 
+def test_shards_that_changed_places(reference):
+    found = torch.cat((reference[4:], reference[:4]))
+    pieces = rows_of(reference, [(rank, found[4 * (rank % 2) : 4 * (rank % 2) + 4]) for rank in range(2)])
+    text = describe_tensor(reference, found, pieces, DP_TP)
+    assert text == "every shard holds the values of another: rank 0 those of rank 1"
+
+
 def test_one_replica_only(reference):
     values = [reference, reference, reference + 1, reference + 1]
     text = describe_tensor(reference, reference, copies_of(reference, values), DP_TP)
@@ -115,6 +125,7 @@ def test_zero_and_not_finite(reference):
 
 def test_numbers():
     assert describe_number(3.0, 6.0, DP3_CP2) == "a factor of 2, the size of cp"
+    assert describe_number(3.0, 3.03, DP3_CP2) == "1.01 times the reference, no factor of an axis"
     assert describe_number(3.0, float("nan"), DP3_CP2) == "it is not finite"
 
 

@@ -1,0 +1,87 @@
+"""``shoal verify`` as a user runs it: real ranks, a certificate, and exit codes that programs can trust."""
+
+import json
+import time
+
+import psutil
+import pytest
+
+from harness import TINY
+from shoal.core.plan import Plan
+from shoal.trainer.config import load_recipe
+from shoal.verify.mutants import MUTANTS
+from shoal.verify.proof import Prover
+from shoal.verify.request import build_subject
+from shoal.verify.session import try_mutant
+
+CAUGHT = ("all-reduce dropped", "norm over one shard only", "gradient scaled by tp", "a redundant collective")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def test_plans_are_proved_and_certified(shoal, tiny, tmp_path):
+    written, page = tmp_path / "certificate.json", tmp_path / "certificate.md"
+    plans = ["--plan", "dp=2", "--plan", "dp=2 zero=3 microbatches=2", "--plan", "tp=2 sp=true"]
+    done = shoal.run("verify", tiny, *plans, "--dtype", "float32", "--json", written, "--markdown", page, timeout=110)
+    certificate = json.loads(written.read_text())
+    data, sharded, split = certificate["plans"]
+    assert [plan["plan"] for plan in certificate["plans"]] == [
+        "dp=2",
+        "dp=2 microbatches=2 zero=3",
+        "dp=1 tp=2 sp=true",
+    ]
+    assert data["ok"] and data["bitwise"] and sharded["ok"] and sharded["bitwise"] and split["ok"]
+    assert data["worst"]["grad"] == 0.0 < split["worst"]["grad"] < 1e-5
+    assert all(plan["first_difference"] is None and plan["steps"] == 3 for plan in certificate["plans"])
+    for plan in certificate["plans"]:
+        assert plan["traffic"]["counted"] == plan["traffic"]["expected"] != {}
+        predicted, measured = plan["sizes"]["predicted"], plan["sizes"]["measured"]
+        assert all(predicted[what] == measured[what] > 0 for what in ("weights", "gradients", "optimizer"))
+    assert sharded["sizes"]["measured"]["optimizer"] < data["sizes"]["measured"]["optimizer"]
+    # Results on stdout, progress on stderr.
+    assert "3 of 3 equal one process, 2 of them bit for bit" in done.stdout and "[1/3] dp=2" in done.stderr
+    assert page.read_text().startswith("# Shoal certificate: proved")
+
+
+def test_a_plan_that_cannot_run_is_refused_before_anything_starts(shoal, tiny, tmp_path):
+    written = tmp_path / "certificate.json"
+    done = shoal.run("verify", tiny, "--plan", "dp=2", "--plan", "tp=3", "--json", written, expect=2)
+    assert "error: plan 'dp=1 tp=3'" in done.stderr and "heads" in done.stderr
+    assert "[1/" not in done.stderr and not written.exists()
+
+
+def test_one_question_at_a_time(shoal, tiny):
+    assert "one of --plan, --all and --mutants" in shoal.run("verify", tiny, "--all", "--mutants", expect=2).stderr
+
+
+def test_planted_bugs_are_caught_and_a_failure_does_not_end_the_session(recipe):
+    """Each by the comparison that should see it, in processes that are kept; then a crash, then a proof by fresh ranks."""
+    own = load_recipe(recipe)
+    subject, _ = build_subject(own)
+    with Prover(steps=2) as prover:
+        controls = {}
+        for name in CAUGHT:
+            found = try_mutant(prover, MUTANTS[name], own, controls)
+            assert found.caught and found.control_ok, found
+        broken = prover.prove(subject, Plan.parse("dp=2"), "float32", mutant="no such mutant")
+        assert not broken.ok and broken.first_difference.kind == "run"
+        assert prover.prove(subject, Plan.parse("dp=2"), "float32").ok
+
+
+def test_a_killed_command_leaves_no_rank_behind(shoal, tiny):
+    process = shoal.start("verify", tiny, "--plan", "dp=2")
+    deadline = time.monotonic() + 60
+    children = []
+    while not children and time.monotonic() < deadline:
+        children = psutil.Process(process.pid).children()
+        time.sleep(0.05)
+    assert children, "no process was started"
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []

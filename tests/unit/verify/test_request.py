@@ -1,0 +1,61 @@
+"""What is asked to be proved: checked and completed before any process starts."""
+
+import pytest
+
+from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
+from shoal.verify.request import choose_precisions, prepare_verify
+
+
+def texts(request):
+    return [(str(proposal.plan), proposal.precision) for proposal in request.proposals]
+
+
+def test_float64_is_added_where_sums_are_split(tiny):
+    request = prepare_verify(tiny, plans=["dp=2", "tp=2", "dp=2 zero=3"])
+    assert texts(request) == [
+        ("dp=2", "float32"),
+        ("dp=1 tp=2", "float32"),
+        ("dp=1 tp=2", "float64"),
+        ("dp=2 zero=3", "float32"),
+    ]
+    assert len(request.model_hash) == 64
+
+
+def test_a_given_arithmetic_is_the_only_one(tiny):
+    assert texts(prepare_verify(tiny, plans=["tp=2"], precision="bfloat16")) == [("dp=1 tp=2", "bfloat16")]
+    with pytest.raises(RequestError, match="float31"):
+        choose_precisions(Plan(), "float31")
+
+
+def test_without_a_plan_the_recipes_own_is_proved(tiny):
+    assert texts(prepare_verify(tiny, num_processes=2)) == [("dp=2", "float32")]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("tp=3", "4 .*heads|heads.* 4"),
+        ("dp=3", "global_batch 8 is not divisible by dp 3"),
+        ("dp=2 zero=4", "zero=4"),
+        ("dp=1 cp=16", "cp=16|sequence"),
+        ("dp=two", "whole number"),
+    ],
+)
+def test_a_plan_that_cannot_run_is_refused(tiny, plan, message):
+    with pytest.raises(RequestError, match=message):
+        prepare_verify(tiny, plans=[plan])
+
+
+def test_all_takes_what_check_allows(tiny):
+    request = prepare_verify(tiny, takes_all=True, num_processes=2)
+    plans = {str(proposal.plan) for proposal in request.proposals}
+    wanted = {"dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=1 tp=2", "dp=1 tp=2 sp=true", "dp=1 cp=2"}
+    assert wanted <= plans
+    assert all(proposal.plan.world_size == 2 for proposal in request.proposals)
+
+
+def test_all_leaves_out_what_the_batch_does_not_allow_and_says_so(tiny):
+    request = prepare_verify(tiny, takes_all=True, num_processes=4, overrides=["train.global_batch=2"])
+    assert all((proposal.plan.dp or 1) <= 2 for proposal in request.proposals)
+    assert any("not divisible by dp 4" in remark for remark in request.remarks)
