@@ -75,7 +75,7 @@ def train(model: nn.Module, loss_of: Callable[[Any, Tensor], Tensor], rows: slic
         loss.backward()
         finish()
         optimizer.step()
-        yield float(loss)
+        yield loss.item()
 
 
 def ddp_steps(world: World) -> Steps:
@@ -130,11 +130,11 @@ def torch_steps(world: World) -> Steps:
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
-        yield float(loss)
+        yield loss.item()
 
 
-def measure(world: World, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per step of each contender in each round; they take turns, and the order turns with them."""
+def measure(world: World, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds per step of each contender in each round, and their first losses; they take turns, and the order turns."""
     torch.set_num_threads(1)
     contenders = {
         "ddp": ddp_steps(world),
@@ -143,9 +143,7 @@ def measure(world: World, rounds: int, steps: int) -> dict[str, list[float]]:
         "shoal tp over gloo": shoal_steps(world, sequence_parallel=False, shared=False),
         "parallelize_module": torch_steps(world),
     }
-    for name, steps_of in contenders.items():
-        losses = [next(steps_of) for _ in range(2)]
-        print(name, [f"{loss:.5f}" for loss in losses], file=sys.stderr)
+    losses = {name: [next(steps_of) for _ in range(2)] for name, steps_of in contenders.items()}
     names, found = list(contenders), {name: [] for name in contenders}
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -154,7 +152,7 @@ def measure(world: World, rounds: int, steps: int) -> dict[str, list[float]]:
             for _ in range(steps):
                 next(contenders[name])
             found[name].append((time.perf_counter() - started) / steps)
-    return found
+    return found, losses
 
 
 def summarise(found: dict[str, list[float]]) -> dict[str, Any]:
@@ -174,15 +172,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    found = run_on_ranks(measure, 2, options.rounds, options.steps, deadline_seconds=900.0)
+    load = os.getloadavg()[0]
+    answers = run_on_ranks(measure, 2, options.rounds, options.steps, deadline_seconds=900.0)
     results = {
         "date": str(date.today()),
         "torch": torch.__version__,
         "cpu": platform.processor() or "unknown",
         "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 1),
+        "load_before": round(load, 1),
         "workload": f"gpt, {LAYERS} layers of {HIDDEN}, sequence {SEQUENCE}, global batch {BATCH}, two processes",
-        "step": summarise(found[0]),
+        "step": summarise(answers[0][0]),
+        "first_losses": answers[0][1],
     }
     print(json.dumps(results, indent=2))
     target = Path(__file__).parent / "results" / f"{date.today()}.json"

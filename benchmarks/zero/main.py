@@ -60,44 +60,60 @@ class Pair:
 
 
 def measure(workload: str, names: list[str], rounds: int) -> dict[str, dict[str, object]]:
-    """Every contender of one workload; they take turns, and the order turns with them."""
-    pairs = {}
+    """Every contender of one workload beside DDP; the two take turns, and who comes first turns with them.
+
+    Two at a time, because all of them together do not fit the memory of a small machine.
+    """
+    ddp = Pair("ddp", workload)
+    found: dict[str, dict[str, object]] = {}
     try:
+        if ddp.take(2) is None:
+            raise SystemExit("ddp itself failed; run rank.py by hand to see why")
+        ddp_seconds: list[float] = []
         for name in names:
-            pairs[name] = Pair(name, workload)
-            # The first steps make buffers; one contender at a time, so that nobody waits for the others' start.
-            if pairs[name].take(2) is None:
-                print(f"{name} failed on the {workload} workload and is left out", file=sys.stderr)
-                pairs.pop(name).end()
-        seconds: dict[str, list[float]] = {name: [] for name in pairs}
-        peaks: dict[str, float] = {}
-        order = list(pairs)
-        for turn in range(rounds):
-            for name in order[turn % len(order) :] + order[: turn % len(order)]:
-                answers = pairs[name].take(STEPS[workload])
-                assert answers is not None, f"{name} failed in round {turn}"
-                seconds[name].append(max(answer["seconds"] for answer in answers) / STEPS[workload])
-                peaks[name] = max(answer["peak"] for answer in answers)
+            if name != "ddp":
+                found[name] = _race(name, workload, ddp, rounds, ddp_seconds)
+        answers = ddp.take(1)
+        assert answers is not None
+        peak = max(answer["peak"] for answer in answers)
     finally:
-        for pair in pairs.values():
-            pair.end()
-    ratios = {
-        name: statistics.median(mine / ddp for mine, ddp in zip(values, seconds["ddp"], strict=True))
-        for name, values in seconds.items()
-    }
+        ddp.end()
+    first = {"step_ms": round(statistics.median(ddp_seconds) * 1e3, 1), "to_ddp": 1.0, "peak_mb": round(peak / 1e6)}
+    return {"ddp": first, **{name: row for name, row in found.items() if row}}
+
+
+def _race(name: str, workload: str, ddp: Pair, rounds: int, ddp_seconds: list[float]) -> dict[str, object]:
+    pair = Pair(name, workload)
+    seconds: list[float] = []
+    ratios: list[float] = []
+    peak = 0.0
+    try:
+        if pair.take(2) is None:
+            print(f"{name} failed on the {workload} workload and is left out", file=sys.stderr)
+            return {}
+        for turn in range(rounds):
+            taken = {}
+            for who, runner in ((name, pair), ("ddp", ddp)) if turn % 2 else (("ddp", ddp), (name, pair)):
+                answers = runner.take(STEPS[workload])
+                assert answers is not None, f"{who} failed in round {turn}"
+                taken[who] = max(answer["seconds"] for answer in answers) / STEPS[workload]
+                if who == name:
+                    peak = max(answer["peak"] for answer in answers)
+            seconds.append(taken[name])
+            ddp_seconds.append(taken["ddp"])
+            ratios.append(taken[name] / taken["ddp"])
+    finally:
+        pair.end()
     return {
-        name: {
-            "step_ms": round(statistics.median(values) * 1e3, 1),
-            "to_ddp": round(ratios[name], 2),
-            "peak_mb": round(peaks[name] / 1e6),
-        }
-        for name, values in seconds.items()
+        "step_ms": round(statistics.median(seconds) * 1e3, 1),
+        "to_ddp": round(statistics.median(ratios), 2),
+        "peak_mb": round(peak / 1e6),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", action="append", help="these contenders beside ddp; nothing is written then")
     parser.add_argument("--workload", choices=list(WORKLOADS), action="append")
     options = parser.parse_args()

@@ -47,6 +47,9 @@ def verify(
     """Compare plans with one process: every loss, gradient, norm, weight and optimizer state; exit 1 if any differs."""
     if sum((bool(plan), all_plans, mutants)) > 1:
         raise RequestError("give one of --plan, --all and --mutants: each is a proof of its own")
+    if mutants and (nproc is not None or dtype is not None):
+        given = "--nproc" if nproc is not None else "--dtype"
+        raise RequestError(f"--mutants brings the plan and the type that each bug shows in; leave {given} out")
     check_result_file(json)
     check_result_file(markdown)
     # Verbs import what they need when they run: see cli/main.py.

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -45,6 +46,7 @@ class Mesh:
         """All ranks of the run."""
         self.ledger = ledger
         self.groups = groups or {}
+        self._own_groups: list[dist.ProcessGroup] = []
 
     def has(self, axis: Axis) -> bool:
         """True when more than one rank lies along the axis."""
@@ -67,10 +69,14 @@ class Mesh:
         return self.groups.get(name)
 
     def close(self) -> None:
-        """Give shared memory back; closing twice is allowed. The channels cannot be used afterwards, torch's groups can."""
+        """Give back shared memory and the groups that were made for this mesh; closing twice is allowed. Nothing works afterwards."""
         for channel in (*self.channels.values(), self.replicas, self.everyone):
             if isinstance(channel.transport, SharedTransport):
                 channel.transport.close()
+        # A process that proves many plans makes many meshes, and each of gloo's groups has threads of its own.
+        for group in self._own_groups:
+            dist.destroy_process_group(group)
+        self._own_groups = []
 
 
 def build_mesh(world: World, plan: Plan, *, shared: bool = True) -> Mesh:
@@ -101,7 +107,9 @@ def build_mesh(world: World, plan: Plan, *, shared: bool = True) -> Mesh:
     for key, shared_by in names.items():
         transport = _build_transport(world, groups[shared_by[0]], axis="/".join(shared_by), shared=shared)
         transports.update(dict.fromkeys(names[key], transport))
-    return _mesh(world.rank, degrees, Ledger(), groups, transports)
+    mesh = _mesh(world.rank, degrees, Ledger(), groups, transports)
+    mesh._own_groups = [group for group in made.values() if group is not None and group is not world.group]
+    return mesh
 
 
 def _build_transport(world: World, group: dist.ProcessGroup, *, axis: str, shared: bool) -> Transport:
@@ -144,7 +152,9 @@ def _named_axes(degrees: Mapping[Axis, int]) -> list[tuple[str, tuple[Axis, ...]
 def _make_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
     if len(ranks) == world.size:
         return world.group
-    group = dist.new_group(ranks, use_local_synchronization=False)
+    # Without a timeout of its own a group gets torch's half an hour, not the timeout of the world.
+    timeout = timedelta(seconds=world.deadline_seconds)
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=False)
     return group if isinstance(group, dist.ProcessGroup) else None
 
 

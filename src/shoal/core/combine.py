@@ -4,6 +4,7 @@
 they allow. Every sentence has both numbers and the fix.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -118,7 +119,7 @@ def _tensor_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
         )
     for heads, kv_heads in facts.heads:
         if heads % plan.tp:
-            yield f"tp={plan.tp} does not divide the {heads} heads; {_allowed('tp', heads)}"
+            yield f"tp={plan.tp} does not divide the {heads} heads; {_allowed('tp', math.gcd(heads, kv_heads))}"
         elif kv_heads % plan.tp:
             yield f"tp={plan.tp} does not divide the {kv_heads} key-value heads; {_allowed('tp', kv_heads)}"
     for width in facts.widths:

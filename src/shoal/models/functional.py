@@ -322,7 +322,13 @@ class FunctionalDraws:
 
     def _layout(self, path: str, like: Tensor, num_samples: int, is_attention: bool) -> tuple[Layout, bool]:
         found = _nearest(self.layouts, path)
-        is_attention = is_attention or like.ndim == 4
+        is_known, is_attention = is_attention, is_attention or like.ndim == 4
+        if found is not None and is_attention and not is_known and found.stream.windows and not found.attention.windows:
+            raise RunError(
+                f"F.dropout in {self._where()} sees a tensor of shape {tuple(like.shape)} where the sequence is cut and no "
+                f"attention is split: which part of the mask it needs cannot be told; use an nn.Dropout module there, or a plan "
+                f"without sp and cp"
+            )
         if found is None:
             tail = self.tail if self.is_in_tail and self.tail is not None and not is_attention else WHOLE
             return tail, is_attention

@@ -21,7 +21,7 @@ from shoal.parallel.batchnorm import apply_batchnorm
 from shoal.parallel.context import ContextLayout, apply_context_parallel
 from shoal.parallel.data import apply_data_parallel
 from shoal.parallel.masks import narrow_dropouts
-from shoal.parallel.recompute import apply_recompute
+from shoal.parallel.recompute import Mode, apply_recompute
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.replicated import ReplicaReduction
 from shoal.parallel.tensor import TensorLayout, apply_tensor_parallel
@@ -63,8 +63,9 @@ def apply_to_model(
     # 4. Batch norm: running statistics that are the same on every replica, in one process too.
     apply_batchnorm(model, group=mesh.group(Axis.DATA), mode=batch_norm)
     # 5. Recompute, around all of it.
-    if plan.recompute != "none":
-        apply_recompute(model, anatomy=anatomy, mode=plan.recompute, dropout=dropout)
+    if plan.recompute in ("selective", "full"):
+        mode: Mode = "full" if plan.recompute == "full" else "selective"
+        apply_recompute(model, anatomy=anatomy, mode=mode, dropout=dropout)
     return Laid(tensor=tensor, context=context)
 
 

@@ -48,6 +48,6 @@ def _sum_bucket(channel: Channel, bucket: GradBucket) -> torch.futures.Future[to
         work: Any = dist.all_reduce(bucket.buffer(), group=channel.transport.group, async_op=True)
         future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
         return future.then(lambda done: done.value()[0])
-    ready: torch.futures.Future[torch.Tensor] = torch.futures.Future()  # type: ignore[no-untyped-call]
-    ready.set_result(channel.sum_(bucket.buffer()))  # type: ignore[no-untyped-call]
+    ready: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    ready.set_result(channel.sum_(bucket.buffer()))
     return ready

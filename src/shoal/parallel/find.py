@@ -44,16 +44,12 @@ def find_anatomy(model: nn.Module, example: tuple[Tensor, ...] | None, config: P
         splits |= {split.path: split for split in found if split.path not in splits}
     attentions = [heads for group in groups for heads in _group_heads(model, group)]
     attentions += _torch_heads(model, trace)
-    splits, dropped = (
-        apply_split_table(
-            model,
-            splits,
-            config,
-            pairings=[(group.producers, group.rows) for group in groups],
-            traced=[] if trace is None else [(group.producers, group.rows) for group in trace.follower.groups.roots()],
-        )
-        if config.split
-        else (splits, {})
+    splits, dropped = apply_split_table(
+        model,
+        splits,
+        config,
+        pairings=[(group.producers, group.rows) for group in groups],
+        traced=[] if trace is None else [(group.producers, group.rows) for group in trace.follower.groups.roots()],
     )
     kept = [group for group in groups if all(path in splits for path in group.producers + group.rows)]
     lost = {seen.path for group in groups if group not in kept for seen in group.attentions}
@@ -111,7 +107,7 @@ def _accept_groups(model: nn.Module, trace: Trace) -> list[Group]:
                 group.block(f"{path} is also called on a tensor that every rank holds whole")
         if set(group.producers) & set(group.rows):
             group.block(f"{group.producers[0]} feeds itself")
-        group.settle(follower.kept_whole)
+        group.settle(follower.kept_whole, follower.values)
         if group.obstacle is None and taken & set(layers):
             group.block("a neighbour is one of another pair")
         if group.obstacle is None:
@@ -142,7 +138,7 @@ def _group_heads(model: nn.Module, group: Group) -> Iterator[Heads]:
 
 def _torch_heads(model: nn.Module, trace: Trace | None) -> list[Heads]:
     """torch's own attention modules, each split as a piece; those of unequal widths are left whole."""
-    used_outside = trace.follower.used_outside if trace is not None else set()
+    left_whole = trace.follower.used_outside | trace.learned_masks if trace is not None else set()
     return [
         Heads(
             path=path,
@@ -156,7 +152,7 @@ def _torch_heads(model: nn.Module, trace: Trace | None) -> list[Heads]:
         and module._qkv_same_embed_dim
         and module.bias_k is None
         and not module.add_zero_attn
-        and path not in used_outside
+        and path not in left_whole
     ]
 
 
@@ -201,6 +197,8 @@ def _reason(path: str, module: nn.Module, trace: Trace | None) -> str:
     if isinstance(module, _CONVOLUTIONS):
         return "convolutions are not split"
     if isinstance(module, nn.MultiheadAttention):
+        if trace is not None and path in trace.learned_masks:
+            return "its mask is learned, and every head adds to the mask's gradient"
         return "its query, key and value widths differ, or it adds keys of its own"
     if is_linear(module) and trace is not None:
         number = trace.follower.groups.by_producer.get(path)

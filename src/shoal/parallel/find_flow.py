@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.parallel.find_groups import Groups, SizeUse
-from shoal.parallel.find_sizes import Features, Source, sources_of, trace_source
+from shoal.parallel.find_sizes import Features, Source, TracedInt, sources_of, trace_source
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,11 @@ RULES: dict[str, Rule] = {}
 
 ATTENTION = "scaled_dot_product_attention"
 """torch's attention function: the one that techniques can replace."""
-_READS_VALUES = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "numpy"})
+_READS_VALUES = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "numpy", "numel", "nelement"})
+_WRITES_VALUES = frozenset({"__setitem__"})
+"""Hand nothing back, but change a tensor."""
+_WRITES_SIZES = frozenset({"view", "reshape", "unflatten", "expand", "broadcast_to", "split", "split_with_sizes"})
+"""Take whole numbers as sizes, which their rules put down; elsewhere a whole number is a value."""
 
 
 class Follower(TorchFunctionMode):
@@ -68,6 +72,8 @@ class Follower(TorchFunctionMode):
         """Layers whose parameters are used by something else than the layer itself."""
         self.kept_whole: set[Source] = set()
         """Sources of sizes of tensors without a label."""
+        self.values: list[TracedInt] = []
+        """Numbers that were used as values."""
         self.modules: list[str] = [""]
         """Paths of the modules that are running, innermost last."""
         self.plain_inputs: set[str] = set()
@@ -91,7 +97,7 @@ class Follower(TorchFunctionMode):
         tensors = list(tensors_in((args, kwargs)))
         if name in ("shape", "size") and tensors:
             return self._trace_size(tensors[0], args, kwargs, result)
-        if name in _READS_VALUES or isinstance(result, Tensor | tuple | list):
+        if name in _READS_VALUES | _WRITES_VALUES or isinstance(result, Tensor | tuple | list):
             self._look(name, tensors, args, kwargs, result)
         return result
 
@@ -116,8 +122,8 @@ class Follower(TorchFunctionMode):
     def join(self, labels: list[Label]) -> Label:
         """The label of features that were combined one by one."""
         first = labels[0]
-        if any(label.parts != first.parts and label.origins & first.origins for label in labels):
-            raise BlockedError("parts of one layer's output meet the whole of it")
+        if any(label.parts != first.parts for label in labels):
+            raise BlockedError("parts of one layer's output meet the whole of it, or of another's")
         return replace(
             max(labels, key=lambda label: len(label.dims)),
             group=self.groups.join([label.group for label in labels]),
@@ -150,7 +156,9 @@ class Follower(TorchFunctionMode):
             self.groups[label.group].block(f"{path} reads its features in another dim than the last")
         else:
             self.consume(label)
-            group = self.groups[label.group]
+            # A layer that sums up the features of several groups makes one of them: it is split for all or for none.
+            number = self.groups.join([label.group, *self.groups.with_row(path)])
+            group = self.groups[number]
             group.rows = list(dict.fromkeys([*group.rows, path]))
         features = output.shape[-1]
         self.put(output, Label(self.groups.of_producer(path), (output.ndim - 1,), features, frozenset([path])))
@@ -174,6 +182,8 @@ class Follower(TorchFunctionMode):
             self.kept_whole |= sources_of(_integers((args, kwargs)))
             # An operation in place may hand back a tensor whose label was that of its old contents: none here.
             return
+        if name not in _WRITES_SIZES:
+            self.values += [number for number in _integers((args, kwargs)) if isinstance(number, TracedInt)]
         rule = RULES.get(name)
         where = f" in {self.modules[-1]}" if self.modules[-1] else ""
         if rule is None:
@@ -188,7 +198,7 @@ class Follower(TorchFunctionMode):
         label = self.label(tensor)
         if label is None:
             return result
-        whole = trace_source(tensor.size(label.dim), Features(label.group))
+        whole = trace_source(tensor.size(label.dim), Features(label.group), self.values)
         if isinstance(result, int):
             asked = kwargs["dim"] if "dim" in kwargs else args[1]
             return whole if asked % tensor.ndim == label.dim else result

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from shoal.parallel.find_sizes import Attribute, Source, size_if, sources_of
+from shoal.parallel.find_sizes import Attribute, Features, Halved, Source, TracedInt, size_if, sources_of
 
 _MOST_ATTRIBUTES = 8  # Subsets of the attributes are tried; a module that counts in more ways than this is left alone.
 
@@ -36,16 +36,13 @@ class SizeUse:
 
     def holds(self, group: "Group", chosen: frozenset[Attribute]) -> bool:
         """True when a rank with half of the features and of the chosen attributes gets what it should."""
-
-        def halved(source: Source) -> bool:
-            return source in chosen if isinstance(source, Attribute) else source.group in group.numbers
-
+        halved = group.halves(chosen)
         expected = [Fraction(size, 2 if dim == self.split_dim else 1) for dim, size in enumerate(self.shape)]
         written = [size_if(size, halved) for size in self.sizes]
         if -1 in self.sizes:
             place = self.sizes.index(-1)
-            rest = math.prod(size for dim, size in enumerate(written) if dim != place)
-            written[place] = math.prod(expected) / rest if rest else Fraction(0)
+            rest = Fraction(math.prod(size for dim, size in enumerate(written) if dim != place))
+            written[place] = Fraction(math.prod(expected)) / rest if rest else Fraction(0)
         return written == expected
 
 
@@ -102,29 +99,41 @@ class Group:
         """Note why the group cannot be split; the first reason stays."""
         self.obstacle = self.obstacle or reason
 
-    def settle(self, kept_whole: set[Source]) -> None:
+    def halves(self, chosen: frozenset[Attribute]) -> Halved:
+        """What a rank has half of when this group is split and these attributes are shared out."""
+        return lambda source: source in chosen if isinstance(source, Attribute) else source.group in self.numbers
+
+    def settle(self, kept_whole: set[Source], values: Sequence[TracedInt]) -> None:
         """Find the attributes to share out, or the reason why the group cannot be split.
 
         Args:
             kept_whole: sources of sizes of tensors that no rank has a part of; sharing them out would break those.
+            values: numbers that the forward pass computes with, which must be the same on every rank.
         """
         if not self.rows:
             self.block("no linear layer sums its features up")
         for path, parts in self.parts.items():
             if len(parts) > 1:
                 self.block(f"the output of {path} is used in {' and in '.join(map(str, sorted(parts)))} parts")
+        if any(isinstance(source, Features) and source.group in self.numbers for source in kept_whole):
+            self.block("its number of features also sizes a tensor that stays whole")
         if self.obstacle is None:
-            self._choose_attributes(kept_whole)
+            self._choose_attributes(kept_whole, values)
 
-    def _choose_attributes(self, kept_whole: set[Source]) -> None:
+    def _choose_attributes(self, kept_whole: set[Source], values: Sequence[TracedInt]) -> None:
         written = {source for use in self.sizes for source in sources_of(use.sizes)}
-        candidates = sorted(source for source in written if isinstance(source, Attribute))
+        beside = {source for value in values if value.sources & written for source in value.sources}
+        candidates = sorted(source for source in written | beside if isinstance(source, Attribute))
+        obstacle = "its forward pass writes a whole number of features or heads that no attribute holds"
         for count in range(min(len(candidates), _MOST_ATTRIBUTES) + 1):
             for chosen in itertools.combinations(candidates[:_MOST_ATTRIBUTES], count):
-                if all(use.holds(self, frozenset(chosen)) for use in self.sizes):
+                if not all(use.holds(self, frozenset(chosen)) for use in self.sizes):
+                    continue
+                if all(value.is_same(self.halves(frozenset(chosen))) for value in values):
                     self._divide(chosen, kept_whole)
                     return
-        self.block("its forward pass writes a whole number of features or heads that no attribute holds")
+                obstacle = "its forward pass computes with a number of features or heads that would be a rank's share"
+        self.block(obstacle)
 
     def _divide(self, chosen: Sequence[Attribute], kept_whole: set[Source]) -> None:
         paths = {attribute.path for attribute in chosen}
@@ -174,6 +183,10 @@ class Groups:
             self.groups[roots[0]].join(self.groups[other])
             self.parents[other] = roots[0]
         return roots[0]
+
+    def with_row(self, path: str) -> list[int]:
+        """The numbers of the groups that a layer sums up."""
+        return [number for number, group in enumerate(self.groups) if path in group.rows]
 
     def roots(self) -> list[Group]:
         """The joined groups, in the order in which they began."""

@@ -4,14 +4,15 @@ A pattern is a module path in which ``*`` stands for one part: ``blocks.*.mlp.up
 """
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
 from shoal.core.errors import RequestError, nearest
 from shoal.parallel.anatomy import Split, SplitKind
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.config import ParallelConfig, SplitWord
 from shoal.parallel.find_trace import is_linear
+from shoal.parallel.find_vocabulary import shared_parameters
 
 Pairing = tuple[Sequence[str], Sequence[str]]
 """Column layers, and the row layers that sum their features up."""
@@ -62,13 +63,13 @@ def apply_split_table(
     Raises:
         RequestError: a pattern matches nothing, a kind does not suit its layer, or a column has no row.
     """
-    wanted: dict[str, str] = {}
+    wanted: dict[str, SplitWord] = {}
     for pattern, word in config.split.items():
         for path in match_paths(model, pattern, key="parallel.split"):
             wanted[path] = word
     if not wanted:
         return found, {}
-    splits, dropped = dict(found), {}
+    splits, dropped = dict(found), dict[str, str]()
     for path, word in wanted.items():
         if word == "none":
             splits.pop(path, None)
@@ -79,6 +80,7 @@ def apply_split_table(
         splits[path] = Split(path=path, kind=SplitKind(word), parts=parts)
     _drop_broken_pairs(splits, dropped, wanted, pairings)
     _check_pairs(splits, wanted, traced)
+    _keep_ties(model, splits, dropped)
     return splits, dropped
 
 
@@ -98,7 +100,7 @@ def _check_kind(path: str, module: nn.Module, word: str) -> None:
 
 
 def _drop_broken_pairs(
-    splits: dict[str, Split], dropped: dict[str, str], wanted: dict[str, str], pairings: Sequence[Pairing]
+    splits: dict[str, Split], dropped: dict[str, str], wanted: Mapping[str, str], pairings: Sequence[Pairing]
 ) -> None:
     """A pair that the table took a layer from is left whole, but for the layers that the table names itself."""
     for columns, rows in pairings:
@@ -112,7 +114,7 @@ def _drop_broken_pairs(
                 dropped[path] = f"parallel.split took its partner {changed[0]} away"
 
 
-def _check_pairs(splits: dict[str, Split], wanted: dict[str, str], traced: Sequence[Pairing]) -> None:
+def _check_pairs(splits: dict[str, Split], wanted: Mapping[str, str], traced: Sequence[Pairing]) -> None:
     """Refuse a column or row layer of the table without its partners: those that the trace saw, else one near it."""
     for path, word in wanted.items():
         if word not in ("column", "row"):
@@ -131,6 +133,17 @@ def _check_pairs(splits: dict[str, Split], wanted: dict[str, str], traced: Seque
                 f"what a column layer puts out stays split until a row layer sums it up; "
                 f"{named} as {partner.value}, or set {path!r} to none"
             )
+
+
+def _keep_ties(model: nn.Module, splits: dict[str, Split], dropped: dict[str, str]) -> None:
+    """One weight of two layers is split in both or in neither."""
+    for names in shared_parameters(model):
+        owners = [name.rpartition(".")[0] for name in names]
+        layers = [path for path in owners if isinstance(model.get_submodule(path), nn.Embedding | nn.Linear)]
+        whole = [path for path in layers if path not in splits]
+        for path in layers if whole else ():
+            if splits.pop(path, None) is not None:
+                dropped[path] = f"its weight is that of {whole[0]}, which stays whole"
 
 
 def _is_near(one: str, other: str) -> bool:

@@ -1,7 +1,8 @@
 """Whether a part of a model treats each position by itself, asked of the model: one position is set to NaN, and whatever depends
-on it is NaN afterwards. No list of operations can be as sure, or as short.
+on it is NaN afterwards; then all others are, and it must not be. No list of operations can be as sure, or as short.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +18,15 @@ from shoal.parallel.find_trace import scores_first, undisturbed
 
 def is_stack_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, first: str, last: str, dim: int) -> bool:
     """True when, attention aside, no block from ``first`` to ``last`` mixes positions along ``dim`` of its stream."""
+    return all(
+        _is_stack_apart(model, example, first=first, last=last, dim=dim, spares=spares) for spares in (False, True)
+    )
+
+
+def _is_stack_apart(
+    model: nn.Module, example: tuple[Tensor, ...], *, first: str, last: str, dim: int, spares: bool
+) -> bool:
+    """True when the poison stays where it is put: at one position, or, where it ``spares`` that one, at all others."""
     found: list[Tensor] = []
 
     def capture(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -24,7 +34,7 @@ def is_stack_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, first: 
         raise _EnoughError
 
     def poison(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return _poison_stream(args, kwargs, dim)
+        return _poison_stream(args, kwargs, dim, spares)
 
     with _probing(model) as stack:
         stack.enter_context(_LocalAttention())
@@ -34,7 +44,7 @@ def is_stack_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, first: 
             model(*example)
         except _EnoughError:
             pass
-    return bool(found) and _is_only(found[0], dim)
+    return bool(found) and _is_only(found[0], dim, spares)
 
 
 def is_tail_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, last: str, dim: int) -> bool:
@@ -42,8 +52,11 @@ def is_tail_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, last: st
     and takes any number of positions. GPT-2 views its stream by the length of its input, and so does not.
     """
     whole = _run_tail(model, example, last, lambda stream: stream)
-    poisoned = _run_tail(model, example, last, lambda stream: _poison(stream, dim))
-    if whole is None or poisoned is None or poisoned.ndim != 3 or not _is_only(poisoned, 1):
+    for spares in (False, True):
+        poisoned = _run_tail(model, example, last, functools.partial(_poison, dim=dim, spares=spares))
+        if poisoned is None or poisoned.ndim != 3 or not _is_only(poisoned, 1, spares):
+            return False
+    if whole is None:
         return False
     half = whole.shape[1] // 2
     # The later half, so that a tail that counts positions from 0 is seen.
@@ -117,30 +130,36 @@ def _removing(handle: Any) -> Iterator[None]:
         handle.remove()
 
 
-def _poison(stream: Tensor, dim: int) -> Tensor:
-    poisoned = stream.clone()
-    poisoned.select(dim, stream.shape[dim] // 2).fill_(float("nan"))
+def _poison(stream: Tensor, dim: int, spares: bool) -> Tensor:
+    """NaN at the position in the middle; or, where that one is spared, at all others, so that none of them goes unseen."""
+    chosen = stream if spares else torch.full_like(stream, torch.nan)
+    others = torch.full_like(stream, torch.nan) if spares else stream
+    middle = stream.shape[dim] // 2
+    poisoned = others.clone()
+    poisoned.select(dim, middle).copy_(chosen.select(dim, middle))
     return poisoned
 
 
-def _is_only(tensor: Tensor, dim: int) -> bool:
-    """True when exactly the poisoned position is NaN."""
-    expected = torch.zeros(tensor.shape[dim], dtype=torch.bool)
-    expected[tensor.shape[dim] // 2] = True
+def _is_only(tensor: Tensor, dim: int, spares: bool) -> bool:
+    """True when exactly the poisoned positions are NaN."""
+    expected = torch.full((tensor.shape[dim],), spares)
+    expected[tensor.shape[dim] // 2] = not spares
     rows = tensor.isnan().movedim(dim, 0).flatten(1)
     return bool(torch.equal(rows.any(dim=1), expected) and torch.equal(rows.all(dim=1), expected))
 
 
-def _poison_stream(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _poison_stream(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, spares: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for place, value in enumerate(args):
         if isinstance(value, Tensor):
-            return (*args[:place], _poison(value, dim), *args[place + 1 :]), kwargs
+            return (*args[:place], _poison(value, dim, spares), *args[place + 1 :]), kwargs
     name = (
         "hidden_states"
         if "hidden_states" in kwargs
         else next(name for name, value in kwargs.items() if isinstance(value, Tensor))
     )
-    return args, {**kwargs, name: _poison(kwargs[name], dim)}
+    return args, {**kwargs, name: _poison(kwargs[name], dim, spares)}
 
 
 def _replace_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -81,7 +81,7 @@ def follow_dropout(follower: Follower, args: tuple[Any, ...], kwargs: dict[str, 
     follower.groups[label.group].add_dropout(follower.modules[-1], label.dim - result.ndim)
 
 
-@rule("softmax", "log_softmax", "cumsum", "normalize", "flip")
+@rule("softmax", "log_softmax", "cumsum", "normalize")
 def follow_along(follower: Follower, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     """Mixes along one dim and leaves the others alone."""
     x, label = labelled(follower, args)

@@ -4,7 +4,7 @@ A forward pass writes sizes into its views: ``x.view(batch, length, self.heads, 
 must shrink and ``head`` must not; when the code says ``x.view(..., -1, self.head)`` nothing must; and when it says
 ``y.view(batch, length, x.shape[-1])`` with the width of a whole tensor, the layer cannot be split at all. Names do not tell these
 apart, so during the trace every number that a module or a followed tensor hands out is a ``TracedInt``, which can say what it
-would be if some of its sources were halved.
+would be if some of its sources were halved. A number that becomes a value, such as the scale of an attention, must not change.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,14 +38,23 @@ class TracedInt(int):
 
     formula: Formula
     sources: frozenset[Source]
+    values: "list[TracedInt]"
+    """Shared by all numbers of a trace: those that went into arithmetic with other than whole numbers."""
 
     @classmethod
-    def of(cls, value: int, formula: Formula, sources: Iterable[Source]) -> "TracedInt":
+    def of(
+        cls, value: int, formula: Formula, sources: Iterable[Source], values: "list[TracedInt] | None" = None
+    ) -> "TracedInt":
         """A number and where it came from."""
         made = cls(value)
         made.formula = formula
         made.sources = frozenset(sources)
+        made.values = [] if values is None else values
         return made
+
+    def is_same(self, halved: Halved) -> bool:
+        """True when a rank that has half of some sources has the same number."""
+        return self.formula(halved) == self.formula(lambda _: False)
 
     # A copy or a pickle of a model that kept one of these holds a plain int.
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
@@ -78,10 +87,31 @@ class TracedInt(int):
     def __rfloordiv__(self, other: Any) -> Any:
         return _combine(self, other, lambda a, b: Fraction(b // a), int.__rfloordiv__)
 
+    # From here on what comes out is a value and no size.
+    def __truediv__(self, other: Any) -> Any:
+        _note_ratio(self, other)
+        return int.__truediv__(self, other)
 
-def trace_source(value: int, source: Source) -> TracedInt:
+    def __rtruediv__(self, other: Any) -> Any:
+        self.values.append(self)
+        return int.__rtruediv__(self, other)
+
+    def __pow__(self, other: Any, modulus: Any = None) -> Any:
+        self.values.append(self)
+        return int.__pow__(self, other, modulus)
+
+    def __rpow__(self, other: Any, modulus: Any = None) -> Any:
+        self.values.append(self)
+        return int.__rpow__(self, other, modulus)
+
+    def __float__(self) -> float:
+        self.values.append(self)
+        return int.__float__(self)
+
+
+def trace_source(value: int, source: Source, values: list[TracedInt] | None = None) -> TracedInt:
     """A number that comes straight from a source."""
-    return TracedInt.of(value, lambda halved: Fraction(value, 2 if halved(source) else 1), [source])
+    return TracedInt.of(value, lambda halved: Fraction(value, 2 if halved(source) else 1), [source], values)
 
 
 def size_if(size: int, halved: Halved) -> Fraction:
@@ -97,7 +127,8 @@ def sources_of(sizes: Iterable[int]) -> set[Source]:
 class TracedAttributes:
     """While entered, the whole numbers that the user's modules keep are traced ones. torch's own modules are left alone."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, values: list[TracedInt]) -> None:
+        self.values = values
         self.kept: list[tuple[nn.Module, str, int]] = []
         self.modules = [(path, module) for path, module in model.named_modules() if not is_torch_module(module)]
 
@@ -106,7 +137,7 @@ class TracedAttributes:
             for name, value in list(vars(module).items()):
                 if type(value) is int and not name.startswith("_"):
                     self.kept.append((module, name, value))
-                    vars(module)[name] = trace_source(value, Attribute(path, name))
+                    vars(module)[name] = trace_source(value, Attribute(path, name), self.values)
 
     def __exit__(self, *_: object) -> None:
         for module, name, value in self.kept:
@@ -126,6 +157,20 @@ def _combine(
 ) -> Any:
     value = plain(left, right)
     if value is NotImplemented or not isinstance(right, int):
+        if isinstance(right, float):
+            left.values.append(left)
         return value
     sources = left.sources | (right.sources if isinstance(right, TracedInt) else frozenset())
-    return TracedInt.of(int(value), lambda halved: apply(size_if(left, halved), size_if(right, halved)), sources)
+    return TracedInt.of(
+        int(value), lambda halved: apply(size_if(left, halved), size_if(right, halved)), sources, left.values
+    )
+
+
+def _note_ratio(left: TracedInt, right: Any) -> None:
+    """Note a quotient as a value: features over heads is the same on every rank, though neither of them is."""
+    if not isinstance(right, TracedInt):
+        left.values.append(left)
+        return
+    sources = left.sources | right.sources
+    ratio = TracedInt.of(0, lambda halved: size_if(left, halved) / size_if(right, halved), sources, left.values)
+    left.values.append(ratio)

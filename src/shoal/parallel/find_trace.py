@@ -17,6 +17,8 @@ from shoal.parallel import find_views as find_views
 from shoal.parallel.find_flow import Follower, tensors_in
 from shoal.parallel.find_sizes import TracedAttributes
 
+PUT_OUT = "it is what the model puts out"
+
 
 @dataclass
 class Call:
@@ -47,8 +49,12 @@ class Trace:
     embedded: dict[str, list[Tensor]] = field(default_factory=dict)
     """Embeddings and the indices that they were given."""
     torch_attentions: list[Attended] = field(default_factory=list)
+    learned_masks: set[str] = field(default_factory=set)
+    """Those whose mask has a gradient: every head adds to it, and a rank would have only its own heads' part."""
     outputs: list[Tensor] = field(default_factory=list)
     """The tensors that the model put out; its scores first, where it names them."""
+    has_scores: bool = False
+    """It put out scores alone, or an object that names them: what a loss of split scores can find."""
 
 
 def trace_forward(model: nn.Module, example: tuple[Tensor, ...]) -> Trace:
@@ -64,13 +70,14 @@ def trace_forward(model: nn.Module, example: tuple[Tensor, ...]) -> Trace:
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model, training=True))
         stack.enter_context(_watched(model, paths, trace))
-        stack.enter_context(TracedAttributes(model))
+        stack.enter_context(TracedAttributes(model, trace.follower.values))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(trace.follower)
         output = model(*example)
     trace.outputs = list(scores_first(output))
+    trace.has_scores = isinstance(getattr(output, "logits", output), Tensor)
     for tensor in trace.outputs:
-        trace.follower.block([tensor], "it is what the model puts out")
+        trace.follower.block([tensor], PUT_OUT)
     return trace
 
 
@@ -191,14 +198,14 @@ def _as_piece(module: nn.Module, trace: Trace, watch: Watcher) -> Iterator[None]
         watch(args, kwargs, output)
         return output
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     try:
         yield
     finally:
         if own is None:
             del module.forward
         else:
-            module.forward = own  # type: ignore[method-assign]
+            module.forward = own
 
 
 def _on_linear(path: str, trace: Trace) -> Watcher:
@@ -222,5 +229,7 @@ def _on_attention(path: str, trace: Trace) -> Watcher:
         tensors = list(tensors_in((args, kwargs)))
         trace.follower.block(tensors, f"{path} reads all of its features")
         trace.torch_attentions.append(Attended(path, is_self=tensors[0] is tensors[1]))
+        if any(tensor.requires_grad for tensor in tensors[3:]):
+            trace.learned_masks.add(path)
 
     return watch

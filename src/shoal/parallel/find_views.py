@@ -16,6 +16,8 @@ def follow_view(follower: Follower, args: tuple[Any, ...], kwargs: dict[str, Any
     x, label = labelled(follower, args)
     if kwargs.get("dtype") is not None or x.dtype != result.dtype:
         raise BlockedError("it reads the bytes as another type")
+    if any(isinstance(other, Tensor) and follower.label(other) is None for other in args[1:]):
+        raise BlockedError("it takes the shape of a tensor that every rank holds whole")
     moved = view_label(label, tuple(x.shape), tuple(result.shape))
     follower.put(result, moved)
     sizes = _written_sizes(x, args, kwargs, result)
@@ -125,6 +127,8 @@ def follow_expand(follower: Follower, args: tuple[Any, ...], kwargs: dict[str, A
     x, label = labelled(follower, args)
     offset = result.ndim - x.ndim
     moved = replace(label, dims=tuple(dim + offset for dim in label.dims))
+    if any(isinstance(other, Tensor) and follower.label(other) is None for other in args[1:]):
+        raise BlockedError("it takes the shape of a tensor that every rank holds whole")
     if result.shape[moved.dim] != x.shape[label.dim]:
         raise BlockedError("one feature is spread over all of them")
     follower.put(result, moved)

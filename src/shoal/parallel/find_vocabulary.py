@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from shoal.parallel.anatomy import Split, SplitKind, Stack
 from shoal.parallel.find_blocks import is_under
-from shoal.parallel.find_trace import Trace, is_linear, linear_sizes
+from shoal.parallel.find_trace import PUT_OUT, Trace, is_linear, linear_sizes
 
 _FEWEST_ROWS = 16  # Two token types or eight positions are not worth a collective.
 
@@ -79,7 +79,8 @@ def _find_head(
             continue
         weight = module.weight
         tied = {name for name, other in embeddings.items() if other.weight is weight}
-        if not _is_output(trace, path):
+        group = trace.follower.groups[trace.follower.groups.by_producer[path]]
+        if not _is_output(trace, path) or group.obstacle != PUT_OUT or group.rows or len(group.producers) > 1:
             return None, (path, "its scores are not the model's output as they are")
         if _owners_used_outside(path, module, trace) and not tied:
             return None, (path, "something besides the layer itself uses its weight")
@@ -91,7 +92,7 @@ def _find_head(
 
 def _is_output(trace: Trace, path: str) -> bool:
     outputs = trace.linear_outputs[path]
-    return len(outputs) == 1 and any(outputs[0] is tensor for tensor in trace.outputs[:1])
+    return trace.has_scores and len(outputs) == 1 and any(outputs[0] is tensor for tensor in trace.outputs[:1])
 
 
 def _is_shared_with(model: nn.Module, head: nn.Module, embeddings: dict[str, nn.Embedding]) -> bool:

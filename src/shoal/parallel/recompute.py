@@ -114,7 +114,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-class _Keeping(TorchDispatchMode):
+class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The first run of a block: keeps the results of some operators.
 
     Instead of ``create_selective_checkpoint_contexts``, which counts every operator and refuses when a recompute runs one more of
@@ -122,7 +122,7 @@ class _Keeping(TorchDispatchMode):
     """
 
     def __init__(self, kept: _Kept) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,11 +132,11 @@ class _Keeping(TorchDispatchMode):
         return output
 
 
-class _Giving(TorchDispatchMode):
+class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The second run: gives them back in their order, each once, so that memory goes as the backward pass does."""
 
     def __init__(self, kept: _Kept, path: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
         self._path = path
 
@@ -145,8 +145,8 @@ class _Giving(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if not self._kept[func]:
             raise RunError(
-                f"recompute=selective: block {self._path!r} called {func} once more than in its forward pass, or its backward pass "
-                f"ran twice; its forward must do the same each time, or use recompute=full"
+                f"recompute=selective: block {self._path!r} called {func} once more than in its forward pass, or its "
+                f"backward pass ran twice; its forward must do the same each time, or use recompute=full"
             )
         values = []
         for value, version in self._kept[func].popleft():

@@ -47,7 +47,7 @@ class Reduction(Protocol):
         """Parameters that got no gradient in this step, on this rank; asked after ``finish``."""
 
     def local(self) -> AbstractContextManager[None]:
-        """Inside, gradients stay this replica's own, in ``.grad`` of the model's parameters, and nothing is summed."""
+        """Surrounds one microbatch whose gradients are only to be looked at, by hooks: nothing is summed, none need stay."""
 
 
 def sum_partial_(updated: Mapping[str, nn.Parameter], names: frozenset[str], channel: Channel) -> None:

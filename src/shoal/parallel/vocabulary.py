@@ -44,9 +44,16 @@ class SplitEmbedding(nn.Embedding):
     channel: Channel
     start: int
     """The first row of this rank."""
+    vocab: int
+    """Rows of all ranks, without padding."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Embed tokens that may be any rank's."""
+        """Embed tokens that may be any rank's.
+
+        Raises:
+            IndexError: a token is none of the vocabulary; torch's own embedding raises the same.
+        """
+        _check_tokens((input < 0) | (input >= self.vocab), input, self.vocab, "token")
         local = input - self.start
         is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight, self.padding_idx)
@@ -76,7 +83,8 @@ def apply_split_embedding(module: nn.Module, path: str, channel: Channel) -> Non
     padding = module.padding_idx
     is_here = padding is not None and start <= padding < start + rows
     # Past nn.Module.__setattr__: neither is a parameter, and a checkpoint has none of them.
-    module.__dict__.update(channel=channel, start=start, num_embeddings=rows)
+    module.__dict__.update(channel=channel, start=start, vocab=module.num_embeddings)
+    module.__dict__["num_embeddings"] = rows
     module.__dict__["padding_idx"] = padding - start if is_here and padding is not None else None
 
 
@@ -98,14 +106,7 @@ def split_cross_entropy(scores_local: Tensor, targets: Tensor, *, channel: Chann
     scores, flat, start = _real_scores(scores_local, targets, channel, vocab)
     if scores.dtype in (torch.bfloat16, torch.float16):
         scores = scores.float()
-    # A fake tensor, on which memory is predicted, has no values to look at.
-    if (
-        flat.device.type == "cpu"
-        and not hasattr(flat, "fake_mode")
-        and bool((((flat < 0) & (flat != IGNORED)) | (flat >= vocab)).any())
-    ):
-        # On CUDA looking would cost a synchronisation per step.
-        raise IndexError(f"a target is outside the vocabulary of {vocab}: from {int(flat.min())} to {int(flat.max())}")
+    _check_tokens(((flat < 0) & (flat != IGNORED)) | (flat >= vocab), flat, vocab, "target")
     loss: Tensor = _SplitCrossEntropy.apply(scores, flat, channel, start)  # type: ignore[no-untyped-call]
     return loss
 
@@ -145,6 +146,12 @@ def _real_scores(scores: Tensor, targets: Tensor, channel: Channel, vocab: int) 
     real = _num_real(vocab, rows, channel.rank)
     flat_scores = scores.reshape(-1, rows)
     return flat_scores if real == rows else flat_scores[:, :real], targets.reshape(-1), channel.rank * rows
+
+
+def _check_tokens(is_wrong: Tensor, tokens: Tensor, vocab: int, what: str) -> None:
+    # On CUDA looking would cost a synchronisation; a fake tensor, on which memory is predicted, has no values to look at.
+    if tokens.device.type == "cpu" and not hasattr(tokens, "fake_mode") and bool(is_wrong.any()):
+        raise IndexError(f"a {what} is outside the vocabulary of {vocab}: from {int(tokens.min())} to {int(tokens.max())}")
 
 
 def _num_real(vocab: int, rows: int, rank: int) -> int:

@@ -143,7 +143,8 @@ class ZeroReduction:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Leaves this replica's own gradients in ``.grad`` of the model's parameters; nothing is summed inside."""
+        """Sums nothing and drops gradients as they come: all of them at once may not fit a rank that keeps a shard of them."""
+        self.gradients.begin_microbatch(is_last=False)
         self.gradients.is_active = False
         try:
             yield

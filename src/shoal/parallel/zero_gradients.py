@@ -25,7 +25,7 @@ from shoal.parallel.zero_pool import Pool
 
 
 class GradientStore:
-    """The gradients of one rank. ``is_active`` False leaves them to autograd, in ``.grad``."""
+    """The gradients of one rank. While ``is_active`` is False they are dropped as they come."""
 
     def __init__(
         self,
@@ -106,6 +106,9 @@ class GradientStore:
         def catch(parameter: Tensor) -> None:
             if self.is_active:
                 self._catch(index, slot, parameter)
+            else:
+                parameter.grad = None
+                self._is_in(index, slot)
 
         return catch
 
@@ -118,11 +121,16 @@ class GradientStore:
                 "replicas; run one backward pass per microbatch, and recompute with use_reentrant=False"
             )
         self._put(index, slot, gradient)
+        if self._is_in(index, slot) and self.is_last:
+            self._reduce_in_turn()
+
+    def _is_in(self, index: int, slot: Slot) -> bool:
+        """Tick a gradient of this microbatch off; True when it is the last one of its unit."""
         self._missing[index].discard(slot.name)
-        if not self._missing[index]:
-            self._on_unit_in(index)
-            if self.is_last:
-                self._reduce_in_turn()
+        if self._missing[index]:
+            return False
+        self._on_unit_in(index)
+        return True
 
     def _put(self, index: int, slot: Slot, gradient: Tensor) -> None:
         """First of a step: copied. Later ones: added, so that microbatches are summed in their order."""

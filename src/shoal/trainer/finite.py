@@ -48,7 +48,7 @@ class _Sightings:
 def trace_nonfinite(runner: StepRunner, batch: StepBatch, *, step: int, scale: float) -> Origin:
     """Find the rank that first met a value that is not finite. Every rank must call this together."""
     names = sorted(name for name, parameter in runner.model.named_parameters() if parameter.requires_grad)
-    with _watching(runner.model, names) as seen, runner.reduction.local():
+    with _watching(runner.model, names) as seen:
         loss = runner.accumulate(batch, step=step, scale=scale, reduce=False)
     # The forward passes above left notes for the running statistics; they are of a step that counts for nothing.
     batchnorm.fold(runner.model, keep=False)

@@ -28,7 +28,7 @@ from shoal.parallel.reduction import Reduction
 from shoal.parallel.rules import describe_facts
 from shoal.telemetry.board import RankSlot
 from shoal.trainer.config import TrainConfig
-from shoal.trainer.layout import asks_the_model
+from shoal.trainer.layout import asks_the_model, check_settings
 from shoal.trainer.objective import Objective
 from shoal.trainer.scoring import Scoring, is_known
 from shoal.trainer.state import Held, export_held, hash_held
@@ -56,6 +56,18 @@ class Placed:
         """What this rank holds of the run's state."""
         return export_held(self.model, self.optimizer, self.reduction, self.laid)
 
+    def watched(self) -> Held:
+        """What several ranks must hold alike: ``held``, and the weights that forward passes read where those are others."""
+        held = self.held()
+        if self.plan.zero not in (1, 2):
+            return held
+        # A rank holds some rows, which nobody else has; the whole weights that it gathered are every replica's.
+        named = self.model.named_parameters()
+        whole = {f"gathered/{name}": parameter.detach() for name, parameter in named if parameter.requires_grad}
+        local = {f"gathered/{name}": placement for name, placement in self.laid.placements.items()}
+        tensors, placements = {**held.tensors, **whole}, {**held.placements, **local}
+        return replace(held, tensors=tensors, placements=placements)
+
     def hash_weights(self) -> str:
         """SHA-256 over the whole weights; all ranks call it together."""
         return hash_held(self.model, self.held(), laid=self.laid, mesh=self.mesh, is_sharded=self.plan.zero > 0)
@@ -78,7 +90,12 @@ def place_model(
     parallel: ParallelConfig,
     world: World,
 ) -> Placed:
-    """Lay a whole model, as one process builds it, out on this rank."""
+    """Lay a whole model, as one process builds it, out on this rank.
+
+    Raises:
+        RequestError: the plan does not fit the model, or settings of ``train`` do not fit the plan.
+    """
+    check_settings(train, plan)
     precision = Precision.named(train.precision)
     mesh = build_mesh(world, plan)
     anatomy = Anatomy()

@@ -7,6 +7,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 
+from shoal.core.combine import setting_problems
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.trainer.config import TrainConfig
@@ -107,6 +108,17 @@ def count_steps(train: TrainConfig, *, num_samples: int, tokens_per_sample: int)
     samples = math.ceil(train.tokens / tokens_per_sample)
     epochs, rest = divmod(samples, num_samples)
     return epochs * steps_per_epoch + math.ceil(rest / train.global_batch)
+
+
+def check_settings(train: TrainConfig, plan: Plan) -> None:
+    """Refuse settings of ``[train]`` that this plan cannot carry out.
+
+    Raises:
+        RequestError: lists them with their fixes.
+    """
+    found = setting_problems(plan, compile_model=train.compile, unused_parameters=train.unused_parameters)
+    if found:
+        raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
 
 
 def check_samples(*, num_samples: int, replicas: int) -> None:

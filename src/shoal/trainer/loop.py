@@ -109,6 +109,7 @@ class Trainer:
             world=self.world,
             reporter=self.reporter,
             plan=str(self.plan),
+            replica=self.mesh.coordinate(Axis.DATA),
             seed=train.seed,
             train_samples=len(data.train),
         )
@@ -352,7 +353,7 @@ class Trainer:
         if watch_every and step % watch_every == 0 and self.world.size > 1:
             # Before a checkpoint could keep one of several opinions.
             self.reporter.enter("wait: comparing replicas", step)
-            held = self.placed.held()
+            held = self.placed.watched()
             check_replicas(held.tensors, held.placements, self.mesh, step=step, names=held.all_weights)
         if self._wants_evaluation(step):
             self._evaluate_validation()

@@ -41,12 +41,15 @@ class Persistence:
         world: World,
         reporter: Reporter,
         plan: str,
+        replica: int,
         seed: int,
         train_samples: int,
     ) -> None:
         self.config = config
         self.world = world
         self.reporter = reporter
+        self.plan = plan
+        self.replica = replica
         self.seed = seed
         self.train_samples = train_samples
         self.root = RunDir(run_dir).checkpoints if run_dir is not None else None
@@ -174,7 +177,9 @@ class Persistence:
             )
         refuse_other_state(held, checkpoint.manifest.tensors, origin=str(path))
         import_held(held, read_local(path, held.placements), origin=str(path))
-        if not import_random_state(checkpoint.tensors, self.world.rank):
-            seed_process(self.seed + checkpoint.step, rank=self.world.rank)
+        # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.
+        is_same_plan = checkpoint.manifest.plan == self.plan
+        if not (is_same_plan and import_random_state(checkpoint.tensors, self.world.rank)):
+            seed_process(self.seed + checkpoint.step, rank=self.replica)
         self.saved_step = progress.step
         return Restored(progress=progress, path=path)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shoal.core.combine import setting_problems
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.data.check import DataSummary, check_data
@@ -19,7 +18,15 @@ from shoal.models.facts import facts_of
 from shoal.telemetry.config import parse_window
 from shoal.trainer.claim import check_claim, choose_run_dir
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.layout import Layout, asks_the_model, check_samples, choose_plan, count_steps, derive_layout
+from shoal.trainer.layout import (
+    Layout,
+    asks_the_model,
+    check_samples,
+    check_settings,
+    choose_plan,
+    count_steps,
+    derive_layout,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +117,7 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
     Raises:
         RequestError: lists them with their fixes.
     """
-    train = recipe.train
-    found = setting_problems(plan, compile_model=train.compile, unused_parameters=train.unused_parameters)
-    if found:
-        raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
+    check_settings(recipe.train, plan)
 
 
 def _remarks(recipe: Recipe, total_steps: int) -> Iterator[str]:

@@ -39,7 +39,8 @@ class Scoring:
 
     def own_part(self, targets: torch.Tensor, weight: float) -> tuple[torch.Tensor, float]:
         """The targets of this rank's positions, and the weight of those; all of them where the sequence is not cut."""
-        if self._context is None or not self._context.keeps_local:
+        # A microbatch that counts for nothing, such as one that only keeps a replica in step, does so on every rank.
+        if self._context is None or not self._context.keeps_local or weight == 0:
             return targets, weight
         own = targets.index_select(1, self._context.positions(targets.shape[1]).to(targets.device))
         if own.is_floating_point():

@@ -89,6 +89,8 @@ class Held:
     placements: dict[str, Placement]
     all_weights: frozenset[str]
     """Checkpoint names of every weight of the model, held by this rank or not."""
+    has_updates: bool
+    """This rank's optimizer updates something; under ZeRO a small model may leave a rank without a row."""
 
 
 def export_held(model: nn.Module, optimizer: torch.optim.Optimizer, reduction: Reduction, laid: Laid) -> Held:
@@ -115,7 +117,12 @@ def export_held(model: nn.Module, optimizer: torch.optim.Optimizer, reduction: R
         has_rows = tensor.shape == reduction.updated[name].shape and tensor.ndim > 0
         tensors[f"optimizer/{path}"] = tensor
         placements[f"optimizer/{path}"] = reduction.placements[name] if has_rows else place_whole(tensor.shape)
-    return Held(tensors=tensors, placements=placements, all_weights=frozenset(f"weights/{name}" for name in saved))
+    return Held(
+        tensors=tensors,
+        placements=placements,
+        all_weights=frozenset(f"weights/{name}" for name in saved),
+        has_updates=bool(reduction.updated),
+    )
 
 
 def _saved_names(model: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[str, tuple[str | None, torch.Tensor]]:
@@ -140,8 +147,10 @@ def refuse_other_state(held: Held, saved_names: Iterable[str], *, origin: str) -
     for name in sorted(weights ^ held.all_weights):
         side = "the model has no such tensor" if name in weights else "the checkpoint has no such tensor"
         raise RunError(f"{origin} does not fit the model: {name.removeprefix('weights/')!r}: {side}")
+    if not held.has_updates:
+        return  # It cannot know which state its optimizer would have; the ranks that have rows do.
     own_keys = {name.rpartition("/")[2] for name in held.tensors if name.startswith("optimizer/")}
-    for name in sorted(name for name in saved if name.startswith("optimizer/") and held.tensors):
+    for name in sorted(name for name in saved if name.startswith("optimizer/")):
         if name.rpartition("/")[2] not in own_keys:
             raise RunError(
                 f"{origin} does not fit the optimizer: it holds {name!r}, which this optimizer does not have; "
@@ -183,7 +192,7 @@ def hash_held(model: nn.Module, held: Held, *, laid: Laid, mesh: Mesh, is_sharde
         speaks = key in held.tensors and is_spokesman(mesh, is_split=split is not None, is_sharded=is_cut)
         local = held.tensors[key] if speaks else None
         placement = held.placements[key] if speaks else nothing
-        digest.update(_bytes_of(gather_whole(local, placement, tensor.dtype, mesh=mesh)))
+        digest.update(_bytes_of(gather_whole(local, placement, like=tensor, mesh=mesh)))
     return digest.hexdigest()
 
 

@@ -6,7 +6,6 @@ decision (skip, clip, stop) is taken from reduced values, which are the same bit
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -150,7 +149,7 @@ class StepRunner:
     ) -> torch.Tensor | float:
         """Run this replica's microbatches and leave the reduced gradient in ``.grad``; the local share of the loss is returned.
 
-        With ``reduce=False`` gradients stay this replica's own: that is how a non-finite gradient is traced to its rank.
+        With ``reduce=False`` gradients are this replica's own, for hooks to look at: so a non-finite one is traced to its rank.
         """
         objective = self.objective if reduce else self.bare_objective
         total = self._total_weight(batch)
@@ -162,14 +161,14 @@ class StepRunner:
             self.dropout.begin(step, microbatch.sample_ids)
             if self.has_batch_norm:
                 batchnorm.begin_microbatch(self.model, index)
-            with self.reduction.microbatch(is_last=index == last) if reduce else nullcontext():
+            with self.reduction.microbatch(is_last=index == last) if reduce else self.reduction.local():
                 loss = objective(microbatch, microbatch.weight / total, stop)
                 self._enter("backward", step)
                 (loss if scale == 1.0 else loss * scale).backward()
             local_loss = local_loss + loss.detach()
         if not microbatches:
             self._enter("backward", step)
-            with self.reduction.microbatch(is_last=True) if reduce else nullcontext():
+            with self.reduction.microbatch(is_last=True) if reduce else self.reduction.local():
                 objective(None, 0.0, stop).backward()
         return local_loss
 

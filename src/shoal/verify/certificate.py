@@ -134,6 +134,8 @@ def find_versions() -> dict[str, str]:
 def _plan_values(plan: PlanResult) -> dict[str, Any]:
     values = asdict(plan)
     values["noise"] = list(plan.noise)
+    # A plan that did not run has the contract's keys too.
+    values["worst"] = {kind: plan.worst.get(kind) for kind in KINDS}
     values["first_difference"] = None if plan.first_difference is None else _difference_values(plan.first_difference)
     return values
 

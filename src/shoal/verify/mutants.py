@@ -117,7 +117,13 @@ _ALL: Sequence[Mutant] = (
         overrides=("model.heads=4", "model.kv_heads=2"),
         reported="Megatron-LM 1464",
     ),
-    Mutant(name="dropout mask depends on the rank", plan="dp=2", by=("loss",), plant=plants.drop_by_rank),
+    Mutant(
+        name="dropout mask depends on the rank",
+        plan="dp=2",
+        by=("loss",),
+        plant=plants.drop_by_rank,
+        overrides=("model.dropout=0.1",),
+    ),
     Mutant(
         name="recompute draws another dropout mask",
         plan="dp=1 recompute=full",

@@ -179,6 +179,12 @@ def batch_loss(parts: Parts, step: int, ids: Ids, total: float) -> Tensor:
         with parts.dropout.drawing():
             output = parts.model(*inputs)
         loss = parts.loss(output, targets)
+    foreign = parts.dropout.foreign_draws()
+    if foreign:
+        raise RequestError(
+            f"the forward pass draws random numbers beside dropout, which depend on the number of processes, so no plan "
+            f"can equal another: {'; '.join(foreign)}; draw with nn.Dropout, or turn it off for the proof with --set"
+        )
     if not torch.equal(before, torch.get_rng_state()):
         _refuse_draws(parts.model, inputs, before)
     loss = loss if loss.dtype == torch.float64 else loss.float()

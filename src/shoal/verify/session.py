@@ -10,7 +10,7 @@ from shoal.trainer.config import Recipe, load_recipe
 from shoal.verify.certificate import Certificate, MutantResult
 from shoal.verify.mutants import MUTANTS, Mutant, own_recipe, with_overrides
 from shoal.verify.proof import PlanResult, Prover, Subject, hash_recipe
-from shoal.verify.request import build_subject, check_plan, prepare_verify
+from shoal.verify.request import DEFAULT_STEPS, build_subject, check_plan, prepare_verify
 
 Tell = Callable[[str], None]
 # Ranks may outnumber the cores; with one thread each, no plan computes in other pieces than the reference.
@@ -75,7 +75,8 @@ def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Te
     recipe = load_recipe(path, overrides)
     results: list[MutantResult] = []
     controls: dict[str, PlanResult] = {}
-    with Prover(steps=steps, threads=recipe.train.threads or _THREADS) as prover:
+    # Some bugs show in the second step at the earliest.
+    with Prover(steps=max(steps, DEFAULT_STEPS), threads=recipe.train.threads or _THREADS) as prover:
         ordered = sorted(MUTANTS.values(), key=lambda mutant: Plan.parse(mutant.plan).world_size)
         for number, mutant in enumerate(ordered, start=1):
             tell(f"[{number}/{len(ordered)}] {mutant.name} under {mutant.plan}")

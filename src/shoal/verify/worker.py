@@ -4,6 +4,7 @@ Importing torch takes two seconds and a proof has dozens of plans, so ranks and 
 jobs. Whatever a job prints goes to the log: the reply line is the only thing on the pipe.
 """
 
+import gc
 import json
 import os
 import sys
@@ -24,6 +25,8 @@ def serve(handler: Handler) -> None:
     for line in sys.stdin:
         replies.write(json.dumps(_answer(handler, json.loads(line))) + "\n")
         replies.flush()
+        # A trainer and its groups refer to each other; uncollected, each plan would leave its models and gloo's threads behind.
+        gc.collect()
     # Not a return: threads of a broken group could keep the process alive.
     os._exit(0)
 

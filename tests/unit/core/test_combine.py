@@ -31,7 +31,7 @@ def refusal(text: str, model: object = None, world_size: int | None = None) -> s
 @pytest.mark.parametrize(
     ("text", "model", "words", "near"),
     [
-        ("tp=3", GPT, ["tp=3 does not divide the 4 heads", "one of 1, 2, 4", "176 features"], "tp=2"),
+        ("tp=3", GPT, ["tp=3 does not divide the 4 heads; set tp to one of 1, 2\n", "176 features"], "tp=2"),
         ("tp=4", GPT, ["tp=4 does not divide the 2 key-value heads", "one of 1, 2"], "tp=2"),
         ("dp=2 tp=3", GPT, ["4 heads"], "dp=2 tp=2"),
         ("tp=4", MLP, ["tp=4 does not divide the 30 features of model.hidden"], "tp=3"),

@@ -1,10 +1,12 @@
 """Counting hits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from shoal.core.errors import RequestError
-from shoal.models.accuracy import count_correct, flatten_scores
+from shoal.models.accuracy import count_correct, flatten_scores, scores_of, with_scores
 
 
 def test_hits_of_classes() -> None:
@@ -33,3 +35,16 @@ def test_a_regression_has_none() -> None:
 def test_shapes_that_do_not_meet_are_refused_with_both() -> None:
     with pytest.raises(RequestError, match=r"puts out \(4, 2\) and the targets are \(3,\)"):
         flatten_scores(torch.zeros(4, 2), torch.zeros(3, dtype=torch.int64))
+
+
+def test_an_output_object_is_read_by_its_logits() -> None:
+    output = SimpleNamespace(logits=torch.eye(3), loss=None)
+    assert count_correct(output, torch.tensor([0, 1, 1])) == (2, 3)
+    assert scores_of(output) is output.logits
+    changed = with_scores(output, torch.zeros(3, 2))
+    assert changed.logits.shape == (3, 2) and output.logits.shape == (3, 3)
+
+
+def test_an_output_without_scores_is_refused_by_its_type() -> None:
+    with pytest.raises(RequestError, match=r"puts out a dict, in which no scores are found"):
+        scores_of({"hidden": torch.zeros(2)})

@@ -103,3 +103,12 @@ def test_half_precision_scores_are_summed_in_float32() -> None:
 def test_squared_error_never_broadcasts() -> None:
     with pytest.raises(RequestError, match=r"puts out \(3, 1\) and the targets are \(3,\)"):
         squared_error(torch.zeros(3, 1), torch.zeros(3))
+
+
+def test_losses_read_the_logits_of_an_output_object() -> None:
+    scores, targets = torch.randn(4, 3), torch.tensor([0, 2, -100, 1])
+    assert torch.equal(cross_entropy(SimpleNamespace(logits=scores), targets), cross_entropy(scores, targets))
+    numbers = torch.randn(4, 3)
+    assert torch.equal(by_targets(SimpleNamespace(logits=scores), numbers), squared_error(scores, numbers))
+    with pytest.raises(RequestError, match="no scores are found"):
+        cross_entropy((scores, scores), targets)

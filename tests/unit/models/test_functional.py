@@ -425,3 +425,14 @@ def test_dropping_before_begin_is_refused():
         model(torch.randn(4, 6, 8))
     _run(model, key, torch.randn(4, 6, 8))  # and the failure left nothing behind
     assert len(model._forward_pre_hooks) == 1
+
+
+def test_four_dims_where_only_the_sequence_is_cut_are_refused():
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5)
+
+    model, key = _keyed(nn.Sequential(Drops()))
+    key.narrow("0", (Window(1, (0,), 2),))
+    with pytest.raises(RunError, match=r"\(4, 3, 2, 5\) where the sequence is cut"):
+        _run(model, key, torch.ones(4, 3, 2, 5))

@@ -287,3 +287,138 @@ def test_stacked_encoders_of_torch_keep_the_row_in_each():
     layer = nn.TransformerEncoderLayer(D, H, 2 * D, batch_first=True)
     model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(D, D))
     assert [stack.blocks for stack in find(model).stacks] == [("0.layers.0", "0.layers.1")]
+
+
+class OddBetween(nn.Module):
+    """Two layers, and something between them that looks harmless and needs all features."""
+
+    def __init__(self, act) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+def clear_first(h: Tensor) -> Tensor:
+    h[..., 0] = 0
+    return h
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        clear_first,
+        lambda h: h * h.shape[-1] ** -0.5,
+        lambda h: h / math.sqrt(h.size(-1)),
+        lambda h: h / h.numel(),
+        lambda h: h.flip(0, 2),
+        lambda h: h * torch.ones(()) * torch.full((), h.shape[-1]),
+    ],
+)
+def test_what_counts_or_picks_features_keeps_them_whole(act):
+    assert splits(find(OddBetween(act))) == {}
+
+
+class Scaled(nn.Module):
+    """An attention that computes its scale from attributes, of which some would be shared out."""
+
+    def __init__(self, scale) -> None:
+        super().__init__()
+        self.width, self.heads, self.scale = D, H, scale
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (layer(x).view(batch, length, self.heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, scale=self.scale(self))
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("scale", [lambda m: (m.width // m.heads) ** -0.5, lambda m: 1 / math.sqrt(m.width / m.heads)])
+def test_a_ratio_stays_the_same_when_both_of_its_numbers_are_shared_out(scale):
+    (heads,) = find(Scaled(scale)).attentions
+    assert heads.divided == {"heads": H, "width": D}
+
+
+def test_a_scale_that_would_change_keeps_the_heads_together():
+    assert find(Scaled(lambda m: m.heads**-0.5)).attentions == ()
+
+
+class TwoGates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates, self.a, self.b = nn.Linear(D, 4 * D), nn.Linear(D, 2 * D), nn.Linear(D, 2 * D)
+        self.down, self.out = nn.Linear(2 * D, D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.gates(x).chunk(2, dim=-1)
+        return x + self.down(self.a(x) * first) + self.out(self.b(x) * second)
+
+
+def test_parts_of_a_layer_are_not_taken_for_its_whole():
+    """Cut as one part, the second rank's ``first`` would be the second gate."""
+    assert "gates" not in splits(find(TwoGates()))
+
+
+class SharedDown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.down = nn.Linear(D, 2 * D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.one(x))) + self.down(F.gelu(self.two(x)))
+
+
+def test_two_layers_that_one_sums_up_are_split_together():
+    assert splits(find(SharedDown())) == {"one": ("column", 1), "two": ("column", 1), "down": ("row", 1)}
+
+
+class Masked(nn.Module):
+    """Scores of which one is overwritten, in the tensor that the model puts out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores = self.head(self.tokens(ids))
+        scores[..., 0] = -1e9
+        return scores
+
+
+def test_scores_that_are_overwritten_are_not_split():
+    assert "head" not in splits(find(Masked(), torch.randint(V, (2, L))))
+
+
+class LearnedMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, H, batch_first=True)
+        self.bias = nn.Parameter(torch.zeros(L, L))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, attn_mask=self.bias, need_weights=False)[0]
+
+
+def test_an_attention_whose_mask_is_learned_is_not_split():
+    """Each rank would have its own heads' part of the mask's gradient."""
+    assert find(LearnedMask()).attentions == ()
+
+
+class Conditioned(nn.Module):
+    """A block in which every position also reads one that is always the same."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x + x[:, self.place].unsqueeze(1))))
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_a_position_that_all_others_read_is_seen(place):
+    (stack,) = find(nn.Sequential(Conditioned(place), Conditioned(place))).stacks
+    assert stack.sequence_dim == 1 and not stack.is_pointwise

@@ -41,6 +41,14 @@ def test_the_last_match_wins(gpt):
     assert all("feed_forward" not in split.path and split.path != "head" for split in found.splits)
 
 
+def test_a_tied_weight_is_whole_in_both_layers_or_in_neither():
+    data = DataSpec(kind="tokens", vocab=65, sequence=12)
+    model = build_model(GptConfig(layers=1, hidden=32, heads=4, tied=True), data)
+    found = find(model, split={"head": "none"})
+    assert not {"head", "embedding"} & {split.path for split in found.splits}
+    assert found.replicated["embedding"] == "its weight is that of head, which stays whole"
+
+
 def test_layers_that_no_trace_found_can_be_named():
     data = DataSpec(kind="classes", features=(8, 8), classes=10)
     model = build_model(MlpConfig(layers=2, hidden=32, batch_norm=True), data)

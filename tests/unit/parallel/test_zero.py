@@ -160,13 +160,23 @@ def test_a_parameter_without_a_gradient_is_named_and_counts_as_zero(stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_local_gradients_stay_in_the_model(stage):
+def test_local_gradients_are_seen_by_hooks_and_take_no_memory(stage):
+    """A rank that holds a shard of the model must not hold all of it while the origin of a NaN is looked for."""
     model = build()
     reduction = shard(model, stage)
-    with reduction.local():
-        model(TOKENS).square().mean().backward()
+    step(model, reduction)
+    before = (reduction.gradients.num_pool_bytes, reduction.store.num_pool_bytes if reduction.store is not None else 0)
+    seen = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: seen.update({name: gradient.clone()}))
+    for _ in range(2):
+        with reduction.local():
+            model(TOKENS).square().mean().backward()
     plain = plain_gradients(build())
-    assert all(torch.equal(parameter.grad, plain[name]) for name, parameter in model.named_parameters())
+    assert all(torch.equal(seen[name], plain[name]) for name in plain)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    after = (reduction.gradients.num_pool_bytes, reduction.store.num_pool_bytes if reduction.store is not None else 0)
+    assert after == before
 
 
 def test_an_activation_changed_in_place_is_refused_as_torch_does():

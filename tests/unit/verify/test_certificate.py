@@ -76,3 +76,8 @@ def test_a_plan_that_did_not_run_has_a_row_too():
     )
     page = Certificate(plans=(failed,)).as_markdown()
     assert "run: rank 1: died" in page
+
+
+def test_a_plan_that_did_not_run_has_the_keys_of_the_contract():
+    (plan,) = Certificate(plans=(plan_result(ok=False, worst={}),)).as_values()["plans"]
+    assert plan["worst"] == dict.fromkeys(WORST)

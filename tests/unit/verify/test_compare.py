@@ -169,3 +169,17 @@ def test_step_counts_are_whole_numbers_and_never_close():
         tolerance_of("dp=1 tp=2"),
     )
     assert len(wrong) == 1
+
+
+def test_the_squares_of_a_small_gradient_are_no_noise():
+    """Adagrad's sum of a gradient of 1e-4 is 1e-8: below the floor of gradients, far above that of their squares."""
+    whole, small = torch.ones(4), torch.full((4,), 1e-4)
+    reference = step_of(grad__a=whole, grad__b=small, optimizer__b__sum=small**2)
+    found = step_of(grad__a=whole, grad__b=small, optimizer__b__sum=2 * small**2)
+    wrong, verdict = compare(reference, found, tolerance_of("dp=1 tp=2", name="adagrad"))
+    assert [one.name for one in wrong] == ["b/sum"] and not verdict.noise
+
+
+def test_a_step_that_both_skip_is_not_judged_by_its_norm():
+    reference, found = (step_of(norm=norm, skipped=True) for norm in (math.nan, math.inf))
+    assert compare(reference, found, tolerance_of("dp=2", "float16"))[0] == []

@@ -1,5 +1,6 @@
 """The reference: alone, in the plan's tree of sums, near the flat sum, and without anybody's random numbers."""
 
+import random
 import subprocess
 import sys
 
@@ -117,13 +118,21 @@ class Noise(nn.Module):
         return x + 0.1 * torch.empty_like(x).normal_()
 
 
-def test_random_numbers_of_its_own_are_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.verify.reference.build_model", lambda config, spec: Noisy())
+class LayerDrop(Noisy):
+    """Python's own generator decides, which torch's does not notice."""
+
+    def forward(self, x):
+        return self.inner(x) * (1.0 if random.random() < 0.5 else 0.5)
+
+
+@pytest.mark.parametrize(("build", "named"), [(Noisy, "noise"), (LayerDrop, "Python's random")])
+def test_random_numbers_of_its_own_are_refused_by_name(tmp_path, monkeypatch, build, named):
+    monkeypatch.setattr("shoal.verify.reference.build_model", lambda config, spec: build())
     case = case_of(
         model={"name": "mlp", "layers": 1, "hidden": 16},
         data={"source": "synthetic", "kind": "classes", "samples": 64},
     )
-    with pytest.raises(RequestError, match="noise"):
+    with pytest.raises(RequestError, match=named):
         run_reference_here(case, Tree(replicas=1, microbatches=1), tmp_path)
 
 
