@@ -187,6 +187,11 @@ def check_mesh_of_four(world):
         for count in (5, 50_000):
             if not same(channel.sum_(draw(world.rank, count)), in_order([draw(r, count) for r in ranks])):
                 wrong.append(f"{name} {count}")
+    for name in ("tp", "dp", "everyone"):
+        # torch types neither; without this a group of some ranks would wait for torch's half an hour.
+        waits = mesh.group(name)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        if waits != world.deadline_seconds:
+            wrong.append(f"{name} waits {waits} s")
     mesh.close()
     return wrong
 

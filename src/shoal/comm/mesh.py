@@ -69,7 +69,7 @@ class Mesh:
         return self.groups.get(name)
 
     def close(self) -> None:
-        """Give back shared memory and the groups that were made for this mesh; closing twice is allowed. Nothing works afterwards."""
+        """Give back shared memory and the groups made for this mesh; closing twice is allowed. Nothing works afterwards."""
         for channel in (*self.channels.values(), self.replicas, self.everyone):
             if isinstance(channel.transport, SharedTransport):
                 channel.transport.close()

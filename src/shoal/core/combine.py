@@ -107,7 +107,8 @@ def model_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
 
 def divisors(number: int) -> list[int]:
     """The whole numbers that divide ``number``, smallest first."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    low = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*low, *(number // candidate for candidate in low)})
 
 
 def _tensor_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:

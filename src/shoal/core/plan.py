@@ -202,9 +202,12 @@ def nearest_plan(plan: Plan, model: object | None = None, *, world_size: int | N
     facts = model_facts(model) if model is not None else None
     unknown: dict[str, Any] = {field.name: field.default for field in fields(plan) if field.name not in EXECUTED}
     start = replace(plan, **unknown)  # What is not there yet has one neighbour only: without it.
-    options = {key: _options(start, key, world_size) for key in _SEARCHED}
     asked = world_size or max(1, start.world_size)
     for num_changed in range(len(_SEARCHED) + 1):
+        # Any degree for a key that changes alone; for several together those that share out the processes, or it takes minutes.
+        options = {
+            key: _options(start, key, asked, any_degree=world_size is None and num_changed < 2) for key in _SEARCHED
+        }
         fits: list[tuple[int, int, int, Plan]] = []
         for keys in itertools.combinations(_SEARCHED, num_changed):
             for values in itertools.product(*(options[key] for key in keys)):
@@ -238,16 +241,17 @@ def all_plans(num_processes: int, facts: object | None = None) -> list[Plan]:
 # The keys that the search may change, the one given up first in front; each change costs the same.
 _SEARCHED = ("recompute", "zero", "cp_kind", "sp", "tp", "cp", "dp")
 _LARGEST_DEGREE = 64
+_LARGEST_WORLD = 2**20
 
 
-def _options(plan: Plan, key: str, world_size: int | None) -> list[Any]:
+def _options(plan: Plan, key: str, asked: int, *, any_degree: bool) -> list[Any]:
     current = getattr(plan, key)
     if key == "sp":
         return [not current]
     if key in _CHOICES:
         return [choice for choice in _CHOICES[key] if choice != current]
-    if world_size is not None:
-        return [degree for degree in divisors(world_size) if degree != current]
+    if not any_degree:
+        return [degree for degree in divisors(min(asked, _LARGEST_WORLD)) if degree != current]
     highest = min(_LARGEST_DEGREE, max(2 * (current or 1), plan.world_size))
     return [degree for degree in range(1, highest + 1) if degree != current]
 

@@ -54,8 +54,8 @@ RULES: dict[str, Rule] = {}
 ATTENTION = "scaled_dot_product_attention"
 """torch's attention function: the one that techniques can replace."""
 _READS_VALUES = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "numpy", "numel", "nelement"})
-_WRITES_VALUES = frozenset({"__setitem__"})
-"""Hand nothing back, but change a tensor."""
+_WRITES_VALUES = frozenset({"__setitem__", "register_hook"})
+"""Hand no tensor back, but change one, or its gradient."""
 _WRITES_SIZES = frozenset({"view", "reshape", "unflatten", "expand", "broadcast_to", "split", "split_with_sizes"})
 """Take whole numbers as sizes, which their rules put down; elsewhere a whole number is a value."""
 

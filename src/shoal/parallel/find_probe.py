@@ -18,33 +18,52 @@ from shoal.parallel.find_trace import scores_first, undisturbed
 
 def is_stack_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, first: str, last: str, dim: int) -> bool:
     """True when, attention aside, no block from ``first`` to ``last`` mixes positions along ``dim`` of its stream."""
-    return all(
-        _is_stack_apart(model, example, first=first, last=last, dim=dim, spares=spares) for spares in (False, True)
-    )
+
+    def run(change: Callable[[Tensor], Tensor], is_silent: bool = False) -> Tensor | None:
+        return _run_stack(model, example, first=first, last=last, change=change, is_silent=is_silent)
+
+    for spares in (False, True):
+        found = run(functools.partial(_poison, dim=dim, spares=spares))
+        if found is None or not _is_only(found, dim, spares):
+            return False
+    try:
+        whole = run(lambda stream: stream, is_silent=True)
+        later = run(lambda stream: _later_half(stream, dim), is_silent=True)
+    # The user's code may raise anything when it meets a length that it did not expect; on a rank it would raise too.
+    except Exception:
+        return True
+    # Blocks that count positions from 0 themselves would do so on every rank.
+    return whole is not None and later is not None and _is_close(later, _later_half(whole, dim))
 
 
-def _is_stack_apart(
-    model: nn.Module, example: tuple[Tensor, ...], *, first: str, last: str, dim: int, spares: bool
-) -> bool:
-    """True when the poison stays where it is put: at one position, or, where it ``spares`` that one, at all others."""
+def _run_stack(
+    model: nn.Module,
+    example: tuple[Tensor, ...],
+    *,
+    first: str,
+    last: str,
+    change: Callable[[Tensor], Tensor],
+    is_silent: bool,
+) -> Tensor | None:
+    """What the block ``last`` puts out when the stream that enters ``first`` is changed and attention is local, or silent."""
     found: list[Tensor] = []
 
     def capture(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         found.extend(list(tensors_in(output))[:1])
         raise _EnoughError
 
-    def poison(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return _poison_stream(args, kwargs, dim, spares)
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return _change_stream(args, kwargs, change)
 
     with _probing(model) as stack:
-        stack.enter_context(_LocalAttention())
-        stack.enter_context(_removing(model.get_submodule(first).register_forward_pre_hook(poison, with_kwargs=True)))
+        stack.enter_context(_LocalAttention(is_silent))
+        stack.enter_context(_removing(model.get_submodule(first).register_forward_pre_hook(enter, with_kwargs=True)))
         stack.enter_context(_removing(model.get_submodule(last).register_forward_hook(capture)))
         try:
             model(*example)
         except _EnoughError:
             pass
-    return bool(found) and _is_only(found[0], dim, spares)
+    return found[0] if found else None
 
 
 def is_tail_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, last: str, dim: int) -> bool:
@@ -58,11 +77,9 @@ def is_tail_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, last: st
             return False
     if whole is None:
         return False
-    half = whole.shape[1] // 2
     # The later half, so that a tail that counts positions from 0 is seen.
-    later = _run_tail(model, example, last, lambda stream: stream.narrow(dim, half, stream.shape[dim] - half))
-    expected = whole[:, half:]
-    return later is not None and later.shape == expected.shape and torch.allclose(later, expected, rtol=1e-3, atol=1e-4)
+    later = _run_tail(model, example, last, lambda stream: _later_half(stream, dim))
+    return later is not None and _is_close(later, _later_half(whole, 1))
 
 
 def _run_tail(
@@ -86,18 +103,22 @@ class _EnoughError(Exception):
 
 
 class _LocalAttention(TorchFunctionMode):
-    """While active, attention gives each position something of its own query, key and value only."""
+    """While active, attention gives each position something of its own query, key and value only; zeros where it is silent."""
+
+    def __init__(self, is_silent: bool) -> None:
+        super().__init__()
+        self.attend = _attend_silently if is_silent else _attend_locally
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, or the local stand-in."""
         if func is F.scaled_dot_product_attention:
-            return _attend_locally(*args, **(kwargs or {}))
+            return self.attend(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             # It calls torch's function by its global name, and no mode is active inside a mode's own call.
             kept = F.scaled_dot_product_attention
-            F.scaled_dot_product_attention = _attend_locally
+            F.scaled_dot_product_attention = self.attend
             try:
                 return func(*args, **(kwargs or {}))
             finally:
@@ -112,6 +133,10 @@ def _attend_locally(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: An
             repeats = query.shape[-3] // tensor.shape[-3]
             mixed = mixed + tensor.mean(dim=-1, keepdim=True).repeat_interleave(repeats, dim=-3)
     return mixed.expand(*mixed.shape[:-1], value.shape[-1]).contiguous()
+
+
+def _attend_silently(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    return query.new_zeros((*query.shape[:-1], value.shape[-1]))
 
 
 @contextmanager
@@ -148,18 +173,27 @@ def _is_only(tensor: Tensor, dim: int, spares: bool) -> bool:
     return bool(torch.equal(rows.any(dim=1), expected) and torch.equal(rows.all(dim=1), expected))
 
 
-def _poison_stream(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, spares: bool
+def _later_half(tensor: Tensor, dim: int) -> Tensor:
+    half = tensor.shape[dim] // 2
+    return tensor.narrow(dim, half, tensor.shape[dim] - half)
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def _change_stream(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for place, value in enumerate(args):
         if isinstance(value, Tensor):
-            return (*args[:place], _poison(value, dim, spares), *args[place + 1 :]), kwargs
+            return (*args[:place], change(value), *args[place + 1 :]), kwargs
     name = (
         "hidden_states"
         if "hidden_states" in kwargs
         else next(name for name, value in kwargs.items() if isinstance(value, Tensor))
     )
-    return args, {**kwargs, name: _poison(kwargs[name], dim, spares)}
+    return args, {**kwargs, name: change(kwargs[name])}
 
 
 def _replace_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -151,7 +151,9 @@ def _real_scores(scores: Tensor, targets: Tensor, channel: Channel, vocab: int) 
 def _check_tokens(is_wrong: Tensor, tokens: Tensor, vocab: int, what: str) -> None:
     # On CUDA looking would cost a synchronisation; a fake tensor, on which memory is predicted, has no values to look at.
     if tokens.device.type == "cpu" and not hasattr(tokens, "fake_mode") and bool(is_wrong.any()):
-        raise IndexError(f"a {what} is outside the vocabulary of {vocab}: from {int(tokens.min())} to {int(tokens.max())}")
+        raise IndexError(
+            f"a {what} is outside the vocabulary of {vocab}: from {int(tokens.min())} to {int(tokens.max())}"
+        )
 
 
 def _num_real(vocab: int, rows: int, rank: int) -> int:

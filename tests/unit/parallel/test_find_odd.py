@@ -422,3 +422,31 @@ class Conditioned(nn.Module):
 def test_a_position_that_all_others_read_is_seen(place):
     (stack,) = find(nn.Sequential(Conditioned(place), Conditioned(place))).stacks
     assert stack.sequence_dim == 1 and not stack.is_pointwise
+
+
+class Placed(nn.Module):
+    """A block that adds positions of its own, counted from 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(L, D))
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x + self.places[: x.shape[1]])))
+
+
+def test_blocks_that_count_positions_themselves_are_seen():
+    """Under sp each rank would take the first rows of the table."""
+    (stack,) = find(nn.Sequential(Placed(), Placed())).stacks
+    assert stack.sequence_dim == 1 and not stack.is_pointwise
+
+
+class WithExtra(Masked):
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(self.tokens(ids))
+        return scores, torch.zeros(())
+
+
+def test_scores_in_a_tuple_are_left_to_the_users_own_loss():
+    assert "head" not in splits(find(WithExtra(), torch.randint(V, (2, L))))

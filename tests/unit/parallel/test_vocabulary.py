@@ -4,13 +4,21 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
 from shoal.comm.channel import Channel
 from shoal.comm.ledger import Ledger
 from shoal.core.errors import RequestError
 from shoal.models.accuracy import count_correct
 from shoal.models.build import cross_entropy
-from shoal.parallel.vocabulary import gather_logits, place_rows, rows_per_rank, split_count_correct, split_cross_entropy
+from shoal.parallel.vocabulary import (
+    apply_split_embedding,
+    gather_logits,
+    place_rows,
+    rows_per_rank,
+    split_count_correct,
+    split_cross_entropy,
+)
 
 
 class Meeting:
@@ -171,3 +179,17 @@ def test_gathered_scores_have_no_padding_and_the_gradient_of_each_rank():
 def test_a_rank_may_hold_nothing_but_padding():
     assert place_rows((5, 3), degree=4, rank=3).patches == ()
     assert place_rows((5, 3), degree=4, rank=2).patches[0].shape == (1, 3)
+
+
+def test_a_token_outside_the_vocabulary_is_refused_as_torch_does():
+    """No rank has its row, so the sum over ranks would be a vector of zeros."""
+
+    def run(channel):
+        embedding = nn.Embedding(7, 4)
+        embedding.weight.data = torch.zeros(rows_per_rank(7, channel.size), 4)
+        apply_split_embedding(embedding, "tokens", channel)
+        with pytest.raises(IndexError, match="vocabulary of 7"):
+            embedding(torch.tensor([7]))
+        return True
+
+    assert on_ranks(2, run) == [True] * 2

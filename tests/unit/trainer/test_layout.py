@@ -5,7 +5,7 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.trainer.config import TrainConfig
-from shoal.trainer.layout import check_samples, choose_plan, count_steps, derive_layout
+from shoal.trainer.layout import check_samples, check_settings, choose_plan, count_steps, derive_layout
 
 
 def chosen(recipe_plan="dp=2", plan_text=None, num_processes=None):
@@ -88,3 +88,9 @@ def test_more_replicas_than_samples_are_refused():
     check_samples(num_samples=2, replicas=2)
     with pytest.raises(RequestError, match=r"3 samples and the plan has 4 replicas"):
         check_samples(num_samples=3, replicas=4)
+
+
+def test_settings_that_a_plan_cannot_carry_out_are_refused():
+    check_settings(TrainConfig(steps=1, global_batch=8, compile=True), Plan.parse("dp=2"))
+    with pytest.raises(RequestError, match=r"plan 'dp=2 zero=3': train\.compile goes with dp alone"):
+        check_settings(TrainConfig(steps=1, global_batch=8, compile=True), Plan.parse("dp=2 zero=3"))
