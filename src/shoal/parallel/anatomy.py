@@ -70,6 +70,8 @@ class Anatomy:
     """Dropout modules that lie between a column and a row layer: path, and the dim (usually -1) whose features are split."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Parameter names that are one tensor, first name first."""
+    read_outside: frozenset[str] = frozenset()
+    """Parameters that are read while their own module does not run, as in ``F.linear(x, self.embedding.weight)``."""
     sequence: int | None = None
     """Length of the sequence in the example that was traced."""
     tail_is_pointwise: bool = False

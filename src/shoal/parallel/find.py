@@ -14,6 +14,7 @@ from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.find_blocks import describe_stack, find_stacks, is_under
 from shoal.parallel.find_groups import Group
+from shoal.parallel.find_outside import find_outside_reads
 from shoal.parallel.find_override import apply_split_table, match_blocks
 from shoal.parallel.find_probe import is_tail_pointwise
 from shoal.parallel.find_trace import Trace, is_linear, trace_forward
@@ -61,6 +62,9 @@ def find_anatomy(model: nn.Module, example: tuple[Tensor, ...] | None, config: P
         splits=tuple(sorted(splits.values(), key=lambda split: order[split.path])),
         attentions=tuple(sorted(attentions, key=lambda heads: order[heads.path])),
         split_dropouts={path: dim for group in kept for path, dim in group.dropouts.items()},
+        read_outside=find_outside_reads(model, example, [block for stack in stacks for block in stack.blocks])
+        if trace is not None and example is not None
+        else frozenset(),
         tied=tuple(shared_parameters(model)),
         sequence=_sequence(stacks, trace),
         tail_is_pointwise=_is_tail_pointwise(model, stacks, trace),

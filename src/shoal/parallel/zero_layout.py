@@ -136,13 +136,14 @@ class ZeroLayout:
 def lay_out(model: nn.Module, anatomy: Anatomy, num_ranks: int) -> ZeroLayout:
     """The layout of a model's trainable parameters; parameters that are not trained stay whole on every rank."""
     blocks = {path for stack in anatomy.stacks for path in stack.blocks}
-    paths = _unit_paths(model, blocks)
+    outside = anatomy.read_outside
+    paths = _unit_paths(model, blocks, outside)
     owners: dict[int, str] = {}
     members: dict[str, dict[str, Shape]] = {path: {} for path in (ROOT, *paths)}
     # `named_parameters` gives a tied parameter once, under its first name.
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            owner = next((path for path in paths if _is_inside(name, path)), ROOT)
+            owner = next((path for path in paths if _is_inside(name, path) and name not in outside), ROOT)
             members[owner][name] = tuple(parameter.shape)
             owners[id(parameter)] = owner
     units = tuple(_lay_out_unit(path, shapes, num_ranks, path in blocks) for path, shapes in members.items() if shapes)
@@ -159,14 +160,18 @@ def lay_out(model: nn.Module, anatomy: Anatomy, num_ranks: int) -> ZeroLayout:
     return ZeroLayout(units=units, num_ranks=num_ranks, visits=tuple(visits))
 
 
-def _unit_paths(model: nn.Module, blocks: Set[str]) -> list[str]:
-    """Paths of the modules that have a unit, in the order of the model; none lies inside another."""
+def _unit_paths(model: nn.Module, blocks: Set[str], outside: Set[str]) -> list[str]:
+    """Paths of the modules that have a unit, in the order of the model; none lies inside another.
+
+    A layer whose weight is read while it does not run has none: its weight is the root's, which is there throughout.
+    """
     found: list[str] = []
     for path, module in model.named_modules():
         if not path or (found and _is_inside(path, found[-1])):
             continue
         # The exact types: a subclass may be read by its parent without ever being called, as in `nn.MultiheadAttention`.
-        if path in blocks or type(module) in _LEAVES:
+        is_read_outside = any(f"{path}.{name}" in outside for name, _ in module.named_parameters())
+        if path in blocks or (type(module) in _LEAVES and not is_read_outside):
             found.append(path)
     return found
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shoal.parallel.anatomy import Anatomy, Split, SplitKind
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.find import find_anatomy
+from shoal.parallel.zero_layout import lay_out
 
 D, H, L, V = 16, 4, 6, 32
 
@@ -450,3 +451,27 @@ class WithExtra(Masked):
 
 def test_scores_in_a_tuple_are_left_to_the_users_own_loss():
     assert "head" not in splits(find(WithExtra(), torch.randint(V, (2, L))))
+
+
+class ReadByItsParent(nn.Module):
+    """Ties the output layer to the embedding by hand, as many scripts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.linear(x, self.embedding.weight) + self.head(x)
+
+
+def test_a_weight_that_its_parent_reads_is_known_and_stays_in_the_root_of_zero():
+    model = ReadByItsParent()
+    anatomy = find_anatomy(model, (torch.randint(32, (2, 8)),), ParallelConfig())
+    assert anatomy.read_outside == {"embedding.weight"}
+    units = {unit.path: [slot.name for slot in unit.slots] for unit in lay_out(model, anatomy, 2).units}
+    assert units[""] == ["embedding.weight"] and "embedding" not in units and "head" in units
