@@ -31,8 +31,8 @@ from shoal.models.build import cross_entropy
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
 from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
-from shoal.parallel.tensor import apply_tensor_parallel
-from shoal.parallel.vocabulary import split_cross_entropy
+from shoal.parallel.tensor.apply import apply_tensor_parallel
+from shoal.parallel.tensor.vocabulary import split_cross_entropy
 from shoal.testing.ranks import run_on_ranks
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH, VOCAB = 6, 256, 8, 256, 16, 256

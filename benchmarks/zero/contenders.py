@@ -19,7 +19,7 @@ from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.parallel.anatomy import Anatomy, Stack
 from shoal.parallel.data import apply_data_parallel
-from shoal.parallel.zero import apply_zero
+from shoal.parallel.zero.apply import apply_zero
 
 LR = 1e-3
 

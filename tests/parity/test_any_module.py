@@ -19,7 +19,7 @@ from shoal.models.build import cross_entropy
 from shoal.models.dropout import apply_keyed_dropout
 from shoal.parallel.apply import apply_to_model
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find import find_anatomy
+from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.pieces import box
 from shoal.parallel.rules import describe_facts
 from shoal.testing.ranks import run_on_ranks

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import shoal.parallel.ring as ring
+import shoal.parallel.context.ring as ring
 from shoal.comm.mesh import build_mesh
 from shoal.core.plan import Plan
 from shoal.models.config import GptConfig, Seq2SeqConfig
 from shoal.models.gpt import Gpt
 from shoal.models.seq2seq import Seq2Seq
 from shoal.parallel.anatomy import Anatomy, Heads, Stack
-from shoal.parallel.context import apply_context_parallel
+from shoal.parallel.context.apply import apply_context_parallel
 from shoal.testing.parity import assert_close, compare
 from shoal.testing.ranks import run_on_ranks
 

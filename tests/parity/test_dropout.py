@@ -20,12 +20,12 @@ from shoal.models.dropout import DropoutKey, apply_keyed_dropout
 from shoal.models.gpt import Gpt
 from shoal.parallel.anatomy import Anatomy, SplitKind
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.context import apply_context_parallel
-from shoal.parallel.find import find_anatomy
+from shoal.parallel.context.apply import apply_context_parallel
+from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.masks import narrow_dropouts
 from shoal.parallel.pieces import take_local
 from shoal.parallel.recompute import apply_recompute
-from shoal.parallel.tensor import apply_tensor_parallel
+from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.testing.ranks import run_on_ranks
 
 BATCH, LENGTH, WIDTH = 3, 16, 16

@@ -27,7 +27,7 @@ from shoal.optim.precision import Precision
 from shoal.parallel.anatomy import Anatomy, Stack
 from shoal.parallel.gradnorm import build_norms, clip_, global_norm
 from shoal.parallel.pieces import put_local
-from shoal.parallel.zero import apply_zero
+from shoal.parallel.zero.apply import apply_zero
 from shoal.testing.parity import assert_close, compare
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe

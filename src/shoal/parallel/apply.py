@@ -18,14 +18,14 @@ from shoal.core.plan import Plan
 from shoal.models.dropout import DropoutKey
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.batchnorm import apply_batchnorm
-from shoal.parallel.context import ContextLayout, apply_context_parallel
+from shoal.parallel.context.apply import ContextLayout, apply_context_parallel
 from shoal.parallel.data import apply_data_parallel
 from shoal.parallel.masks import narrow_dropouts
 from shoal.parallel.recompute import Mode, apply_recompute
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.replicated import ReplicaReduction
-from shoal.parallel.tensor import TensorLayout, apply_tensor_parallel
-from shoal.parallel.zero import apply_zero
+from shoal.parallel.tensor.apply import TensorLayout, apply_tensor_parallel
+from shoal.parallel.zero.apply import apply_zero
 
 
 @dataclass(frozen=True, kw_only=True)

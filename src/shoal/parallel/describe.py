@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.parallel.anatomy import Anatomy, Split, SplitKind, Stack
-from shoal.parallel.sequence import why_whole
+from shoal.parallel.tensor.sequence import why_whole
 
 _DONE = {
     SplitKind.COLUMN: "split along the output dim",

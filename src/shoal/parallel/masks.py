@@ -23,8 +23,8 @@ from shoal.core.plan import Plan
 from shoal.models.draws import Window
 from shoal.models.dropout import DropoutKey
 from shoal.parallel.anatomy import Anatomy, Heads, SplitKind, Stack
-from shoal.parallel.positions import Positions
-from shoal.parallel.sequence import is_cut
+from shoal.parallel.context.positions import Positions
+from shoal.parallel.tensor.sequence import is_cut
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ from shoal.core.facts import ModelFacts, Width, model_facts
 from shoal.core.plan import Plan
 from shoal.parallel.anatomy import Anatomy, SplitKind, Stack
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find import find_anatomy
-from shoal.parallel.find_blocks import is_under
-from shoal.parallel.find_trace import linear_sizes
-from shoal.parallel.sequence import is_cut, why_whole
+from shoal.parallel.find.blocks import is_under
+from shoal.parallel.find.search import find_anatomy
+from shoal.parallel.find.trace import linear_sizes
+from shoal.parallel.tensor.sequence import is_cut, why_whole
 
 TABLE_START = "<!-- combinations: written by `python -m shoal.parallel.rules`, do not edit -->"
 TABLE_END = "<!-- end of combinations -->"

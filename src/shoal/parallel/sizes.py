@@ -14,8 +14,8 @@ from shoal.optim.config import OptimizerName
 from shoal.optim.flat import num_state_bytes
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.reduction import Reduction
-from shoal.parallel.zero import ZeroReduction, predict_pool
-from shoal.parallel.zero_layout import Slot, ZeroLayout, lay_out
+from shoal.parallel.zero.apply import ZeroReduction, predict_pool
+from shoal.parallel.zero.layout import Slot, ZeroLayout, lay_out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from shoal.core.placement import Placement
 from shoal.core.plan import Plan
 from shoal.parallel.apply import Laid
 from shoal.parallel.reduction import Reduction
-from shoal.parallel.tensor_traffic import Survey
-from shoal.parallel.tensor_traffic import expected_traffic as expected_tensor_traffic
-from shoal.parallel.zero import ZeroReduction
+from shoal.parallel.tensor.traffic import Survey
+from shoal.parallel.tensor.traffic import expected_traffic as expected_tensor_traffic
+from shoal.parallel.zero.apply import ZeroReduction
 
 _FLOAT64 = 8
 

@@ -19,7 +19,7 @@ from shoal.optim.precision import Precision
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.describe import describe
 from shoal.parallel.sizes import predict_sizes
-from shoal.parallel.tensor import apply_tensor_parallel
+from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.trainer.build import build_parts
 from shoal.trainer.laying import look_at
 from shoal.trainer.layout import asks_the_model

@@ -22,7 +22,7 @@ from shoal.parallel import batchnorm
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.apply import Laid, apply_to_model, apply_to_objective
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find import find_anatomy
+from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.gradnorm import WholeNorms, build_norms
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.rules import describe_facts

@@ -14,7 +14,7 @@ from shoal.core.axes import Axis
 from shoal.models.accuracy import IGNORED, Correct, count_correct, scores_of, with_scores
 from shoal.models.build import Loss, by_targets, cross_entropy
 from shoal.parallel.apply import Laid
-from shoal.parallel.vocabulary import gather_logits, split_count_correct, split_cross_entropy
+from shoal.parallel.tensor.vocabulary import gather_logits, split_count_correct, split_cross_entropy
 
 
 def is_known(loss: Loss) -> bool:

@@ -14,8 +14,12 @@ from torch import Tensor, nn
 
 from shoal.comm.world import World
 from shoal.core.axes import Axis
-from shoal.parallel import batchnorm, context, data, gradnorm, replicated, ring, vocabulary, zero
-from shoal.parallel.crossing import sum_out
+from shoal.parallel import batchnorm, data, gradnorm, replicated
+from shoal.parallel.context import apply as context
+from shoal.parallel.context import ring
+from shoal.parallel.tensor import vocabulary
+from shoal.parallel.tensor.crossing import sum_out
+from shoal.parallel.zero import apply as zero
 from shoal.trainer import laying, loop, step
 
 

@@ -9,9 +9,9 @@ from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.splits import Splits
 from shoal.models.build import Loss
-from shoal.parallel.tensor_traffic import Survey, survey_crossings
+from shoal.parallel.tensor.traffic import Survey, survey_crossings
+from shoal.parallel.tensor.vocabulary import rows_per_rank
 from shoal.parallel.traffic import MicrobatchShape, StepShape, count_trust_norms, expected_step_traffic
-from shoal.parallel.vocabulary import rows_per_rank
 from shoal.trainer.loop import Trainer
 from shoal.trainer.scoring import is_known
 

@@ -13,11 +13,11 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
-from shoal.parallel.alltoall import num_copies
 from shoal.parallel.anatomy import Anatomy, Heads, Stack
-from shoal.parallel.context import apply_context_parallel
-from shoal.parallel.cuts import sequence_dim_of
-from shoal.parallel.positions import Positions
+from shoal.parallel.context.alltoall import num_copies
+from shoal.parallel.context.apply import apply_context_parallel
+from shoal.parallel.context.cuts import sequence_dim_of
+from shoal.parallel.context.positions import Positions
 
 LENGTH, HIDDEN = 8, 12
 

@@ -10,7 +10,7 @@ from shoal.models.config import CnnConfig, GptConfig, MlpConfig, Seq2SeqConfig
 from shoal.models.facts import facts_of
 from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find import find_anatomy
+from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.rules import describe_facts
 
 TOKENS = DataSpec(kind="tokens", vocab=65, sequence=12)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from shoal.parallel.anatomy import Anatomy, Split, SplitKind
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find import find_anatomy
-from shoal.parallel.zero_layout import lay_out
+from shoal.parallel.find.search import find_anatomy
+from shoal.parallel.zero.layout import lay_out
 
 D, H, L, V = 16, 4, 6, 32
 

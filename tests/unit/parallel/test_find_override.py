@@ -10,7 +10,7 @@ from shoal.models.build import build_model
 from shoal.models.config import GptConfig, MlpConfig
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find import find_anatomy
+from shoal.parallel.find.search import find_anatomy
 
 
 @pytest.fixture(scope="module")

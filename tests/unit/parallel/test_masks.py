@@ -14,8 +14,8 @@ from shoal.models.draws import Window
 from shoal.models.dropout import DropoutKey, apply_keyed_dropout
 from shoal.models.gpt import Gpt
 from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
+from shoal.parallel.context.positions import Positions
 from shoal.parallel.masks import cut_again, narrow_dropouts, place_of
-from shoal.parallel.positions import Positions
 
 torch.set_num_threads(1)
 IDS = [5, 6, 7]

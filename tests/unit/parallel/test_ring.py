@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import shoal.parallel.ring as ring
+import shoal.parallel.context.ring as ring
 from shoal.comm.channel import Channel
 from shoal.comm.ledger import Ledger
-from shoal.parallel.alltoall import alltoall_attention, num_copies
-from shoal.parallel.positions import Positions, gather_sequence
-from shoal.parallel.ring import ring_attention, visible_part
+from shoal.parallel.context.alltoall import alltoall_attention, num_copies
+from shoal.parallel.context.positions import Positions, gather_sequence
+from shoal.parallel.context.ring import ring_attention, visible_part
 
 BATCH, LENGTH, WIDTH = 2, 24, 8
 DEADLINE_SECONDS = 30.0

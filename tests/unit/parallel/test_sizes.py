@@ -10,7 +10,7 @@ from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.parallel.anatomy import Anatomy, Stack
 from shoal.parallel.sizes import measure_sizes, predict_sizes
-from shoal.parallel.zero import apply_zero
+from shoal.parallel.zero.apply import apply_zero
 
 ANATOMY = Anatomy(stacks=(Stack(blocks=("2", "3", "4")),))
 

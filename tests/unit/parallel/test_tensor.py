@@ -10,9 +10,9 @@ from shoal.comm.mesh import pretend_mesh
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
-from shoal.parallel.sequence import why_whole
-from shoal.parallel.tensor import apply_tensor_parallel, place_cut
-from shoal.parallel.vocabulary import split_cross_entropy
+from shoal.parallel.tensor.apply import apply_tensor_parallel, place_cut
+from shoal.parallel.tensor.sequence import why_whole
+from shoal.parallel.tensor.vocabulary import split_cross_entropy
 from tensor_cases import BATCH, LENGTH, build, encoder, gpt
 
 

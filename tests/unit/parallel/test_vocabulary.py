@@ -11,7 +11,7 @@ from shoal.comm.ledger import Ledger
 from shoal.core.errors import RequestError
 from shoal.models.accuracy import count_correct
 from shoal.models.build import cross_entropy
-from shoal.parallel.vocabulary import (
+from shoal.parallel.tensor.vocabulary import (
     apply_split_embedding,
     gather_logits,
     place_rows,

@@ -15,7 +15,7 @@ from shoal.comm.mesh import pretend_mesh
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.parallel.anatomy import Anatomy, Stack
-from shoal.parallel.zero import apply_zero
+from shoal.parallel.zero.apply import apply_zero
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.optim.flat import CUT_MULTIPLE
 from shoal.parallel.anatomy import Anatomy, Stack
-from shoal.parallel.zero_layout import ROOT, lay_out
+from shoal.parallel.zero.layout import ROOT, lay_out
 
 
 class Bag(nn.Module):

@@ -1,6 +1,6 @@
 """The pool of stage 3: contents are kept while they can be, and never handed to the wrong unit."""
 
-from shoal.parallel.zero_pool import Pool
+from shoal.parallel.zero.pool import Pool
 
 
 def test_a_unit_that_comes_back_finds_its_contents():

@@ -6,8 +6,8 @@ from shoal.comm.mesh import pretend_mesh
 from shoal.core.plan import Plan
 from shoal.models.build import cross_entropy
 from shoal.parallel.apply import Laid
-from shoal.parallel.context import ContextLayout
-from shoal.parallel.positions import Positions
+from shoal.parallel.context.apply import ContextLayout
+from shoal.parallel.context.positions import Positions
 from shoal.trainer.scoring import Scoring
 
 TARGETS = torch.tensor([[0, 1, 2, 3, -100, 5, 6, 7]])

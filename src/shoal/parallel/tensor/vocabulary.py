@@ -21,7 +21,7 @@ from shoal.comm.channel import Channel
 from shoal.core.errors import RequestError
 from shoal.core.placement import Patch, Placement, Shape
 from shoal.models.accuracy import IGNORED, Correct
-from shoal.parallel.crossing import gather_features, sum_out
+from shoal.parallel.tensor.crossing import gather_features, sum_out
 
 
 def rows_per_rank(vocab: int, degree: int) -> int:

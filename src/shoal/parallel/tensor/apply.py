@@ -21,11 +21,11 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.placement import Patch, Placement, Shape
 from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind
-from shoal.parallel.multihead import check_multihead, leave_fast_path, make_multihead
 from shoal.parallel.pieces import take_local
-from shoal.parallel.sequence import Region, apply_sequence_parallel, attention_columns, find_region, parent_of
-from shoal.parallel.split_layers import Entry, is_transposed, make_column, make_row
-from shoal.parallel.vocabulary import apply_split_embedding, place_rows
+from shoal.parallel.tensor.layers import Entry, is_transposed, make_column, make_row
+from shoal.parallel.tensor.multihead import check_multihead, leave_fast_path, make_multihead
+from shoal.parallel.tensor.sequence import Region, apply_sequence_parallel, attention_columns, find_region, parent_of
+from shoal.parallel.tensor.vocabulary import apply_split_embedding, place_rows
 
 
 @dataclass(frozen=True, kw_only=True)

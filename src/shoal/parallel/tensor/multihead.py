@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shoal.comm.channel import Channel
 from shoal.core.errors import RequestError
-from shoal.parallel.crossing import copy_in, gather_sequence, sum_out
-from shoal.parallel.sequence import Region
-from shoal.parallel.split_layers import leave_split, to_compute_type
+from shoal.parallel.tensor.crossing import copy_in, gather_sequence, sum_out
+from shoal.parallel.tensor.layers import leave_split, to_compute_type
+from shoal.parallel.tensor.sequence import Region
 
 
 class SplitMultiheadAttention(nn.MultiheadAttention):

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.comm.channel import Channel
 from shoal.core.errors import RunError
-from shoal.parallel.alltoall import alltoall_attention
-from shoal.parallel.context_traffic import AttentionShape, Seen
-from shoal.parallel.positions import Positions
-from shoal.parallel.ring import ring_attention
+from shoal.parallel.context.alltoall import alltoall_attention
+from shoal.parallel.context.positions import Positions
+from shoal.parallel.context.ring import ring_attention
+from shoal.parallel.context.traffic import AttentionShape, Seen
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 _SOFTMAX = frozenset({F.softmax, torch.softmax, Tensor.softmax})

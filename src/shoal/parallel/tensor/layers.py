@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shoal.comm.channel import Channel
 from shoal.core.errors import RequestError, RunError
-from shoal.parallel.crossing import copy_in, gather_sequence, scatter_sequence, sum_out
-from shoal.parallel.sequence import Region, replace_stream
+from shoal.parallel.tensor.crossing import copy_in, gather_sequence, scatter_sequence, sum_out
+from shoal.parallel.tensor.sequence import Region, replace_stream
 
 
 class Entry:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.channel import Channel
-from shoal.parallel.chunks import attend, attend_backward, finite
-from shoal.parallel.positions import Positions
+from shoal.parallel.context.chunks import attend, attend_backward, finite
+from shoal.parallel.context.positions import Positions
 
 # Shapes: B batch, H query heads, K key-value heads, L local positions, E head width, V value width.
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shoal.comm.channel import Channel
 from shoal.core.errors import RunError
 from shoal.parallel.anatomy import Anatomy, SplitKind, Stack
-from shoal.parallel.crossing import enter_sequence, leave_sequence
+from shoal.parallel.tensor.crossing import enter_sequence, leave_sequence
 
 _STREAM = "hidden_states"
 

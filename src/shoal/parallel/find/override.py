@@ -11,8 +11,8 @@ from torch import nn
 from shoal.core.errors import RequestError, nearest
 from shoal.parallel.anatomy import Split, SplitKind
 from shoal.parallel.config import ParallelConfig, SplitWord
-from shoal.parallel.find_trace import is_linear
-from shoal.parallel.find_vocabulary import shared_parameters
+from shoal.parallel.find.trace import is_linear
+from shoal.parallel.find.vocabulary import shared_parameters
 
 Pairing = tuple[Sequence[str], Sequence[str]]
 """Column layers, and the row layers that sum their features up."""

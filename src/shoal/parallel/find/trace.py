@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel import find_rules as find_rules  # They register their rules.
-from shoal.parallel import find_views as find_views
-from shoal.parallel.find_flow import Follower, tensors_in
-from shoal.parallel.find_sizes import TracedAttributes
+from shoal.parallel.find.flow import Follower, tensors_in
+from shoal.parallel.find.sizes import TracedAttributes
 
 PUT_OUT = "it is what the model puts out"
 

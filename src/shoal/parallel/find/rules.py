@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.parallel.find_flow import ATTENTION, RULES, BlockedError, Follower, Label, Rule, tensors_in
-from shoal.parallel.find_groups import Seen
+from shoal.parallel.find.flow import ATTENTION, RULES, BlockedError, Follower, Label, Rule, tensors_in
+from shoal.parallel.find.groups import Seen
 
 _ELEMENTWISE_NAMES = """
 abs add add_ sub sub_ rsub mul mul_ multiply div div_ divide true_divide neg pow exp log log1p sqrt rsqrt reciprocal square sin

@@ -28,7 +28,7 @@ from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.parallel.anatomy import Anatomy, SplitKind
-from shoal.parallel.sequence import is_cut, parent_of, stream_key
+from shoal.parallel.tensor.sequence import is_cut, parent_of, stream_key
 
 _SCORES_PER_TARGET = 3
 

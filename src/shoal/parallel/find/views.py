@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.parallel.find_flow import BlockedError, Follower, Label
-from shoal.parallel.find_rules import labelled, rule
+from shoal.parallel.find.flow import BlockedError, Follower, Label
+from shoal.parallel.find.rules import labelled, rule
 
 
 @rule("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten")

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
-from shoal.parallel.zero_layout import Slot, Unit, ZeroLayout
-from shoal.parallel.zero_pool import Pool
+from shoal.parallel.zero.layout import Slot, Unit, ZeroLayout
+from shoal.parallel.zero.pool import Pool
 
 
 class GradientStore:

@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from shoal.parallel.anatomy import Split, SplitKind, Stack
-from shoal.parallel.find_blocks import is_under
-from shoal.parallel.find_trace import PUT_OUT, Trace, is_linear, linear_sizes
+from shoal.parallel.find.blocks import is_under
+from shoal.parallel.find.trace import PUT_OUT, Trace, is_linear, linear_sizes
 
 _FEWEST_ROWS = 16  # Two token types or eight positions are not worth a collective.
 

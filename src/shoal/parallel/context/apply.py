@@ -27,10 +27,10 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError, RunError
 from shoal.models.transformer import Rotary
 from shoal.parallel.anatomy import Anatomy, Stack
-from shoal.parallel.context_traffic import GatherShape, Seen, expected_traffic
-from shoal.parallel.cuts import cut_arguments
-from shoal.parallel.intercept import Interception, Run
-from shoal.parallel.positions import Positions, gather_sequence
+from shoal.parallel.context.cuts import cut_arguments
+from shoal.parallel.context.intercept import Interception, Run
+from shoal.parallel.context.positions import Positions, gather_sequence
+from shoal.parallel.context.traffic import GatherShape, Seen, expected_traffic
 
 
 @dataclass(frozen=True, kw_only=True)

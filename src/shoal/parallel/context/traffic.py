@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.core.axes import Axis
-from shoal.parallel.alltoall import num_copies
+from shoal.parallel.context.alltoall import num_copies
 
 _AXIS = Axis.CONTEXT.value
 

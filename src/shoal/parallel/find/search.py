@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find_blocks import describe_stack, find_stacks, is_under
-from shoal.parallel.find_groups import Group
-from shoal.parallel.find_outside import find_outside_reads
-from shoal.parallel.find_override import apply_split_table, match_blocks
-from shoal.parallel.find_probe import is_tail_pointwise
-from shoal.parallel.find_trace import Trace, is_linear, trace_forward
-from shoal.parallel.find_vocabulary import find_vocabulary, shared_parameters
+from shoal.parallel.find.blocks import describe_stack, find_stacks, is_under
+from shoal.parallel.find.groups import Group
+from shoal.parallel.find.outside import find_outside_reads
+from shoal.parallel.find.override import apply_split_table, match_blocks
+from shoal.parallel.find.probe import is_tail_pointwise
+from shoal.parallel.find.trace import Trace, is_linear, trace_forward
+from shoal.parallel.find.vocabulary import find_vocabulary, shared_parameters
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shoal.parallel.find_groups import Groups, SizeUse
-from shoal.parallel.find_sizes import Features, Source, TracedInt, sources_of, trace_source
+from shoal.parallel.find.groups import Groups, SizeUse
+from shoal.parallel.find.sizes import Features, Source, TracedInt, sources_of, trace_source
 
 
 @dataclass(frozen=True)

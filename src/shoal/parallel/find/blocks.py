@@ -11,8 +11,8 @@ from itertools import groupby, pairwise
 from torch import Tensor, nn
 
 from shoal.parallel.anatomy import Stack
-from shoal.parallel.find_probe import is_stack_pointwise
-from shoal.parallel.find_trace import Call, Trace
+from shoal.parallel.find.probe import is_stack_pointwise
+from shoal.parallel.find.trace import Call, Trace
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NUMBERED = re.compile(r"(.*?)_?\d+")

@@ -29,10 +29,10 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.placement import Placement, place_whole
 from shoal.parallel.anatomy import Anatomy
-from shoal.parallel.zero_gradients import GradientStore, pieces_of
-from shoal.parallel.zero_layout import ZeroLayout, lay_out
-from shoal.parallel.zero_pool import Pool
-from shoal.parallel.zero_weights import WeightStore
+from shoal.parallel.zero.gradients import GradientStore, pieces_of
+from shoal.parallel.zero.layout import ZeroLayout, lay_out
+from shoal.parallel.zero.pool import Pool
+from shoal.parallel.zero.weights import WeightStore
 
 
 def apply_zero(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import RunError
-from shoal.parallel.positions import Positions
+from shoal.parallel.context.positions import Positions
 
 _CACHES = frozenset({"past_key_values", "past_key_value", "layer_past"})
 

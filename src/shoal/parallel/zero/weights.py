@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
-from shoal.parallel.zero_layout import ZeroLayout
-from shoal.parallel.zero_pool import Pool
+from shoal.parallel.zero.layout import ZeroLayout
+from shoal.parallel.zero.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)

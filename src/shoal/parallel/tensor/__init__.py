@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: matrices cut over ranks, and the sequence between them."""

@@ -1,0 +1,1 @@
+"""ZeRO: optimizer state, gradients and weights shared out along dp."""
