@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.parallel.find import rules as rules  # They register their rules.
+from shoal.parallel.find import views as views
 from shoal.parallel.find.flow import Follower, tensors_in
 from shoal.parallel.find.sizes import TracedAttributes
 
