@@ -66,6 +66,8 @@ class Anatomy:
     stacks: tuple[Stack, ...] = ()
     splits: tuple[Split, ...] = ()
     attentions: tuple[Heads, ...] = ()
+    attends: tuple[str, ...] = ()
+    """Modules that call torch's attention function, whether their heads can be split or not."""
     split_dropouts: Mapping[str, int] = field(default_factory=dict)
     """Dropout modules that lie between a column and a row layer: path, and the dim (usually -1) whose features are split."""
     tied: tuple[tuple[str, ...], ...] = ()

@@ -36,7 +36,8 @@ def describe_facts(anatomy: Anatomy, model: nn.Module | None = None, *, sequence
     """
     with_sequence = [stack for stack in anatomy.stacks if stack.sequence_dim is not None]
     blocks = [block for stack in with_sequence for block in stack.blocks]
-    attended = [heads for heads in anatomy.attentions if any(is_under(heads.path, block) for block in blocks)]
+    paths = {*anatomy.attends, *(heads.path for heads in anatomy.attentions)}
+    attended = [path for path in paths if any(is_under(path, block) for block in blocks)]
     num_rows = sum(split.kind is SplitKind.ROW for split in anatomy.splits)
     return ModelFacts(
         name="the model" if model is None else type(model).__name__,

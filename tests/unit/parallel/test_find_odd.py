@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shoal.parallel.anatomy import Anatomy, Split, SplitKind
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.find.search import find_anatomy
+from shoal.parallel.rules import describe_facts
 from shoal.parallel.zero.layout import lay_out
 
 D, H, L, V = 16, 4, 6, 32
@@ -475,3 +476,26 @@ def test_a_weight_that_its_parent_reads_is_known_and_stays_in_the_root_of_zero()
     assert anatomy.read_outside == {"embedding.weight"}
     units = {unit.path: [slot.name for slot in unit.slots] for unit in lay_out(model, anatomy, 2).units}
     assert units[""] == ["embedding.weight"] and "embedding" not in units and "head" in units
+
+
+class NormedHeads(nn.Module):
+    """Queries are normed by head, with a weight that all heads share: the heads stay whole, and it attends all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(16, 16) for _ in range(4))
+        self.norm = nn.RMSNorm(4)
+
+    def forward(self, x):
+        query, key, value = (
+            layer(x).unflatten(-1, (4, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(self.norm(query), key, value)
+        return x + self.output(mixed.transpose(1, 2).flatten(2))
+
+
+def test_an_attention_that_cannot_be_split_still_counts_as_one_for_context_parallelism():
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Sequential(NormedHeads(), NormedHeads()), nn.Linear(16, 32))
+    anatomy = find_anatomy(model, (torch.randint(32, (2, 8)),), ParallelConfig())
+    assert anatomy.attentions == () and anatomy.attends == ("1.0", "1.1")
+    assert describe_facts(anatomy, model).has_attention

@@ -61,6 +61,7 @@ def find_anatomy(model: nn.Module, example: tuple[Tensor, ...] | None, config: P
         stacks=stacks,
         splits=tuple(sorted(splits.values(), key=lambda split: order[split.path])),
         attentions=tuple(sorted(attentions, key=lambda heads: order[heads.path])),
+        attends=tuple(sorted(_attending(trace))),
         split_dropouts={path: dim for group in kept for path, dim in group.dropouts.items()},
         read_outside=find_outside_reads(model, example, [block for stack in stacks for block in stack.blocks])
         if trace is not None and example is not None
@@ -158,6 +159,12 @@ def _torch_heads(model: nn.Module, trace: Trace | None) -> list[Heads]:
         and not module.add_zero_attn
         and path not in left_whole
     ]
+
+
+def _attending(trace: Trace | None) -> set[str]:
+    if trace is None:
+        return set()
+    return {path for path, _ in trace.follower.lengths} | {attended.path for attended in trace.torch_attentions}
 
 
 def _sequence(stacks: tuple[Stack, ...], trace: Trace | None) -> int | None:
