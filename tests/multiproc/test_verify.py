@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from harness import TINY
+from harness import ROOT, TINY
 from shoal.core.plan import Plan
 from shoal.trainer.config import load_recipe
 from shoal.verify.mutants import MUTANTS
@@ -85,3 +85,22 @@ def test_a_killed_command_leaves_no_rank_behind(shoal, tiny):
     process.communicate()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
+def test_every_plan_that_fits_is_proved(shoal, tmp_path, num_processes):
+    written = tmp_path / "certificate.json"
+    recipe = ROOT / "recipes" / "tiny.toml"
+    shoal.run("verify", recipe, "--all", "--nproc", num_processes, "--json", written, timeout=2900)
+    assert all(plan["ok"] for plan in json.loads(written.read_text())["plans"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_every_planted_bug_is_caught(shoal, tmp_path):
+    written = tmp_path / "certificate.json"
+    shoal.run("verify", ROOT / "recipes" / "tiny.toml", "--mutants", "--json", written, timeout=1700)
+    mutants = json.loads(written.read_text())["mutants"]
+    assert len(mutants) >= 12 and all(mutant["caught"] for mutant in mutants)
