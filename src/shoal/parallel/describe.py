@@ -44,7 +44,7 @@ def describe(anatomy: Anatomy, plan: Plan) -> list[str]:
         what = ("optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")[
             plan.zero - 1
         ]
-        lines.append(f"zero={plan.zero}: {what} are shared out over dp {plan.degree(Axis.DATA)}")
+        lines.append(f"zero={plan.zero}: each of the {plan.degree(Axis.DATA)} dp ranks keeps its share of {what}")
     if plan.recompute != "none":
         kept = "" if plan.recompute == "full" else ", but for its matrix products and attention"
         lines.append(f"recompute={plan.recompute}: each block runs again in the backward pass{kept}")

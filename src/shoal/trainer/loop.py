@@ -350,16 +350,22 @@ class Trainer:
         if self.tracer is not None:
             self.tracer.after_step(step)
         watch_every = self.train_config.watch_every
-        if watch_every and step % watch_every == 0 and self.world.size > 1:
-            # Before a checkpoint could keep one of several opinions.
-            self.reporter.enter("wait: comparing replicas", step)
-            held = self.placed.watched()
-            check_replicas(held.tensors, held.placements, self.mesh, step=step, names=held.all_weights)
+        if (watch_every and step % watch_every == 0) or self.persistence.is_due(step):
+            self._compare_replicas()
         if self._wants_evaluation(step):
             self._evaluate_validation()
         if self.persistence.is_due(step):
             self.reporter.enter("checkpoint", step)
             self.persistence.save(self.placed.held(), self.progress)
+
+    def _compare_replicas(self) -> None:
+        """Stop the run if replicas have drifted apart, before a checkpoint could keep one of their opinions."""
+        if self.train_config.watch_every == 0 or self.world.size == 1:
+            return
+        step = self.progress.step
+        self.reporter.enter("wait: comparing replicas", step)
+        held = self.placed.watched()
+        check_replicas(held.tensors, held.placements, self.mesh, step=step, names=held.all_weights)
 
     def _wants_evaluation(self, step: int) -> bool:
         is_due = self.eval_config.every > 0 and step % self.eval_config.every == 0
@@ -378,6 +384,7 @@ class Trainer:
         """Save, evaluate and settle. The weights come first: a signal may end the run while it evaluates."""
         if self.stopped_by is not None and self.progress.step < self.total_steps:
             self.status = "interrupted"
+        self._compare_replicas()
         self.reporter.enter("checkpoint", self.progress.step)
         self.persistence.save(self.placed.held(), self.progress)
         if self.status == "completed" and not self._wants_evaluation(self.progress.step):

@@ -91,7 +91,9 @@ MUTANT_COLUMNS = ("planted bug", "plan", "caught", "by", "should be", "control",
 
 def plan_row(plan: PlanResult) -> list[str]:
     """One line of the table."""
-    verdict = "bitwise" if plan.ok and plan.bitwise else f"within {plan.tolerance:.1g}" if plan.ok else "DIFFERS"
+    # A plan that did not run to its end has nothing that could differ.
+    wrong = "DIFFERS" if plan.worst else "FAILED"
+    verdict = "bitwise" if plan.ok and plan.bitwise else f"within {plan.tolerance:.1g}" if plan.ok else wrong
     errors = [f"{plan.worst[kind]:.1e}" if plan.worst.get(kind) else "0" for kind in KINDS] if plan.worst else ["-"] * 6
     calls, num_bytes = _totals(plan.traffic.get("counted", {}))
     return [

@@ -117,7 +117,7 @@ def test_the_description_says_what_is_done_and_what_is_left(anatomy):
         "whole on every tp rank: blocks.0-1.attention_norm",
         "1/2 of the positions",
         "attention crosses 3 ranks by ring; after the last block each rank scores its own positions",
-        "optimizer state and gradients are shared out over dp 2",
+        "each of the 2 dp ranks keeps its share of optimizer state and gradients",
         "each block runs again",
     ):
         assert words in text
