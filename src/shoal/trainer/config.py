@@ -46,7 +46,7 @@ class TrainConfig(Config):
     unused_parameters: bool = False
     """Allow parameters that a step does not touch; data parallelism then looks for them at every step."""
     watch_every: int = Field(default=100, ge=0)
-    """Steps between comparisons of what replicas must hold alike (before a save too); a difference stops the run; 0 never looks."""
+    """Steps between comparisons of what replicas must hold alike (before a save too); a difference stops the run; 0 is off."""
     threads: int | None = Field(default=None, ge=1)
     """Compute threads per process; derived from the cores and the number of processes when left out."""
 
