@@ -92,7 +92,7 @@ def test_a_module_in_which_nothing_can_be_split_is_refused_before_any_process(sh
     assert not (shoal.folder / "never").exists()
 
 
-@pytest.mark.parametrize("plan", ["dp=2 zero=3", "tp=2"])
+@pytest.mark.parametrize("plan", ["tp=2", pytest.param("dp=2 zero=3", marks=pytest.mark.soak)])
 def test_a_nan_on_one_rank_of_a_sharded_model_is_traced_to_it(shoal, plan):
     (shoal.folder / "mine.py").write_text(POISONED)
     (shoal.folder / "own.toml").write_text(OWN.format(build="build", features="[8]"))
@@ -101,7 +101,9 @@ def test_a_nan_on_one_rank_of_a_sharded_model_is_traced_to_it(shoal, plan):
     assert read_summary(shoal.folder / "run")["status"] == "failed"
 
 
-@pytest.mark.parametrize("plan", ["dp=2 zero=3", "tp=2 sp=true", "cp=2"])
+@pytest.mark.parametrize(
+    "plan", ["tp=2 sp=true", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp=2 zero=3", "cp=2"))]
+)
 def test_a_killed_rank_of_a_split_model_is_named_and_nothing_hangs(shoal, tiny, plan):
     process = shoal.start("train", tiny, "--plan", plan, "--run-dir", "run", "--set", "train.steps=100000")
     wait_for_step(shoal.folder / "run", 2)

@@ -27,6 +27,7 @@ def test_a_shipped_recipe_trains(shoal, name, changes):
         assert read_events(shoal.folder / "run", 0, "evaluated")[-1]["accuracy"] > 0.5
 
 
+@pytest.mark.soak
 def test_compiled_and_eager_learn_alike(shoal, tiny):
     changes = ("--set", "train.steps=3", "--set", "model.layers=1", "--set", "checkpoint.every=0")
     shoal.run("train", tiny, "--run-dir", "eager", *changes)

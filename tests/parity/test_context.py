@@ -331,11 +331,13 @@ def test_two_ranks_equal_one_process(job, two, reference):
     check(job, two, reference)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("job", JOBS_OF_THREE, ids=names(JOBS_OF_THREE))
 def test_three_ranks_equal_one_process(job, three, reference):
     check(job, three, reference)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("job", JOBS_OF_FOUR, ids=names(JOBS_OF_FOUR))
 def test_four_ranks_equal_one_process(job, four, reference):
     check(job, four, reference)

@@ -205,6 +205,7 @@ def test_with_tensor_and_sequence_parallelism(job, four):
     check(job, four)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("job", JOBS_OF_TWO, ids=names(JOBS_OF_TWO))
 def test_hugging_face_models(job, two):
     check(job, two)

@@ -1,8 +1,7 @@
 """Data parallelism against one process that imports nothing of ``parallel/``.
 
 The reference is written here in plain torch: it sums microbatches in order, one partial sum per replica, replicas in rank
-order, and runs the same optimizer kernel. Two replicas must give the same bits; more may differ by the order of the sum, at
-most 1e-6.
+order, and runs the same optimizer kernel. Replicas on one machine must give the same bits, however many.
 """
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal.parallel.data as data_parallel
-import shoal.trainer.loop as loop
+import shoal.trainer.laying as laying
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.order import Position, permute, take
@@ -59,7 +58,8 @@ CASES = {
 
 def recipe_of(case):
     tables = {key: dict(value) for key, value in CASES[case].items()}
-    tables["train"] = {"steps": STEPS, "global_batch": 12, "seed": 3, **tables.get("train", {})}
+    # The watch would stop a planted bug before it can be compared.
+    tables["train"] = {"steps": STEPS, "global_batch": 12, "seed": 3, "watch_every": 0, **tables.get("train", {})}
     return Recipe.model_validate(tables)
 
 
@@ -142,7 +142,7 @@ def run_replica(world, case):
 
 def plant(world, mutant):
     """Break the real path of this process; the returned function mends it."""
-    honest_sum, honest_dropout = data_parallel._sum_bucket, loop.apply_keyed_dropout
+    honest_sum, honest_dropout = data_parallel._sum_bucket, laying.apply_keyed_dropout
 
     def divided(group, bucket):
         return honest_sum(group, bucket).then(lambda done: done.value() / world.size)
@@ -157,10 +157,10 @@ def plant(world, mutant):
     elif mutant == "no reduction":
         data_parallel._sum_bucket = _annotated(kept, honest_sum)
     elif mutant == "dropout by rank":
-        loop.apply_keyed_dropout = lambda model, seed: honest_dropout(model, seed + world.rank)
+        laying.apply_keyed_dropout = lambda model, seed: honest_dropout(model, seed + world.rank)
 
     def undo():
-        data_parallel._sum_bucket, loop.apply_keyed_dropout = honest_sum, honest_dropout
+        data_parallel._sum_bucket, laying.apply_keyed_dropout = honest_sum, honest_dropout
 
     return undo
 
@@ -195,11 +195,13 @@ def test_two_replicas_give_the_bits_of_one_process(case, two):
     assert_steps_close(run_reference(case, 2), first, bound=0.0)
 
 
-def test_three_replicas_are_within_the_order_of_the_sum():
+@pytest.mark.soak
+def test_three_replicas_give_the_bits_of_one_process_too():
+    """Shared memory adds in the order of ranks; a ring would not."""
     cases = ["gpt", "seq2seq, ragged"]
     first, *_ = run_on_ranks(run_replicas, 3, cases, [])
     for case in cases:
-        assert_steps_close(run_reference(case, 3), first[case], bound=1e-6)
+        assert_steps_close(run_reference(case, 3), first[case], bound=0.0)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -212,6 +212,7 @@ def test_masks_that_are_not_narrowed_are_caught(results):
             assert len(case) == 2 or error > 1e-3, (case, error)
 
 
+@pytest.mark.soak
 def test_finer_chunks_on_four_ranks():
     for found in run_on_ranks(four_ranks, 4, deadline_seconds=110):
         for case, (error, name) in found.items():

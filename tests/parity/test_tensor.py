@@ -259,7 +259,7 @@ def results():
     }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_equals_one_process(results, num_ranks):
     errors = {}
     for number, (case, dtype, *options) in enumerate(JOBS[num_ranks]):
@@ -296,7 +296,7 @@ def test_padded_rows_are_in_no_patch_and_stay_zero(results):
         assert not step["grad/head.weight"][14:].any() and not step["weight/head.weight"][14:].any()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_traffic_is_what_the_plan_should_cost(results, num_ranks):
     different = {}
     for number, job in enumerate(JOBS[num_ranks]):

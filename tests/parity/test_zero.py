@@ -398,6 +398,7 @@ def test_two_replicas_give_the_bits_of_one_process(case, stage, ranks, reference
     assert_equals_one_process(references(case, 2), [rank[f"{case} {stage}"] for rank in ranks(2, stage)])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", THREE)
 def test_three_replicas_give_the_bits_of_one_process(case, stage, ranks, references):
