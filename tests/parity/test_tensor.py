@@ -250,13 +250,18 @@ JOBS = {
 }
 
 
+class Results(dict):
+    def __missing__(self, num_ranks):
+        planted = list(MUTANTS) if num_ranks == 2 else []
+        jobs = [list(job) for job in JOBS[num_ranks]]
+        self[num_ranks] = run_on_ranks(run_jobs, num_ranks, jobs, planted, deadline_seconds=110)
+        return self[num_ranks]
+
+
 @pytest.fixture(scope="module")
 def results():
-    """By number of ranks: every job's pieces, then every mutant's."""
-    return {
-        num_ranks: run_on_ranks(run_jobs, num_ranks, [list(job) for job in jobs], planted, deadline_seconds=110)
-        for num_ranks, jobs, planted in ((2, JOBS[2], list(MUTANTS)), (4, JOBS[4], []))
-    }
+    """By number of ranks: every job's pieces, then every mutant's. Ranks start when they are first asked for."""
+    return Results()
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
