@@ -293,6 +293,7 @@ def test_partial_names_are_the_whole_parameters_of_the_blocks(results):
     assert results[2][0][JOBS[2].index(("gpt", "float64", False))]["partial"] == []
 
 
+@pytest.mark.soak
 def test_padded_rows_are_in_no_patch_and_stay_zero(results):
     number = JOBS[4].index(("gpt 65", "float64", False))
     last = results[4][3][number]
