@@ -27,7 +27,7 @@ FORMAT = "shoal-checkpoint"
 VERSION = 1
 MAX_BYTES = 32 * 2**20
 """A larger manifest is refused unread; one of a model of a thousand layers takes a few MiB."""
-MAX_PIECES = 2**16
+MAX_PIECES = 2**14
 """Of one tensor: as many as ranks could hold a part of it. Looking through a manifest takes some 45 us for each piece."""
 
 _PREFIX = b'{"sum": "'
