@@ -39,17 +39,17 @@ def train_then_resume_with_a_bad_disk(world, folder):
     first = build(world, folder, 4, resume=False)
     first.train()
     first.persistence.close()
-    honest = persist.read
+    honest = persist.read_local
 
-    def fail_on_rank_1(path):
+    def fail_on_rank_1(path, placements):
         if world.rank == 1:
             raise OSError(5, "Input/output error", str(path))
-        return honest(path)
+        return honest(path, placements)
 
-    persist.read = fail_on_rank_1
+    persist.read_local = fail_on_rank_1
     with pytest.raises(RunError) as refusal:
         build(world, folder, 6, resume=True)
-    persist.read = honest
+    persist.read_local = honest
     again = build(world, folder, 6, resume=True)
     start = again.progress.step
     again.train()

@@ -73,7 +73,10 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     """Bytes that rank 0, which has the largest shards, keeps; and what was found in the model where the plan asks for it."""
     recipe, plan = prepared.recipe, prepared.layout.plan
     anatomy, lines = Anatomy(), []
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    parameters = {id(parameter) for parameter in model.parameters()}
+    saved = model.state_dict(keep_vars=True).values()
+    # Tables that are not saved are made of the sizes, and not counted as weights.
+    buffers = sum(tensor.nbytes for tensor in saved if id(tensor) not in parameters)
     if asks_the_model(plan):
         whole, _, data = build_parts(recipe)
         anatomy = look_at(whole, data, recipe.parallel)
