@@ -49,8 +49,9 @@ demo: $(VENV)/.installed
 	$(BIN)/shoal sample $$run --prompt "def "; \
 	echo "run directory: $$run"
 
+# Two at a time, a file to each: most tests wait for processes of their own, and a file's tests share what they build.
 test: install
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check

@@ -52,7 +52,7 @@ class Shoal:
     def start(self, *arguments, environment=None, **options):
         """Start ``shoal ARGUMENTS`` and return at once."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", *map(str, arguments)],
+            [sys.executable, str(ROOT / "tests" / "tied.py"), str(os.getpid()), "-m", "shoal", *map(str, arguments)],
             cwd=self.folder,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             stdout=subprocess.PIPE,

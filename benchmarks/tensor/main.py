@@ -1,6 +1,6 @@
 """A step of tensor parallelism on two processes, beside torch's ``parallelize_module`` and DDP on the same global batch.
 
-python benchmarks/tensor/main.py [--rounds 7] [--steps 3]
+python benchmarks/tensor/main.py [--rounds 21] [--steps 1]
 """
 
 import argparse
@@ -169,8 +169,8 @@ def summarise(found: dict[str, list[float]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=1)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     answers = run_on_ranks(measure, 2, options.rounds, options.steps, deadline_seconds=900.0)

@@ -12,11 +12,12 @@ Each function is a pair of collectives, one forward and one backward (Megatron-L
     leave_sequence     gather                slice          and leaves it
     gather_features    gather                slice          split features become whole
 
-torch's DTensor has these as redistributions, decided again at every operation; here they are six small autograd functions over
+torch's DTensor has these as redistributions, decided again at every operation; here they are three small autograd functions over
 a ``Channel``, so that they are counted, add in the order of ranks, and cost one call each. All of them work without a gradient,
 under autocast, in a recomputed forward pass and on meta tensors, and none can be differentiated twice.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.channel import Channel
+
+Move = Callable[[Tensor, Channel, int], Tensor]
+"""Moves a tensor along one of its dims, without a gradient."""
 
 
 def copy_in(x: Tensor, channel: Channel) -> Tensor:
@@ -45,22 +49,24 @@ def sum_out(x: Tensor, channel: Channel) -> Tensor:
 
 def gather_sequence(x: Tensor, channel: Channel, dim: int) -> Tensor:
     """Every rank's stretch of ``dim``, one after another; gradients are summed over ranks, and each keeps its stretch."""
-    return x if channel.size == 1 else _apply(_GatherSequence, x, channel, dim)
+    return x if channel.size == 1 else _apply(_Along, x, channel, dim, gather_along, scatter_sum_along)
 
 
 def scatter_sequence(x: Tensor, channel: Channel, dim: int) -> Tensor:
     """This rank's stretch of ``dim`` of the sum over ranks; gradients are gathered. ``x`` is not usable afterwards."""
-    return x if channel.size == 1 else _apply(_ScatterSequence, x, channel, dim)
+    if channel.size == 1:
+        return x
+    return _apply(_Along, x.clone() if _is_watched() else x, channel, dim, scatter_sum_along, gather_along)
 
 
 def enter_sequence(x: Tensor, channel: Channel, dim: int) -> Tensor:
     """This rank's stretch of ``dim`` of a tensor that is the same on every rank; gradients are gathered."""
-    return x if channel.size == 1 else _apply(_EnterSequence, x, channel, dim)
+    return x if channel.size == 1 else _apply(_Along, x, channel, dim, slice_along, gather_along)
 
 
 def leave_sequence(x: Tensor, channel: Channel, dim: int) -> Tensor:
     """Every rank's stretch of ``dim``, one after another; each keeps its stretch of a gradient that is the same on every rank."""
-    return x if channel.size == 1 else _apply(_LeaveSequence, x, channel, dim)
+    return x if channel.size == 1 else _apply(_Along, x, channel, dim, gather_along, slice_along)
 
 
 gather_features = leave_sequence
@@ -98,52 +104,18 @@ class _SumOut(torch.autograd.Function):
         return grads[0], None
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, channel: Channel, dim: int) -> Tensor:
-        ctx.channel, ctx.dim = channel, dim
-        return gather_along(x, channel, dim)
+class _Along(torch.autograd.Function):
+    """One movement along a dim forward, another backward."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_sum_along(grads[0], ctx.channel, ctx.dim), None, None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, channel: Channel, dim: int) -> Tensor:
-        ctx.channel, ctx.dim = channel, dim
-        return scatter_sum_along(x.clone() if _is_watched() else x, channel, dim)
+    def forward(ctx: Any, x: Tensor, channel: Channel, dim: int, there: Move, back: Move) -> Tensor:
+        ctx.channel, ctx.dim, ctx.back = channel, dim, back
+        return there(x, channel, dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return gather_along(grads[0], ctx.channel, ctx.dim), None, None
-
-
-class _EnterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, channel: Channel, dim: int) -> Tensor:
-        ctx.channel, ctx.dim = channel, dim
-        return slice_along(x, channel, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return gather_along(grads[0], ctx.channel, ctx.dim), None, None
-
-
-class _LeaveSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, channel: Channel, dim: int) -> Tensor:
-        ctx.channel, ctx.dim = channel, dim
-        return gather_along(x, channel, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return slice_along(grads[0], ctx.channel, ctx.dim), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(grads[0], ctx.channel, ctx.dim), None, None, None, None
 
 
 def gather_along(x: Tensor, channel: Channel, dim: int) -> Tensor:
