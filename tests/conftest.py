@@ -1,6 +1,7 @@
 """What every test gets: a leak check, one compute thread, and the ``shoal`` command as a real process."""
 
 import os
+import signal
 
 import psutil
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from harness import TINY, Shoal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Under nohup it is ignored, children inherit that, and Shoal leaves an ignored signal ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,7 @@ def snapshot(model, optimizer, loss, norm):
 
 
 def run_reference(case, replicas):
-    """One process, plain torch, the same global batches: the law's tree of sums."""
+    """One process, plain torch, the same global batches: a run's tree of sums."""
     torch.set_num_threads(1)
     recipe = recipe_of(case)
     data = build_splits(recipe.data, recipe.train.seed)

@@ -108,7 +108,7 @@ def build(case):
 
 
 def step_parts(recipe, data, replicas):
-    """For each step the sample ids of every replica's microbatches, cut as the law says."""
+    """For each step the sample ids of every replica's microbatches, cut as a run cuts them."""
     position = Position()
     for _ in range(STEPS):
         place, after = take(position, len(data.train), recipe.train.global_batch)
@@ -138,7 +138,7 @@ def loss_scale(precision):
 
 
 def run_reference(case, replicas):
-    """One process, plain torch, the same global batches: the law's tree of sums."""
+    """One process, plain torch, the same global batches: a run's tree of sums."""
     torch.set_num_threads(1)
     recipe, data, model, loss_of, dropout, precision = build(case)
     optimizer = build_optimizer(recipe.optim, model)

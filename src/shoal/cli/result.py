@@ -24,8 +24,8 @@ JsonFile = Annotated[
 """The ``--json`` option as every verb declares it."""
 
 
-def check_result_file(path: Path | None) -> None:
-    """Refuse a ``--json`` file that could not be written, before the work that it is to report.
+def check_result_file(path: Path | None, option: str = "--json") -> None:
+    """Refuse a result file that could not be written, before the work that it is to report.
 
     Raises:
         RequestError: its folder is missing or closed to us, or the path is a folder.
@@ -33,12 +33,12 @@ def check_result_file(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise RequestError(f"--json {path} is a folder; name a file")
+        raise RequestError(f"{option} {path} is a folder; name a file")
     if not path.parent.is_dir():
-        raise RequestError(f"--json {path}: there is no folder {path.parent}; make it first")
+        raise RequestError(f"{option} {path}: there is no folder {path.parent}; make it first")
     target = path if path.exists() and not path.is_file() else path.parent
     if not os.access(target, os.W_OK):
-        raise RequestError(f"--json {path}: {target} is not writable")
+        raise RequestError(f"{option} {path}: {target} is not writable")
 
 
 def write_result(path: Path | None, result: Any) -> None:

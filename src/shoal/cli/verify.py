@@ -51,7 +51,7 @@ def verify(
         given = "--nproc" if nproc is not None else "--dtype"
         raise RequestError(f"--mutants brings the plan and the type that each bug shows in; leave {given} out")
     check_result_file(json)
-    check_result_file(markdown)
+    check_result_file(markdown, "--markdown")
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.verify.session import verify_mutants, verify_plans
 

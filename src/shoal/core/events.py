@@ -1,6 +1,6 @@
 """What can happen in a run: one frozen dataclass per kind of event.
 
-Real runs and simulated runs write the same events, so one reader (the dashboard, a script) understands both. An event is a
+Every process of a run writes the same kinds, so one reader (a script, a display) understands all of them. An event is a
 value: who writes it to disk, and when, is the business of ``telemetry``.
 """
 

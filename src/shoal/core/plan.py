@@ -1,7 +1,7 @@
 """The plan: how a run is laid out, as one frozen value that prints and parses as one line.
 
-The planner emits it, the trainer obeys it, verify proves it and the dashboard shows it, so it is pure data and imports
-nothing heavy. ``dp=2 microbatches=4`` parses to a ``Plan``; ``str(plan)`` gives the same line back.
+The trainer obeys it, verify proves it and a checkpoint names it, so it is pure data and imports nothing heavy.
+``dp=2 microbatches=4`` parses to a ``Plan``; ``str(plan)`` gives the same line back.
 """
 
 import itertools

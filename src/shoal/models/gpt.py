@@ -1,6 +1,7 @@
 """A decoder-only transformer: pre-norm, RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
-Written plainly, one linear layer per projection and no parallel code: what splits it over ranks finds its parts by their names.
+Written plainly, one linear layer per projection and no parallel code: what splits it over ranks finds its parts by running it
+once.
 """
 
 from torch import Tensor, nn

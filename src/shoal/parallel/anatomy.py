@@ -1,7 +1,7 @@
 """What a module is made of, as far as parallelism cares: plain values that a finder returns and techniques act on.
 
-``find.py`` fills it in from any ``nn.Module``; a table in the recipe overrides it; every technique takes it and never looks at
-class names itself.
+``find/search.py`` fills it in from any ``nn.Module``; a table in the recipe overrides it; every technique takes it and never
+looks at class names itself.
 """
 
 from collections.abc import Mapping

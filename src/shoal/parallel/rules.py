@@ -22,7 +22,9 @@ from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.find.trace import linear_sizes
 from shoal.parallel.tensor.sequence import is_cut, why_whole
 
-TABLE_START = "<!-- combinations: written by `python -m shoal.parallel.rules`, do not edit -->"
+TABLE_START = (
+    "<!-- combinations: written by `python -m shoal.parallel.rules docs/guides/parallelism.md`, do not edit -->"
+)
 TABLE_END = "<!-- end of combinations -->"
 
 

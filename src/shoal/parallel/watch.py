@@ -1,7 +1,7 @@
 """A watch on real runs: what must be equal on several ranks is hashed and compared, and a difference stops the run by name.
 
 Replicas that have silently drifted apart train on, and every checkpoint is one rank's opinion. A hash per tensor (xxh3, some 10
-GB/s) and one gather of 24 bytes per tensor are cheap enough to look every few hundred steps; torch's own
+GB/s) and one gather of 24 bytes per tensor are cheap enough to look every hundred steps; torch's own
 ``_verify_param_shape_across_processes`` looks at shapes, once.
 """
 
@@ -30,7 +30,7 @@ def check_replicas(
     """Compare every tensor with the other ranks that hold the same part of it. Every rank calls it, at the same step.
 
     Args:
-        tensors: what this rank holds: weights, buffers, counts of optimizer steps.
+        tensors: what this rank holds: weights, buffers and optimizer state.
         placements: where a tensor lies in its whole; one that is not here is whole.
         mesh: the ranks.
         step: for the message.

@@ -1,4 +1,4 @@
-"""How far two sets of tensors are apart, measured as the law of numerics says, and the first one that differs by name.
+"""How far two sets of tensors are apart, measured as ``shoal verify`` does, and the first one that differs by name.
 
 Error is the norm of the difference over the norm of the reference. A tensor whose reference is below 10 eps of the whole
 set's norm is noise: a relative error of it says nothing, so it is bounded by that same amount absolutely.

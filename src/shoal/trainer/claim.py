@@ -17,6 +17,7 @@ from shoal.trainer.config import Recipe, dump_recipe
 # weights.
 _MAY_CHANGE = (
     "plan",
+    "parallel",
     "train.steps",
     "train.epochs",
     "train.tokens",
@@ -24,6 +25,7 @@ _MAY_CHANGE = (
     "train.threads",
     "train.micro_batch",
     "train.nonfinite",
+    "train.watch_every",
     "eval",
     "checkpoint",
     "telemetry",

@@ -3,9 +3,9 @@
 Wrapping both lets data parallelism see a single module, and gives a replica without samples something to run: a loss of zero that
 touches every parameter, so that it joins the reduction instead of leaving its peers waiting.
 
-It also carries passengers: two numbers per rank, its share of the loss and its wish to stop, as the gradient of a parameter
-of two zeros. They are summed with the gradients that travel anyway; a collective of their own was measured to cost a small
-step a millisecond.
+Where all ranks are replicas that hold everything it also carries passengers: two numbers per rank, its share of the loss and
+its wish to stop, as the gradient of a parameter of two zeros. They are summed with the gradients that travel anyway; a
+collective of their own was measured to cost a small step a millisecond.
 """
 
 from contextlib import AbstractContextManager, nullcontext

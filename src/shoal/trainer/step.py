@@ -1,6 +1,6 @@
 """One optimizer step: microbatches forward and backward, the reduction, the norm, the update. Nothing here logs, saves or waits.
 
-The order of sums is the law of numerics': each replica adds its microbatches in order, then replicas are added. Every
+The order of sums is fixed: each replica adds its microbatches in order, then replicas are added. Every
 decision (skip, clip, stop) is taken from reduced values, which are the same bits on every rank, so ranks never disagree.
 """
 

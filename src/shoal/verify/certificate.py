@@ -39,6 +39,9 @@ class Certificate:
     mutants: tuple[MutantResult, ...] = ()
     recipe: str = ""
     recipe_hash: str = ""
+    settings: tuple[str, ...] = ()
+    """What ``--set`` changed in the recipe; its hash is of the recipe as changed."""
+    steps: int = 0
     model_hash: str = ""
     seed: int = 0
     threads: int = 1
@@ -51,13 +54,15 @@ class Certificate:
         return all(plan.ok for plan in self.plans) and all(one.caught and one.control_ok for one in self.mutants)
 
     def as_values(self) -> dict[str, Any]:
-        """JSON: the keys that DESIGN's contract names, and what makes the result repeatable."""
+        """JSON: what was proved, and what makes the result repeatable."""
         return {
             "ok": self.ok,
             "plans": [_plan_values(plan) for plan in self.plans],
             "mutants": [asdict(mutant) for mutant in self.mutants],
             "recipe": self.recipe,
             "recipe_sha256": self.recipe_hash,
+            "settings": list(self.settings),
+            "steps": self.steps,
             "model_sha256": self.model_hash,
             "seeds": {"train": self.seed},
             "threads": self.threads,
@@ -70,7 +75,10 @@ class Certificate:
         """A page to put into a pull request."""
         num_ok = sum(plan.ok for plan in self.plans)
         lines = [f"# Shoal certificate: {'proved' if self.ok else 'NOT proved'}", ""]
-        lines += [f"- recipe `{self.recipe}` (sha256 `{self.recipe_hash[:16]}`), seed {self.seed}"]
+        changed = "".join(f" with `{setting}`" for setting in self.settings)
+        lines += [
+            f"- recipe `{self.recipe}`{changed} (sha256 `{self.recipe_hash[:16]}`), seed {self.seed}, {self.steps} steps"
+        ]
         lines += [f"- initial weights sha256 `{self.model_hash[:16]}`, {self.threads} compute thread(s) per process"]
         lines += ["- " + ", ".join(f"{name} {text}" for name, text in find_versions().items())]
         if self.plans:

@@ -1,4 +1,4 @@
-"""A plan's steps beside the reference's: errors as the law measures them, and the first difference with its pattern.
+"""A plan's steps beside the reference's: the error of every tensor, and what is further off than allowed.
 
 Error is the norm of the difference over the norm of the reference, per tensor. A gradient that is below 10 eps of the whole
 gradient's norm is noise: it is listed and bounded by that amount absolutely. The other rules, and why weights need their own,

@@ -1,4 +1,4 @@
-"""Planted bugs: a checker that cannot fail proves nothing (law 7). Each must be caught by the comparison that should see it.
+"""Planted bugs: a checker that cannot fail proves nothing. Each must be caught by the comparison that should see it.
 
 A mutant is a plan, what the recipe must have for the bug to show, and a plant (``plants.py``) that breaks the real path inside
 the rank processes. The same plan without the plant is its control and must pass.

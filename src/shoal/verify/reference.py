@@ -1,7 +1,7 @@
 """One process, plain torch, the same global batches: what every plan is compared with.
 
 Nothing of ``parallel/`` or ``pipeline/`` is imported here, and the process asserts it: a bug that both sides shared would be
-equal on both. Gradients are added in the plan's tree (law 2): microbatches in order, one partial sum per replica, these in rank
+equal on both. Gradients are added in the plan's tree: microbatches in order, one partial sum per replica, these in rank
 order. Beside it stands the flat sum, one forward pass over the whole global batch, which has no weight, share or order in
 common with it.
 """
@@ -112,7 +112,7 @@ def build_parts(case: Case) -> Parts:
     precision = Precision.named(case.precision)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     data = build_splits(data_config, case.seed)
-    # The law's sixth point: initial weights are what build() gives under the seed in one process.
+    # Initial weights are, under every plan, what build() gives under the seed in one process.
     torch.manual_seed(case.seed)
     random.seed(case.seed)
     np.random.seed(case.seed % 2**32)
@@ -139,7 +139,7 @@ def tree_gradients(parts: Parts, step: int, ids: Ids, tree: Tree, scale: float) 
     own = tree.microbatches
     replicas = [[cut for cut in cuts[first : first + own] if len(cut)] for first in range(0, len(cuts), own)]
     if parts.case.batch_norm == "sync" and parts.has_batch_norm:
-        # Statistics are those of microbatch i of all replicas together, so these run as one: law 2 then has no tree to keep.
+        # Statistics are those of microbatch i of all replicas together, so these run as one: there is then no tree to keep.
         rows = [[group[index] for group in replicas if index < len(group)] for index in range(own)]
         replicas = [[np.concatenate(row) for row in rows if row]]
     total = max(1.0, float(sum(parts.train.collate(cut).weight for group in replicas for cut in group)))

@@ -57,6 +57,8 @@ def verify_plans(
         plans=tuple(results),
         recipe=str(path),
         recipe_hash=hash_recipe(recipe),
+        settings=tuple(overrides),
+        steps=steps,
         model_hash=request.model_hash,
         seed=recipe.train.seed,
         threads=threads,
@@ -76,7 +78,8 @@ def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Te
     results: list[MutantResult] = []
     controls: dict[str, PlanResult] = {}
     # Some bugs show in the second step at the earliest.
-    with Prover(steps=max(steps, DEFAULT_STEPS), threads=recipe.train.threads or _THREADS) as prover:
+    steps = max(steps, DEFAULT_STEPS)
+    with Prover(steps=steps, threads=recipe.train.threads or _THREADS) as prover:
         ordered = sorted(MUTANTS.values(), key=lambda mutant: Plan.parse(mutant.plan).world_size)
         for number, mutant in enumerate(ordered, start=1):
             tell(f"[{number}/{len(ordered)}] {mutant.name} under {mutant.plan}")
@@ -85,6 +88,8 @@ def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Te
         mutants=tuple(results),
         recipe=str(path),
         recipe_hash=hash_recipe(recipe),
+        settings=tuple(overrides),
+        steps=steps,
         model_hash="",
         seed=recipe.train.seed,
         threads=recipe.train.threads or _THREADS,

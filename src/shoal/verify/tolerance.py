@@ -1,4 +1,4 @@
-"""How far a plan may be from the reference: the law's numbers, and where they come from.
+"""How far a plan may be from the reference: the numbers of ``docs/guarantees.md``, and where they come from.
 
 * Data parallelism and ZeRO add the same numbers in the same tree, so **nothing** may differ where the sum runs in the order of
   ranks (always for two ranks; for any number over shared memory). Elsewhere only the order differs: 1e-6 in float32.
@@ -80,7 +80,7 @@ def derive_tolerance(
     total_steps: int,
     steps: int,
 ) -> Tolerance:
-    """The law for one plan.
+    """What is allowed for one plan.
 
     Args:
         plan: what is proved.

@@ -42,6 +42,7 @@ def test_what_decides_the_weights_may_not_change_and_the_rest_may(tmp_path):
         recipe(train={"steps": 50, "micro_batch": 2}),
         recipe(checkpoint={"every": 3}),
         recipe(plan="dp=2"),
+        recipe(train={"steps": 5, "watch_every": 7}, parallel={"split": {"layers.*": "none"}}),
     ):
         check_claim(tmp_path / "run", allowed, resume=True)
     for key, other in (

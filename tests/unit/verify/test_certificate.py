@@ -70,6 +70,15 @@ def test_the_page_says_what_failed_and_where():
     assert "| dp=2 | float32 | bitwise |" in page and "98 (100 predicted)" in page
 
 
+def test_it_says_of_how_many_steps_and_of_what_recipe_it_speaks():
+    certificate = Certificate(plans=(plan_result(),), recipe="tiny.toml", settings=("model.tied=true",), steps=3)
+    assert (
+        "recipe `tiny.toml` with `model.tied=true`" in certificate.as_markdown()
+        and ", 3 steps" in certificate.as_markdown()
+    )
+    assert certificate.as_values()["settings"] == ["model.tied=true"] and certificate.as_values()["steps"] == 3
+
+
 def test_a_plan_that_did_not_run_has_a_row_too():
     failed = plan_result(
         ok=False, worst={}, traffic={}, sizes={}, first_difference=Difference(kind="run", pattern="rank 1: died")

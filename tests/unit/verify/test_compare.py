@@ -1,4 +1,4 @@
-"""Errors as the law measures them: relative per tensor, noise bounded absolutely, weights of normalising optimizers by their
+"""Errors as a proof measures them: relative per tensor, noise bounded absolutely, weights of normalising optimizers by their
 own rule."""
 
 import math

@@ -49,7 +49,7 @@ class BlockedError(Exception):
 
 Rule = Callable[["Follower", tuple[Any, ...], dict[str, Any], Any], None]
 RULES: dict[str, Rule] = {}
-"""What each operation does to labels, by its name; ``find_rules.py`` fills it."""
+"""What each operation does to labels, by its name; ``rules.py`` and ``views.py`` fill it."""
 
 ATTENTION = "scaled_dot_product_attention"
 """torch's attention function: the one that techniques can replace."""

@@ -2,7 +2,7 @@
 
 A group begins with linear layers (*producers*: query, key and value; gate and up) and ends in linear layers that read its
 features in their reduction dim (*rows*). It can be split when nothing on the way looked at features of two ranks at once. The
-trace (``find_flow.py``) tells a group what it saw; ``settle`` decides.
+trace (``flow.py``) tells a group what it saw; ``settle`` decides.
 """
 
 import itertools

@@ -94,7 +94,7 @@ def _check_kind(path: str, module: nn.Module, word: str) -> None:
     if not is_right:
         needed = "an nn.Embedding" if wants_embedding else "an nn.Linear"
         raise RequestError(
-            f"parallel.split: {path!r} = {word!r} needs {needed}, and it is a {type(module).__name__}; "
+            f"parallel.split: {path!r} = {word!r} needs {needed}, and its class is {type(module).__name__}; "
             f"name such a layer, or remove the line"
         )
 

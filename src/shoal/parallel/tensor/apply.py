@@ -5,7 +5,7 @@ became of them: one sum forward and one backward for each such pair (Shoeybi et 
 such a pair, split by heads; an embedding and the output layer are split by the vocabulary.
 
 This file acts on an ``Anatomy`` and decides nothing: it cuts parameters, changes the classes of layers in place, and says where
-each stretch lies. Not torch's ``parallelize_module``: ``split_layers.py`` says why, ``benchmarks/tensor`` has the measurement.
+each stretch lies. Not torch's ``parallelize_module``: ``layers.py`` says why, ``benchmarks/tensor`` has the measurement.
 """
 
 import functools

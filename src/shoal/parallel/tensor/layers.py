@@ -1,6 +1,6 @@
 """Column and row layers: a linear layer with some of its outputs, and one with some of its inputs.
 
-Ours rather than DTensor's ``parallelize_module``: that one dispatches every operation through Python (measured at 1.53 times the
+Ours rather than DTensor's ``parallelize_module``: that one dispatches every operation through Python (measured at 1.59 times the
 step of DDP), pads and unpads uneven sizes, and gives every layer a collective of its own; ``benchmarks/tensor`` has both beside
 each other. Here the parameters stay plain tensors, and layers that read the same input (query, key and value; gate and up) share
 one crossing.

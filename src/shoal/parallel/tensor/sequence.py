@@ -123,7 +123,7 @@ def apply_sequence_parallel(
 ) -> tuple[dict[str, Region], list[str]]:
     """Cut the sequence of every stack that allows it: hooks at its ends.
 
-    The layers inside must then gather and scatter: ``tensor.py`` gives them the region of their block.
+    The layers inside must then gather and scatter: ``apply.py`` gives them the region of their block.
 
     Returns:
         The region of each block by path, and what was left whole and why.
