@@ -93,7 +93,9 @@ def test_a_killed_command_leaves_no_rank_behind(shoal, tiny):
 def test_every_plan_that_fits_is_proved(shoal, tmp_path, num_processes):
     written = tmp_path / "certificate.json"
     recipe = ROOT / "recipes" / "tiny.toml"
-    shoal.run("verify", recipe, "--all", "--nproc", num_processes, "--json", written, timeout=2900)
+    # Twelve samples: a batch that three replicas can share too.
+    batch = ("--set", "train.global_batch=12")
+    shoal.run("verify", recipe, "--all", "--nproc", num_processes, *batch, "--json", written, timeout=2900)
     assert all(plan["ok"] for plan in json.loads(written.read_text())["plans"])
 
 
