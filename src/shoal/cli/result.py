@@ -36,25 +36,31 @@ def check_result_file(path: Path | None, option: str = "--json") -> None:
         raise RequestError(f"{option} {path} is a folder; name a file")
     if not path.parent.is_dir():
         raise RequestError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    target = path if path.exists() and not path.is_file() else path.parent
+    target = path if _keeps_its_place(path) else path.parent
     if not os.access(target, os.W_OK):
         raise RequestError(f"{option} {path}: {target} is not writable")
 
 
-def write_result(path: Path | None, result: Any) -> None:
-    """Write ``result`` as JSON: beside, then renamed; straight into it where ``path`` is a pipe or a terminal.
+def to_json(result: Any) -> str:
+    """A result as JSON text that ends its last line.
 
     Dataclasses become objects, paths become text, and a number that JSON does not have (NaN, infinity) becomes null.
+    """
+    return json.dumps(_plain(result), indent=2, allow_nan=False) + "\n"
+
+
+def write_result(path: Path | None, result: Any) -> None:
+    """Write ``result`` as JSON: beside, then renamed; straight into it where ``path`` is a pipe, a terminal or a link.
 
     Raises:
         RunError: the disk refused.
     """
     if path is None:
         return
-    text = json.dumps(_plain(result), indent=2, allow_nan=False) + "\n"
+    text = to_json(result)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if path.exists() and not path.is_file():
+        if _keeps_its_place(path):
             path.write_text(text)
             return
         with contextlib.suppress(FileNotFoundError):
@@ -65,6 +71,11 @@ def write_result(path: Path | None, result: Any) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise RunError(f"cannot write --json {path}: {error}") from error
+
+
+def _keeps_its_place(path: Path) -> bool:
+    """True for what a rename must not replace; /dev/stdout is a link, and to a file where stdout goes to one."""
+    return path.exists() and (path.is_symlink() or not path.is_file())
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:

@@ -81,3 +81,14 @@ def test_a_table_outside_a_terminal_has_one_line_per_row(capsys):
     assert len(lines) == 3
     assert lines[0].split() == ["name", "value"]
     assert lines[2].split() == ["[red]b", "2"]
+
+
+def test_a_link_is_written_through_and_stays_a_link(tmp_path):
+    """``--json /dev/stdout`` with stdout in a file, run by root, put a file in the place of the system's link."""
+    (tmp_path / "file").write_text("old")
+    link = tmp_path / "link"
+    link.symlink_to("file")
+    check_result_file(link)
+    write_result(link, [1])
+    assert link.is_symlink() and json.loads((tmp_path / "file").read_text()) == [1]
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
