@@ -11,7 +11,7 @@ import pytest
 
 from shoal.cli.main import lift_debug
 
-VERBS = ("train", "verify", "eval", "sample", "init", "ckpt", "doctor")
+VERBS = ("train", "verify", "eval", "sample", "schedule", "init", "ckpt", "doctor")
 
 # The real main() with one more verb, which does what its argument says.
 WITH_A_VERB = """
