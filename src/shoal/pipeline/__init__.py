@@ -1,0 +1,1 @@
+"""Pipelines: a module cut into stages, and the runtime that executes a Schedule over them."""

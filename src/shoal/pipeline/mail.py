@@ -1,0 +1,181 @@
+"""Tensors from stage to stage: sent without waiting, received into memory that was waiting for them.
+
+Between two ranks there is one lane for activations and one for gradients of each stage, first in, first out. A lane learns the
+shapes and types of a parcel from the first one of its kind and is not told again; another kind of microbatch, such as a shorter
+one, has shapes of its own.
+"""
+
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.channel import PeerLost
+from shoal.comm.ledger import Ledger
+from shoal.core.axes import Axis
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.uint8,
+    torch.complex64,
+)
+_HEADER = 64
+"""Numbers of a header; enough for seven tensors of six dims."""
+_MOST_UNSENT = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is known of one tensor of a parcel."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_gradient: bool
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where parcels of one stage come from or go to."""
+
+    peer: int
+    """The rank along ``pp``."""
+    tag: int
+
+
+Form = tuple[Piece, ...]
+
+
+class Parcel:
+    """Tensors on their way to this rank."""
+
+    def __init__(self, mail: "Mail", lane: Lane, kind: Hashable) -> None:
+        self._mail, self._lane, self._kind = mail, lane, kind
+        self._tensors: list[Tensor] = []
+        self._work: list[dist.Work] = []
+        # A lane is first in, first out: nothing is posted past a parcel whose form is not known yet.
+        if (lane, kind) in mail.forms and not mail.unposted[lane]:
+            self._post(mail.forms[lane, kind])
+        else:
+            mail.unposted[lane] += 1
+
+    def open(self) -> tuple[list[Tensor], Form]:
+        """The tensors, once they are here."""
+        key = (self._lane, self._kind)
+        if key not in self._mail.forms:
+            header = torch.zeros(_HEADER, dtype=torch.int64)
+            self._mail.wait(self._mail.receive(header, self._lane), self._lane)
+            self._mail.forms[key] = read_header(header)
+        if not self._work:
+            self._mail.unposted[self._lane] -= 1
+            self._post(self._mail.forms[key])
+        for work in self._work:
+            self._mail.wait(work, self._lane)
+        return self._tensors, self._mail.forms[key]
+
+    def _post(self, form: Form) -> None:
+        self._tensors = [torch.empty(piece.shape, dtype=piece.dtype, device=self._mail.device) for piece in form]
+        self._work = [self._mail.receive(tensor, self._lane) for tensor in self._tensors]
+
+
+class Mail:
+    """This rank's lanes along ``pp``."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, ledger: Ledger, device: torch.device, deadline_seconds: float
+    ) -> None:
+        self.device = device
+        self.forms: dict[tuple[Lane, Hashable], Form] = {}
+        self.unposted: Counter[Lane] = Counter()
+        """Parcels that are expected and have no memory waiting for them yet."""
+        self._told: set[tuple[Lane, Hashable]] = set()
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._ledger = ledger
+        self._deadline = deadline_seconds
+        self._unsent: deque[tuple[dist.Work, Tensor, Lane]] = deque()
+
+    def expect(self, lane: Lane, kind: Hashable) -> Parcel:
+        """Get ready for the next parcel of a lane."""
+        return Parcel(self, lane, kind)
+
+    def send(self, tensors: Sequence[Tensor], lane: Lane, kind: Hashable) -> None:
+        """Hand tensors over; they must not be written to before ``flush``.
+
+        Args:
+            tensors: one parcel.
+            lane: where to.
+            kind: tells microbatches of different shapes apart, the same on both sides.
+        """
+        if (lane, kind) not in self._told:
+            self._told.add((lane, kind))
+            self._post(write_header(tensors), lane)
+        for tensor in tensors:
+            self._ledger.note(Axis.PIPELINE, "send", tensor.nbytes)
+            self._post(tensor.detach().contiguous(), lane)
+        while len(self._unsent) > _MOST_UNSENT:
+            self._settle()
+
+    def flush(self) -> None:
+        """Wait until everything has been sent."""
+        while self._unsent:
+            self._settle()
+
+    def receive(self, tensor: Tensor, lane: Lane) -> dist.Work:
+        """Post a receive."""
+        work = dist.irecv(tensor, self._ranks[lane.peer], group=self._group, tag=lane.tag)
+        assert work is not None
+        return work
+
+    def wait(self, work: dist.Work, lane: Lane) -> None:
+        """Wait for a message.
+
+        Raises:
+            PeerLost: the other rank died or did not come.
+        """
+        try:
+            work.wait(timedelta(seconds=self._deadline))
+        except RuntimeError as error:
+            rank = self._ranks[lane.peer]
+            raise PeerLost(
+                f"rank {rank} was lost, or silent for {self._deadline:g} s, in the middle of a pipeline step: {error}",
+                ranks=[rank],
+            ) from error
+
+    def _post(self, tensor: Tensor, lane: Lane) -> None:
+        work = dist.isend(tensor, self._ranks[lane.peer], group=self._group, tag=lane.tag)
+        assert work is not None
+        self._unsent.append((work, tensor, lane))
+
+    def _settle(self) -> None:
+        work, _, lane = self._unsent.popleft()
+        self.wait(work, lane)
+
+
+def write_header(tensors: Sequence[Tensor]) -> Tensor:
+    """Shapes and types as numbers: nothing on a wire is code."""
+    numbers = [len(tensors)]
+    for tensor in tensors:
+        numbers += [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.ndim, *tensor.shape]
+    assert len(numbers) <= _HEADER, "too many tensors cross one boundary"
+    return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
+
+
+def read_header(header: Tensor) -> Form:
+    """The reverse of ``write_header``."""
+    numbers = header.tolist()
+    count, at, pieces = numbers[0], 1, []
+    for _ in range(count):
+        dtype, has_gradient, ndim = numbers[at : at + 3]
+        pieces.append(Piece(tuple(numbers[at + 3 : at + 3 + ndim]), _DTYPES[dtype], bool(has_gradient)))
+        at += 3 + ndim
+    return tuple(pieces)

@@ -1,0 +1,205 @@
+"""Executes a schedule: a rank goes through its row and does what each cell says.
+
+The order is the schedule's and nothing else's. A receive is posted one cell ahead of its use; a send is not waited for. What a
+microbatch needs for its backward pass is kept from its forward pass until then, which is what the schedule's peak of activations
+counts.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.pipeline.cut import Chain
+from shoal.pipeline.deferred import Later, deferring
+from shoal.pipeline.mail import Form, Lane, Mail, Parcel, Piece
+from shoal.pipeline.share import Shared
+from shoal.pipeline.versions import Versions
+from shoal.schedules.action import Action, Kind
+from shoal.schedules.schedule import Point, Result, Schedule, needs_of
+
+
+class Feed(Protocol):
+    """What a step is made of: the microbatches and their loss."""
+
+    def inputs(self, microbatch: int) -> Sequence[Any]:
+        """The model's inputs, on the device."""
+
+    def kind(self, microbatch: int) -> Hashable:
+        """Equal for microbatches of equal shapes, on every rank alike."""
+
+    def drawing(self, microbatch: int) -> AbstractContextManager[Any]:
+        """Surrounds a stage's forward pass: dropout by key, autocast."""
+
+    def loss(self, output: Any, microbatch: int) -> Tensor:
+        """The microbatch's share of the loss, multiplied by whatever scale the backward pass is to have."""
+
+
+@dataclass
+class _Kept:
+    """What a stage keeps of a microbatch between its forward and its backward pass."""
+
+    received: list[Tensor]
+    outputs: list[Tensor]
+    later: Later | None = None
+
+
+@dataclass
+class _Desk:
+    """The state of one step on one rank."""
+
+    feed: Feed
+    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    expected: dict[Result, Parcel] = field(default_factory=dict)
+    local: dict[Result, tuple[list[Tensor], Form]] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Runtime:
+    """One rank of a pipeline."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        schedule: Schedule,
+        *,
+        rank: int,
+        mail: Mail | None,
+        shared: Shared | None = None,
+        versions: Versions | None = None,
+        update: Callable[[int], None] | None = None,
+    ) -> None:
+        """Bind a rank.
+
+        Args:
+            chain: the module.
+            schedule: what to do.
+            rank: whose row.
+            mail: to the other ranks; None when there are none.
+            shared: the weights that several stages hold; its ``finish`` is the caller's, after the step.
+            versions: of this rank's weights, where they change before the pipeline is empty.
+            update: called with a microbatch after whose backward pass weights change; takes the optimizer's step.
+        """
+        self.chain = chain
+        self.schedule = schedule
+        self.rank = rank
+        self.mail = mail
+        self.shared = shared
+        self.versions = versions
+        self.update = update
+        self._first = 0
+        self._grid = schedule.grid
+        self._split = {
+            (action.stage, action.microbatch) for action in schedule.actions(rank) if action.kind is Kind.INPUT
+        }
+
+    def step(self, feed: Feed, *, first: int = 0) -> dict[int, Tensor]:
+        """Do all cells of this rank's row; gradients are left in ``.grad``. The losses of microbatches that end here.
+
+        Args:
+            feed: the microbatches, from 0.
+            first: how many microbatches of this training came before; versions are counted from there.
+        """
+        desk = _Desk(feed)
+        self._first = first
+        row = list(self.schedule.actions(self.rank))
+        for place, action in enumerate(row):
+            for near in row[place : place + 2]:
+                self._post(desk, near)
+            if action.kind is Kind.FORWARD:
+                self._forward(desk, action)
+            elif action.kind is Kind.WEIGHT:
+                self._weight(desk, action)
+            else:
+                self._backward(desk, action)
+        if self.mail is not None:
+            self.mail.flush()
+        return desk.losses
+
+    def _forward(self, desk: _Desk, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        received = [] if stage == 0 else self._take(desk, (Point.OUTPUT, stage - 1, microbatch))
+        later = Later() if (stage, microbatch) in self._split else None
+        with desk.feed.drawing(microbatch), deferring(later) if later is not None else nullcontext():
+            weights = None if self.versions is None else self.versions.use(self._first + microbatch)
+            output = self.chain.run(stage, desk.feed.inputs(microbatch), received, weights)
+        if stage == self._grid.num_stages - 1:
+            loss = desk.feed.loss(output, microbatch)
+            desk.losses[microbatch] = loss.detach()
+            outputs = [loss]
+        else:
+            outputs = list(output)
+            self._give(desk, (Point.OUTPUT, stage, microbatch), outputs, self._grid.rank_of(stage + 1, microbatch))
+        desk.kept[stage, microbatch] = _Kept(received, outputs, later)
+
+    def _backward(self, desk: _Desk, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        kept = desk.kept[stage, microbatch]
+        with_gradient = [tensor for tensor in kept.outputs if tensor.requires_grad]
+        grads: list[Tensor] | None = None
+        if stage < self._grid.num_stages - 1:
+            grads = self._take(desk, (Point.GRADIENT, stage + 1, microbatch))
+        with self._sums_of(stage):
+            torch.autograd.backward(with_gradient, grads)
+        kept.outputs = []
+        if stage > 0:
+            wanted = [tensor for tensor in kept.received if tensor.requires_grad]
+            back = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanted]
+            self._give(desk, (Point.GRADIENT, stage, microbatch), back, self._grid.rank_of(stage - 1, microbatch))
+        kept.received = []
+        if action.kind is Kind.BACKWARD:
+            del desk.kept[stage, microbatch]
+            self._update(self._first + microbatch)
+
+    def _update(self, microbatch: int) -> None:
+        """Change weights without waiting for the pipeline to be empty, where that is the rule."""
+        if self.versions is None or not self.versions.rule.ends_version(microbatch):
+            return
+        assert self.update is not None
+        self.versions.take_gradients(microbatch)
+        self.versions.before_update(microbatch)
+        self.update(microbatch)
+        self.versions.after_update(microbatch)
+
+    def _weight(self, desk: _Desk, action: Action) -> None:
+        kept = desk.kept.pop((action.stage, action.microbatch))
+        assert kept.later is not None
+        with self._sums_of(action.stage):
+            kept.later.run()
+
+    def _sums_of(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.shared is None else self.shared.stage(stage)
+
+    def _post(self, desk: _Desk, action: Action) -> None:
+        """Get ready for what other ranks send for an action."""
+        for result in needs_of(action, self._grid.num_stages):
+            source = self._grid.rank_of(result[1], result[2])
+            if source != self.rank and result not in desk.expected:
+                assert self.mail is not None
+                desk.expected[result] = self.mail.expect(self._lane(result, source), desk.feed.kind(result[2]))
+
+    def _take(self, desk: _Desk, result: Result) -> list[Tensor]:
+        """Tensors that a neighbouring stage made, ready to be computed with."""
+        if result in desk.local:
+            tensors, form = desk.local.pop(result)
+        else:
+            tensors, form = desk.expected.pop(result).open()
+        if result[0] is Point.OUTPUT:
+            for tensor, piece in zip(tensors, form, strict=True):
+                tensor.requires_grad_(piece.has_gradient)
+        return tensors
+
+    def _give(self, desk: _Desk, result: Result, tensors: Sequence[Tensor], target: int) -> None:
+        if target != self.rank:
+            assert self.mail is not None
+            self.mail.send(tensors, self._lane(result, target), desk.feed.kind(result[2]))
+            return
+        form = tuple(Piece(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+        desk.local[result] = ([tensor.detach() for tensor in tensors], form)
+
+    def _lane(self, result: Result, peer: int) -> Lane:
+        """One per stage and direction."""
+        return Lane(peer, 2 * result[1] + (result[0] is Point.GRADIENT))

@@ -1,0 +1,119 @@
+"""Gradients of weights that several stages hold: tied ones, and the two copies of a bidirectional schedule.
+
+Each use of a weight, and each direction, has a sum over microbatches of its own; these are added in the order of directions, then
+of stages. The order is the same wherever the stages lie, so every rank that holds the weight gets the same bits under every
+schedule.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shoal.pipeline.mail import Lane, Mail
+from shoal.schedules.grid import Grid
+
+_TAG = 1 << 20
+"""Above every stage's lanes."""
+Place = tuple[int, int, int]
+"""Direction (0 down, 1 up), stage, and the rank where they are."""
+
+
+class Shared:
+    """One rank's part in it.
+
+    Args:
+        parameters: this rank's, by name.
+        stages: that hold each parameter.
+        grid: where stages lie.
+        rank: this one.
+        mail: to the others; None when there are none.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        stages: Mapping[str, frozenset[int]],
+        *,
+        grid: Grid,
+        rank: int,
+        mail: Mail | None,
+    ) -> None:
+        self._rank, self._mail = rank, mail
+        places = {name: places_of(grid, stages[name]) for name in sorted(parameters)}
+        self._places = {name: found for name, found in places.items() if len(found) > 1}
+        self._parameters = {name: parameters[name] for name in self._places}
+        self._sums: dict[tuple[str, int], Tensor | None] = {}
+
+    @contextmanager
+    def stage(self, stage: int) -> Iterator[None]:
+        """Surrounds a backward pass of a stage: what it adds is added to that stage's own sum."""
+        held = [name for name, places in self._places.items() if self._is_here(places, stage)]
+        for name in held:
+            self._parameters[name].grad = self._sums.pop((name, stage), None)
+        try:
+            yield
+        finally:
+            for name in held:
+                self._sums[name, stage], self._parameters[name].grad = self._parameters[name].grad, None
+
+    def finish(self) -> None:
+        """Add up what the stages have, here and on the other ranks; the totals are left in ``.grad``."""
+        arrived = self._exchange()
+        for name, places in self._places.items():
+            total: Tensor | None = None
+            for _, stage, rank in places:
+                part = self._own(name, stage) if rank == self._rank else arrived[rank][name, stage]
+                total = part if total is None else total + part
+            self._parameters[name].grad = total
+        self._sums.clear()
+
+    def _exchange(self) -> dict[int, dict[tuple[str, int], Tensor]]:
+        """Every other holder's sums, one message each way."""
+        peers = sorted({rank for places in self._places.values() for *_, rank in places if rank != self._rank})
+        arrived: dict[int, dict[tuple[str, int], Tensor]] = {}
+        if not peers:
+            return arrived
+        assert self._mail is not None
+        parcels = {peer: self._mail.expect(Lane(peer, _TAG), "shared") for peer in peers}
+        for peer in peers:
+            parts = [self._own(name, stage).reshape(-1) for name, stage in self._common(peer, of=self._rank)]
+            self._mail.send([torch.cat(parts)], Lane(peer, _TAG), "shared")
+        for peer, parcel in parcels.items():
+            (packed,), _ = parcel.open()
+            keys = self._common(peer, of=peer)
+            sizes = [self._parameters[name].numel() for name, _ in keys]
+            arrived[peer] = {
+                key: part.view_as(self._parameters[key[0]])
+                for key, part in zip(keys, torch.split(packed, sizes), strict=True)
+            }
+        self._mail.flush()
+        return arrived
+
+    def _common(self, peer: int, *, of: int) -> list[tuple[str, int]]:
+        """The sums of one of two ranks that the other wants, in an order that both know."""
+        return [
+            (name, stage)
+            for name, places in self._places.items()
+            if {peer, self._rank} <= {rank for *_, rank in places}
+            for _, stage, rank in places
+            if rank == of
+        ]
+
+    def _is_here(self, places: tuple[Place, ...], stage: int) -> bool:
+        return any(place[1:] == (stage, self._rank) for place in places)
+
+    def _own(self, name: str, stage: int) -> Tensor:
+        grad = self._sums.get((name, stage))
+        return torch.zeros_like(self._parameters[name]) if grad is None else grad
+
+
+def places_of(grid: Grid, stages: frozenset[int]) -> tuple[Place, ...]:
+    """Where some stages are, in the order in which their sums are added."""
+    probes = (0,) if grid.replicas == 1 else (0, grid.num_microbatches - 1)
+    return tuple(
+        (direction, stage, grid.rank_of(stage, probe))
+        for direction, probe in enumerate(probes)
+        for stage in sorted(stages)
+    )

@@ -1,0 +1,69 @@
+"""The chain of calls at which any module can be cut into stages, found by watching one forward pass.
+
+A forward pass is code, and code cannot be entered in the middle. What can be done is to run all of it and to leave out what
+belongs to other stages (``cut.py``): so a stage begins and ends where a module is called. Those calls are the units. A block of
+a stack is a unit; a module that has a stack inside, or is a plain sequence, is opened; every other module that an opened one
+calls is a unit as it stands.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.find.trace import undisturbed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One call of the chain."""
+
+    path: str
+    is_once: bool
+    """The module is called once per forward pass; only there can a stage begin."""
+
+
+def find_units(model: nn.Module, example: tuple[Tensor, ...], anatomy: Anatomy) -> tuple[Unit, ...]:
+    """The calls of one forward pass at which it can be cut, in order."""
+    opened = _opened(model, [block for stack in anatomy.stacks for block in stack.blocks])
+    running: list[str] = [""]
+    called: list[str] = []
+
+    def enter(path: str, module: nn.Module, args: object) -> None:
+        if running[-1] in opened and path not in opened:
+            called.append(path)
+        running.append(path)
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        running.pop()
+
+    handles = []
+    for path, module in model.named_modules():
+        if path:
+            handles.append(module.register_forward_pre_hook(partial(enter, path)))
+            handles.append(module.register_forward_hook(leave))
+    try:
+        with undisturbed(model, training=False), torch.no_grad():
+            model(*example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tuple(Unit(path=path, is_once=called.count(path) == 1) for path in called)
+
+
+def _opened(model: nn.Module, blocks: Iterable[str]) -> set[str]:
+    """Modules whose inside is looked at: the model, what has blocks in it, and sequences on the way down from there."""
+    parts = [block.split(".") for block in blocks]
+    found = {""} | {".".join(path[:length]) for path in parts for length in range(len(path))}
+    for path, module in model.named_modules():
+        parent = path.rpartition(".")[0]
+        if (
+            isinstance(module, nn.Sequential | nn.ModuleList)
+            and parent in found
+            and path not in {*map(".".join, parts)}
+        ):
+            found.add(path)
+    return found

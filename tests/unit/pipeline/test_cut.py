@@ -1,0 +1,407 @@
+"""Stages one after another against the whole module, bit for bit: shipped modules at every cut, and modules of people."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline_cases import batch, build
+from shoal.core.errors import RequestError, RunError
+from shoal.data.spec import DataSpec
+from shoal.models.build import build_model
+from shoal.models.config import GptConfig, MlpConfig
+from shoal.parallel.config import ParallelConfig
+from shoal.parallel.find.search import find_anatomy
+from shoal.pipeline.absent import Absent
+from shoal.pipeline.cut import Chain
+from shoal.pipeline.units import find_units
+
+D = 6
+
+
+def units_of(model, example):
+    return find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+
+
+def cut_at(model, example, *paths):
+    """A chain whose second, third, ... stages begin at these units."""
+    units = units_of(model, example)
+    places = [unit.path for unit in units]
+    chain = Chain(model, units, [0, *(places.index(path) for path in paths)])
+    chain.settle(example)
+    return chain
+
+
+def run_through(chain, inputs):
+    """All stages, with what passes between them as the runtime hands it on: leaves that want a gradient."""
+    received = ()
+    for stage in range(chain.num_stages):
+        received = chain.run(stage, inputs, received)
+        if stage < chain.num_stages - 1:
+            received = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in received]
+    return received
+
+
+def gpt():
+    torch.manual_seed(0)
+    config = GptConfig(layers=2, hidden=16, heads=2, tied=True)
+    return build_model(config, DataSpec(kind="tokens", vocab=33, sequence=8))
+
+
+def mlp():
+    torch.manual_seed(0)
+    return build_model(MlpConfig(layers=3, hidden=8), DataSpec(kind="classes", features=(8, 8), classes=10))
+
+
+def sequence(*, inplace=False):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.ReLU(inplace), nn.Linear(D, D))
+    return nn.Sequential(nn.Linear(D, D), inner, nn.ReLU(inplace), nn.Linear(D, D))
+
+
+SHIPPED = {
+    "gpt": (gpt, lambda seed: batch("gpt", seed)[0]),
+    "cnn": (lambda: build("cnn"), lambda seed: batch("cnn", seed)[0]),
+    "mlp": (mlp, lambda seed: batch("cnn", seed)[0]),
+    "sequence": (sequence, lambda seed: (torch.randn(3, D, generator=torch.Generator().manual_seed(seed)),)),
+}
+
+
+def every_cut(num_units):
+    return [starts for count in range(num_units) for starts in itertools.combinations(range(1, num_units), count)]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_cut_of_a_shipped_module_gives_what_the_module_gives(name):
+    make, inputs_of = SHIPPED[name]
+    whole = make().eval()
+    example, inputs = inputs_of(0), inputs_of(1)
+    units = units_of(whole, example)
+    expected = whole(*inputs).detach()
+    assert len(units) >= 4
+    for starts in every_cut(len(units)):
+        chain = Chain(copy.deepcopy(whole), units, [0, *starts])
+        chain.settle(example)
+        assert torch.equal(run_through(chain, inputs).detach(), expected), starts
+
+
+def test_stages_that_are_kept_alone_give_it_too():
+    """Each in a module that has let go of all others, as on its own rank."""
+    whole, inputs = gpt(), batch("gpt", 1)[0]
+    received = ()
+    for stage in range(3):
+        chain = cut_at(copy.deepcopy(whole), batch("gpt", 0)[0], "blocks.1", "norm")
+        chain.keep({stage})
+        received = chain.run(stage, inputs, [*received])
+    assert torch.equal(received, whole(*inputs))
+
+
+class Pair(nn.Module):
+    """Two streams in, two out, and words besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, left: Tensor, right: Tensor, *, mask: Tensor, sizes: dict[str, Tensor], swap: bool):
+        left, right = self.left(left) * mask, torch.tanh(self.right(right)) * sizes["right"]
+        return (right, left) if swap else (left, right)
+
+
+class Pairs(nn.Module):
+    """A stack of them; the mask comes from the inputs and goes to every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(D, 2 * D)
+        self.blocks = nn.ModuleList(Pair() for _ in range(4))
+        self.end = nn.Linear(2 * D, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        mask = (x > 0).float()
+        left, right = self.start(x).chunk(2, dim=-1)
+        for number, block in enumerate(self.blocks):
+            left, right = block(left, right, mask=mask, sizes={"right": right.abs().sum()}, swap=number % 2 == 0)
+        return {"scores": self.end(torch.cat([left, right], dim=-1)), "mask": mask}
+
+
+def test_blocks_with_several_tensors_tuples_and_keywords():
+    torch.manual_seed(0)
+    model, example, inputs = Pairs(), (torch.randn(3, D),), (torch.randn(3, D),)
+    expected = model(*inputs)
+    chain = cut_at(model, example, "blocks.1", "blocks.2", "end")
+    found = run_through(chain, inputs)
+    assert torch.equal(found["scores"], expected["scores"]) and torch.equal(found["mask"], expected["mask"])
+    # The streams and what is computed of them; the mask is every stage's own.
+    assert [len(parcel) for parcel in chain.parcels] == [0, 3, 3, 1]
+
+
+class Decoder(nn.Module):
+    """Learned positions on the module itself, a mask for every block, and a skip from the start to the end if wanted."""
+
+    def __init__(self, *, skip: bool = False, inplace: bool = False) -> None:
+        super().__init__()
+        self.skip, self.inplace = skip, inplace
+        self.embedding = nn.Embedding(11, D)
+        self.positions = nn.Parameter(torch.randn(4, D))
+        self.scale = nn.Parameter(torch.randn(D))
+        self.blocks = nn.ModuleList(Masked() for _ in range(3))
+        self.head = nn.Linear(D, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril() & (tokens > 0)[:, None, :]
+        x = self.embedding(tokens)
+        if self.inplace:
+            x += self.positions
+        else:
+            x = x + self.positions
+        first = x
+        for block in self.blocks:
+            x = block(x, mask)
+        if self.skip:
+            x = x + first
+        return self.head(x * self.scale)
+
+
+class Masked(nn.Module):
+    """Means over what the mask leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(mask.float() @ x)
+
+
+def tokens(seed):
+    return (torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(seed)),)
+
+
+def test_a_mask_computed_from_the_inputs_reaches_every_block_without_being_sent():
+    torch.manual_seed(0)
+    model = Decoder()
+    expected = model(*tokens(1))
+    chain = cut_at(model, tokens(0), "blocks.0", "blocks.1", "blocks.2", "head")
+    assert torch.equal(run_through(chain, tokens(1)), expected)
+    assert chain.parcels == [(), (0,), (0,), (0,), (0,)]
+
+
+@pytest.mark.parametrize("unit", ["blocks.0", "blocks.1", "blocks.2"])
+def test_a_skip_past_the_cut_is_refused_with_the_units_name(unit):
+    with pytest.raises(RequestError, match=f"from '{unit}' on, reads something of an earlier stage"):
+        cut_at(Decoder(skip=True), tokens(0), unit)
+
+
+def test_a_skip_that_ends_before_the_cut_is_no_obstacle():
+    torch.manual_seed(0)
+    model = Decoder(skip=True)
+    expected = model(*tokens(1))
+    assert torch.equal(run_through(cut_at(model, tokens(0), "head"), tokens(1)), expected)
+
+
+def test_a_parameter_in_no_unit_belongs_to_the_stage_that_reads_it():
+    chain = cut_at(Decoder(), tokens(0), "blocks.1", "head")
+    held = chain.holders()
+    # The scale is applied before the head is called, which is still the stage before it.
+    assert held["positions"] == {0} and held["scale"] == {1}
+    own = chain.keep({1})
+    assert set(own) == {"scale", *(f"blocks.{n}.linear.{part}" for n in (1, 2) for part in ("weight", "bias"))}
+    assert dict(chain.model.named_parameters()).keys() == own.keys()
+
+
+def test_a_stage_that_reads_no_gradient_of_a_loose_parameter_runs_without_it():
+    torch.manual_seed(0)
+    whole = Decoder()
+    expected = whole(*tokens(1))
+    sent = cut_at(copy.deepcopy(whole), tokens(0), "blocks.1").run(0, tokens(1))
+    chain = cut_at(copy.deepcopy(whole), tokens(0), "blocks.1")
+    chain.keep({1})
+    assert torch.equal(chain.run(1, tokens(1), sent), expected)
+
+
+@pytest.mark.parametrize("starts", every_cut(5))
+def test_layers_that_write_to_their_input_can_be_cut_anywhere(starts):
+    """A stage whose first unit was ``nn.ReLU(inplace=True)`` failed in autograd, and one after it in its stand-in."""
+    torch.manual_seed(1)
+    inputs = (torch.randn(3, D),)
+    plain = sequence()
+    expected = plain(*inputs)
+    expected.sum().backward()
+    model = sequence(inplace=True)
+    chain = Chain(model, units_of(model, inputs), [0, *starts])
+    chain.settle((torch.randn(3, D),))
+    received, ends = (), []
+    for stage in range(chain.num_stages):
+        out = chain.run(stage, inputs, received)
+        is_last = stage == chain.num_stages - 1
+        ends.append((received, [out.sum()] if is_last else list(out)))
+        received = () if is_last else [tensor.detach().requires_grad_() for tensor in out]
+    assert torch.equal(out, expected)
+    grads = None
+    for taken, given in reversed(ends):
+        torch.autograd.backward(given, grads)
+        grads = [tensor.grad for tensor in taken]
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_module_that_writes_between_its_units_can_be_cut():
+    torch.manual_seed(0)
+    model = Decoder(inplace=True)
+    expected = model(*tokens(1))
+    chain = cut_at(model, tokens(0), "blocks.1", "head")
+    assert torch.equal(run_through(chain, tokens(1)), expected)
+    assert chain.holders()["positions"] == {0}
+
+
+class Fork(nn.Module):
+    """Takes another way for another batch, and catches whatever is raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        way = int(x[0, 0])
+        if way == 3:
+            return self.a(x)
+        x = self.a(x)
+        if way == 1:
+            x, way = self.c(x), 0
+        x = self.c(self.b(x))
+        return self.a(x) if way == 2 else x
+
+
+def way(number):
+    return (torch.full((2, D), float(number)),)
+
+
+def test_another_way_than_the_examples_is_an_error_that_names_both():
+    chain = cut_at(Fork(), way(0), "b")
+    with pytest.raises(RunError, match=r"calls 'c' where it called 'b' on the example"):
+        chain.run(0, way(1))
+    sent = chain.run(0, way(2))
+    with pytest.raises(RunError, match=r"calls 'a' where it called 'nothing more' on the example"):
+        chain.run(1, way(2), sent)
+    with pytest.raises(RunError, match="ended before it called 'b', where stage 1 begins"):
+        chain.run(0, way(3))
+    # And it can be used after an error.
+    assert torch.equal(chain.run(1, way(0), chain.run(0, way(0))), chain.model(*way(0)))
+
+
+class Catches(nn.Module):
+    """Goes on after an error of its second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        try:
+            x = self.b(x)
+        except Exception:
+            x = torch.zeros_like(x)
+        return self.c(x)
+
+
+def test_a_modules_own_except_does_not_catch_the_leaving():
+    torch.manual_seed(0)
+    model = Catches()
+    expected = model(*way(1))
+    assert torch.equal(run_through(cut_at(model, way(0), "b", "c"), way(1)), expected)
+
+
+def stored_bytes(model):
+    """Of parameters, whether found by the module's own bookkeeping or hidden in an ``Absent``."""
+    storages, seen = {}, [model]
+    while seen:
+        module = seen.pop()
+        seen += [child.__dict__["unit"] if isinstance(child, Absent) else child for child in module._modules.values()]
+        held = [
+            *module._parameters.values(),
+            *(value for value in module.__dict__.values() if isinstance(value, Tensor)),
+        ]
+        for tensor in held:
+            if tensor is not None:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def test_keeping_a_stage_frees_the_others():
+    model = gpt()
+    block = sum(parameter.nbytes for parameter in model.blocks[1].parameters())
+    num_parameters = len(list(model.parameters()))
+    before = stored_bytes(model)
+    chain = cut_at(model, batch("gpt", 0)[0], "blocks.1", "norm")
+    own = chain.keep({1})
+    assert before == sum(parameter.nbytes for parameter in gpt().parameters())
+    # What was let go of has one number per parameter left.
+    assert block <= stored_bytes(model) <= block + 4 * num_parameters < before
+    assert (
+        {*own}
+        == {name for name, _ in model.named_parameters()}
+        == {*dict(gpt().blocks.named_parameters("blocks"))}
+        - {name for name, _ in gpt().blocks[0].named_parameters("blocks.0")}
+    )
+    assert all(parameter.requires_grad for parameter in own.values())
+
+
+def test_a_tied_weight_stays_with_all_its_holders():
+    model, example = gpt(), batch("gpt", 0)[0]
+    chain = cut_at(model, example, "blocks.1", "norm")
+    assert chain.holders()["embedding.weight"] == {0, 2}
+    own = chain.keep({2})
+    assert {*own} == {"embedding.weight", "norm.weight"}
+    assert model.head.weight is own["embedding.weight"] and not own["embedding.weight"].isnan().any()
+
+
+def test_an_absent_unit_shows_what_the_unit_is_like_and_has_no_weights():
+    model = gpt()
+    block = model.blocks[0]
+    block.kind = "full"
+    cut_at(model, batch("gpt", 0)[0], "blocks.1").keep({1})
+    absent = model.blocks[0]
+    assert isinstance(absent, Absent) and absent.kind == "full" and absent.attention is block.attention
+    assert not list(absent.parameters()) and not absent.state_dict()
+    with pytest.raises(AttributeError, match="nothing"):
+        absent.nothing  # noqa: B018
+
+
+class Gated(nn.Module):
+    """A mask that is computed from the stream before the first block and handed to every block, past the blocks between."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+        self.embedding = nn.Embedding(9, 8)
+        self.blocks = nn.ModuleList(Masking() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        is_large = x.abs() > self.limit
+        for block in self.blocks:
+            x = block(x, is_large)
+        return x
+
+
+class Masking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(x).masked_fill(mask, 0.0)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1000.0])
+def test_a_mask_that_is_computed_from_the_stream_crosses_too_even_where_the_example_has_none(limit):
+    model, example = Gated(limit), (torch.randint(9, (2, 4)),)
+    units = find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+    starts = [index for index, unit in enumerate(units) if unit.path in ("embedding", "blocks.1")]
+    chain = Chain(model, units, starts)
+    chain.settle(example)
+    assert chain.parcels == [(), (0, 1)]

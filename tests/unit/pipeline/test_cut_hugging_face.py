@@ -1,0 +1,96 @@
+"""Unmodified Hugging Face models, built from a tiny config, cut into stages: bit for bit what they put out whole."""
+
+import copy
+
+import pytest
+import torch
+
+from shoal.core.errors import RequestError
+from shoal.parallel.config import ParallelConfig
+from shoal.parallel.find.search import find_anatomy
+from shoal.pipeline.cut import Chain
+from shoal.pipeline.units import find_units
+
+transformers = pytest.importorskip("transformers")
+
+V, D, H, L = 97, 32, 4, 12
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=V, n_positions=32, n_embd=D, n_layer=3, n_head=H, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=H,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=H,
+        max_position_embeddings=32,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def ids(seed):
+    return (torch.randint(1, V, (2, L), generator=torch.Generator().manual_seed(seed)),)
+
+
+def units_of(model):
+    return find_units(model, ids(0), find_anatomy(model, ids(0), ParallelConfig()))
+
+
+def stages_alone(whole, units, starts):
+    """The scores, each stage computed by a module that has let go of all others."""
+    received = ()
+    for stage in range(len(starts)):
+        chain = Chain(copy.deepcopy(whole), units, starts)
+        chain.settle(ids(0))
+        own = chain.keep({stage})
+        assert 0 < sum(parameter.numel() for parameter in own.values()) < sum(p.numel() for p in whole.parameters())
+        received = chain.run(stage, ids(1), received)
+    return received.logits
+
+
+@pytest.mark.parametrize(
+    ("make", "places"),
+    [
+        (gpt2, ("transformer.h.1", "transformer.ln_f")),
+        (llama, ("model.layers.1", "model.layers.2", "lm_head")),
+        (bert, ("bert.encoder.layer.0", "bert.encoder.layer.2", "cls")),
+    ],
+)
+def test_stages_on_their_own_give_what_the_whole_gives(make, places):
+    torch.manual_seed(0)
+    whole = make().eval()
+    units = units_of(whole)
+    paths = [unit.path for unit in units]
+    with torch.no_grad():
+        expected = whole(*ids(1)).logits
+        found = stages_alone(whole, units, [0, *(paths.index(place) for place in places)])
+    assert torch.equal(found, expected)
+
+
+def test_gpt2_cannot_be_cut_between_its_two_embeddings():
+    """Their sum is taken outside both, so that the words' part does not go through the positions' call."""
+    model = gpt2()
+    units = units_of(model)
+    assert [unit.path for unit in units[:2]] == ["transformer.wte", "transformer.wpe"]
+    with pytest.raises(RequestError, match=r"stage 1, from 'transformer.wpe' on"):
+        Chain(model, units, [0, 1]).settle(ids(0))
