@@ -9,8 +9,9 @@ import pytest
 from harness import TINY, Shoal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Under nohup it is ignored, children inherit that, and Shoal leaves an ignored signal ignored.
+# A shell ignores them for what it starts by nohup or in the background; children inherit that, and Shoal leaves it so.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
