@@ -27,6 +27,8 @@ from shoal.trainer.scoring import Scoring
 
 transformers = pytest.importorskip("transformers")
 
+from hugging_face import bert_config, gpt2_config, llama_config  # noqa: E402  # only where transformers is there
+
 V, D, H, L, B = 61, 32, 4, 12, 4
 BOUND = 1e-12
 
@@ -82,42 +84,13 @@ class Gated(nn.Module):
 
 def hugging_face(name: str, dropout: float) -> nn.Module:
     if name == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=V,
-            n_positions=32,
-            n_embd=D,
-            n_layer=2,
-            n_head=H,
-            attn_pdrop=dropout,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        return transformers.GPT2LMHeadModel(config)
+        return transformers.GPT2LMHeadModel(gpt2_config(vocab_size=V, attn_pdrop=dropout))
     if name == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=V,
-            hidden_size=D,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=H,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            attention_dropout=dropout,
-        )
-        return transformers.LlamaForCausalLM(config)
-    config = transformers.BertConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=H,
-        max_position_embeddings=32,
-        attention_probs_dropout_prob=dropout,
-        num_labels=3,
-        attn_implementation="eager" if name == "bert eager" else "sdpa",
-    )
+        return transformers.LlamaForCausalLM(llama_config(vocab_size=V, attention_dropout=dropout))
     kind = transformers.BertForSequenceClassification if name == "bert classes" else transformers.BertForMaskedLM
-    return kind(config)
+    attention = "eager" if name == "bert eager" else "sdpa"
+    changes = {"attention_probs_dropout_prob": dropout, "num_labels": 3, "attn_implementation": attention}
+    return kind(bert_config(vocab_size=V, **changes))
 
 
 def build(case: str, dropout: float) -> nn.Module:

@@ -38,10 +38,6 @@ class VersionRule:
         """True when weights change after this microbatch's backward pass."""
         return (microbatch + 1) % self.accumulate == 0
 
-    def oldest(self, stage: int, next_microbatch: int) -> int:
-        """The oldest version that is still used by microbatches from this one on."""
-        return self.used(stage, next_microbatch)
-
 
 class Versions:
     """The weights of one stage through time."""
@@ -74,7 +70,8 @@ class Versions:
     def after_update(self, microbatch: int) -> None:
         """A new version is there; those that nobody will use any more are let go."""
         self.newest += 1
-        oldest = self.rule.oldest(self.stage, microbatch + 1)
+        # Versions are used in the order of microbatches, so the next one needs the oldest.
+        oldest = self.rule.used(self.stage, microbatch + 1)
         for version in [version for version in self.sets if version < oldest]:
             del self.sets[version]
 

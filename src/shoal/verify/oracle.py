@@ -40,7 +40,6 @@ class Oracle:
         delay: the rule.
         optimizers: one per stage, over its parameters, made before the first step.
         loss_of: runs the model with the given weights on a microbatch and gives its share of the loss.
-        accumulate: microbatches per update; more than one for 2BW only.
     """
 
     model: nn.Module
@@ -48,7 +47,6 @@ class Oracle:
     delay: Delay
     optimizers: Sequence[torch.optim.Optimizer]
     loss_of: Callable[[Callable[..., object], int], Tensor]
-    accumulate: int = 1
     before_update: Callable[[int, int], None] | None = None
     """Called with stage and microbatch when gradients are in place: clips, sets the rate."""
     _history: list[dict[str, Tensor]] = field(default_factory=list)

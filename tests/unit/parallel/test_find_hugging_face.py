@@ -11,7 +11,12 @@ from shoal.parallel.rules import describe_facts
 
 transformers = pytest.importorskip("transformers")
 
-V, D, H, L = 97, 32, 4, 12
+from hugging_face import HEADS as H  # noqa: E402  # only where transformers is there
+from hugging_face import VOCAB as V  # noqa: E402
+from hugging_face import WIDTH as D  # noqa: E402
+from hugging_face import bert_config, gpt2_config, llama_config  # noqa: E402
+
+L = 12
 
 
 def find(model: nn.Module, *example: Tensor) -> Anatomy:
@@ -20,18 +25,6 @@ def find(model: nn.Module, *example: Tensor) -> Anatomy:
 
 def kinds(anatomy: Anatomy) -> dict[str, str]:
     return {split.path: split.kind.value for split in anatomy.splits}
-
-
-def bert_config(**changes: object):
-    return transformers.BertConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=H,
-        max_position_embeddings=32,
-        **changes,
-    )
 
 
 def bert_splits() -> dict[str, str]:
@@ -44,10 +37,7 @@ def bert_splits() -> dict[str, str]:
 
 
 def test_gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=V, n_positions=32, n_embd=D, n_layer=2, n_head=H, bos_token_id=0, eos_token_id=0
-    )
-    found = find(transformers.GPT2LMHeadModel(config))
+    found = find(transformers.GPT2LMHeadModel(gpt2_config()))
     expected = {"transformer.wte": "vocabulary", "lm_head": "logits"}
     for block in ("transformer.h.0", "transformer.h.1"):
         expected |= {f"{block}.attn.c_attn": "column", f"{block}.attn.c_proj": "row"}
@@ -71,17 +61,7 @@ def test_gpt2():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama(tied):
-    config = transformers.LlamaConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=H,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-    )
-    found = find(transformers.LlamaForCausalLM(config))
+    found = find(transformers.LlamaForCausalLM(llama_config(tie_word_embeddings=tied)))
     expected = {"model.embed_tokens": "vocabulary", "lm_head": "logits"}
     for layer in ("model.layers.0", "model.layers.1"):
         expected |= {f"{layer}.self_attn.{name}_proj": "column" for name in "qkv"}

@@ -13,43 +13,25 @@ from shoal.pipeline.units import find_units
 
 transformers = pytest.importorskip("transformers")
 
-V, D, H, L = 97, 32, 4, 12
+from hugging_face import VOCAB, bert_config, gpt2_config, llama_config  # noqa: E402  # only where transformers is there
+
+L = 12
 
 
 def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=V, n_positions=32, n_embd=D, n_layer=3, n_head=H, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)
+    return transformers.GPT2LMHeadModel(gpt2_config(n_layer=3))
 
 
 def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=H,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(llama_config(num_hidden_layers=3))
 
 
 def bert():
-    config = transformers.BertConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=H,
-        max_position_embeddings=32,
-    )
-    return transformers.BertForMaskedLM(config)
+    return transformers.BertForMaskedLM(bert_config(num_hidden_layers=3))
 
 
 def ids(seed):
-    return (torch.randint(1, V, (2, L), generator=torch.Generator().manual_seed(seed)),)
+    return (torch.randint(1, VOCAB, (2, L), generator=torch.Generator().manual_seed(seed)),)
 
 
 def units_of(model):

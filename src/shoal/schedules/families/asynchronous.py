@@ -1,10 +1,10 @@
 """PipeDream's schedules: 1F1B without a flush. What sets them apart is when weights change and which version is used."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from shoal.schedules.families.line import one_f_one_b_activations, one_f_one_b_rows
-from shoal.schedules.family import Family, Size
-from shoal.schedules.grid import Fold
+from shoal.schedules.families.line import ONE_F_ONE_B
+from shoal.schedules.family import Size
 from shoal.schedules.schedule import Updates
 
 _PIPEDREAM = "Narayanan et al., 2019, doi 10.1145/3341301.3359646"
@@ -19,48 +19,40 @@ def _few_microbatches(size: Size) -> Iterator[str]:
         )
 
 
-PIPEDREAM = Family(
+PIPEDREAM = replace(
+    ONE_F_ONE_B,
     name="pipedream",
     summary="an update per microbatch; its backward uses the weights of its forward (weight stashing)",
     source=_PIPEDREAM,
-    fold=Fold.LINE,
-    rows=one_f_one_b_rows,
-    activations=one_f_one_b_activations,
     # As many as there are microbatches between a rank and the end: each came in under another version.
     versions=lambda size, rank: min(size.microbatches, size.ranks - rank),
     updates=Updates.STASHED,
 )
 
-PIPEDREAM_VSYNC = Family(
+PIPEDREAM_VSYNC = replace(
+    ONE_F_ONE_B,
     name="pipedream-vsync",
     summary="an update per microbatch; a microbatch uses one version on all stages (vertical sync)",
     source=_PIPEDREAM,
-    fold=Fold.LINE,
-    rows=one_f_one_b_rows,
-    activations=one_f_one_b_activations,
     # Later stages are ahead in updates and keep what they have overtaken, until its microbatch has passed.
     versions=lambda size, rank: min(size.microbatches + 1, size.ranks),
     updates=Updates.VERTICAL,
 )
 
-PIPEDREAM_2BW = Family(
+PIPEDREAM_2BW = replace(
+    ONE_F_ONE_B,
     name="pipedream-2bw",
     summary="an update per step without a flush; double-buffered weights, gradients one version late",
     source=_2BW,
-    fold=Fold.LINE,
-    rows=one_f_one_b_rows,
-    activations=one_f_one_b_activations,
     versions=lambda size, rank: 2,
     problems=_few_microbatches,
     updates=Updates.BUFFERED,
     accumulates=True,
 )
 
-PIPEDREAM_FLUSH = Family(
+PIPEDREAM_FLUSH = replace(
+    ONE_F_ONE_B,
     name="pipedream-flush",
     summary="1f1b with a flush per step: one version, what one process computes",
     source=_2BW,
-    fold=Fold.LINE,
-    rows=one_f_one_b_rows,
-    activations=one_f_one_b_activations,
 )
