@@ -5,9 +5,12 @@ The whole program starts here, so this file and the top of every verb import typ
 when they run.
 """
 
+import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, NoReturn
 
 import typer
@@ -71,8 +74,19 @@ def main() -> NoReturn:
     """Run the command line of this process and exit with the code that the contract of commands names."""
     arguments, debug = lift_debug(sys.argv[1:])
     prepare_completion()
+    _open_missing_streams()
     try:
-        app(arguments, prog_name=_PROGRAM)
+        _run(arguments, debug=debug)
+    finally:
+        _finish_stdout()
+
+
+def _run(arguments: Sequence[str], *, debug: bool) -> NoReturn:
+    # JSON on stdout is for a program: what people read goes to stderr.
+    people = contextlib.redirect_stdout(sys.stderr) if wants_json_alone(arguments) else contextlib.nullcontext()
+    try:
+        with people:
+            app(arguments, prog_name=_PROGRAM)
     except ShoalError as error:
         _fail(str(error), error.exit_code, debug=debug)
     except KeyboardInterrupt:
@@ -82,6 +96,30 @@ def main() -> NoReturn:
         hint = "" if debug else "\nThis was not foreseen; run again with --debug to see where it happened."
         _fail(f"{type(error).__name__}: {error}{hint}", EXIT_NO, debug=debug)
     sys.exit(0)
+
+
+def _open_missing_streams() -> None:
+    """Where a shell closed stdout or stderr (``>&-``), there is no stream at all, and asking whether it is a terminal fails."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w")  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+def _finish_stdout() -> None:
+    """Write what is left, and be quiet about a reader that has gone, as ``head`` does: python would complain on its way out."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_NO)
+
+
+def wants_json_alone(arguments: Sequence[str]) -> bool:
+    """True when ``--json -`` is among the arguments."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return "--json=-" in arguments[:end] or ("--json", "-") in pairwise(arguments[:end])
 
 
 def lift_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:

@@ -12,16 +12,19 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from shoal.core.errors import RequestError, RunError
 
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON, for programs.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the result there as JSON, for programs; - is stdout, alone."),
 ]
 """The ``--json`` option as every verb declares it."""
+STDOUT = Path("-")
+"""As ``--json``: the result goes to stdout, and everything that is written for people to stderr (``cli/main.py``)."""
 
 
 def check_result_file(path: Path | None, option: str = "--json") -> None:
@@ -30,7 +33,7 @@ def check_result_file(path: Path | None, option: str = "--json") -> None:
     Raises:
         RequestError: its folder is missing or closed to us, or the path is a folder.
     """
-    if path is None:
+    if path is None or path == STDOUT:
         return
     if path.is_dir():
         raise RequestError(f"{option} {path} is a folder; name a file")
@@ -58,6 +61,10 @@ def write_result(path: Path | None, result: Any) -> None:
     if path is None:
         return
     text = to_json(result)
+    if path == STDOUT:
+        assert sys.__stdout__ is not None
+        sys.__stdout__.write(text)
+        return
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if _keeps_its_place(path):
@@ -91,7 +98,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     is_terminal = sys.stdout.isatty()
-    Console(file=sys.stdout, width=None if is_terminal else 10_000).print(table)
+    # rich would keep bold letters where only colours are refused.
+    styled: Literal["auto"] | None = "auto" if has_colour() else None
+    Console(file=sys.stdout, width=None if is_terminal else 10_000, color_system=styled).print(table)
+
+
+def has_colour() -> bool:
+    """True when stdout is a terminal that understands escape codes, and nobody asked for none (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in (None, "", "dumb")
 
 
 def _plain(value: Any) -> Any:

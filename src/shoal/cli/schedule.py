@@ -1,6 +1,5 @@
 """``shoal schedule``: draw a pipeline schedule, say what it costs, and write it as CSV, SVG or JSON."""
 
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, print_table, to_json, write_result
+from shoal.cli.result import STDOUT, JsonFile, check_result_file, has_colour, print_table, to_json, write_result
 from shoal.cli.startup import LightCommand
 from shoal.core.errors import RequestError
 
@@ -76,6 +75,8 @@ def schedule(
 ) -> None:
     """Draw a pipeline schedule and say what it costs: its bubble, and what each rank holds."""
     check_result_file(json)
+    if json == STDOUT and output is not Format.TEXT:
+        raise RequestError(f"--format {output} and --json - both write to stdout; name a file after --json")
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.schedules.pricing import Costs, price
     from shoal.schedules.report import build_report
@@ -84,7 +85,9 @@ def schedule(
     found = _find(name, pp, microbatches, chunks)
     timeline = price(found, costs)
     report = build_report(found, timeline, costs)
-    _PRINTERS[output](found, timeline, report)
+    # Who wants JSON there wants no drawing beside it on stderr.
+    if json != STDOUT:
+        _PRINTERS[output](found, timeline, report)
     write_result(json, report.as_values())
 
 
@@ -112,19 +115,9 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
 
 
 def _read(path: Path, asked: dict[str, int | None]) -> "Schedule":
-    from shoal.schedules.csvform import read_csv
+    from shoal.schedules.find import read_schedule
 
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(
-            f"cannot read {path}: {error.strerror}; give a family or a CSV file that is there"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"{path} is not text in UTF-8: {error.reason} at byte {error.start}; save it as UTF-8"
-        ) from error
-    found = read_csv(text, name=path.stem, origin=str(path))
+    found = read_schedule(path)
     grid = found.grid
     has = {"pp": grid.num_ranks, "microbatches": grid.num_microbatches, "chunks": grid.num_stages // grid.num_ranks}
     for option, value in asked.items():
@@ -140,11 +133,11 @@ def _print_text(found: "Schedule", timeline: "Timeline", report: "Report") -> No
 
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else None
-    print(draw_time(found, timeline, colour=is_terminal and not os.environ.get("NO_COLOR"), width=width))
+    print(draw_time(found, timeline, colour=has_colour(), width=width))
     print()
     print(
         f"{report.name}: {report.bubble:.1%} idle in {report.makespan:.6g}, {report.bubble_in_own_span:.1%} within the ranks' "
-        f"own spans; {report.ranks} ranks, {report.stages} stages, {report.microbatches} microbatches"
+        f"own spans; {found.grid}"
     )
     print()
     rows = [

@@ -8,7 +8,9 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
+from shoal.core.errors import did_you_mean
 from shoal.core.facts import ModelFacts
+from shoal.core.pipelines import SCHEDULES, is_file, schedule_facts
 
 
 class Degrees(Protocol):
@@ -35,6 +37,18 @@ class Degrees(Protocol):
         """ring or alltoall."""
 
     @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+
+    @property
+    def schedule(self) -> str | None:
+        """Name of the pipeline schedule."""
+
+    @property
+    def chunks(self) -> int | None:
+        """Stages per pipeline rank."""
+
+    @property
     def zero(self) -> int:
         """What is sharded along dp."""
 
@@ -51,6 +65,41 @@ def plan_problems(plan: Degrees) -> Iterator[str]:
         yield f"cp_kind={plan.cp_kind} says how attention crosses the cp ranks, and cp is 1; set cp to 2, or leave cp_kind out"
     if plan.zero and plan.dp == 1:
         yield f"zero={plan.zero} has nothing to shard along dp=1; set dp to 2 or more, or leave zero out"
+    yield from _pipeline_problems(plan)
+
+
+def _pipeline_problems(plan: Degrees) -> Iterator[str]:
+    if plan.pp == 1:
+        for key in ("schedule", "chunks"):
+            if getattr(plan, key) is not None:
+                yield f"{key}={getattr(plan, key)} is of a pipeline, and pp is 1; set pp to 2 or more, or leave {key} out"
+        return
+    name = plan.schedule
+    if name is not None and name not in SCHEDULES and not is_file(name):
+        yield f"schedule={name} is neither a schedule nor a file that ends in .csv; {did_you_mean(name.lower(), SCHEDULES)}"
+        return
+    facts = schedule_facts(name)
+    if plan.chunks is not None and not facts.takes_chunks and plan.chunks != facts.chunks:
+        yield (
+            f"schedule={name or 'the default, 1f1b,'} has {facts.chunks} stage(s) per rank, and chunks={plan.chunks} are asked "
+            f"for; leave chunks out, or use schedule=interleaved"
+        )
+    if facts.is_asynchronous:
+        yield from _asynchronous_problems(plan)
+
+
+def _asynchronous_problems(plan: Degrees) -> Iterator[str]:
+    """Weights change while microbatches are under way, so every version must be whole on its rank."""
+    if plan.zero:
+        yield (
+            f"zero={plan.zero} does not go with schedule={plan.schedule}: it keeps several versions of its weights, and a "
+            f"version that is sharded would be gathered for every microbatch; leave zero out, or use schedule=1f1b"
+        )
+    if plan.tp > 1:
+        yield (
+            f"tp={plan.tp} does not go with schedule={plan.schedule}: a stage's norm would be of its part of the weights, and "
+            f"sums over tp would come between its updates; leave tp out, or use schedule=1f1b"
+        )
 
 
 def setting_problems(plan: Degrees, *, compile_model: bool = False, unused_parameters: bool = False) -> list[str]:
@@ -62,7 +111,7 @@ def setting_problems(plan: Degrees, *, compile_model: bool = False, unused_param
         unused_parameters: ``train.unused_parameters``.
     """
     found = []
-    others = [name for name in ("tp", "cp") if getattr(plan, name) > 1]
+    others = [name for name in ("tp", "cp", "pp") if getattr(plan, name) > 1]
     others += [name for name in ("zero",) if plan.zero] + (["recompute"] if plan.recompute != "none" else [])
     if compile_model and others:
         found.append(
@@ -102,6 +151,34 @@ def model_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
         yield (
             f"recompute={plan.recompute} works by blocks, and {facts.name} has no row of blocks of one kind; "
             f"leave recompute out, or name the blocks in parallel.blocks"
+        )
+    if plan.pp > 1:
+        yield from _stage_problems(plan, facts)
+
+
+def _stage_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
+    schedule = schedule_facts(plan.schedule, plan.chunks)
+    num_stages = plan.pp * schedule.chunks
+    if 0 < facts.num_blocks < plan.pp:
+        yield (
+            f"pp={plan.pp} ranks are more than the {facts.num_blocks} blocks of {facts.name}: some would have nothing to do; "
+            f"lower pp to {facts.num_blocks}, or give the model more blocks"
+        )
+    elif facts.num_units is not None and num_stages > facts.num_units:
+        each = f" of {schedule.chunks} stages each" if schedule.chunks > 1 else ""
+        yield (
+            f"pp={plan.pp} ranks{each} want {num_stages} stages, and {facts.name} can be cut into {facts.num_units}; "
+            f"lower pp to {max(1, facts.num_units // schedule.chunks)}, or give the model more blocks"
+        )
+    if schedule.is_asynchronous and facts.tied_ends:
+        yield (
+            f"schedule={plan.schedule} updates each stage by itself, and {facts.tied_ends!r} is held by the first and the last "
+            f"of {num_stages}, which would drift apart; untie it, or use schedule=1f1b"
+        )
+    if schedule.is_bidirectional and facts.has_batch_norm:
+        yield (
+            f"schedule={plan.schedule} has two ranks for each stage, and the batch norm of {facts.name} would take its running "
+            f"statistics on both; use schedule=1f1b"
         )
 
 

@@ -44,6 +44,10 @@ class ModelFacts:
     """Largest dropout probability inside an attention, on its weights."""
     has_batch_norm: bool = False
     """Statistics over the batch are part of the forward pass."""
+    num_units: int | None = None
+    """Stages that the model can be cut into at most."""
+    tied_ends: str = ""
+    """A weight that both the first and the last unit read, where there is one."""
     note: str = ""
     """Why nothing could be found, where that is so."""
 

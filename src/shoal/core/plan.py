@@ -12,10 +12,13 @@ from typing import Any
 from shoal.core.axes import Axis
 from shoal.core.combine import divisors, model_problems, plan_problems
 from shoal.core.errors import RequestError, did_you_mean
-from shoal.core.facts import model_facts
+from shoal.core.facts import ModelFacts, model_facts
+from shoal.core.pipelines import COMBINED, SCHEDULES
 
 # What this version executes. A field that is not here is understood, printed and refused, never ignored.
-EXECUTED = frozenset({"dp", "tp", "sp", "cp", "cp_kind", "zero", "recompute", "microbatches"})
+EXECUTED = frozenset(
+    {"dp", "tp", "sp", "cp", "cp_kind", "pp", "schedule", "chunks", "zero", "recompute", "microbatches"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,9 @@ class Plan:
         words = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if value != field.default and (field.name, value) != ("microbatches", 1):
+            # One microbatch goes without saying, but for a pipeline, which would choose a number of its own.
+            is_plain = (field.name, value, self.pp) == ("microbatches", 1, 1)
+            if value != field.default and not is_plain:
                 words.append(f"{field.name}={str(value).lower() if isinstance(value, bool) else value}")
         return " ".join(words) or "dp=1"
 
@@ -206,13 +211,16 @@ def nearest_plan(plan: Plan, model: object | None = None, *, world_size: int | N
     for num_changed in range(len(_SEARCHED) + 1):
         # Any degree for a key that changes alone; for several together those that share out the processes, or it takes minutes.
         options = {
-            key: _options(start, key, asked, any_degree=world_size is None and num_changed < 2) for key in _SEARCHED
+            key: _options(
+                start, key, asked, any_degree=world_size is None and num_changed < 2, any_choice=num_changed < 3
+            )
+            for key in _SEARCHED
         }
         fits: list[tuple[int, int, int, Plan]] = []
         for keys in itertools.combinations(_SEARCHED, num_changed):
             for values in itertools.product(*(options[key] for key in keys)):
                 near = replace(start, **dict(zip(keys, values, strict=True)))
-                if not near.problems(facts, world_size=world_size):
+                if _works(near, facts, world_size):
                     distance = sum(
                         _distance(getattr(start, key), value) for key, value in zip(keys, values, strict=True)
                     )
@@ -222,32 +230,58 @@ def nearest_plan(plan: Plan, model: object | None = None, *, world_size: int | N
     return None
 
 
+def _works(plan: Plan, facts: ModelFacts | None, world_size: int | None) -> bool:
+    """Whether ``plan.problems`` is empty; asked for thousands of plans, so the cheapest questions come first."""
+    if world_size is not None and plan.world_size != world_size:
+        return False
+    rules = itertools.chain(plan_problems(plan), model_problems(plan, facts) if facts is not None else ())
+    # A degree of 0 makes the rules meaningless, and there are none of 0 among the options.
+    is_whole = all(getattr(plan, key) != 0 for key in ("dp", "tp", "cp", "pp"))
+    return is_whole and next(rules, None) is None and not plan.problems(facts, world_size=world_size)
+
+
 def all_plans(num_processes: int, facts: object | None = None) -> list[Plan]:
-    """Every plan over exactly this many processes that ``check`` allows, in a stable order: plain ones first."""
+    """The plans over exactly this many processes that ``check`` allows, in a stable order: plain ones first.
+
+    Every combination without a pipeline. With one, every schedule by itself and with dp, and those of ``COMBINED`` with every
+    other technique: what a technique does to a stage does not depend on the order in which stages run.
+    """
     found = []
-    for tp, cp in itertools.product(divisors(num_processes), repeat=2):
-        if num_processes % (tp * cp):
+    for tp, cp, pp in itertools.product(divisors(num_processes), repeat=3):
+        if num_processes % (tp * cp * pp):
             continue
-        for sp, cp_kind, zero, recompute in itertools.product(
-            (False, True), ("ring", "alltoall"), (0, 1, 2, 3), ("none", "selective", "full")
+        dp = num_processes // (tp * cp * pp)
+        schedules = list(SCHEDULES) if pp > 1 else [None]
+        for sp, cp_kind, zero, recompute, schedule in itertools.product(
+            (False, True), ("ring", "alltoall"), (0, 1, 2, 3), ("none", "selective", "full"), schedules
         ):
-            dp = num_processes // (tp * cp)
-            plan = Plan(dp=dp, tp=tp, sp=sp, cp=cp, cp_kind=cp_kind, zero=zero, recompute=recompute)
+            is_plain = (tp, sp, cp, zero, recompute) == (1, False, 1, 0, "none")
+            if pp > 1 and schedule not in COMBINED and not is_plain:
+                continue
+            plan = Plan(
+                dp=dp, tp=tp, sp=sp, cp=cp, cp_kind=cp_kind, pp=pp, schedule=schedule, zero=zero, recompute=recompute
+            )
             if not plan.problems(facts, world_size=num_processes):
                 found.append(plan)
     return found
 
 
 # The keys that the search may change, the one given up first in front; each change costs the same.
-_SEARCHED = ("recompute", "zero", "cp_kind", "sp", "tp", "cp", "dp")
+_SEARCHED = ("recompute", "zero", "cp_kind", "sp", "chunks", "schedule", "tp", "cp", "dp", "pp")
 _LARGEST_DEGREE = 64
 _LARGEST_WORLD = 2**20
 
 
-def _options(plan: Plan, key: str, asked: int, *, any_degree: bool) -> list[Any]:
+def _options(plan: Plan, key: str, asked: int, *, any_degree: bool, any_choice: bool) -> list[Any]:
     current = getattr(plan, key)
+    if not any_choice and (key == "sp" or key in _CHOICES):
+        # Where much is wrong, what is too much is left out; nothing is put in.
+        default = getattr(Plan(), key)
+        return [] if current == default else [default]
     if key == "sp":
         return [not current]
+    if key in ("schedule", "chunks"):
+        return [] if current is None else [None]
     if key in _CHOICES:
         return [choice for choice in _CHOICES[key] if choice != current]
     if not any_degree:
@@ -257,5 +291,5 @@ def _options(plan: Plan, key: str, asked: int, *, any_degree: bool) -> list[Any]
 
 
 def _distance(old: Any, new: Any) -> int:
-    is_number = isinstance(old, int) and not isinstance(old, bool)
-    return abs(old - new) if is_number else 1
+    are_numbers = all(isinstance(value, int) and not isinstance(value, bool) for value in (old, new))
+    return abs(old - new) if are_numbers else 1

@@ -1,10 +1,16 @@
 """Numbers as people read them: bytes, durations and counts, printed and parsed in one place."""
 
 import re
+from fractions import Fraction
 
 from shoal.core.errors import RequestError
 
 _DURATION_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_BYTES = {"": 1, "b": 1} | {
+    prefix + ending: step**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for ending, step in (("ib", 1024), ("b", 1000))
+}
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -50,3 +56,18 @@ def parse_duration(text: str) -> float:
             f"{text!r} is not a duration; write seconds, or numbers with s, m, h or d, such as 90s or 1h30m"
         )
     return sum(float(number) * _DURATION_SECONDS[unit] for number, unit in parts)
+
+
+def parse_bytes(text: str) -> int:
+    """Whole bytes from ``4096``, ``512 MiB``, ``1.5GiB`` or ``2 GB``; ``GiB`` is 1024 ** 3 and ``GB`` 1000 ** 3.
+
+    Raises:
+        RequestError: the text is not a number of bytes.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    if found is None or found[2] not in _BYTES:
+        raise RequestError(
+            f"{text!r} is not a number of bytes; write a number with KiB, MiB, GiB or TiB, such as 2 GiB"
+        )
+    # As a fraction: floats do not hold every number of bytes.
+    return int(Fraction(found[1]) * _BYTES[found[2]])

@@ -18,7 +18,7 @@ def facts_of(config: AnyModelConfig, spec: DataShape) -> ModelFacts | None:
         return _transformer_facts(config, spec, num_blocks=2 * config.layers, num_pairs=5 * config.layers)
     if isinstance(config, CnnConfig):
         width = Width(name="model.hidden", size=config.hidden)
-        return ModelFacts(name="the cnn", num_pairs=1, widths=(width,), has_batch_norm=True)
+        return ModelFacts(name="the cnn", num_pairs=1, widths=(width,), has_batch_norm=True, num_units=8)
     return _mlp_facts(config)
 
 
@@ -35,6 +35,9 @@ def _transformer_facts(
         has_attention=True,
         sequence=spec.sequence,
         has_sequence=True,
+        # What lies before and after the blocks of a gpt: embedding, its dropout, norm and head.
+        num_units=num_blocks + 4 if isinstance(config, GptConfig) else None,
+        tied_ends="embedding.weight" if isinstance(config, GptConfig) and config.tied else "",
     )
 
 
@@ -47,5 +50,6 @@ def _mlp_facts(config: MlpConfig) -> ModelFacts:
         num_pairs=num_pairs,
         widths=(Width(name="model.hidden", size=config.hidden),) if num_pairs else (),
         has_batch_norm=config.batch_norm,
+        num_units=config.layers + 1,
         note="batch norm lies between its layers" if config.batch_norm else "",
     )

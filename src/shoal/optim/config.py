@@ -36,7 +36,7 @@ class OptimConfig(Config):
     schedule: ScheduleName = "constant"
     """Learning rate after warm-up: constant, cosine, linear, inverse_sqrt, or plateau (falls when evaluations stop improving)."""
     warmup: int = Field(default=0, ge=0)
-    """Steps in which the rate rises in equal parts before it reaches ``lr``."""
+    """Steps in which the rate rises in equal parts before it reaches ``lr``; updates, where every microbatch is one."""
     final: Finite = Field(default=0.0, ge=0, le=1)
     """Fraction of ``lr`` that cosine and linear come down to when the last step is done."""
     plateau_factor: Finite = Field(default=0.5, gt=0, lt=1)

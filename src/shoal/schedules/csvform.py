@@ -16,6 +16,9 @@ from shoal.schedules.grid import Fold, Grid
 from shoal.schedules.rules import IllegalSchedule, check
 from shoal.schedules.schedule import Row, Schedule
 
+MOST_BYTES = 64 * 2**20
+MOST_CELLS = 1_000_000
+"""Beyond it a file takes more than a minute and a gigabyte to read."""
 _LONGEST_CELL = 64
 _COMMUNICATION = ("SEND", "RECV", "SHARD", "REDUCE_GRAD")
 _FOLD_RULES = {
@@ -45,6 +48,12 @@ def read_csv(text: str, *, name: str, origin: str) -> Schedule:
     Raises:
         RequestError: it is no schedule, or not a legal one; names the row, the cell and the fix.
     """
+    # Before anything is made of it: no fewer than there are cells, empty ones too.
+    num_cells = text.count(",") + text.count("\n") + 1
+    if num_cells > MOST_CELLS:
+        raise RequestError(
+            f"{origin} has about {num_cells} cells, and at most {MOST_CELLS} are read; write fewer microbatches, or no idle slots"
+        )
     placed = list(_read_cells(text, origin))
     if not placed:
         raise RequestError(f"{origin} has no cells; write a row per rank, such as 0F0,0B0")
@@ -64,7 +73,8 @@ def read_csv(text: str, *, name: str, origin: str) -> Schedule:
     try:
         check(schedule)
     except IllegalSchedule as error:
-        raise IllegalSchedule(f"{origin}: {error}") from error
+        # The file's name is enough of a name.
+        raise IllegalSchedule(f"{origin}: {str(error).removeprefix(f'schedule {name}: ')}") from error
     return schedule
 
 

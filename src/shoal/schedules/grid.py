@@ -37,6 +37,15 @@ class Grid:
         if self.num_stages % self.num_ranks:
             raise RequestError(f"{self.num_stages} stages cannot be dealt to {self.num_ranks} ranks evenly")
 
+    def __str__(self) -> str:
+        """How many of everything, in words."""
+        counts = (
+            (self.num_ranks, "rank", "s"),
+            (self.num_stages, "stage", "s"),
+            (self.num_microbatches, "microbatch", "es"),
+        )
+        return ", ".join(f"{count} {word}{'' if count == 1 else ending}" for count, word, ending in counts)
+
     @property
     def replicas(self) -> int:
         """Ranks that hold one stage."""

@@ -3,7 +3,7 @@
 This is the schedule's own prediction of a step: its length, each rank's idle time, and what a rank holds at its fullest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.core.errors import RequestError
@@ -27,6 +27,8 @@ class Costs:
     """A forward and a backward in one cell; None for their sum, which is what a device without overlap takes."""
     stages: tuple[float, ...] | None = None
     """How many times as long each stage takes; None for stages of one size."""
+    measured: Mapping[Action, float] | None = None
+    """What every single action takes, in place of all of the above but ``transfer``: for times that were taken from a run."""
 
     def __post_init__(self) -> None:
         values = {"forward": self.forward, "input": self.input, "weight": self.weight, "transfer": self.transfer}
@@ -42,6 +44,8 @@ class Costs:
         """What a cell takes."""
         if len(cell) == 2 and self.overlapped is not None:
             return self.overlapped * max(self._size(action) for action in cell)
+        if self.measured is not None:
+            return sum(self.measured[action] for action in cell)
         return sum(self._of_action(action) for action in cell)
 
     def _of_action(self, action: Action) -> float:
@@ -139,14 +143,25 @@ def _start(cell: Cell, free: float, ready: Mapping[Result, float], costs: Costs,
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """Microbatches of one stage that each rank holds at its fullest: from their forward until their weights' gradient."""
-    peaks = []
+    return tuple(_peak(schedule.actions(rank)) for rank in range(len(schedule.rows)))
+
+
+def peak_activations_by_stage(schedule: Schedule) -> tuple[int, ...]:
+    """The same of each stage alone, on that of its ranks that holds more. The stages of a rank need not be fullest at once."""
+    peaks = [0] * schedule.grid.num_stages
     for rank in range(len(schedule.rows)):
-        held = peak = 0
-        for action in schedule.actions(rank):
-            if action.kind is Kind.FORWARD:
-                held += 1
-                peak = max(peak, held)
-            elif any(point is Point.WEIGHTS for point, _, _ in made_by(action)):
-                held -= 1
-        peaks.append(peak)
+        for stage in schedule.grid.stages_of(rank):
+            own = _peak(action for action in schedule.actions(rank) if action.stage == stage)
+            peaks[stage] = max(peaks[stage], own)
     return tuple(peaks)
+
+
+def _peak(actions: Iterable[Action]) -> int:
+    held = peak = 0
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            held += 1
+            peak = max(peak, held)
+        elif any(point is Point.WEIGHTS for point, _, _ in made_by(action)):
+            held -= 1
+    return peak

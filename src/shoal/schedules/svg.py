@@ -36,10 +36,7 @@ def draw_svg(schedule: Schedule, timeline: Timeline) -> str:
     legend = _legend(kinds, _TOP + _ROW * len(schedule.rows) + _LEGEND - 12)
     # XML has no place for control characters, which the name of a file may hold.
     name = "".join(letter if letter.isprintable() else "?" for letter in schedule.name)
-    title = (
-        f"{name}: {schedule.grid.num_ranks} ranks, {schedule.grid.num_stages} stages, "
-        f"{schedule.grid.num_microbatches} microbatches, {timeline.bubble:.1%} idle"
-    )
+    title = f"{name}: {schedule.grid}, {timeline.bubble:.1%} idle"
     width = max(
         _LABEL + timeline.makespan * scale + 8, _LABEL + sum(map(_legend_width, kinds)), 8 + _LETTER * len(title)
     )

@@ -62,7 +62,89 @@ def write_empty_corpus(folder):
     (folder / "corpus" / "a.txt").write_text("")
 
 
-CASES = {
+def write_schedule_without_a_backward(folder):
+    (folder / "own.csv").write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n")
+
+
+def write_schedule_that_never_ends(folder):
+    (folder / "own.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+
+
+def write_own_model(folder):
+    (folder / "mine.py").write_text(
+        "import torch\n"
+        "def build():\n    return torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))\n"
+        "class Tied(torch.nn.Sequential):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(*(torch.nn.Linear(16, 16) for _ in range(3)))\n"
+        "        self[2].weight = self[0].weight\n"
+    )
+
+
+DEEP = RECIPE.replace("layers = 1", "layers = 4")
+OWN_TIED = OWN.replace("build'", "Tied'").replace("'classes'", "'classes'\nclasses = 16")
+PIPELINES = {
+    "more ranks than blocks": (DEEP, ("--plan", "pp=8"), ["pp=8", "4 blocks", "nearest plan", "pp=4"], None),
+    "microbatches and batch": (DEEP, ("--plan", "pp=2 microbatches=3"), ["microbatches=3", "4 samples", "2"], None),
+    "no such schedule file": (DEEP, ("--plan", "pp=2 schedule=own.csv"), ["own.csv", "No such file"], None),
+    "schedule without a backward": (
+        DEEP,
+        ("--plan", "pp=2 schedule=own.csv"),
+        ["own.csv", "stage 0 has no B (or I) of microbatch 1", "^ here"],
+        write_schedule_without_a_backward,
+    ),
+    "schedule that never ends": (
+        DEEP,
+        ("--plan", "pp=2 schedule=own.csv"),
+        ["own.csv", "it never ends", "0B0", "1F1", "^ here"],
+        write_schedule_that_never_ends,
+    ),
+    "no such place for a stage": (
+        DEEP,
+        ("--plan", "pp=2", "--set", 'pipeline.stages=["blocks.9"]'),
+        ["pipeline.stages", "'blocks.9'", "'blocks.3'"],
+        None,
+    ),
+    "too few places for stages": (
+        DEEP,
+        ("--plan", "pp=2 schedule=zbv", "--set", 'pipeline.stages=["blocks.1"]'),
+        ["1 place", "2 stages", "has 4", "name 3"],
+        None,
+    ),
+    "tied weights": (
+        DEEP,
+        ("--plan", "pp=2 schedule=pipedream", "--set", "model.tied=true"),
+        ["'embedding.weight'", "of 2", "untie it", "nearest plan"],
+        None,
+    ),
+    "tied weights of their own": (
+        OWN_TIED,
+        ("--plan", "pp=3 schedule=pipedream"),
+        ["'0.weight'", "stages 0 and 2", "untie it"],
+        write_own_model,
+    ),
+    "shards under versions": (
+        DEEP,
+        ("--plan", "dp=2 pp=2 zero=1 schedule=pipedream"),
+        ["zero=1", "schedule=pipedream", "nearest plan"],
+        None,
+    ),
+    "float16 under versions": (
+        DEEP,
+        ("--plan", "pp=2 schedule=pipedream", "--set", "train.precision=float16"),
+        ["float16", "bfloat16", "schedule=1f1b"],
+        None,
+    ),
+    "skipping under versions": (
+        DEEP,
+        ("--plan", "pp=2 schedule=pipedream", "--set", "train.nonfinite=skip"),
+        ["train.nonfinite skip", "schedule=1f1b"],
+        None,
+    ),
+    "too many stages for a module of their own": (OWN, ("--plan", "pp=4"), ["4 stages", "3"], write_own_model),
+}
+
+CASES = PIPELINES | {
     "misspelt section": (RECIPE.replace("[train]", "[trian]"), (), ["'trian'", "did you mean 'train'?"], None),
     "misspelt key": (RECIPE.replace("layers", "layerz"), (), ["'model.layerz'", "did you mean 'layers'?"], None),
     "misspelt override": (RECIPE, ("--set", "optim.name=adamv"), ["optim.name", "adamv"], None),
@@ -71,7 +153,7 @@ CASES = {
     "two lengths": (RECIPE, ("--set", "train.epochs=1"), ["steps and epochs"], None),
     "indivisible batch": (RECIPE, ("--plan", "dp=3"), ["4", "dp 3", "3 or 6"], None),
     "processes and plan": (RECIPE, ("--plan", "dp=2", "--nproc", "4"), ["4 processes", "dp 2"], None),
-    "plan of the future": (RECIPE, ("--plan", "dp=1 pp=2"), ["pp=2", "not there yet"], None),
+    "plan of the future": (RECIPE, ("--plan", "dp=1 ep=2"), ["ep=2", "not there yet"], None),
     "plan auto": (RECIPE, ("--plan", "auto"), ["auto", "not there yet"], None),
     "heads": (RECIPE, ("--set", "model.heads=3"), ["16", "3"], None),
     "unknown model": (RECIPE.replace('"gpt"', '"gtp"'), (), ["'gtp'", "did you mean 'gpt'?"], None),
@@ -114,7 +196,8 @@ def test_bad_input_is_one_message_and_exit_code_2(name, tmp_path):
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr and not done.stdout
     for word in words:
         assert word in done.stderr
-    assert len(done.stderr.splitlines()) <= 3, "one message"
+    # A schedule is drawn, with an arrow at the cell that is wrong.
+    assert len(done.stderr.splitlines()) <= (4 if "^ here" in words else 3), "one message"
     after = [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts]
     assert after == before, "nothing was written"
 

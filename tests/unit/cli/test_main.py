@@ -1,5 +1,6 @@
 """What the whole command promises: exit codes, one message, the traceback on request only."""
 
+import json
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ from importlib.metadata import version
 
 import pytest
 
-from shoal.cli.main import lift_debug
+from shoal.cli.main import lift_debug, wants_json_alone
 
 VERBS = ("train", "verify", "eval", "sample", "schedule", "init", "ckpt", "doctor")
 
@@ -124,3 +125,16 @@ def test_a_missing_argument_is_a_usage_error():
 )
 def test_debug_is_lifted_to_the_front(given, lifted, debug):
     assert lift_debug(given) == (lifted, debug)
+
+
+@pytest.mark.parametrize("form", [("--json", "-"), ("--json=-",)], ids=" ".join)
+def test_json_on_stdout_sends_what_people_read_to_stderr(shoal, tmp_path, form):
+    done = shoal("init", "new", *form)
+    assert done.returncode == 0 and json.loads(done.stdout)["folder"] == "new"
+    plain = shoal("init", "other")
+    assert plain.stderr == "" and done.stderr == plain.stdout.replace("other", "new")
+
+
+def test_a_dash_after_two_dashes_is_no_json():
+    assert wants_json_alone(["init", "--json", "-"]) and not wants_json_alone(["init", "--", "--json", "-"])
+    assert not wants_json_alone(["init", "--json", "file", "-"])

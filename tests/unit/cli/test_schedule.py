@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.schedules.catalogue import FAMILIES
+from shoal.schedules.catalogue import FAMILIES, make_schedule
+from shoal.schedules.csvform import MOST_BYTES, MOST_CELLS
+from shoal.schedules.pricing import price
+from shoal.schedules.svg import draw_svg
 
 ANSWER_SECONDS = 0.5
 SIZE = ("--pp", 2, "--microbatches", 2)
@@ -101,6 +104,7 @@ def test_every_family_is_drawn_and_its_csv_read_back(shoal, tmp_path, name):
         (("GPipe", *SIZE), ["did you mean 'gpipe'?"]),
         (("1f1b", *SIZE, "--format", "png"), ["'png' is not one of", "svg"]),
         (("1f1b", "--pp", "two", "--microbatches", 2), ["--pp", "integer"]),
+        (("1f1b", *SIZE, "--format", "svg", "--json", "-"), ["--format svg and --json - both write to stdout"]),
         (("1f1b", *SIZE, "--json", "no/such.json"), ["there is no folder no"]),
         (("mine.csv", "--pp", 3), ["--pp is 3, and mine.csv has 2", "leave --pp out"]),
         (("mine.csv", "--microbatches", 4), ["--microbatches is 4, and mine.csv has 2"]),
@@ -110,7 +114,7 @@ def test_every_family_is_drawn_and_its_csv_read_back(shoal, tmp_path, name):
         (("bytes.csv",), ["bytes.csv is not text in UTF-8", "byte 0"]),
         (("empty.csv",), ["empty.csv has no cells"]),
         (("wrong.csv",), ["wrong.csv, row 1 (rank 0), cell 2: 'x' is no action"]),
-        (("cycle.csv",), ["cycle.csv: schedule cycle: it never ends", "^ here"]),
+        (("cycle.csv",), ["cycle.csv: it never ends", "^ here"]),
     ],
 )
 def test_a_wrong_request_is_exit_2_with_the_fix_and_nothing_on_stdout(shoal, tmp_path, arguments, words):
@@ -153,8 +157,78 @@ def test_a_terminal_gets_colours_and_lines_that_fit(tmp_path):
     assert plain.startswith("time 0 to ") and max(map(len, plain.splitlines())) <= 60
 
 
-def test_no_color_is_obeyed(tmp_path):
-    assert "\033[104" not in on_a_terminal(tmp_path, 60, NO_COLOR="1")
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+def test_no_escape_codes_where_none_are_wanted_or_understood(tmp_path, environment):
+    drawing = on_a_terminal(tmp_path, 60, **environment)
+    assert "0F0" in drawing and "\033" not in drawing
+
+
+def test_json_on_stdout_is_alone_there(shoal, tmp_path):
+    done = shoal("schedule", "1f1b", *SIZE, "--json", "-")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == shoal("schedule", "1f1b", *SIZE, "--format", "json").stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+# A drawing and its table are two writes; what is written at once is still in the buffer when the verb is done.
+@pytest.mark.parametrize("form", ["text", "csv", "json"])
+def test_a_reader_that_has_gone_ends_it_quietly(form):
+    size = ["--pp", "2", "--microbatches", "2", "--format", form]
+    command = [Path(sys.executable).parent / "shoal", "schedule", "1f1b", *size]
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            command, stdout=writer, stderr=subprocess.PIPE, text=True, env=buffered, timeout=60, check=False
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_stdout_that_was_closed_is_no_error():
+    command = f"exec '{Path(sys.executable).parent / 'shoal'}' schedule 1f1b --pp 2 --microbatches 2 >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_one_of_each_is_not_several(shoal):
+    assert (
+        shoal("schedule", "1f1b", "--pp", 1, "--microbatches", 1).stdout.count("; 1 rank, 1 stage, 1 microbatch\n") == 1
+    )
+    assert ": 1 rank, 1 stage, 1 microbatch, " in draw_one()
+
+
+def draw_one() -> str:
+    schedule = make_schedule("1f1b", ranks=1, microbatches=1)
+    return draw_svg(schedule, price(schedule))
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_a_file_of_too_many_bytes_is_refused_before_it_is_read(shoal, tmp_path, kind):
+    huge = tmp_path / "huge.csv"
+    with huge.open("wb") as file:
+        file.truncate(3 * MOST_BYTES)
+    found = 3 * MOST_BYTES
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "pipe.csv")
+        feeder = subprocess.Popen(
+            ["dd", "if=huge.csv", "of=pipe.csv", "bs=1M"], cwd=tmp_path, stderr=subprocess.DEVNULL
+        )
+        found = MOST_BYTES + 1
+    done = shoal("schedule", f"{'huge' if kind == 'file' else 'pipe'}.csv")
+    if kind == "pipe":
+        feeder.wait(60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"has {found} bytes or more, and at most {MOST_BYTES} are read" in done.stderr
+
+
+def test_a_file_of_too_many_cells_is_refused_with_both_numbers(shoal, tmp_path):
+    (tmp_path / "long.csv").write_text("0F0,0B0" + "," * MOST_CELLS)
+    done = shoal("schedule", "long.csv")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"long.csv has about {MOST_CELLS + 2} cells, and at most {MOST_CELLS} are read" in done.stderr
 
 
 @pytest.mark.parametrize("form", ["csv", "svg", "json"])

@@ -7,6 +7,7 @@ import pytest
 from shoal.core.combine import sequence_multiple, setting_problems
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width
+from shoal.core.pipelines import SCHEDULES
 from shoal.core.plan import Plan, all_plans, nearest_plan
 
 GPT = ModelFacts(
@@ -48,7 +49,7 @@ def refusal(text: str, model: object = None, world_size: int | None = None) -> s
         ("tp=2 sp=true", NORMED, ["batch norm's statistics", "leave sp out"], "tp=2"),
         ("cp=2", NORMED, ["batch norm's statistics", "leave cp out"], "dp=1"),
         ("recompute=full", CNN, ["the cnn has no row of blocks", "parallel.blocks"], "dp=1"),
-        ("pp=2", GPT, ["pp=2 is not there yet"], "dp=1"),
+        ("ep=2", GPT, ["ep=2 is not there yet"], "dp=1"),
     ],
 )
 def test_a_refusal_has_both_numbers_the_fix_and_the_nearest_plan(text, model, words, near):
@@ -127,7 +128,16 @@ def test_all_plans_of_the_tiny_gpt_on_two_processes():
     kinds = ["dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=1 cp=2", "dp=1 cp=2 cp_kind=alltoall"]
     kinds += ["dp=1 tp=2", "dp=1 tp=2 sp=true"]
     expected = [f"{kind}{suffix}" for kind in kinds for suffix in ("", " recompute=selective", " recompute=full")]
-    assert [str(plan) for plan in all_plans(2, GPT)] == expected
+    found = all_plans(2, GPT)
+    assert [str(plan) for plan in found if plan.pp == 1] == expected
+    # Every schedule by itself, and one of each kind of backward pass with recompute.
+    pipelines = [str(plan) for plan in found if plan.pp == 2]
+    assert {f"dp=1 pp=2 schedule={name}" for name in SCHEDULES} < set(pipelines)
+    assert set(pipelines) - {f"dp=1 pp=2 schedule={name}" for name in SCHEDULES} == {
+        f"dp=1 pp=2 schedule={name} recompute={kind}"
+        for name in ("1f1b", "zb-h1", "pipedream")
+        for kind in ("selective", "full")
+    }
 
 
 def test_the_nearest_plan_of_a_plan_that_works_is_itself():

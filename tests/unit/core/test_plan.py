@@ -18,6 +18,9 @@ def test_the_design_documents_line_parses_and_prints_back():
     dp=st.integers(1, 64),
     tp=st.integers(1, 8),
     sp=st.booleans(),
+    pp=st.integers(1, 8),
+    schedule=st.one_of(st.none(), st.sampled_from(["zbv", "folder/own.csv"])),
+    chunks=st.one_of(st.none(), st.integers(1, 4)),
     microbatches=st.one_of(st.none(), st.integers(2, 64)),
     zero=st.integers(0, 3),
     recompute=st.sampled_from(["none", "selective", "full"]),
@@ -46,11 +49,11 @@ def test_a_line_that_is_not_a_plan_is_refused_with_the_word_that_is_wrong(text, 
 
 
 def test_what_no_version_executes_yet_is_refused_by_name():
-    lines = ["pp=2", "schedule=1f1b", "chunks=2", "ep=2", "ps=1", "workers=2", "update=bsp", "backup=1", "sync=gossip"]
-    for text in [*lines, "compress=powersgd"]:
+    for text in ("ep=2", "ps=1", "workers=2", "update=bsp", "backup=1", "sync=gossip", "compress=powersgd"):
         with pytest.raises(RequestError, match="not there yet"):
             Plan.parse(text).check()
     Plan.parse("dp=4 microbatches=2").check(world_size=4)
+    Plan.parse("dp=2 pp=2 schedule=interleaved chunks=3 microbatches=4 zero=1").check(world_size=4)
     Plan.parse("dp=2 tp=2 sp=true cp=2 cp_kind=alltoall zero=3 recompute=full").check(world_size=8)
 
 
@@ -60,8 +63,15 @@ def test_the_world_size_message_shows_the_whole_product():
 
 
 def test_every_problem_is_listed_at_once():
-    problems = Plan.parse("dp=0 pp=2 zero=7 recompute=some").problems(world_size=2)
+    problems = Plan.parse("dp=0 ep=2 zero=7 recompute=some").problems(world_size=2)
     assert any("dp=0 is below 1" in problem for problem in problems)
     assert any("zero=7 is none of 0, 1, 2, 3" in problem for problem in problems)
     assert any("recompute=some" in problem for problem in problems)
-    assert any("pp=2 is not there yet" in problem for problem in problems)
+    assert any("ep=2 is not there yet" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("text", ["dp=1 pp=2 schedule=1f1b microbatches=1", "dp=2 microbatches=4", "dp=2 tp=2 zero=3"])
+def test_a_plan_is_what_its_line_says_for_those_who_only_get_the_line(text):
+    """A pipeline would choose a number of microbatches of its own where the line says none."""
+    plan = Plan.parse(text)
+    assert Plan.parse(str(plan)) == plan and str(plan) == text

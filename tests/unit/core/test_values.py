@@ -10,7 +10,7 @@ from shoal.core.errors import RequestError, RunError, did_you_mean, nearest
 from shoal.core.events import StepDone
 from shoal.core.rundir import RunDir
 from shoal.core.seeding import derive_key
-from shoal.core.units import format_bytes, format_count, format_duration, parse_duration
+from shoal.core.units import format_bytes, format_count, format_duration, parse_bytes, parse_duration
 
 
 def test_bytes_durations_and_counts_read_well():
@@ -30,6 +30,20 @@ def test_durations_parse(text, seconds):
 def test_what_is_not_a_duration_is_refused(text):
     with pytest.raises(RequestError, match="not a duration"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("4096", 4096), ("64 B", 64), ("1.5KiB", 1536), ("2 GiB", 2 * 2**30), ("2 GB", 2 * 10**9), ("1 tib", 2**40)],
+)
+def test_numbers_of_bytes_parse(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2 gigs", "-1 GiB", "1 GiB 2", "1,5 GiB", "\u0662 GiB", "inf", "1e3"])
+def test_what_is_not_a_number_of_bytes_is_refused(text):
+    with pytest.raises(RequestError, match="not a number of bytes; write a number with KiB"):
+        parse_bytes(text)
 
 
 def test_keys_depend_on_every_part_and_on_their_order():

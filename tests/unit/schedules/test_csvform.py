@@ -200,7 +200,7 @@ def test_what_editors_make_of_a_file_is_read_all_the_same(text):
         "no fold of three": ("0F0,1F0,2F0,2B0,1B0,0B0\n3F0,4F0,5F0,5B0,4B0,3B0\n", ["cell 2: 1F0", "loop:"]),
         "backward missing": (
             "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n",
-            ["mine.csv: schedule mine: stage 0 has no B (or I) of microbatch 1", "^ here"],
+            ["mine.csv: stage 0 has no B (or I) of microbatch 1", "^ here"],
         ),
         "rows of unlike length": (
             "0F0,0F1,0B0,0B1\n1F0,1B0\n",
