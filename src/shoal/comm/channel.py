@@ -7,7 +7,8 @@ else it is a torch process group. Counts may differ from rank to rank, which tor
 Bytes in the ledger are those of the whole tensor for sum, largest, scatter_sum and gather, and of what was sent for the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -25,6 +26,30 @@ class PeerLost(RunError):
         super().__init__(message)
         self.ranks = tuple(ranks)
         """The ranks of the run that were lost."""
+
+
+# Of this thread: another one may be saving a checkpoint.
+_is_silent = False
+"""Of this process. Not a ``ContextVar``, which a compiled model cannot read; one thread computes."""
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Inside, nothing crosses and nothing is counted on any channel: every operation does as if all ranks had what this one has.
+
+    For code that runs on one rank for its shapes, such as a unit of another pipeline stage.
+    """
+    global _is_silent
+    before, _is_silent = _is_silent, True
+    try:
+        yield
+    finally:
+        _is_silent = before
+
+
+def is_silent() -> bool:
+    """True inside ``silent()``."""
+    return _is_silent
 
 
 class Transport(Protocol):
@@ -63,20 +88,25 @@ class Channel:
         self.transport = transport
         self.ledger = ledger
 
+    @property
+    def is_counting(self) -> bool:
+        """True while what crosses now will be in the account."""
+        return self.ledger.is_open and not is_silent()
+
     def __deepcopy__(self, memo: object) -> "Channel":
         # A copy of a model talks to the same ranks.
         return self
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add over ranks, in place; the tensor must be contiguous."""
-        if self.transport is not None and tensor.numel():
+        if self.transport is not None and tensor.numel() and not is_silent():
             self.ledger.note(self.axis, "sum", tensor.nbytes)
             self.transport.sum_(tensor)
         return tensor
 
     def largest_(self, tensor: Tensor) -> Tensor:
         """The largest over ranks, elementwise, in place; the tensor must be contiguous."""
-        if self.transport is not None and tensor.numel():
+        if self.transport is not None and tensor.numel() and not is_silent():
             self.ledger.note(self.axis, "largest", tensor.nbytes)
             self.transport.largest_(tensor)
         return tensor
@@ -93,6 +123,8 @@ class Channel:
         if self.transport is None:
             if own.data_ptr() != whole.data_ptr():
                 own.copy_(whole)
+        elif is_silent():
+            own.copy_(torch.split(whole, list(counts))[self.rank])
         elif whole.numel():
             self.ledger.note(self.axis, "scatter_sum", whole.nbytes)
             self.transport.scatter_sum(whole, own, counts)
@@ -104,6 +136,9 @@ class Channel:
         if self.transport is None:
             if own.data_ptr() != whole.data_ptr():
                 whole.copy_(own)
+        elif is_silent():
+            for part in torch.split(whole, list(counts)):
+                _pretend(own, part)
         elif whole.numel():
             self.ledger.note(self.axis, "gather", whole.nbytes)
             self.transport.gather(own, whole, counts)
@@ -114,12 +149,16 @@ class Channel:
         if self.transport is None:
             received[0].copy_(sent[0])
             return
+        if is_silent():
+            for outgoing, incoming in zip(sent, received, strict=True):
+                _pretend(outgoing, incoming)
+            return
         self.ledger.note(self.axis, "exchange", sum(part.nbytes for part in sent))
         self.transport.exchange(sent, received)
 
     def shift(self, sent: Tensor, received: Tensor, *, by: int = 1) -> None:
         """Give ``sent`` to the rank ``by`` places on around the ring, and get ``received`` from ``by`` places back."""
-        if self.transport is None:
+        if self.transport is None or is_silent():
             received.copy_(sent)
             return
         self.ledger.note(self.axis, "shift", sent.nbytes)
@@ -127,10 +166,20 @@ class Channel:
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Everyone gets the tensor of rank ``source`` of this channel."""
-        if self.transport is not None and tensor.numel():
+        if self.transport is not None and tensor.numel() and not is_silent():
             self.ledger.note(self.axis, "broadcast", tensor.nbytes)
             self.transport.broadcast_(tensor, source)
         return tensor
+
+
+def _pretend(own: Tensor, received: Tensor) -> None:
+    """Receive from a rank that has what this one has; a part of another size is filled with the first of it."""
+    if own.shape == received.shape:
+        received.copy_(own)
+    elif own.numel():
+        received.copy_(own.reshape(-1)[0])
+    else:
+        received.zero_()
 
 
 class TorchTransport:

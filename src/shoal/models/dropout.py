@@ -13,6 +13,7 @@ microbatch, step, global sample); ``draws.py`` draws it, ``functional.py`` does 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,7 +26,16 @@ from shoal.models.draws import WHOLE, Layout, Window, draw, draw_mask, read_shap
 from shoal.models.dropped import multiply, saturate
 from shoal.models.functional import FunctionalDraws, FunctionalLayout
 
-__all__ = ["DropoutKey", "KeyedDropout", "Layout", "Window", "apply_keyed_dropout", "draw_mask"]
+__all__ = ["Calls", "DropoutKey", "KeyedDropout", "Layout", "Window", "apply_keyed_dropout", "draw_mask"]
+
+
+@dataclass
+class Calls:
+    """How often each dropout was called."""
+
+    modules: dict["_Keyed", int] = field(default_factory=dict)
+    functional: dict[str, int] = field(default_factory=dict)
+    """By the path of the module that calls."""
 
 
 class DropoutKey:
@@ -153,6 +163,28 @@ class DropoutKey:
     def may_draw_otherwise(self) -> bool:
         """True while the model is not known to draw from nothing but its keys."""
         return self._functional.may_draw_otherwise
+
+    def scanning(self) -> AbstractContextManager[None]:
+        """Inside ``drawing()``, where a part of the model first runs: finds out whether it draws functionally."""
+        return self._functional.scanning()
+
+    @contextmanager
+    def apart(self) -> Iterator["Calls"]:
+        """Inside, the model is asked about something: its calls are not counted but in what this gives, when it is over."""
+        before, found = [module.call for module in self._modules], Calls()
+        try:
+            with self._functional.apart() as found.functional:
+                yield found
+        finally:
+            for module, call in zip(self._modules, before, strict=True):
+                if module.call != call:
+                    found.modules[module], module.__dict__["call"] = module.call - call, call
+
+    def skip(self, calls: "Calls") -> None:
+        """Count calls that another process makes: whoever comes after them in the microbatch draws as if they were made here."""
+        for module, num in calls.modules.items():
+            module.__dict__["call"] = module.call + num
+        self._functional.skip(calls.functional)
 
     def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For ``torch.utils.checkpoint(..., context_fn=key.recompute_contexts)``: the recomputed region draws the same bits.

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from shoal.comm.channel import is_silent
 from shoal.core.errors import RunError
 from shoal.models.draws import WHOLE, Layout, draw, read_shape, site_key
 from shoal.models.dropped import attend, multiply, saturate
@@ -97,6 +98,9 @@ class FunctionalDraws:
         self._paths: list[str] = []
         self._sites: dict[str, Tensor] = {}
         self._hooks: list[Any] = []
+        # Their paths now, which are part of the key: later some of them may be on other ranks, and a module that several share
+        # would get the path of another one of them.
+        self._modules = list(model.named_modules())
         self._mode = _Mode(self)
         self._is_needed = False
         self._is_scanned = False
@@ -115,6 +119,26 @@ class FunctionalDraws:
         if self._is_needed:
             return self._under_mode()
         return self._scanning() if not self._is_scanned else self._watching()
+
+    def scanning(self) -> AbstractContextManager[None]:
+        """Inside ``drawing``: looks at a part of the model that no forward has come to yet."""
+        return nullcontext() if self._is_active or self._is_needed else self._scanning()
+
+    @contextmanager
+    def apart(self) -> Iterator[dict[str, int]]:
+        """Inside, calls are not counted but in what this gives, when it is over."""
+        before, found = self._calls, dict[str, int]()
+        self._calls = dict(before)
+        try:
+            yield found
+        finally:
+            found.update({path: num - before.get(path, 0) for path, num in self._calls.items()})
+            self._calls = before
+
+    def skip(self, calls: Mapping[str, int]) -> None:
+        """Count calls that are made elsewhere."""
+        for path, num in calls.items():
+            self._calls[path] = self._calls.get(path, 0) + num
 
     def remember(self) -> Callable[[], AbstractContextManager[None]]:
         """For a region that is computed again later: a way back to where it begins."""
@@ -182,7 +206,7 @@ class FunctionalDraws:
     def _add_hooks(self) -> None:
         if self._hooks:
             return
-        for path, module in self.model.named_modules():
+        for path, module in self._modules:
             self._hooks.append(module.register_forward_pre_hook(self._entering(path), prepend=True))
             self._hooks.append(module.register_forward_hook(self._leaving, always_call=True))
 
@@ -218,7 +242,8 @@ class FunctionalDraws:
             return self._attention(*args, **kwargs)
         if function is F.multi_head_attention_forward:
             return self._multi_head(function, args, kwargs)
-        if self._is_scanned:
+        if self._is_scanned or is_silent():
+            # In silence code is asked for its shapes: without data there are no states of generators to compare.
             return function(*args, **kwargs)
         before = torch.get_rng_state()
         result = function(*args, **kwargs)

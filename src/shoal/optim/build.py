@@ -5,6 +5,7 @@ What that kernel promises about shards is in ``flat.CUT_MULTIPLE``. LARS and LAM
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def build_optimizer(
     model: nn.Module,
     updated: Mapping[str, nn.Parameter] | None = None,
     norms: Norms | None = None,
+    groups: "Groups | None" = None,
 ) -> Optimizer:
     """The optimizer over the model's trainable parameters: a decayed and an exempt group, each in the order of names.
 
@@ -38,29 +40,30 @@ def build_optimizer(
         updated: the tensors that this rank updates in their place, by parameter name (ZeRO: some rows of some parameters); names
             that are absent belong to other ranks, and a rank may have none at all.
         norms: how LARS and LAMB get the norms of whole tensors when a rank holds parts of them.
+        groups: of the whole model, where this one is a part of it (``decide_groups``).
 
     Raises:
         RequestError: the model has nothing to train, or a parameter whose memory has gaps.
     """
-    groups = _param_groups(config, model, updated)
+    param_groups = _param_groups(config, model, updated, groups)
     eps = config.eps if config.eps is not None else _DEFAULT_EPS.get(config.name, 0.0)
     # Each group carries its own weight decay; what is given here is only the default of groups added later.
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     match config.name:
         case "sgd":
-            return SGD(groups, **common, fused=True)
+            return SGD(param_groups, **common, fused=True)
         case "momentum" | "nesterov":
-            return SGD(groups, **common, momentum=config.momentum, nesterov=config.name == "nesterov", fused=True)
+            return SGD(param_groups, **common, momentum=config.momentum, nesterov=config.name == "nesterov", fused=True)
         case "adam":
-            return Adam(groups, **common, betas=config.betas, eps=eps, fused=True)
+            return Adam(param_groups, **common, betas=config.betas, eps=eps, fused=True)
         case "adamw":
-            return AdamW(groups, **common, betas=config.betas, eps=eps, fused=True)
+            return AdamW(param_groups, **common, betas=config.betas, eps=eps, fused=True)
         case "adagrad":
-            return Adagrad(groups, **common, eps=eps, fused=True)
+            return Adagrad(param_groups, **common, eps=eps, fused=True)
         case "lars":
-            return Lars(groups, **common, momentum=config.momentum, trust=config.trust, norms=norms)
+            return Lars(param_groups, **common, momentum=config.momentum, trust=config.trust, norms=norms)
         case "lamb":
-            return Lamb(groups, **common, betas=config.betas, eps=eps, norms=norms)
+            return Lamb(param_groups, **common, betas=config.betas, eps=eps, norms=norms)
 
 
 def set_rate(optimizer: Optimizer, lr: float) -> None:
@@ -104,20 +107,45 @@ def _zero_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) 
             )
 
 
-def _param_groups(
-    config: OptimConfig, model: nn.Module, updated: Mapping[str, nn.Parameter] | None
-) -> list[dict[str, Any]]:
-    trainable = sorted((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-    if not trainable:
-        raise RequestError(
-            f"{type(model).__name__} has no trainable parameter; give it a layer, or set requires_grad on one"
-        )
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Which parameters are exempt from weight decay, and which groups there are."""
+
+    exempt: frozenset[str]
+    kinds: tuple[bool, ...]
+    """Of each group, in order: whether it is the exempt one."""
+
+
+def decide_groups(config: OptimConfig, model: nn.Module) -> Groups:
+    """The groups of a whole model.
+
+    Raises:
+        RequestError: it has nothing to train.
+    """
+    trainable = _trainable(model)
     # Without decay there is nothing to be exempt from, and one group is one kernel call; LARS and LAMB also adapt by group.
     has_groups = config.exempt_1d and (config.weight_decay != 0 or config.name in ("lars", "lamb"))
     exempt = _exempt_names(model, trainable) if has_groups else set()
+    kinds = tuple(kind for kind in (False, True) if any((name in exempt) is kind for name, _ in trainable))
+    return Groups(exempt=frozenset(exempt), kinds=kinds)
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    found = sorted((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    if not found:
+        raise RequestError(
+            f"{type(model).__name__} has no trainable parameter; give it a layer, or set requires_grad on one"
+        )
+    return found
+
+
+def _param_groups(
+    config: OptimConfig, model: nn.Module, updated: Mapping[str, nn.Parameter] | None, whole: Groups | None
+) -> list[dict[str, Any]]:
+    decided = decide_groups(config, model) if whole is None else whole
     # A group of the model that has no tensor on this rank stays, empty: LARS and LAMB gather norms in it with the other ranks.
-    is_spared = [kind for kind in (False, True) if any((name in exempt) is kind for name, _ in trainable)]
-    tensors = trainable if updated is None else [(name, updated[name]) for name, _ in trainable if name in updated]
+    is_spared, exempt = decided.kinds, decided.exempt
+    tensors = _trainable(model) if updated is None else sorted(updated.items())
     for name, tensor in tensors:
         _refuse_gaps(name, tensor)
     groups: list[dict[str, Any]] = []

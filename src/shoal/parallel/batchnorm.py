@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from shoal.comm.channel import is_silent
 from shoal.core.errors import RequestError
 from shoal.parallel.moments import gather_in_order, sync_normalise
 
@@ -65,14 +66,15 @@ class ReplicaBatchNorm(_BatchNorm):
         variance = torch.zeros_like(self.running_var) if self.running_var is not None else None
         use_cudnn = torch.backends.cudnn.enabled
         y = torch.batch_norm(x, self.weight, self.bias, mean, variance, True, 1.0, self.eps, use_cudnn)
-        if mean is not None and variance is not None:
+        # A layer that is only asked for its shapes has no statistics.
+        if mean is not None and variance is not None and not is_silent():
             count = mean.new_full((1,), x.numel() // x.shape[1])
             self.latest = torch.cat((count, mean, variance))
         return y
 
     def _forward_together(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         y, moments = sync_normalise(x, self.weight, self.bias, self.eps, group)
-        if self.running_mean is not None:
+        if self.running_mean is not None and not is_silent():
             unbiased = moments[1 + self.num_features :] / (moments[0] - 1)
             # A new tensor: the backward pass still needs the moments as they are.
             note = torch.cat((moments[: 1 + self.num_features], unbiased))
@@ -146,24 +148,29 @@ def begin_microbatch(model: nn.Module, index: int) -> None:
 
 
 @torch.no_grad()
-def fold(model: nn.Module, *, keep: bool = True) -> None:
+def fold(model: nn.Module, *, keep: bool = True, rows: range | None = None) -> None:
     """Bring the running statistics up to date with this step's notes, alike on every replica, and forget the notes.
 
     Args:
         model: what ``apply_batchnorm`` changed. All replicas call this together.
         keep: False forgets the notes only, for a step that was skipped.
+        rows: the microbatches of this step, where notes of several steps have come together; all of them when left out.
     """
     layers = [layer for layer in _layers(model) if layer.track_running_stats]
+    others: list[dict[int, Tensor]] = []
     for layer in layers:
         layer.settle()
+        others.append({} if rows is None else {at: note for at, note in layer.notes.items() if at not in rows})
+        if rows is not None:
+            layer.notes = {at - rows.start: note for at, note in layer.notes.items() if at in rows}
     if keep:
         by_type: dict[torch.dtype, list[ReplicaBatchNorm]] = {}
         for layer in layers:
             by_type.setdefault(_mean_of(layer).dtype, []).append(layer)
         for alike in by_type.values():
             _fold_rows(alike, _global_rows(alike))
-    for layer in layers:
-        layer.notes = {}
+    for layer, kept in zip(layers, others, strict=True):
+        layer.notes = kept
 
 
 def _layers(model: nn.Module) -> Iterable[ReplicaBatchNorm]:

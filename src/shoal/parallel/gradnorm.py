@@ -36,6 +36,7 @@ class WholeNorms:
         split: Collection[str],
         is_sharded: bool,
         device: torch.device,
+        entered: Collection[str] | None = None,
     ) -> None:
         """Everything that is known before the first step.
 
@@ -46,6 +47,7 @@ class WholeNorms:
             split: names of the parameters that are cut along ``tp``; the others are equal on all its ranks.
             is_sharded: the tensors are dealt out along ``dp`` (ZeRO); otherwise every replica has all of them.
             device: where the tensors are; a rank may have none to tell.
+            entered: names of the parameters that this rank speaks for along ``pp``, where others may hold them too; None for all.
         """
         self._device = device
         self._nothing = torch.zeros(0, dtype=torch.float64, device=device)
@@ -59,6 +61,8 @@ class WholeNorms:
         self._tensor, self._data = mesh.channel(Axis.TENSOR), mesh.channel(Axis.DATA)
         self._split = frozenset(split)
         self._is_sharded = is_sharded
+        self._pipeline = mesh.channel(Axis.PIPELINE)
+        self._spoken_for = None if entered is None else frozenset(entered)
 
     def __call__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
         """The float64 norms of the whole tensors whose parts these are."""
@@ -108,12 +112,17 @@ class WholeNorms:
         return self._sum_(square)
 
     def _entered(self, names: Sequence[str], tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """What this rank enters: of a tensor that is equal on all ``tp`` ranks, only the first enters it."""
-        is_first = self._tensor.rank == 0
-        return [(name, part) for name, part in zip(names, tensors, strict=True) if is_first or name in self._split]
+        """What this rank enters: of a tensor that several ranks hold alike, only the first enters it."""
+        is_first, own = self._tensor.rank == 0, self._spoken_for
+        return [
+            (name, part)
+            for name, part in zip(names, tensors, strict=True)
+            if (is_first or name in self._split) and (own is None or name in own)
+        ]
 
     def _sum_(self, entries: Tensor) -> Tensor:
         self._tensor.sum_(entries)
+        self._pipeline.sum_(entries)
         return self._data.sum_(entries) if self._is_sharded else entries
 
 
@@ -124,6 +133,9 @@ def build_norms(
     placements: Mapping[str, Placement],
     updated: Mapping[str, Placement],
     is_sharded: bool,
+    shapes: Mapping[str, Shape] | None = None,
+    entered: Collection[str] | None = None,
+    device: torch.device | None = None,
 ) -> WholeNorms:
     """The norms of a model under a plan.
 
@@ -133,13 +145,19 @@ def build_norms(
         placements: of the parameters that tensor parallelism has cut.
         updated: of what this rank's optimizer updates, ``Reduction.placements``.
         is_sharded: True for ZeRO 1 to 3.
+        shapes: of all trainable parameters, as tensor parallelism left them, where this rank's model has only some of them.
+        entered: the parameters that this rank speaks for along ``pp``; None for all.
+        device: where they are; that of the model's parameters when left out.
     """
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    if shapes is None:
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     split = {name for name, placement in placements.items() if not placement.is_whole}
     wholes = {name: placements[name].whole_shape if name in placements else shape for name, shape in shapes.items()}
     where = {name: updated.get(name) or placements.get(name) or place_whole(shape) for name, shape in shapes.items()}
-    device = next(model.parameters()).device
-    return WholeNorms(wholes, placements=where, mesh=mesh, split=split, is_sharded=is_sharded, device=device)
+    device = next(model.parameters()).device if device is None else device
+    return WholeNorms(
+        wholes, placements=where, mesh=mesh, split=split, is_sharded=is_sharded, device=device, entered=entered
+    )
 
 
 def global_norm(named_grads: Iterable[tuple[str, Tensor]], *, exact: bool, norms: WholeNorms | None = None) -> float:

@@ -22,13 +22,15 @@ def is_spokesman(mesh: Mesh, *, is_split: bool, is_sharded: bool) -> bool:
     return speaks_for_dp and speaks_for_tp and mesh.coordinate(Axis.CONTEXT) == 0
 
 
-def gather_whole(local: Tensor | None, placement: Placement, *, like: Tensor, mesh: Mesh) -> Tensor:
+def gather_whole(
+    local: Tensor | None, placement: Placement, *, dtype: torch.dtype, device: torch.device, mesh: Mesh
+) -> Tensor:
     """The whole tensor, on every rank. All ranks call it together; those that hold nothing, or are not to speak, give None.
 
     Bytes are added, not numbers: zeros of the ranks that do not speak change none of them, whereas -0.0 + 0.0 would be 0.0.
-    ``like`` has the type and the device; a rank that does not speak needs both, or it would wait in another collective.
+    A rank that does not speak must give the type and the device too, or it would wait in another collective.
     """
-    whole = torch.zeros(placement.whole_shape, dtype=like.dtype, device=like.device)
+    whole = torch.zeros(placement.whole_shape, dtype=dtype, device=device)
     if local is not None:
         put_local(local.detach(), whole, placement)
     if whole.numel():

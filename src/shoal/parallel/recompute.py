@@ -100,8 +100,28 @@ def _run_block(
     )
 
 
+_surroundings: ContextVar[tuple[Callable[[], AbstractContextManager[Any]], ...]] = ContextVar(
+    "surroundings", default=()
+)
+
+
+@contextmanager
+def surrounding(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """What a block that runs inside finds around it again when it is recomputed, which may be long after.
+
+    For whatever changes how a forward pass computes or what it reads: without it the second run would not be the first again.
+    """
+    token = _surroundings.set((*_surroundings.get(), make))
+    try:
+        yield
+    finally:
+        _surroundings.reset(token)
+
+
 def _contexts(mode: Mode, dropout: DropoutKey, path: str) -> _Contexts:
     first, again = dropout.recompute_contexts()
+    for make in reversed(_surroundings.get()):
+        again = _both(make(), again)
     if mode == "full":
         return first, again
     kept: _Kept = defaultdict(deque)

@@ -114,6 +114,8 @@ _TECHNIQUES: dict[str, dict[str, Any]] = {
     "sp": {"tp": 2, "sp": True},
     "cp ring": {"cp": 2},
     "cp alltoall": {"cp": 2, "cp_kind": "alltoall"},
+    "pp": {"pp": 2, "schedule": "1f1b"},
+    "pp, pipedream": {"pp": 2, "schedule": "pipedream"},
     "recompute=selective": {"recompute": "selective"},
     "recompute=full": {"recompute": "full"},
 }

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
-from shoal.core.placement import Placement
 from shoal.core.plan import Plan
 from shoal.parallel.apply import Laid
 from shoal.parallel.reduction import Reduction
@@ -28,6 +27,8 @@ class MicrobatchShape:
     samples: int
     targets: int | None
     """Targets whose loss is computed from split scores; None where scores are whole, or nothing counts."""
+    survey: Survey | None = None
+    """Of what the plain model does with it on this rank; needed with ``tp``."""
     gathered_scores: int = 0
     """Bytes of the scores, padding included, where a loss of the user's own wants them whole."""
 
@@ -46,6 +47,8 @@ class StepShape:
     """Norms of whole tensors that the optimizer asks for (LARS, LAMB)."""
     weight_bytes: int = 4
     compute_bytes: int = 4
+    num_rows: int = 0
+    """Rows of all whole trained parameters of the model, which norms of cut tensors are made of."""
 
 
 def expected_step_traffic(
@@ -54,7 +57,6 @@ def expected_step_traffic(
     mesh: Mesh,
     laid: Laid,
     reduction: Reduction,
-    survey: Survey | None,
     microbatches: Sequence[MicrobatchShape],
     step: StepShape,
     counted: Mapping[tuple[str, str], Traffic],
@@ -62,16 +64,16 @@ def expected_step_traffic(
     """Calls and bytes by axis and operation.
 
     Args: plan: what runs. mesh: where this rank stands. laid: what techniques made of the model; a context-parallel one has
-    noted the attentions of this step. reduction: what this rank updates. survey: of the plain model; needed with ``tp``.
+    noted the attentions of this step. reduction: what this rank updates.
     microbatches: of this rank in this step. step: the rest. counted: what the ledger has. Only one number is taken from it:
     into how many buckets DDP cut the gradients. Their bytes are not.
     """
     accounts: list[Account] = []
     for microbatch in microbatches:
-        if survey is not None and mesh.has(Axis.TENSOR):
+        if microbatch.survey is not None and mesh.has(Axis.TENSOR):
             accounts.append(
                 expected_tensor_traffic(
-                    survey,
+                    microbatch.survey,
                     plan,
                     batch=microbatch.samples,
                     compute_bytes=step.compute_bytes,
@@ -87,7 +89,7 @@ def expected_step_traffic(
     if laid.partial:
         held = [parameter.nbytes for name, parameter in reduction.updated.items() if name in laid.partial]
         accounts.append(_one("tp", "sum", sum(held)) if held else {})
-    accounts.append(_small_sums(plan, mesh, laid, reduction, step))
+    accounts.append(_small_sums(plan, mesh, laid, step))
     return add_accounts(*accounts)
 
 
@@ -104,33 +106,22 @@ def _gradients(
     return {key: Traffic(calls=max(1, counted.get(key, Traffic()).calls), num_bytes=num_bytes)}
 
 
-def _small_sums(plan: Plan, mesh: Mesh, laid: Laid, reduction: Reduction, step: StepShape) -> Account:
+def _small_sums(plan: Plan, mesh: Mesh, laid: Laid, step: StepShape) -> Account:
     """The norm, the loss with the wish to stop, and the weight of the global batch."""
     accounts: list[Account] = []
-    cuts = bool(laid.placements) or plan.zero > 0
+    cuts = bool(laid.placements) or plan.zero > 0 or mesh.has(Axis.PIPELINE)
     if cuts:
-        by_row = _num_rows(reduction, laid.placements) * _FLOAT64
+        by_row = step.num_rows * _FLOAT64
         sums = [by_row if step.exact_norm else _FLOAT64, *[by_row] * step.num_trust_norms]
         for num_bytes in sums:
             accounts.append(_one("tp", "sum", num_bytes) if mesh.has(Axis.TENSOR) else {})
+            accounts.append(_one("pp", "sum", num_bytes) if mesh.has(Axis.PIPELINE) else {})
             accounts.append(_one("dp", "sum", num_bytes) if plan.zero > 0 and mesh.has(Axis.DATA) else {})
     if not step.has_passengers and mesh.everyone.size > 1:
         accounts.append(_one("everyone", "sum", 2 * step.weight_bytes))
     if step.counts_weight and mesh.has(Axis.DATA):
         accounts.append(_one("dp", "sum", _FLOAT64))
     return add_accounts(*accounts)
-
-
-def _num_rows(reduction: Reduction, placements: Mapping[str, Placement]) -> int:
-    """Rows of all whole parameters."""
-    shapes: dict[str, tuple[int, ...]] = {
-        name: placement.whole_shape for name, placement in reduction.placements.items()
-    }
-    if isinstance(reduction, ZeroReduction):
-        # Parameters of which this rank has no row count too.
-        slots = {slot.name: tuple(slot.shape) for unit in reduction.layout.units for slot in unit.slots}
-        shapes = {name: placements[name].whole_shape if name in placements else shape for name, shape in slots.items()}
-    return sum(shape[0] if shape else 1 for shape in shapes.values())
 
 
 def count_trust_norms(optimizer: object, groups: Sequence[Mapping[str, object]]) -> int:

@@ -12,6 +12,7 @@ from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.rules import describe_facts
+from shoal.pipeline.units import find_units
 
 TOKENS = DataSpec(kind="tokens", vocab=65, sequence=12)
 PAIRS = DataSpec(kind="pairs", vocab=65, sequence=12)
@@ -139,6 +140,19 @@ def test_facts_from_the_config_are_what_is_found_in_the_module(config, spec, sha
     names += ("attention_dropout", "obstacle_sp", "obstacle_cp")
     assert {name: getattr(found, name) for name in names} == {name: getattr(told, name) for name in names}
     assert [width.size for width in found.widths] == [width.size for width in told.widths]
+    if told.num_units is not None:
+        units = find_units(model, tuple(example), find(model, *example))
+        assert told.num_units == len(units) and all(unit.is_once for unit in units)
+
+
+def test_a_tied_gpt_says_so_in_its_facts():
+    told = facts_of(GptConfig(layers=1, hidden=32, heads=4, tied=True), TOKENS)
+    model = build_model(GptConfig(layers=1, hidden=32, heads=4, tied=True), TOKENS)
+    units = find_units(model, (tokens(),), find(model, tokens()))
+    assert told is not None and told.tied_ends == "embedding.weight"
+    assert units[0].path == "embedding" and units[-1].path == "head" and model.head.weight is model.embedding.weight
+    plain = facts_of(GptConfig(layers=1, hidden=32, heads=4), TOKENS)
+    assert plain is not None and plain.tied_ends == ""
 
 
 def test_looking_leaves_no_trace_and_gives_the_same_answer_again():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
 from shoal.core.facts import model_facts
-from shoal.core.plan import Plan
+from shoal.core.plan import EXECUTED, Plan
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
@@ -16,7 +16,7 @@ from shoal.parallel.config import ParallelConfig
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.describe import describe, shorten
 from shoal.parallel.find.search import find_anatomy
-from shoal.parallel.rules import TABLE_END, TABLE_START, combination_table, describe_facts, write_table
+from shoal.parallel.rules import _TECHNIQUES, TABLE_END, TABLE_START, combination_table, describe_facts, write_table
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "parallelism.md"
 
@@ -133,6 +133,11 @@ def test_paths_are_shortened_by_their_numbers():
 def test_the_guide_has_the_table_that_the_rules_give():
     between = GUIDE.read_text().partition(TABLE_START)[2].partition(TABLE_END)[0]
     assert between.strip() == combination_table(), "run `python -m shoal.parallel.rules docs/guides/parallelism.md`"
+
+
+def test_the_table_asks_about_every_technique_that_a_plan_can_have():
+    asked = {key for keys in _TECHNIQUES.values() for key in keys}
+    assert asked == EXECUTED - {"chunks", "microbatches"}, "those two say how much of a pipeline, not which"
 
 
 def test_the_table_is_written_between_its_marks(tmp_path):

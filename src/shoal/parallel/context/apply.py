@@ -217,7 +217,7 @@ def _leave(stretch: _Stretch, block: nn.Module, args: Any, output: Any) -> Any:
     """Put the sequence together again after the last block of a stack."""
     stream = output if isinstance(output, Tensor) else output[0]
     assert isinstance(stream, Tensor), "a block gives its stream, alone or first"
-    if stretch.channel.ledger.is_open:
+    if stretch.channel.is_counting:
         trains = torch.is_grad_enabled() and stream.requires_grad
         stretch.seen.gathers.append(GatherShape(num_bytes=stream.nbytes * stretch.where.degree, trains=trains))
     gathered = gather_sequence(stream, stretch.dim, stretch.where, stretch.channel)

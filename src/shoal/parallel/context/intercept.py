@@ -179,7 +179,7 @@ def _attend(
 
 def _enter_shape(run: Run, query: Tensor, key: Tensor, value: Tensor) -> None:
     # A recomputed run is inside a backward pass, which is a task of the autograd engine.
-    if not run.channel.ledger.is_open or torch._C._current_graph_task_id() != -1:
+    if not run.channel.is_counting or torch._C._current_graph_task_id() != -1:
         return
     tensors = (query, key, value)
     shape = AttentionShape(

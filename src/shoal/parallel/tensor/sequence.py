@@ -109,6 +109,9 @@ class Region:
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A block's forward, which remembers what it was given beside its stream for as long as it runs."""
         key = stream_key(args, kwargs)
+        stream = args[key] if isinstance(key, int) else kwargs[key]
+        # Said again, because a recomputed run, or one of another pipeline stage, may come after another length.
+        self.whole_length = stream.shape[self.dim] * self.channel.size
         beside = [value for number, value in enumerate(args) if number != key]
         beside += [value for name, value in kwargs.items() if name != key]
         self._given = tuple(value for value in beside if isinstance(value, Tensor))

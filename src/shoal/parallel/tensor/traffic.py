@@ -16,9 +16,10 @@ With recompute the forward's calls inside blocks happen twice, up to the last te
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class Crossing:
     needs_grad: bool
     block: str | None = None
     """The block that it lies in."""
+    path: str = ""
+    """The layer or the block at which it crosses."""
     in_cut: bool = False
     """It is the stream of a block whose sequence is cut under sequence parallelism."""
     is_repeated: bool = True
@@ -68,6 +71,12 @@ class Survey:
     crossings: tuple[Crossing, ...]
     tail_is_pointwise: bool
     """After the last stack a context-parallel rank keeps its own positions."""
+
+    def within(self, paths: Collection[str]) -> "Survey":
+        """What crosses in some modules only: those of a pipeline rank's stages."""
+        inside = tuple(f"{path}." for path in paths)
+        kept = [crossing for crossing in self.crossings if f"{crossing.path}.".startswith(inside)]
+        return replace(self, crossings=tuple(kept))
 
 
 def survey_crossings(model: nn.Module, anatomy: Anatomy, example: Sequence[Tensor]) -> Survey:
@@ -163,13 +172,13 @@ class _Surveyor:
             for path in stack.blocks:
                 block = model.get_submodule(path)
                 block.register_forward_pre_hook(self._begin(path, cut, path == stack.blocks[0]), with_kwargs=True)
-                block.register_forward_hook(self._end(cut, path == stack.blocks[-1]), always_call=True)
+                block.register_forward_hook(self._end(path, cut, path == stack.blocks[-1]), always_call=True)
         torch_heads = tuple(f"{heads.path}." for heads in anatomy.attentions if heads.is_torch)
         for heads in anatomy.attentions:
             if heads.is_torch:
                 attention = model.get_submodule(heads.path)
                 attention.register_forward_pre_hook(self._columns(heads.path), with_kwargs=True)
-                attention.register_forward_hook(self._attended)
+                attention.register_forward_hook(partial(self._attended, heads.path))
         for split in anatomy.splits:
             if not (torch_heads and split.path.startswith(torch_heads)):
                 self._watch_layer(split.path, split.kind)
@@ -183,11 +192,11 @@ class _Surveyor:
         if kind is SplitKind.COLUMN:
             layer.register_forward_pre_hook(self._columns(parent_of(path)), with_kwargs=True)
         elif kind is SplitKind.LOGITS:
-            layer.register_forward_pre_hook(lambda _, args: self._note(CrossingKind.LOGITS, args[0]))
+            layer.register_forward_pre_hook(lambda _, args: self._note(CrossingKind.LOGITS, args[0], path=path))
         elif kind is SplitKind.ROW:
-            layer.register_forward_hook(lambda _, args, output: self._rows(output))
+            layer.register_forward_hook(lambda _, args, output: self._rows(output, path))
         else:
-            layer.register_forward_hook(lambda _, args, output: self._note(CrossingKind.EMBEDDING, output))
+            layer.register_forward_hook(lambda _, args, output: self._note(CrossingKind.EMBEDDING, output, path=path))
 
     def _begin(self, path: str, cut: bool, is_first: bool) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -195,20 +204,20 @@ class _Surveyor:
             stream = args[0] if isinstance(key, int) else kwargs[key]
             self._is_cut = cut
             if is_first and cut:
-                self._note(CrossingKind.ENTRY, stream)
+                self._note(CrossingKind.ENTRY, stream, path=path)
             beside = [*args[1:], *(value for name, value in kwargs.items() if name != key)]
             self._block, self._given, self._pending = path, tuple(beside), []
 
         return hook
 
-    def _end(self, cut: bool, is_last: bool) -> Any:
+    def _end(self, path: str, cut: bool, is_last: bool) -> Any:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             # What no kept tensor follows is not run again: torch's checkpoint stops at the last one.
             for index in self._pending:
                 self.found[index] = replace(self.found[index], is_repeated=False)
             self._block, self._given, self._pending = None, (), []
             if cut and is_last:
-                self._note(CrossingKind.EXIT, output if isinstance(output, Tensor) else output[0])
+                self._note(CrossingKind.EXIT, output if isinstance(output, Tensor) else output[0], path=path)
             self._is_cut = False
 
         return hook
@@ -223,26 +232,28 @@ class _Surveyor:
                 if isinstance(x, Tensor) and not any(x is other for other in seen):
                     # Held, so that no later tensor can have its identity.
                     seen.append(x)
-                    self._note(CrossingKind.COLUMN, x, is_whole=any(x is given for given in self._given))
+                    is_whole = any(x is given for given in self._given)
+                    self._note(CrossingKind.COLUMN, x, path=parent, is_whole=is_whole)
 
         return hook
 
-    def _attended(self, _: nn.Module, args: Any, output: Any) -> None:
+    def _attended(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
         if output[1] is not None:
-            self._note(CrossingKind.ROW, output[1], is_whole=True)
-        self._rows(output[0])
+            self._note(CrossingKind.ROW, output[1], path=path, is_whole=True)
+        self._rows(output[0], path)
 
-    def _rows(self, output: Tensor) -> None:
-        self._note(CrossingKind.ROW, output)
+    def _rows(self, output: Tensor, path: str) -> None:
+        self._note(CrossingKind.ROW, output, path=path)
         self._pending.append(len(self.found) - 1)
 
-    def _note(self, kind: CrossingKind, x: Tensor, *, is_whole: bool = False) -> None:
+    def _note(self, kind: CrossingKind, x: Tensor, *, path: str, is_whole: bool = False) -> None:
         self.found.append(
             Crossing(
                 kind=kind,
                 numel=x.numel(),
                 needs_grad=x.requires_grad,
                 block=self._block,
+                path=path,
                 in_cut=self._is_cut and not is_whole,
             )
         )

@@ -45,6 +45,8 @@ class GradientStore:
         self.buffer = torch.empty(size, dtype=example.dtype, device=example.device)
         self.is_active = True
         self.is_last = True
+        self.apart: frozenset[str] = frozenset()
+        """Parameters whose gradients somebody else catches, and puts here when they are whole."""
         self._example = self.buffer
         self._data, self._context = mesh.channel(Axis.DATA), mesh.channel(Axis.CONTEXT)
         self._on_unit_in = on_unit_in
@@ -57,7 +59,7 @@ class GradientStore:
         self._arrived: set[str] = set()
         self._missing: list[set[str]] = []
         self._expect_microbatch()
-        self._names = {slot.name for unit in layout.units for slot in unit.slots}
+        self._slots = {slot.name: (index, slot) for index, unit in enumerate(layout.units) for slot in unit.slots}
         for index, unit in enumerate(layout.units):
             for slot in unit.slots:
                 parameter: Any = parameters[slot.name]  # torch does not type the method
@@ -88,9 +90,14 @@ class GradientStore:
             self._fill_missing(index)
             self._reduce(index)
 
+    def put(self, name: str, gradient: Tensor) -> None:
+        """Add the whole gradient of a parameter that is in ``apart``."""
+        index, slot = self._slots[name]
+        self._put(index, slot, gradient)
+
     def untouched(self) -> list[str]:
         """Parameters that got no gradient on this rank since the step began, in the order of names."""
-        return sorted(self._names - self._arrived)
+        return sorted(self._slots.keys() - self._arrived)
 
     def shard(self, index: int) -> Tensor:
         """This rank's summed gradients of a unit, flat."""
@@ -104,7 +111,11 @@ class GradientStore:
 
     def _catcher(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
         def catch(parameter: Tensor) -> None:
-            if self.is_active:
+            if parameter.grad is None:
+                return  # Autograd came by without one: a split backward pass brings it later.
+            if slot.name in self.apart:
+                self._is_in(index, slot)
+            elif self.is_active:
                 self._catch(index, slot, parameter)
             else:
                 parameter.grad = None

@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from shoal.comm.channel import is_silent
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
@@ -134,6 +135,8 @@ class WeightStore:
     @_disable_dynamo
     def enter(self, units: tuple[int, ...]) -> None:
         """A module that reads these units begins."""
+        if is_silent():
+            return  # It is only asked for shapes, and its weights are not read.
         if _is_in_backward():
             # A recompute that calls modules: what it saves is not packed, so the units stay until their gradients are in.
             for index in units:
@@ -148,7 +151,7 @@ class WeightStore:
     def leave(self, number: int, output: Any) -> None:
         """A module that reads the units of this visit ends."""
         visit = self.layout.visits[number]
-        if _is_in_backward():
+        if _is_in_backward() or is_silent():
             return
         self._end_saving()
         self.calls.append((number, self._was_packed))
@@ -162,7 +165,9 @@ class WeightStore:
 
     def before_backward(self, units: tuple[int, ...]) -> None:
         """The gradient of a module's output is there: its backward pass is next."""
-        for index in units:
+        # In a pipeline another microbatch may have ended since the forward pass, and let the root go.
+        root = () if self.layout.root is None else (self.layout.root,)
+        for index in (*root, *units):
             self._hold_for_backward(index)
 
     # --- residence
