@@ -66,6 +66,9 @@ class Feed:
         with self.key.drawing():
             yield
 
+    def returning(self, microbatch):
+        pass
+
     def loss(self, output, microbatch):
         return cross_entropy(output, batch(self.kind_of_model, self.first + microbatch)[1]) / MICROBATCHES
 
@@ -127,7 +130,7 @@ def cut(kind: str, num_stages: int):
     places = [index for index, unit in enumerate(units) if unit.is_once]
     starts = [0, *(places[len(places) * stage // num_stages] for stage in range(1, num_stages))]
     key = apply_keyed_dropout(model, SEED)
-    chain = Chain(model, units, starts)
+    chain = Chain(model, units, starts, dropout=key)
     chain.settle(example)
     return chain, key
 
@@ -140,7 +143,7 @@ def train_in_stages(world, kind, schedule, references, *, steps, plant=None):
     own = chain.keep(grid.stages_of(world.rank))
     mail = Mail(world.group, ledger=Ledger(), device=world.device, deadline_seconds=30.0)
     shared = Shared(own, holders, grid=grid, rank=world.rank, mail=mail)
-    runtime = Runtime(chain, schedule, rank=world.rank, mail=mail, shared=shared)
+    runtime = Runtime(chain, schedule, rank=world.rank, mail=mail, sums=shared)
     if plant is not None:
         plant(runtime, world.rank)
     optimizer = adamw(own.values())

@@ -118,3 +118,35 @@ def test_a_tied_weight_that_is_not_summed_is_seen():
     for found in run_on_ranks(sum_nothing, 2, "tied gpt", deadline_seconds=60.0):
         assert found["1f1b"] == "step 0: gradient of embedding.weight"
         assert found["chimera"] is not None
+
+
+def observe_step(world, name):
+    """What differs from one process with an observer, and what it was told."""
+    torch.set_num_threads(1)
+    told = []
+
+    def watch(runtime, rank):
+        runtime.observe = lambda action, *times: told.append([str(action), *times])
+
+    references = {False: train_alone("gpt", halves=False, steps=1)}
+    schedule = make_schedule(name, ranks=world.size, microbatches=MICROBATCHES)
+    world.barrier()
+    return train_in_stages(world, "gpt", schedule, references, steps=1, plant=watch), told
+
+
+def test_an_observer_is_told_of_every_action_in_order_and_changes_no_bit():
+    name = "zb-h1"
+    found = run_on_ranks(observe_step, 2, name)
+    assert [difference for difference, _ in found] == [None, None]
+    schedule = make_schedule(name, ranks=2, microbatches=MICROBATCHES)
+    began = {action: begin for _, told in found for action, begin, _, _ in told}
+    for rank, (_, told) in enumerate(found):
+        assert [action for action, *_ in told] == [str(action) for action in schedule.actions(rank)]
+        ends = [end for *_, end in told]
+        # A lane's first parcel takes two messages from the moment that it is asked for.
+        assert max(waited for _, _, waited, _ in told) > 2e-5
+        for (action, begin, waited, end), before in zip(told, [0.0, *ends], strict=False):
+            assert before <= begin <= begin + waited < end
+            # The clock is one for both ranks: what is received was begun before it was received.
+            if rank == 1 and "F" in action:
+                assert began[f"0{action[1:]}"] < begin + waited

@@ -7,43 +7,92 @@ from typing import Any
 import torch
 from torch import nn
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
 
 class Absent(nn.Module):
-    """In the place of a unit whose weights are on another rank. It has no parameters, so nobody trains or saves them here."""
+    """In the place of a unit whose weights are on another rank.
+
+    It has none of its parameters, so nobody trains or saves them here, but for those that another unit of this rank shares:
+    these keep the place, and so the name, that they have in the whole module.
+    """
 
     def __init__(self, unit: nn.Module) -> None:
         super().__init__()
         # Past nn.Module's bookkeeping: what is inside must not be found.
         self.__dict__["unit"] = unit
         self.__dict__["forward"] = unit.forward
+        # The very same ones, so that what is added or removed by a handle later counts too: where a sequence is cut and put
+        # together again, and where the tail of dropout begins, is said by hooks of blocks that may be on another rank.
+        self.__dict__.update({name: unit.__dict__[name] for name in _HOOKS})
 
     def __getattr__(self, name: str) -> Any:
         """A model may read what its blocks are like, such as their kind of attention."""
+        if name in self.__dict__.get("_parameters", ()):
+            return self.__dict__["_parameters"][name]
         unit = self.__dict__.get("unit")
         if unit is None:
             raise AttributeError(name)
         return getattr(unit, name)
 
+    @property
+    def training(self) -> bool:
+        """The unit's own: it may put out something else in training, and who restores modes sets them one by one."""
+        unit = self.__dict__.get("unit")
+        return unit is None or bool(unit.training)
 
-def let_go(model: nn.Module, path: str, *, kept: Collection[nn.Parameter]) -> None:
+    @training.setter
+    def training(self, mode: bool) -> None:
+        unit = self.__dict__.get("unit")
+        if unit is not None:
+            unit.train(mode)
+
+    def hold(self, path: str, parameter: nn.Parameter) -> None:
+        """Show a parameter of the unit's at its path, for those who look for parameters by name."""
+        *parents, last = path.split(".")
+        module: nn.Module = self
+        for parent in parents:
+            if parent not in module._modules:
+                module._modules[parent] = nn.Module()
+            child = module._modules[parent]
+            assert child is not None
+            module = child
+        # Not registered: that refuses a name which the unit behind has, and it has them all.
+        module._parameters[last] = parameter
+
+
+def let_go(model: nn.Module, path: str, *, kept: Collection[nn.Parameter]) -> Absent:
     """Put an ``Absent`` in a unit's place and free its weights, but for those that are kept elsewhere on this rank."""
     unit = model.get_submodule(path)
     stay = {id(parameter) for parameter in kept}
+    absent = Absent(unit)
+    # Each name of each, as in the whole module: a checkpoint has a weight under all of them.
+    for name, parameter in unit.named_parameters(remove_duplicate=False):
+        if id(parameter) in stay:
+            absent.hold(name, parameter)
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in stay:
                 module.register_parameter(name, nn.Parameter(_without_memory(parameter), requires_grad=False))
     parent, _, last = path.rpartition(".")
-    model.get_submodule(parent)._modules[last] = Absent(unit)
+    model.get_submodule(parent)._modules[last] = absent
+    return absent
 
 
-def let_go_of_parameter(model: nn.Module, name: str) -> None:
-    """Free a parameter that is in no unit; code that reads it on the way to this rank's stages still finds its shape."""
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    parameter = module._parameters.pop(last)
-    assert parameter is not None
-    module.__dict__[last] = _without_memory(parameter)
+def let_go_of_others(model: nn.Module, *, kept: Collection[nn.Parameter]) -> None:
+    """Free parameters that are in no unit; code that reads them on the way to this rank's stages still finds their shape."""
+    stay = {id(parameter) for parameter in kept}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) not in stay:
+                del module._parameters[name]
+                module.__dict__[name] = _without_memory(parameter)
 
 
 def _without_memory(parameter: torch.Tensor) -> torch.Tensor:

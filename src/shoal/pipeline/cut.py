@@ -12,46 +12,28 @@ other names; every technique that finds modules by path would have to be done ag
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn.utils.stateless import _reparametrize_module  # what functional_call is; a recompute needs it again
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from shoal.comm.channel import silent
 from shoal.core.errors import RequestError, RunError
+from shoal.models.dropout import DropoutKey
 from shoal.parallel.find.trace import undisturbed
-from shoal.pipeline.absent import let_go, let_go_of_parameter
+from shoal.parallel.recompute import surrounding
+from shoal.pipeline.absent import let_go, let_go_of_others
+from shoal.pipeline.mail import parcel_problem
+from shoal.pipeline.passing import Gone, Left, Pass, Received, are_same, has_no_value
 from shoal.pipeline.standin import StandIns
 from shoal.pipeline.units import Unit
 
 _PROBES = (1e4, -1e4)
 """Values of stand-ins that every type has and that no comparison takes for each other."""
-Received = Sequence[Tensor]
-"""What the stage before gave."""
-
-
-class _Left(BaseException):
-    """The pass has come to its end here. Not an ``Exception``: a module's own ``except Exception`` must not catch it."""
-
-    def __init__(self, arguments: list[Any]) -> None:
-        self.arguments = arguments
-
-
-@dataclass
-class _Pass:
-    """One forward pass of one stage."""
-
-    stage: int
-    received: Received | None
-    """None while it is being found out what must be received."""
-    call: int = 0
-    is_inside: bool = False
-    """A unit is running: what it calls is its own affair."""
-    stood_in: list[Tensor] = field(default_factory=list)
-    swapped: list[tuple[Any, Tensor]] = field(default_factory=list)
-    """Arguments of the stage's first unit, and what was received in their place: later units may be given the same ones."""
 
 
 class Chain:
@@ -61,9 +43,12 @@ class Chain:
         model: each unit's ``forward`` is wrapped, in place.
         units: its chain of calls.
         starts: the index of each stage's first unit; the first is 0.
+        dropout: of the model; without it, dropouts that units of several stages share draw other bits than in one process.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], starts: Sequence[int]) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], starts: Sequence[int], *, dropout: DropoutKey | None = None
+    ) -> None:
         self.model = model
         self.units = tuple(units)
         self.starts = tuple(starts)
@@ -71,18 +56,23 @@ class Chain:
         self.parcels: list[tuple[int, ...]] = [()] * self.num_stages
         """Of each stage: which of its first unit's flat arguments come from the stage before."""
         self._stage_of_call = [sum(call >= start for start in starts) - 1 for call in range(len(units))]
-        self._stand_ins = StandIns()
+        self._stand_ins = StandIns(dropout)
+        self._unseen = set(range(len(starts)))
+        """Stages that have not trained yet."""
         self._free: set[int] = set()
         """Calls of units without weights whose output depends on nothing but the inputs: every stage makes them for itself."""
         self._written: set[int] = set()
         """Stages that write to what they receive, as ``nn.ReLU(inplace=True)`` does: autograd wants a copy for that."""
-        self._pass: _Pass | None = None
-        self._loose: dict[str, frozenset[int]] = {}
-        """Parameters that are in no unit, and the stages that read them."""
+        self._pass: Pass | None = None
+        self._readers: dict[str, frozenset[int]] = {}
+        """The stages whose results depend on each parameter, wherever the code that reads it stands."""
         self._whole = dict(model.named_parameters())
+        # On the instances, where torch looks first, so that hooks of the model see the end of a pass that was left.
+        model.__dict__["forward"] = functools.partial(self._run_model, model.forward)
         for path in dict.fromkeys(unit.path for unit in units):
             module = model.get_submodule(path)
-            module.__dict__["forward"] = functools.partial(self._enter, path, module.forward)
+            module.__dict__["forward"] = functools.partial(self._enter, path, module, module.forward)
+            self._surround(module)
 
     def stages_of(self, path: str) -> frozenset[int]:
         """The stages that call a unit."""
@@ -94,8 +84,9 @@ class Chain:
         for path in dict.fromkeys(unit.path for unit in self.units):
             for parameter in self.model.get_submodule(path).parameters():
                 found[id(parameter)] = found.get(id(parameter), frozenset()) | self.stages_of(path)
+        # Somebody must save what nobody reads: the first.
         return {
-            name: found.get(id(parameter), frozenset()) | self._loose.get(name, frozenset())
+            name: found.get(id(parameter), frozenset()) | self._readers.get(name, frozenset()) or frozenset({0})
             for name, parameter in self._whole.items()
         }
 
@@ -104,10 +95,9 @@ class Chain:
         own = {name: self._whole[name] for name, holders in self.holders().items() if not holders.isdisjoint(stages)}
         for path in dict.fromkeys(unit.path for unit in self.units):
             if self.stages_of(path).isdisjoint(stages):
-                let_go(self.model, path, kept=own.values())
-        for name in self._loose:
-            if name not in own:
-                let_go_of_parameter(self.model, name)
+                self._surround(let_go(self.model, path, kept=own.values()))
+        # What is left now and not kept is in no unit.
+        let_go_of_others(self.model, kept=own.values())
         self._whole = {name: parameter for name, parameter in self._whole.items() if name in own}
         return own
 
@@ -122,7 +112,8 @@ class Chain:
             received: what the stage before gave.
             weights: by parameter name, in place of the parameters.
         """
-        arguments, output = self._forward(_Pass(stage, received), inputs, weights)
+        with self._scanning(stage):
+            arguments, output = self._forward(Pass(stage, received), inputs, weights)
         if arguments is not None:
             return tuple(arguments[place] for place in self.parcels[stage + 1])
         if stage != self.num_stages - 1:
@@ -133,11 +124,19 @@ class Chain:
             )
         return output
 
+    def _scanning(self, stage: int) -> AbstractContextManager[None]:
+        """The first pass of every stage in training shows whether its code drops without a module."""
+        if self._stand_ins.dropout is None or not self.model.training or stage not in self._unseen:
+            return nullcontext()
+        self._unseen.discard(stage)
+        return self._stand_ins.dropout.scanning()
+
     def settle(self, example: Sequence[Any]) -> None:
         """Find out what each stage needs of the one before it, and prove on an example that the chain is the module.
 
         Raises:
-            RequestError: something reaches a stage past the units at which it is cut; names the unit.
+            RequestError: something reaches a stage past the units at which it is cut, or what a stage is given cannot be sent;
+                names the unit.
         """
         try:
             self._prove(example)
@@ -146,7 +145,7 @@ class Chain:
             self._stand_ins.has_memory = True
             self._free.clear()
             self._prove(example)
-        self._find_loose(example)
+        self._find_readers(example)
 
     def _prove(self, example: Sequence[Any]) -> None:
         with undisturbed(self.model, training=False), torch.no_grad():
@@ -161,9 +160,10 @@ class Chain:
                 probed = [self._run_with(value, stage, example, given) for value in _PROBES]
                 received = self.run(stage, example, given)
                 self._refuse_other(stage, probed, received)
+                self._refuse_parcel(stage + 1, received)
                 if [tensor._version for tensor in given] != writes:
                     self._written.add(stage)
-        if not _same(whole, received):
+        if not are_same(whole, received):
             raise RequestError("the stages one after another do not give what the module gives; cut it elsewhere")
 
     def _probe(self, stage: int, example: Sequence[Any]) -> tuple[int, ...]:
@@ -171,14 +171,14 @@ class Chain:
         found: set[int] = set()
         seen: list[list[Any]] = []
         for value in (math.nan, *_PROBES):
-            this = _Pass(stage, None)
+            this = Pass(stage, None)
             arguments = self._filled(value, lambda this=this: self._forward(this, example)[0])  # type: ignore[misc]
             assert arguments is not None
-            found |= {place for place, given in enumerate(arguments) if _has_no_value(given, this.stood_in)}
+            found |= {place for place, given in enumerate(arguments) if has_no_value(given, this.stood_in)}
             seen.append(arguments)
         # NaN does not come through a comparison or a rounding; that two values give two results shows it.
         first, *others = seen
-        found |= {place for other in others for place, given in enumerate(other) if not _same(first[place], given)}
+        found |= {place for other in others for place, given in enumerate(other) if not are_same(first[place], given)}
         return tuple(sorted(found))
 
     def _run_with(self, value: float, stage: int, example: Sequence[Any], received: Received) -> Any:
@@ -192,26 +192,29 @@ class Chain:
         finally:
             self._stand_ins.value = math.nan
 
-    def _find_loose(self, example: Sequence[Any]) -> None:
-        """Which stages read the parameters that are in no unit, by whose gradients are there."""
-        paths = tuple(f"{unit.path}." for unit in self.units)
-        loose = {name: parameter for name, parameter in self._whole.items() if not name.startswith(paths)}
-        if not loose:
-            return
-        found: dict[str, frozenset[int]] = dict.fromkeys(loose, frozenset())
-        with undisturbed(self.model, training=False), torch.enable_grad():
-            received: Any = ()
-            for stage in range(self.num_stages):
-                outputs = tree_leaves(self.run(stage, example, received))
-                sources = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-                grads = torch.autograd.grad(
-                    [source.sum() for source in sources], list(loose.values()), allow_unused=True
-                )
-                for name, grad in zip(loose, grads, strict=True):
-                    if grad is not None:
-                        found[name] |= {stage}
-                received = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
-        self._loose = found
+    def _find_readers(self, example: Sequence[Any]) -> None:
+        """Which stages read a parameter outside its unit, or one that is in none, by whose gradients are there."""
+        # Parameters that are not trained are read all the same.
+        frozen = [value for value in self._whole.values() if not value.requires_grad and value.is_floating_point()]
+        for parameter in frozen:
+            parameter.requires_grad_()
+        read = {name: parameter for name, parameter in self._whole.items() if parameter.requires_grad}
+        found: dict[str, frozenset[int]] = dict.fromkeys(read, frozenset())
+        try:
+            with undisturbed(self.model, training=False), torch.enable_grad():
+                received: Any = ()
+                for stage in range(self.num_stages):
+                    outputs = tree_leaves(self.run(stage, example, received))
+                    sources = [leaf.sum() for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+                    grads = torch.autograd.grad(sources, list(read.values()), allow_unused=True) if sources else ()
+                    for name, grad in zip(read, grads, strict=False):
+                        if grad is not None:
+                            found[name] |= {stage}
+                    received = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        self._readers = found
 
     def _find_free(self, example: Sequence[Any]) -> None:
         """Try the units without weights one by one on inputs that have no value: what comes out with one needs none."""
@@ -224,37 +227,71 @@ class Chain:
             )
             self._free.add(call)
             try:
-                self._forward(_Pass(self._stage_of_call[call] + 1, None), example)
+                self._forward(Pass(self._stage_of_call[call] + 1, None), example)
             finally:
                 hook.remove()
-            if not outputs or any(_has_no_value(value, ()) for value in tree_leaves(outputs)):
+            if not outputs or any(has_no_value(value, ()) for value in tree_leaves(outputs)):
                 self._free.discard(call)
 
     def _refuse_other(self, stage: int, probed: Sequence[Any], values: Any) -> None:
         """Refuse a stage whose result depends on what it did not receive."""
-        is_missing = any(_has_no_value(value, ()) for value in tree_leaves(values))
-        if stage > 0 and (is_missing or not all(_same(other, values) for other in probed)):
+        is_missing = any(has_no_value(value, ()) for value in tree_leaves(values))
+        if stage > 0 and (is_missing or not all(are_same(other, values) for other in probed)):
             unit = self.units[self.starts[stage]].path
             raise RequestError(
                 f"stage {stage}, from {unit!r} on, reads something of an earlier stage that is no argument of {unit!r}; "
-                "cut where all that is still needed goes through one call, or keep these units in one stage"
+                "name places in pipeline.stages where all that is still needed goes through one call"
+            )
+
+    def _refuse_parcel(self, stage: int, values: Any) -> None:
+        """Refuse what cannot be sent to a stage."""
+        problem = parcel_problem(values) if stage < self.num_stages else None
+        if problem is not None:
+            raise RequestError(
+                f"stage {stage}, from {self.units[self.starts[stage]].path!r} on, is given {problem}; begin it at another unit"
             )
 
     def _forward(
-        self, this: _Pass, inputs: Sequence[Any], weights: Mapping[str, Tensor] | None = None
+        self, this: Pass, inputs: Sequence[Any], weights: Mapping[str, Tensor] | None = None
     ) -> tuple[list[Any] | None, Any]:
         """The flat arguments of the unit at which the pass was left, or what it put out at its end."""
         self._pass = this
         try:
-            if weights is not None:
-                return None, functional_call(self.model, dict(weights), tuple(inputs))
-            return None, self.model(*inputs)
-        except _Left as left:
-            return left.arguments, None
+            if weights is None:
+                output = self.model(*inputs)
+            else:
+                read = functools.partial(_reparametrize_module, self.model, dict(weights), tie_weights=True)
+                with read(), surrounding(read):
+                    output = self.model(*inputs)
         finally:
             self._pass = None
+        return (output.arguments, None) if isinstance(output, Gone) else (None, output)
 
-    def _enter(self, path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_model(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Left as left:
+            # Put out and not raised further: torch calls no hook, not even one that is always called, when this is raised.
+            return Gone(left.arguments)
+
+    def _surround(self, module: nn.Module) -> None:
+        # torch's own name for a call with its hooks; there is no public way to be outside of hooks that are added later.
+        module.__dict__["_call_impl"] = functools.partial(self._call, module._call_impl)
+
+    def _call(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A call of a unit with its hooks; those of a unit that does not run here keep their state and send nothing."""
+        this = self._pass
+        if this is None or this.is_inside or this.call >= len(self.units) or self._runs(this, this.call):
+            return original(*args, **kwargs)
+        with silent():
+            return original(*args, **kwargs)
+
+    def _runs(self, this: Pass, call: int) -> bool:
+        return self._stage_of_call[call] == this.stage or (
+            call in self._free and self._stage_of_call[call] < this.stage
+        )
+
+    def _enter(self, path: str, module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         this = self._pass
         if this is None or this.is_inside:
             return original(*args, **kwargs)
@@ -268,19 +305,29 @@ class Chain:
         stage = self._stage_of_call[call]
         this.is_inside = True
         try:
-            if stage < this.stage and call not in self._free:
-                output = self._stand_ins.of(call, original, args, kwargs)
+            if stage < this.stage and not self._runs(this, call):
+                output = self._stand_in(call, original, args, kwargs, module.training)
                 this.stood_in += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
                 return output
             if stage > this.stage or (call == self.starts[stage] and this.received is None and stage > 0):
-                raise _Left(tree_leaves((args, kwargs)))
+                raise Left(tree_leaves((args, kwargs)))
             if 0 < stage == this.stage:
                 args, kwargs = self._receive(this, call, args, kwargs)
             return original(*args, **kwargs)
         finally:
             this.is_inside = False
 
-    def _receive(self, this: _Pass, call: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _stand_in(self, call: int, original: Callable[..., Any], args: Any, kwargs: Any, is_training: bool) -> Any:
+        try:
+            return self._stand_ins.of(call, original, args, kwargs, is_training)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            mode = "training" if is_training else "evaluation"
+            raise RequestError(
+                f"{self.units[call].path!r} looks at values in its forward pass in {mode} ({error.func}), so later stages cannot "
+                "know its shapes without running it; keep it in the last stage with pipeline.stages, or take that code out"
+            ) from error
+
+    def _receive(self, this: Pass, call: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a unit, with what came from the stage before in its place."""
         flat, form = tree_flatten((args, kwargs))
         if call == self.starts[this.stage]:
@@ -292,16 +339,3 @@ class Chain:
         flat = [next((new for old, new in this.swapped if old is value), value) for value in flat]
         placed: tuple[Any, Any] = tree_unflatten(flat, form)
         return placed
-
-
-def _has_no_value(value: Any, stood_in: Sequence[Tensor]) -> bool:
-    """True for what depends on a stand-in: it is one, or NaN has come through to it."""
-    if not isinstance(value, Tensor):
-        return False
-    return any(value is tensor for tensor in stood_in) or (value.is_floating_point() and bool(value.isnan().any()))
-
-
-def _same(one: Any, other: Any) -> bool:
-    first, second = tree_leaves(one), tree_leaves(other)
-    pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))

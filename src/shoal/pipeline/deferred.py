@@ -7,6 +7,7 @@ shapes, so the bits are the same. Everything else (norms, embeddings, biases, co
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+
+from shoal.parallel.recompute import surrounding
 
 
 class Later:
@@ -45,6 +48,10 @@ class Later:
                 weight.grad = total
             else:
                 weight.grad.add_(total)
+            # As autograd does: who shards gradients takes them from there.
+            hooks: Any = weight._post_accumulate_grad_hooks
+            for hook in list((hooks or {}).values()):
+                hook(weight)
         self._products.clear()
 
 
@@ -61,7 +68,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, cast = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        ctx.later.note(ctx.weight, grad, x.reshape(-1, x.shape[-1]))
+        # Without its history, which would hold on to the stage's input and that input's gradient.
+        ctx.later.note(ctx.weight, grad, x.detach().reshape(-1, x.shape[-1]))
         grad_x = grad.mm(cast).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.has_bias else None
         return grad_x, None, None, grad_bias, None
@@ -73,8 +81,21 @@ class deferring(TorchFunctionMode):
     def __init__(self, later: Later) -> None:
         super().__init__()
         self.later = later
+        self._again: AbstractContextManager[None] | None = None
         self._casts: dict[Tensor, Tensor] = {}
         """Under autocast, as it does: one per parameter and pass, at which the gradients of all uses meet."""
+
+    def __enter__(self) -> "deferring":
+        # A block that is recomputed in the backward pass must do what it did here: autograd matches what the two runs save.
+        self._again = surrounding(lambda: deferring(self.later))
+        self._again.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        assert self._again is not None
+        self._again.__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None

@@ -31,7 +31,6 @@ _DTYPES = (
 )
 _HEADER = 64
 """Numbers of a header; enough for seven tensors of six dims."""
-_MOST_UNSENT = 8
 
 
 @dataclass(frozen=True)
@@ -102,28 +101,46 @@ class Mail:
         self._ranks = dist.get_process_group_ranks(group)
         self._ledger = ledger
         self._deadline = deadline_seconds
-        self._unsent: deque[tuple[dist.Work, Tensor, Lane]] = deque()
+        self._unsent: deque[tuple[dist.Work, Tensor, Lane, int]] = deque()
+
+    def agree(self, lane: Lane, kind: Hashable, form: Form) -> None:
+        """Say what parcels of a kind are like in both directions, where both sides know it; nothing is sent for it."""
+        self.forms[lane, kind] = form
+        self._told.add((lane, kind))
 
     def expect(self, lane: Lane, kind: Hashable) -> Parcel:
         """Get ready for the next parcel of a lane."""
         return Parcel(self, lane, kind)
 
-    def send(self, tensors: Sequence[Tensor], lane: Lane, kind: Hashable) -> None:
+    def send(self, tensors: Sequence[Tensor], lane: Lane, kind: Hashable, *, needed_at: int = 0) -> None:
         """Hand tensors over; they must not be written to before ``flush``.
 
         Args:
             tensors: one parcel.
             lane: where to.
             kind: tells microbatches of different shapes apart, the same on both sides.
+            needed_at: when the other rank will need it, by a count of its own (``let_go``).
         """
         if (lane, kind) not in self._told:
             self._told.add((lane, kind))
-            self._post(write_header(tensors), lane)
+            self._post(write_header(tensors), lane, needed_at)
         for tensor in tensors:
             self._ledger.note(Axis.PIPELINE, "send", tensor.nbytes)
-            self._post(tensor.detach().contiguous(), lane)
-        while len(self._unsent) > _MOST_UNSENT:
-            self._settle()
+            self._post(tensor.detach().contiguous(), lane, needed_at)
+
+    def let_go(self, peer: int, reached: int) -> None:
+        """Give back what the other rank has taken, known from how far it has come.
+
+        A send is never waited for otherwise before ``flush``: where both ranks are ahead of each other, as in a breadth-first
+        schedule, each would wait for the other to receive.
+        """
+        kept: deque[tuple[dist.Work, Tensor, Lane, int]] = deque()
+        for work, tensor, lane, needed_at in self._unsent:
+            if lane.peer == peer and needed_at <= reached:
+                self.wait(work, lane)
+            else:
+                kept.append((work, tensor, lane, needed_at))
+        self._unsent = kept
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
@@ -151,22 +168,36 @@ class Mail:
                 ranks=[rank],
             ) from error
 
-    def _post(self, tensor: Tensor, lane: Lane) -> None:
+    def _post(self, tensor: Tensor, lane: Lane, needed_at: int) -> None:
         work = dist.isend(tensor, self._ranks[lane.peer], group=self._group, tag=lane.tag)
         assert work is not None
-        self._unsent.append((work, tensor, lane))
+        self._unsent.append((work, tensor, lane, needed_at))
 
     def _settle(self) -> None:
-        work, _, lane = self._unsent.popleft()
+        work, _, lane, _ = self._unsent.popleft()
         self.wait(work, lane)
+
+
+def parcel_problem(tensors: Sequence[Tensor]) -> str | None:
+    """Why these tensors cannot be one parcel, with both numbers; None where they can."""
+    # As write_header writes them.
+    size = 1 + sum(3 + tensor.ndim for tensor in tensors)
+    if size > _HEADER:
+        return (
+            f"{len(tensors)} tensors, whose shapes and types take {size} numbers, and a parcel's header has {_HEADER}"
+        )
+    strange = next((tensor.dtype for tensor in tensors if tensor.dtype not in _DTYPES), None)
+    if strange is not None:
+        return f"a tensor of {strange}, which is not one of the {len(_DTYPES)} types that are sent"
+    return None
 
 
 def write_header(tensors: Sequence[Tensor]) -> Tensor:
     """Shapes and types as numbers: nothing on a wire is code."""
+    assert parcel_problem(tensors) is None, parcel_problem(tensors)
     numbers = [len(tensors)]
     for tensor in tensors:
         numbers += [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.ndim, *tensor.shape]
-    assert len(numbers) <= _HEADER, "too many tensors cross one boundary"
     return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
 
 

@@ -8,6 +8,7 @@ counts.
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,9 @@ from torch import Tensor
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.deferred import Later, deferring
 from shoal.pipeline.mail import Form, Lane, Mail, Parcel, Piece
-from shoal.pipeline.share import Shared
 from shoal.pipeline.versions import Versions
 from shoal.schedules.action import Action, Kind
-from shoal.schedules.schedule import Point, Result, Schedule, needs_of
+from shoal.schedules.schedule import Point, Result, Schedule, made_by, needs_of
 
 
 class Feed(Protocol):
@@ -34,8 +34,18 @@ class Feed(Protocol):
     def drawing(self, microbatch: int) -> AbstractContextManager[Any]:
         """Surrounds a stage's forward pass: dropout by key, autocast."""
 
+    def returning(self, microbatch: int) -> None:
+        """Called before a backward pass: parts of the forward pass may run again in it."""
+
     def loss(self, output: Any, microbatch: int) -> Tensor:
         """The microbatch's share of the loss, multiplied by whatever scale the backward pass is to have."""
+
+
+class Sums(Protocol):
+    """Where the gradients of a backward pass go."""
+
+    def stage(self, stage: int) -> AbstractContextManager[None]:
+        """Surrounds a backward pass of a stage."""
 
 
 @dataclass
@@ -58,6 +68,11 @@ class _Desk:
     losses: dict[int, Tensor] = field(default_factory=dict)
 
 
+Observe = Callable[[Action, float, float, float], None]
+"""Told after an action, by ``perf_counter``: when it began, how long it then waited for other ranks, when it ended. That clock is
+one for all processes of a machine."""
+
+
 class Runtime:
     """One rank of a pipeline."""
 
@@ -68,9 +83,10 @@ class Runtime:
         *,
         rank: int,
         mail: Mail | None,
-        shared: Shared | None = None,
+        sums: Sums | None = None,
         versions: Versions | None = None,
         update: Callable[[int], None] | None = None,
+        observe: Observe | None = None,
     ) -> None:
         """Bind a rank.
 
@@ -79,19 +95,25 @@ class Runtime:
             schedule: what to do.
             rank: whose row.
             mail: to the other ranks; None when there are none.
-            shared: the weights that several stages hold; its ``finish`` is the caller's, after the step.
+            sums: keeps the gradients of stages apart where several hold a weight; what is to be done with them after the step
+                is the caller's affair.
             versions: of this rank's weights, where they change before the pipeline is empty.
             update: called with a microbatch after whose backward pass weights change; takes the optimizer's step.
+            observe: told of every action.
         """
         self.chain = chain
         self.schedule = schedule
         self.rank = rank
         self.mail = mail
-        self.shared = shared
+        self.sums = sums
         self.versions = versions
         self.update = update
+        self.action: Action | None = None
+        """What this rank does now; None between steps."""
+        self.observe = observe
         self._first = 0
         self._grid = schedule.grid
+        self._made, self._needed = row_places(schedule)
         self._split = {
             (action.stage, action.microbatch) for action in schedule.actions(rank) if action.kind is Kind.INPUT
         }
@@ -107,17 +129,72 @@ class Runtime:
         self._first = first
         row = list(self.schedule.actions(self.rank))
         for place, action in enumerate(row):
+            self.action = action
             for near in row[place : place + 2]:
                 self._post(desk, near)
-            if action.kind is Kind.FORWARD:
-                self._forward(desk, action)
-            elif action.kind is Kind.WEIGHT:
-                self._weight(desk, action)
+            if self.observe is None:
+                self._do(desk, action)
             else:
-                self._backward(desk, action)
+                self._do_observed(desk, action, self.observe)
+        self.settle()
+        self.action = None
+        return desk.losses
+
+    @torch.no_grad()
+    def infer(self, inputs: Sequence[Any], kind: Hashable) -> tuple[bool, Any]:
+        """One batch through all stages, without gradients: whether it ends on this rank, and then what the model puts out.
+
+        All ranks of the pipeline call it together, for the same batches in the same order.
+
+        Args:
+            inputs: of the model.
+            kind: equal for batches of equal shapes, on every rank alike.
+        """
+        kind, last = ("inference", kind), self._grid.num_stages - 1
+        given: Sequence[Tensor] = ()
+        for stage in (stage for stage in range(last + 1) if self._grid.rank_of(stage, 0) == self.rank):
+            if stage > 0 and (source := self._grid.rank_of(stage - 1, 0)) != self.rank:
+                assert self.mail is not None
+                given, _ = self.mail.expect(self._lane((Point.OUTPUT, stage - 1, 0), source), kind).open()
+            output = self.chain.run(stage, inputs, given)
+            if stage == last:
+                return True, output
+            if (target := self._grid.rank_of(stage + 1, 0)) == self.rank:
+                given = list(output)
+            else:
+                assert self.mail is not None
+                self.mail.send(output, self._lane((Point.OUTPUT, stage, 0), target), kind)
+        return False, None
+
+    def clock(self) -> int:
+        """When a microbatch comes to where this rank is with it now: the same numbers on all ranks of the pipeline."""
+        assert self.action is not None
+        num_stages, stage = self._grid.num_stages, self.action.stage
+        way = stage if self.action.kind is Kind.FORWARD else 2 * num_stages - 1 - stage
+        return 2 * num_stages * self.action.microbatch + way
+
+    def settle(self) -> None:
+        """Wait until everything has been sent."""
         if self.mail is not None:
             self.mail.flush()
-        return desk.losses
+
+    def _do(self, desk: _Desk, action: Action) -> None:
+        if action.kind is Kind.FORWARD:
+            self._forward(desk, action)
+        elif action.kind is Kind.WEIGHT:
+            self._weight(desk, action)
+        else:
+            self._backward(desk, action)
+
+    def _do_observed(self, desk: _Desk, action: Action, observe: Observe) -> None:
+        """The same, with what it waits for taken in first, so that waiting can be told from computing."""
+        begin = perf_counter()
+        for result in needs_of(action, self._grid.num_stages):
+            if result in desk.expected:
+                desk.local[result] = self._open(desk, result)
+        ready = perf_counter()
+        self._do(desk, action)
+        observe(action, begin, ready - begin, perf_counter())
 
     def _forward(self, desk: _Desk, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -142,6 +219,7 @@ class Runtime:
         grads: list[Tensor] | None = None
         if stage < self._grid.num_stages - 1:
             grads = self._take(desk, (Point.GRADIENT, stage + 1, microbatch))
+        desk.feed.returning(microbatch)
         with self._sums_of(stage):
             torch.autograd.backward(with_gradient, grads)
         kept.outputs = []
@@ -171,7 +249,7 @@ class Runtime:
             kept.later.run()
 
     def _sums_of(self, stage: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.shared is None else self.shared.stage(stage)
+        return nullcontext() if self.sums is None else self.sums.stage(stage)
 
     def _post(self, desk: _Desk, action: Action) -> None:
         """Get ready for what other ranks send for an action."""
@@ -186,16 +264,24 @@ class Runtime:
         if result in desk.local:
             tensors, form = desk.local.pop(result)
         else:
-            tensors, form = desk.expected.pop(result).open()
+            tensors, form = self._open(desk, result)
         if result[0] is Point.OUTPUT:
             for tensor, piece in zip(tensors, form, strict=True):
                 tensor.requires_grad_(piece.has_gradient)
         return tensors
 
+    def _open(self, desk: _Desk, result: Result) -> tuple[list[Tensor], Form]:
+        """A parcel of another rank, which by sending it shows how far it has come."""
+        found = desk.expected.pop(result).open()
+        assert self.mail is not None
+        self.mail.let_go(self._grid.rank_of(result[1], result[2]), self._made[result])
+        return found
+
     def _give(self, desk: _Desk, result: Result, tensors: Sequence[Tensor], target: int) -> None:
         if target != self.rank:
             assert self.mail is not None
-            self.mail.send(tensors, self._lane(result, target), desk.feed.kind(result[2]))
+            lane, kind = self._lane(result, target), desk.feed.kind(result[2])
+            self.mail.send(tensors, lane, kind, needed_at=self._needed[result])
             return
         form = tuple(Piece(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
         desk.local[result] = ([tensor.detach() for tensor in tensors], form)
@@ -203,3 +289,16 @@ class Runtime:
     def _lane(self, result: Result, peer: int) -> Lane:
         """One per stage and direction."""
         return Lane(peer, 2 * result[1] + (result[0] is Point.GRADIENT))
+
+
+def row_places(schedule: Schedule) -> tuple[dict[Result, int], dict[Result, int]]:
+    """At which cell of its rank's row each result is made, and at which of a row it is first needed."""
+    made: dict[Result, int] = {}
+    needed: dict[Result, int] = {}
+    for rank in range(schedule.grid.num_ranks):
+        for place, action in enumerate(schedule.actions(rank)):
+            made |= dict.fromkeys(made_by(action), place)
+            for result in needs_of(action, schedule.grid.num_stages):
+                if schedule.grid.rank_of(result[1], result[2]) != rank:
+                    needed.setdefault(result, place)
+    return made, needed

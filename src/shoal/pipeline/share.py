@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shoal.pipeline.mail import Lane, Mail
+from shoal.pipeline.mail import Lane, Mail, Parcel, Piece
 from shoal.schedules.grid import Grid
 
 _TAG = 1 << 20
@@ -46,6 +46,15 @@ class Shared:
         self._parameters = {name: parameters[name] for name in self._places}
         self._sums: dict[tuple[str, int], Tensor | None] = {}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameters that are summed here."""
+        return tuple(self._places)
+
+    def forget(self) -> None:
+        """Drop what a step has summed so far."""
+        self._sums.clear()
+
     @contextmanager
     def stage(self, stage: int) -> Iterator[None]:
         """Surrounds a backward pass of a stage: what it adds is added to that stage's own sum."""
@@ -76,7 +85,8 @@ class Shared:
         if not peers:
             return arrived
         assert self._mail is not None
-        parcels = {peer: self._mail.expect(Lane(peer, _TAG), "shared") for peer in peers}
+        # All receives are posted before anything is sent: every holder sends to every other at the same time.
+        parcels = {peer: self._expect(peer, self._mail) for peer in peers}
         for peer in peers:
             parts = [self._own(name, stage).reshape(-1) for name, stage in self._common(peer, of=self._rank)]
             self._mail.send([torch.cat(parts)], Lane(peer, _TAG), "shared")
@@ -90,6 +100,13 @@ class Shared:
             }
         self._mail.flush()
         return arrived
+
+    def _expect(self, peer: int, mail: Mail) -> Parcel:
+        held = [self._parameters[name] for name, _ in self._common(peer, of=peer)]
+        size = sum(parameter.numel() for parameter in held)
+        lane = Lane(peer, _TAG)
+        mail.agree(lane, "shared", (Piece((size,), held[0].dtype, False),))
+        return mail.expect(lane, "shared")
 
     def _common(self, peer: int, *, of: int) -> list[tuple[str, int]]:
         """The sums of one of two ranks that the other wants, in an order that both know."""

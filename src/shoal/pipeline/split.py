@@ -155,7 +155,7 @@ def split_replicated(costs: Sequence[UnitCost], num_ranks: int, transfer_seconds
     return ReplicatedSplit(starts=starts, replicas=replicas, slowest_seconds=slowest / (per_second * shares))
 
 
-def parse_starts(texts: Sequence[str], units: Sequence[Unit], *, key: str = "parallel.stages") -> tuple[int, ...]:
+def parse_starts(texts: Sequence[str], units: Sequence[Unit], *, key: str = "pipeline.stages") -> tuple[int, ...]:
     """Where stages begin, from the paths of their first units. The chain's own first unit may be left out.
 
     Raises:

@@ -46,12 +46,16 @@ class Versions:
         self.parameters = parameters
         self.rule = rule
         self.stage = stage
+        # On the last stage of a stashing pipeline every backward pass follows its forward pass: there is nothing to stash.
+        self._reads_newest = rule.updates is Updates.STASHED and stage == rule.num_stages - 1
         self.newest = 0
         self.sets: dict[int, dict[str, Tensor]] = {}
         """Copies by version; only of those that a microbatch uses or will use."""
 
-    def use(self, microbatch: int) -> Mapping[str, Tensor]:
-        """The weights for a microbatch, by parameter name."""
+    def use(self, microbatch: int) -> Mapping[str, Tensor] | None:
+        """The weights for a microbatch, by parameter name; None for the parameters themselves."""
+        if self._reads_newest:
+            return None
         version = self.rule.used(self.stage, microbatch)
         if version == self.newest:
             self._keep_newest()
@@ -59,6 +63,8 @@ class Versions:
 
     def take_gradients(self, microbatch: int) -> None:
         """Put what a backward pass left at its version where the optimizer looks for it."""
+        if self._reads_newest:
+            return
         for name, tensor in self.sets[self.rule.used(self.stage, microbatch)].items():
             self.parameters[name].grad, tensor.grad = tensor.grad, None
 
@@ -70,17 +76,35 @@ class Versions:
     def after_update(self, microbatch: int) -> None:
         """A new version is there; those that nobody will use any more are let go."""
         self.newest += 1
+        for parameter in self.parameters.values():
+            parameter.grad = None
         # Versions are used in the order of microbatches, so the next one needs the oldest.
         oldest = self.rule.used(self.stage, microbatch + 1)
         for version in [version for version in self.sets if version < oldest]:
             del self.sets[version]
+
+    def newest_at(self, microbatches: int) -> int:
+        """The newest version after so many microbatches."""
+        return microbatches // self.rule.accumulate
+
+    def wanted(self, microbatches: int) -> list[int]:
+        """The versions, but for the newest, that microbatches from this number on will use."""
+        newest = self.newest_at(microbatches)
+        used = {self.rule.used(self.stage, later) for later in self._later(microbatches - 1)}
+        return sorted(version for version in used if version < newest)
+
+    def begin_at(self, microbatches: int) -> None:
+        """Go on after so many microbatches; copies of the versions that are wanted exist and wait to be written to."""
+        self.newest = self.newest_at(microbatches)
+        self.sets = {version: self._copy() for version in self.wanted(microbatches)}
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone().requires_grad_() for name, parameter in self.parameters.items()}
 
     def _later(self, microbatch: int) -> range:
         return range(microbatch + 1, microbatch + 1 + 2 * max(self.rule.num_stages, self.rule.accumulate))
 
     def _keep_newest(self) -> None:
         if self.newest not in self.sets:
-            self.sets[self.newest] = {
-                name: parameter.detach().clone().requires_grad_() for name, parameter in self.parameters.items()
-            }
+            self.sets[self.newest] = self._copy()
             assert all(tensor.is_leaf for tensor in self.sets[self.newest].values())

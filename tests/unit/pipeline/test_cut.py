@@ -14,6 +14,7 @@ from shoal.models.build import build_model
 from shoal.models.config import GptConfig, MlpConfig
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.find.search import find_anatomy
+from shoal.parallel.zero.layout import lay_out
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
@@ -359,6 +360,60 @@ def test_a_tied_weight_stays_with_all_its_holders():
     assert model.head.weight is own["embedding.weight"] and not own["embedding.weight"].isnan().any()
 
 
+def assert_names_are_those_of_the_whole(whole, chain, stages):
+    """What a rank shows is the whole's, less what others hold: first names in order, and all names to a checkpoint."""
+    own = chain.keep(stages)
+    first = [name for name, _ in whole.named_parameters() if name in own]
+    assert [name for name, _ in chain.model.named_parameters()] == list(own) == first
+    every = {name: id(tensor) for name, tensor in whole.named_parameters(remove_duplicate=False)}
+    held = {every[name] for name in own}
+    expected = [name for name, number in every.items() if number in held]
+    saved = chain.model.state_dict()
+    assert [name for name in saved if name in every] == expected
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, whole.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_tied_weight_keeps_its_names_on_every_rank_that_holds_it(stage):
+    whole = gpt()
+    chain = cut_at(copy.deepcopy(whole), batch("gpt", 0)[0], "blocks.1")
+    assert_names_are_those_of_the_whole(whole, chain, {stage})
+    assert "embedding.weight" in dict(chain.model.named_parameters())
+
+
+class ReadsOutside(nn.Module):
+    """Its output layer is the embedding's weight, read where no module runs; and a weight that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, D)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(D), requires_grad=False)
+        self.same_scale = self.scale
+        self.idle = nn.Parameter(torch.ones(D))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x * self.same_scale, self.embedding.weight)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_weight_that_is_read_outside_its_module_is_held_where_it_is_read(stage):
+    torch.manual_seed(0)
+    whole = ReadsOutside()
+    chain = cut_at(copy.deepcopy(whole), tokens(0), "blocks.1")
+    held = chain.holders()
+    assert held["embedding.weight"] == {0, 1} and held["scale"] == {1} and held["idle"] == {0}
+    sent = chain.run(0, tokens(1))
+    assert_names_are_those_of_the_whole(whole, chain, {stage})
+    assert not chain.model.scale.requires_grad
+    if stage == 1:
+        assert torch.equal(chain.run(1, tokens(1), sent), whole(*tokens(1)))
+
+
 def test_an_absent_unit_shows_what_the_unit_is_like_and_has_no_weights():
     model = gpt()
     block = model.blocks[0]
@@ -405,3 +460,59 @@ def test_a_mask_that_is_computed_from_the_stream_crosses_too_even_where_the_exam
     chain = Chain(model, units, starts)
     chain.settle(example)
     assert chain.parcels == [(), (0, 1)]
+
+
+class Fan(nn.Module):
+    """Layers that hand many tensors on, of a type of their own."""
+
+    def __init__(self, count, dtype=torch.float32):
+        super().__init__()
+        self.first, self.fan, self.last = nn.Linear(D, D), Spread(count, dtype), Gathered()
+
+    def forward(self, x):
+        return self.last(*self.fan(self.first(x)))
+
+
+class Spread(nn.Module):
+    def __init__(self, count, dtype):
+        super().__init__()
+        self.count, self.dtype = count, dtype
+
+    def forward(self, x):
+        return [(x * place).to(self.dtype) for place in range(1, self.count + 1)]
+
+
+class Gathered(nn.Module):
+    def forward(self, *tensors):
+        return torch.stack(tensors).sum(0)
+
+
+def test_more_tensors_than_a_parcel_holds_are_refused_with_the_unit_and_both_numbers():
+    example = (torch.randn(2, D),)
+    with pytest.raises(RequestError) as refused:
+        cut_at(Fan(13), example, "fan", "last")
+    assert str(refused.value) == (
+        "stage 2, from 'last' on, is given 13 tensors, whose shapes and types take 66 numbers, and a parcel's header has 64; "
+        "begin it at another unit"
+    )
+    assert len(cut_at(Fan(12), example, "fan", "last").parcels[2]) == 12
+    assert cut_at(Fan(13), example, "fan").num_stages == 2
+    with pytest.raises(RequestError, match=r"'last' on, is given a tensor of torch\.complex128"):
+        cut_at(Fan(2, torch.complex128), example, "last")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_zero_lays_out_what_a_rank_has_kept(stage):
+    """The anatomy still names the blocks of other ranks; they have no unit and are not visited."""
+    example = batch("gpt", 0)[0]
+    model = gpt()
+    anatomy = find_anatomy(model, example, ParallelConfig())
+    chain = cut_at(model, example, "blocks.1")
+    own = chain.keep({stage})
+    layout = lay_out(model, anatomy, 2)
+    assert {slot.name for unit in layout.units for slot in unit.slots} == own.keys()
+    # On the last rank the tied weight has no module of its first name: it is the root's, which is there throughout.
+    expected = {0: [["embedding"], ["embedding", "blocks.0"]], 1: [["blocks.1"], ["", "blocks.1"]]}[stage]
+    blocks = [visit.path for visit in layout.visits]
+    assert [path for path in blocks if path != "blocks.0"] == expected[0]
+    assert [unit.path for unit in layout.units] == expected[1]

@@ -76,3 +76,26 @@ def test_gpt2_cannot_be_cut_between_its_two_embeddings():
     assert [unit.path for unit in units[:2]] == ["transformer.wte", "transformer.wpe"]
     with pytest.raises(RequestError, match=r"stage 1, from 'transformer.wpe' on"):
         Chain(model, units, [0, 1]).settle(ids(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "first", "second"),
+    [
+        (gpt2, "transformer.h.2", "transformer.wte.weight", "lm_head.weight"),
+        # Inside the unit, so that the name goes through a module that is not there.
+        (bert, "bert.encoder.layer.2", "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+    ],
+)
+def test_a_tied_weight_keeps_its_first_name_where_only_its_second_use_is(make, place, first, second):
+    torch.manual_seed(0)
+    whole = make()
+    units = units_of(whole)
+    chain = Chain(copy.deepcopy(whole), units, [0, [unit.path for unit in units].index(place)])
+    chain.settle(ids(0))
+    own = chain.keep({1})
+    assert first in own and second not in own
+    assert [name for name, _ in chain.model.named_parameters()] == [*own]
+    assert [*own] == [name for name, _ in whole.named_parameters() if name in own]
+    saved = chain.model.state_dict()
+    assert {first, second} <= saved.keys() < whole.state_dict().keys()
+    assert chain.model.get_parameter(second) is own[first] is chain.model.get_parameter(first)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import weakref
 
 import pytest
 import torch
@@ -141,3 +142,15 @@ def test_layers_outside_are_autograds_own():
         pass
     model(torch.randn(5, 8)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_what_is_put_off_does_not_hold_the_input_of_the_stage():
+    model, later = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), Later()
+    x = torch.randn(2, 8, requires_grad=True)
+    with deferring(later):
+        model(x).sum().backward()
+    held = weakref.ref(x)
+    del x
+    assert held() is None
+    later.run()
+    assert model[1].weight.grad is not None

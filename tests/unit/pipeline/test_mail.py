@@ -9,7 +9,7 @@ import torch
 
 from shoal.comm.channel import PeerLost
 from shoal.comm.ledger import Ledger
-from shoal.pipeline.mail import _DTYPES, Lane, Mail, Piece, read_header, write_header
+from shoal.pipeline.mail import _DTYPES, Lane, Mail, Piece, parcel_problem, read_header, write_header
 from shoal.testing.ranks import run_on_ranks
 
 
@@ -36,8 +36,17 @@ def test_a_header_of_several_tensors():
 def test_a_header_holds_seven_tensors_of_six_dims_and_not_eight():
     tensor = torch.zeros(1, 2, 1, 2, 1, 2)
     assert len(read_header(write_header([tensor] * 7))) == 7
-    with pytest.raises(AssertionError, match="too many tensors"):
+    with pytest.raises(AssertionError, match=r"8 tensors, whose shapes and types take 73 numbers, .* header has 64"):
         write_header([tensor] * 8)
+
+
+def test_the_fullest_parcel_that_is_no_problem_is_the_fullest_that_can_be_written():
+    fullest = [torch.zeros(1, 1, 1)] * 10 + [torch.zeros(())]
+    assert parcel_problem(fullest) is None and len(read_header(write_header(fullest))) == 11
+    assert parcel_problem([*fullest[:-1], torch.zeros(1)]) is not None
+    assert parcel_problem([torch.zeros(1, dtype=torch.int16)]) == (
+        f"a tensor of torch.int16, which is not one of the {len(_DTYPES)} types that are sent"
+    )
 
 
 def open_mail(world, deadline_seconds=20.0):

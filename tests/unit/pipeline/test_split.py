@@ -208,7 +208,7 @@ def test_named_starts_are_found_with_and_without_the_first():
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["block.1"], r"parallel.stages: 'block.1' is no place .* the nearest is 'blocks.1'"),
+        (["block.1"], r"pipeline.stages: 'block.1' is no place .* the nearest is 'blocks.1'"),
         (["blocks.1.mlp"], "lies inside 'blocks.1'"),
         (["blocks"], "the nearest is 'blocks.0'"),
         (["xyzzy"], "places are such as 'embed'"),

@@ -42,7 +42,8 @@ def walk(schedule, rank, *, first=0, versions=None):
     for action in schedule.actions(rank):
         microbatch = first + action.microbatch
         if action.kind is Kind.FORWARD:
-            kept_by[microbatch] = versions.use(microbatch)["weight"]
+            # The last stage of a stashing pipeline computes with its parameters.
+            kept_by[microbatch] = (versions.use(microbatch) or versions.parameters)["weight"]
             assert kept_by[microbatch].item() == rule.used(rank, microbatch)
         else:
             kept_by.pop(microbatch).sum().backward()

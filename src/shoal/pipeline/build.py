@@ -1,0 +1,185 @@
+"""One rank's part in a pipeline: the model cut where the plan wants it, and the ways to the other stages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shoal.comm.mesh import Mesh
+from shoal.comm.world import World
+from shoal.core.axes import Axis
+from shoal.core.errors import RequestError
+from shoal.models.dropout import DropoutKey
+from shoal.parallel.anatomy import Anatomy
+from shoal.pipeline.choose import Agree, choose_starts
+from shoal.pipeline.config import PipelineConfig
+from shoal.pipeline.cut import Chain
+from shoal.pipeline.mail import Mail
+from shoal.pipeline.share import Shared, places_of
+from shoal.pipeline.units import Unit, find_units
+from shoal.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """Where a model is cut, and what runs over its stages; the same on every rank."""
+
+    units: tuple[Unit, ...]
+    starts: tuple[int, ...]
+    schedule: Schedule
+
+    def describe(self) -> list[str]:
+        """A line per stage, for people."""
+        grid, ends = self.schedule.grid, [*self.starts[1:], len(self.units)]
+        lines = []
+        for stage, (first, end) in enumerate(zip(self.starts, ends, strict=True)):
+            paths = [unit.path for unit in self.units[first:end]]
+            span = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
+            ranks = sorted({rank for _, _, rank in places_of(grid, frozenset({stage}))})
+            lines.append(
+                f"pp: stage {stage} on pipeline rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}: {span}"
+            )
+        return lines
+
+
+def find_stages(
+    model: nn.Module,
+    example: tuple[Tensor, ...],
+    anatomy: Anatomy,
+    *,
+    schedule: Schedule,
+    config: PipelineConfig,
+    agree: Agree = tuple,
+    samples: int | None = None,
+) -> Stages:
+    """Cut a plain model, as one process builds it, for a schedule; ``agree`` and ``samples`` are those of ``choose_starts``.
+
+    Raises:
+        RequestError: it has fewer places to be cut at than the schedule has stages; names them.
+    """
+    units = find_units(model, example, anatomy)
+    if not units:
+        raise RequestError(
+            f"{type(model).__name__} calls no module of its own, so pp={schedule.grid.num_ranks} finds no place to cut it; put "
+            "its parts into modules, or leave pp out"
+        )
+    starts = choose_starts(model, units, example, schedule=schedule, config=config, agree=agree, samples=samples)
+    return Stages(units=units, starts=starts, schedule=schedule)
+
+
+def prove_stages(model: nn.Module, example: tuple[Tensor, ...], stages: Stages) -> dict[str, tuple[int, ...]]:
+    """Cut a model as ``build_pipeline`` will, in one process; the ranks that will keep each tensor of its ``state_dict``.
+
+    Args:
+        model: as one process builds it; of no use afterwards.
+        example: inputs.
+        stages: where to cut.
+
+    Raises:
+        RequestError: as ``build_pipeline`` would on every rank.
+    """
+    _, _, keepers = _cut(model, example, stages, None)
+    return keepers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A model of which this rank has kept its stages."""
+
+    stages: Stages
+    chain: Chain
+    mail: Mail
+    shared: Shared
+    rank: int
+    """Along ``pp``."""
+    own: Mapping[str, nn.Parameter]
+    """This rank's parameters, by their names in the whole model."""
+    holders: Mapping[str, frozenset[int]]
+    """The stages that hold each parameter of the whole model."""
+    keepers: Mapping[str, tuple[int, ...]]
+    """The ranks that keep each tensor of the whole model's ``state_dict``, lowest first."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs."""
+        return self.stages.schedule
+
+    def is_first_keeper(self, name: str) -> bool:
+        """True on one of the ranks that keep a tensor."""
+        return self.keepers[name][0] == self.rank
+
+
+def build_pipeline(
+    model: nn.Module,
+    example: tuple[Tensor, ...],
+    stages: Stages,
+    *,
+    mesh: Mesh,
+    world: World,
+    dropout: DropoutKey,
+) -> Pipeline:
+    """Cut a model in place and let go of what belongs to other ranks.
+
+    Args:
+        model: with every technique that changes its units.
+        example: inputs, as a step will give them.
+        stages: where to cut.
+        mesh: the ranks.
+        world: where tensors arrive, and how long to wait for a neighbour.
+        dropout: of the model.
+
+    Raises:
+        RequestError: the model cannot be cut there; or weights are tied across stages that are not updated together.
+    """
+    chain, holders, keepers = _cut(model, example, stages, dropout)
+    grid, rank = stages.schedule.grid, mesh.coordinate(Axis.PIPELINE)
+    own = chain.keep(grid.stages_of(rank))
+    group = mesh.group(Axis.PIPELINE.value)
+    assert group is not None, "a pipeline has at least two ranks"
+    mail = Mail(group, ledger=mesh.ledger, device=world.device, deadline_seconds=world.deadline_seconds)
+    trained = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
+    shared = Shared(trained, holders, grid=grid, rank=rank, mail=mail)
+    return Pipeline(
+        stages=stages, chain=chain, mail=mail, shared=shared, rank=rank, own=own, holders=holders, keepers=keepers
+    )
+
+
+def _cut(
+    model: nn.Module, example: tuple[Tensor, ...], stages: Stages, dropout: DropoutKey | None
+) -> tuple[Chain, dict[str, frozenset[int]], dict[str, tuple[int, ...]]]:
+    """The chain, the stages that hold each parameter, and the ranks that keep each saved tensor."""
+    chain = Chain(model, stages.units, stages.starts, dropout=dropout)
+    chain.settle(example)
+    holders = chain.holders()
+    if stages.schedule.updates.flows:
+        _refuse_tied(holders, stages.schedule.name)
+    return chain, holders, _find_keepers(model, chain, holders, stages.schedule)
+
+
+def _refuse_tied(holders: Mapping[str, frozenset[int]], schedule: str) -> None:
+    for name, stages in holders.items():
+        if len(stages) > 1:
+            where = " and ".join(map(str, sorted(stages)))
+            raise RequestError(
+                f"schedule={schedule} updates each stage by itself, and {name!r} is held by stages {where}, which would drift "
+                "apart; untie it, cut the model so that both uses are in one stage, or use schedule=1f1b"
+            )
+
+
+def _find_keepers(
+    model: nn.Module, chain: Chain, holders: Mapping[str, frozenset[int]], schedule: Schedule
+) -> dict[str, tuple[int, ...]]:
+    """By name in ``state_dict``: what is in no unit is on every rank."""
+    grid = schedule.grid
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    paths = dict.fromkeys(unit.path for unit in chain.units)
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in names:
+            stages = holders[names[id(tensor)]]
+        else:
+            inside = [path for path in paths if name.startswith(f"{path}.")]
+            stages = frozenset(stage for path in inside for stage in chain.stages_of(path))
+        ranks = {rank for *_, rank in places_of(grid, stages)} or set(range(grid.num_ranks))
+        found[name] = tuple(sorted(ranks))
+    return found

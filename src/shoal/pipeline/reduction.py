@@ -1,0 +1,158 @@
+"""The reduction of a pipeline: gradients of a step are summed over stages that share a weight, then over replicas.
+
+DDP cannot serve here: it sums in the backward pass of the module that it wraps, and a stage has no such pass. Sums are made
+once, after the last cell, when every gradient is there; under ZeRO they are scattered to their shards at the same point.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.channel import Channel
+from shoal.comm.mesh import Mesh
+from shoal.core.placement import Placement, place_whole
+from shoal.core.plan import Plan
+from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.apply import Laid
+from shoal.parallel.zero.apply import ZeroReduction, apply_zero
+from shoal.pipeline.build import Pipeline
+from shoal.pipeline.share import Shared
+
+_BUCKET_BYTES = 32 << 20
+"""A message is as large as this or one tensor: what is packed is held twice."""
+
+
+class StageReduction:
+    """See ``Reduction``.
+
+    Args:
+        own: this rank's trained parameters, by name.
+        shared: those that other stages hold too.
+        replicas: ranks with the same stages and other data.
+        placements: of parameters that tensor parallelism has cut.
+        sharded: where ZeRO keeps state; None without it.
+    """
+
+    def __init__(
+        self,
+        own: Mapping[str, nn.Parameter],
+        shared: Shared,
+        *,
+        replicas: Channel,
+        placements: Mapping[str, Placement],
+        sharded: ZeroReduction | None = None,
+    ) -> None:
+        self._own = dict(sorted(own.items()))
+        self._shared = shared
+        self._replicas = replicas
+        self.sharded = sharded
+        self._untouched: list[str] = []
+        self._placements = {
+            name: placements.get(name, place_whole(parameter.shape)) for name, parameter in self._own.items()
+        }
+        if sharded is not None:
+            # They are summed by stage first; the store gets the total.
+            sharded.gradients.apart = frozenset(shared.names)
+
+    @property
+    def updated(self) -> Mapping[str, nn.Parameter]:
+        """See ``Reduction``."""
+        return self._own if self.sharded is None else self.sharded.updated
+
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        """See ``Reduction``."""
+        return self._placements if self.sharded is None else self.sharded.placements
+
+    def begin_step(self) -> None:
+        """See ``Reduction``."""
+        for parameter in self._own.values():
+            parameter.grad = None
+        self._shared.forget()
+        if self.sharded is not None:
+            self.sharded.begin_step()
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """See ``Reduction``. A pipeline's backward passes are told apart by stage."""
+        raise AssertionError("a pipeline calls stage()")
+
+    @contextmanager
+    def stage(self, stage: int) -> Iterator[None]:
+        """Surrounds one backward pass of a stage."""
+        around = nullcontext() if self.sharded is None else self.sharded.microbatch(is_last=False)
+        with around, self._shared.stage(stage):
+            yield
+
+    def finish(self) -> None:
+        """See ``Reduction``."""
+        self._shared.finish()
+        if self.sharded is None:
+            self._untouched = [name for name, parameter in self._own.items() if parameter.grad is None]
+            sum_gradients_(self._own, self._replicas)
+            return
+        for name in self._shared.names:
+            parameter = self._own[name]
+            assert parameter.grad is not None
+            self.sharded.gradients.put(name, parameter.grad)
+            parameter.grad = None
+        self.sharded.finish()
+
+    def publish(self) -> None:
+        """See ``Reduction``."""
+        if self.sharded is not None:
+            self.sharded.publish()
+
+    def untouched(self) -> list[str]:
+        """See ``Reduction``."""
+        return self._untouched if self.sharded is None else self.sharded.untouched()
+
+    def local(self) -> AbstractContextManager[None]:
+        """See ``Reduction``."""
+        self.begin_step()
+        return nullcontext()
+
+
+def reduce_stages(
+    model: nn.Module, pipeline: Pipeline, *, plan: Plan, mesh: Mesh, anatomy: Anatomy, laid: Laid
+) -> StageReduction:
+    """The reduction of a model that was cut, with ZeRO or without."""
+    trained = {name: parameter for name, parameter in pipeline.own.items() if parameter.requires_grad}
+    sharded = None
+    # A stage may have nothing to train, on all its replicas alike, and then nothing to shard.
+    if plan.zero > 0 and trained:
+        # More than one microbatch, whatever the plan says: gradients are kept whole until the step's last cell.
+        sharded = apply_zero(
+            model, anatomy=anatomy, mesh=mesh, stage=plan.zero, num_microbatches=2, placements=laid.placements
+        )
+    return StageReduction(trained, pipeline.shared, replicas=mesh.replicas, placements=laid.placements, sharded=sharded)
+
+
+def sum_gradients_(parameters: Mapping[str, nn.Parameter], channel: Channel) -> None:
+    """Add gradients over the ranks of a channel, in the order of names, in messages of some megabytes."""
+    if channel.size == 1:
+        return
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters.values():
+        if parameter.grad is None:
+            # Another replica may have one: messages must be of one size.
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        if bucket and (size + grad.nbytes > _BUCKET_BYTES or grad.dtype != bucket[0].dtype):
+            _sum_packed(bucket, channel)
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += grad.nbytes
+    if bucket:
+        _sum_packed(bucket, channel)
+
+
+def _sum_packed(grads: list[Tensor], channel: Channel) -> None:
+    if len(grads) == 1 and grads[0].is_contiguous():
+        channel.sum_(grads[0])
+        return
+    packed = channel.sum_(torch.cat([grad.reshape(-1) for grad in grads]))
+    for grad, total in zip(grads, torch.split(packed, [grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))

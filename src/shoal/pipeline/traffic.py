@@ -1,0 +1,111 @@
+"""What a pipeline should send in one step, from the schedule and the shapes of the plain model; the ledger has what it sent."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.comm.ledger import Account, Traffic, add_accounts
+from shoal.core.axes import Axis
+from shoal.parallel.find.trace import undisturbed
+from shoal.pipeline.build import Stages
+from shoal.pipeline.share import places_of
+from shoal.schedules.action import Kind
+from shoal.schedules.grid import Grid
+from shoal.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One tensor that goes from a stage to the next."""
+
+    num_bytes: int
+    has_gradient: bool
+
+
+Boundaries = Mapping[int, Sequence[Crossing]]
+"""What each stage but the first receives of one microbatch."""
+
+
+def survey_boundaries(
+    plain: nn.Module, stages: Stages, parcels: Sequence[Sequence[int]], inputs: Sequence[Tensor]
+) -> Boundaries:
+    """Run a plain model and look at the arguments of every stage's first unit.
+
+    Args:
+        plain: as one process builds it; nothing of the pass stays.
+        stages: where it is cut.
+        parcels: of each stage, which of those arguments come from the stage before.
+        inputs: of one microbatch.
+    """
+    found: dict[int, list[Crossing]] = {}
+
+    def look(stage: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = tree_leaves((args, kwargs))
+        found[stage] = [Crossing(leaves[at].nbytes, leaves[at].requires_grad) for at in parcels[stage]]
+
+    handles = [
+        plain.get_submodule(stages.units[start].path).register_forward_pre_hook(partial(look, stage), with_kwargs=True)
+        for stage, start in enumerate(stages.starts)
+        if stage > 0
+    ]
+    try:
+        with undisturbed(plain, training=True), torch.enable_grad():
+            plain(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def expected_sends(schedule: Schedule, rank: int, microbatches: Sequence[Boundaries]) -> Account:
+    """Activations and gradients that one rank sends in the cells of its row.
+
+    Args:
+        schedule: of the step.
+        rank: along ``pp``.
+        microbatches: the boundaries of each.
+    """
+    grid, calls, num_bytes = schedule.grid, 0, 0
+    for action in schedule.actions(rank):
+        stage, microbatch = action.stage, action.microbatch
+        goes_on = action.kind is Kind.FORWARD and stage < grid.num_stages - 1
+        goes_back = action.kind in (Kind.BACKWARD, Kind.INPUT) and stage > 0
+        if not (goes_on or goes_back) or grid.rank_of(stage + (1 if goes_on else -1), microbatch) == rank:
+            continue
+        crossings = microbatches[microbatch][stage + 1 if goes_on else stage]
+        sent = [crossing for crossing in crossings if goes_on or crossing.has_gradient]
+        calls += len(sent)
+        num_bytes += sum(crossing.num_bytes for crossing in sent)
+    return _sends(calls, num_bytes)
+
+
+def expected_exchange(
+    sizes: Mapping[str, int], holders: Mapping[str, frozenset[int]], *, grid: Grid, rank: int
+) -> Account:
+    """Sums of weights that several stages hold: one message to every rank that holds one of them too.
+
+    Args:
+        sizes: bytes of every trained parameter.
+        holders: their stages.
+        grid: where stages lie.
+        rank: along ``pp``.
+    """
+    accounts: list[Account] = []
+    for peer in (other for other in range(grid.num_ranks) if other != rank):
+        sent = 0
+        for name, size in sizes.items():
+            ranks = [where for *_, where in places_of(grid, holders[name])]
+            if peer in ranks:
+                sent += size * ranks.count(rank)
+        if sent:
+            accounts.append(_sends(1, sent))
+    return add_accounts(*accounts)
+
+
+def _sends(calls: int, num_bytes: int) -> Account:
+    return {(Axis.PIPELINE.value, "send"): Traffic(calls=calls, num_bytes=num_bytes)} if calls else {}
