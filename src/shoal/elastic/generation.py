@@ -183,7 +183,8 @@ class Generation:
     def _stop(self, number: int) -> None:
         grace = self._request.config.stop_grace
         self._display.message(
-            f"{name_signal(number)}: finishing the step and writing a checkpoint, for at most {grace:g} s; Ctrl-C stops at once"
+            f"{name_signal(number)}: finishing the step and writing a checkpoint, for at most {grace:g} s; "
+            "another Ctrl-C stops at once"
         )
         self._enter(_Mode.STOPPING, grace)
         for process in self._ranks:

@@ -51,6 +51,7 @@ def build_trainer(
         telemetry=recipe.telemetry,
         elastic=recipe.elastic,
         parallel=recipe.parallel,
+        pipeline=recipe.pipeline,
         plan=plan,
         run_dir=run_dir,
         resume=resume,

@@ -18,6 +18,7 @@ from shoal.trainer.config import Recipe, dump_recipe
 _MAY_CHANGE = (
     "plan",
     "parallel",
+    "pipeline",
     "train.steps",
     "train.epochs",
     "train.tokens",

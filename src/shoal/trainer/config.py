@@ -15,6 +15,7 @@ from shoal.elastic.config import ElasticConfig
 from shoal.models.config import ModelConfig
 from shoal.optim.config import OptimConfig
 from shoal.parallel.config import ParallelConfig
+from shoal.pipeline.config import PipelineConfig
 from shoal.telemetry.config import TelemetryConfig
 
 
@@ -93,6 +94,8 @@ class Recipe(Config):
     """What a run records about itself."""
     parallel: ParallelConfig = ParallelConfig()
     """What the plan is to find in the model, where it would find it otherwise."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Where a pipeline cuts the model, where Shoal would cut it otherwise."""
     elastic: ElasticConfig = ElasticConfig()
     """Deadlines and restarts."""
 

@@ -4,6 +4,8 @@ The model is built without memory (on torch's meta device) where it allows that,
 can still be described on it.
 """
 
+import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +22,12 @@ from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.describe import describe
 from shoal.parallel.sizes import predict_sizes
 from shoal.parallel.tensor.apply import apply_tensor_parallel
+from shoal.pipeline.build import prove_stages
 from shoal.trainer.build import build_parts
 from shoal.trainer.laying import look_at
-from shoal.trainer.layout import asks_the_model
+from shoal.trainer.layout import asks_the_model, schedule_of
 from shoal.trainer.request import Prepared
+from shoal.trainer.staging import example_of, look_at_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +74,14 @@ def dry_run_result(prepared: Prepared) -> DryRun:
 
 
 def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int], list[str]]:
-    """Bytes that rank 0, which has the largest shards, keeps; and what was found in the model where the plan asks for it."""
+    """Bytes that the fullest rank keeps; and what was found in the model where the plan asks for it.
+
+    Along ``dp`` and ``tp`` that is the first, which has the largest shards; along ``pp`` it depends on the stages.
+    """
     recipe, plan = prepared.recipe, prepared.layout.plan
     anatomy, lines = Anatomy(), []
-    parameters = {id(parameter) for parameter in model.parameters()}
-    saved = model.state_dict(keep_vars=True).values()
-    # Tables that are not saved are made of the sizes, and not counted as weights.
-    buffers = sum(tensor.nbytes for tensor in saved if id(tensor) not in parameters)
+    parts = [model]
+    versions = [0]
     if asks_the_model(plan):
         whole, _, data = build_parts(recipe)
         anatomy = look_at(whole, data, recipe.parallel)
@@ -84,22 +89,58 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     mesh = pretend_mesh(plan)
     if mesh.has(Axis.TENSOR):
         apply_tensor_parallel(model, anatomy=anatomy, mesh=mesh, sequence_parallel=plan.sp)
+    if mesh.has(Axis.PIPELINE):
+        stages = look_at_stages(
+            whole, data, anatomy, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
+        )
+        lines += stages.describe()
+        keepers = prove_stages(whole, example_of(data), stages)
+        parts = [part_of(model, {name for name in keepers if rank in keepers[name]}) for rank in range(plan.pp)]
+        versions = [0] * plan.pp
+        if stages.schedule.updates.flows:
+            # The weights themselves are the optimizer's; passes read copies of the versions, which begin to differ with steps.
+            versions = list(schedule_of(plan, steps=3).version_bound or versions)
+    found = [
+        _sizes_of_part(part, prepared, anatomy, num_copies) for part, num_copies in zip(parts, versions, strict=True)
+    ]
+    return max(found, key=lambda sizes: sizes["total"]), lines
+
+
+def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
+    """A copy of a model without memory that has only some of its saved tensors."""
+    part = copy.deepcopy(model)
+    for path, module in part.named_modules():
+        for slots in (module._parameters, module._buffers):
+            for name in slots:
+                if f"{path}.{name}".lstrip(".") not in kept and name not in module._non_persistent_buffers_set:
+                    slots[name] = None
+    return part
+
+
+def _sizes_of_part(model: nn.Module, prepared: Prepared, anatomy: Anatomy, num_copies: int) -> dict[str, int]:
+    """Bytes by what they are for, and their total."""
+    plan, mesh = prepared.layout.plan, pretend_mesh(prepared.layout.plan)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    saved = model.state_dict(keep_vars=True).values()
+    # Tables that are not saved are made of the sizes, and not counted as weights.
+    buffers = sum(tensor.nbytes for tensor in saved if id(tensor) not in parameters)
     sizes = predict_sizes(
         model,
         anatomy=anatomy,
         stage=plan.zero,
         num_data_ranks=mesh.degree(Axis.DATA),
         data_rank=0,
-        num_microbatches=plan.microbatches or 1,
-        optimizer=recipe.optim.name,
+        # A pipeline keeps gradients whole until the last cell of a step, also of a step of one microbatch.
+        num_microbatches=plan.microbatches or 1 if plan.pp == 1 else 2,
+        optimizer=prepared.recipe.optim.name,
     )
     parts = {
-        "weights": sizes.weights + buffers,
+        "weights": sizes.weights * (1 + num_copies) + buffers,
         "gradients": sizes.gradients,
         "optimizer": sizes.optimizer,
         "working": sizes.working,
     }
-    return {**parts, "total": sum(parts.values())}, lines
+    return {**parts, "total": sum(parts.values())}
 
 
 def _build_without_memory(prepared: Prepared) -> nn.Module:

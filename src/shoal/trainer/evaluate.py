@@ -13,7 +13,12 @@ from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch
 from shoal.data.order import replica_share
 from shoal.data.source import Source
+from shoal.pipeline.runtime import Runtime
+from shoal.trainer.feed import kind_of
 from shoal.trainer.objective import Objective
+
+_SENT_AT_ONCE = 8
+"""Batches after which a pipeline waits for what it has sent: it is in memory until then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +41,12 @@ def evaluate(
     batch: int,
     limit: int = 0,
     before_batch: Callable[[], None] = lambda: None,
+    runtime: Runtime | None = None,
 ) -> Evaluation:
     """Mean loss over the first ``limit`` samples of a split (0: all of them), weighted by items as in training.
 
-    ``before_batch`` is called before each forward pass, so that a long evaluation can say that it moves.
+    ``before_batch`` is called before each forward pass, so that a long evaluation can say that it moves. ``runtime`` takes a
+    batch through the stages of a pipeline, where there is one.
     """
     started = time.perf_counter()
     count = min(len(source), limit) if limit else len(source)
@@ -54,10 +61,14 @@ def evaluate(
             before_batch()
             own = ids[start : start + batch]
             if len(own):
-                sums += _evaluate_batch(objective, source, own)
+                sums += _evaluate_batch(objective, source, own, runtime)
             else:
                 # A replica whose share is done still runs: gathering sharded weights takes all of them.
-                _evaluate_batch(objective, source, np.zeros(1, dtype=np.int64))
+                _evaluate_batch(objective, source, np.zeros(1, dtype=np.int64), runtime)
+            if runtime is not None and start // batch % _SENT_AT_ONCE == 0:
+                runtime.settle()
+    if runtime is not None:
+        runtime.settle()
     for module, was_training in modes:
         module.training = was_training
     if mesh.coordinate(Axis.TENSOR) > 0:
@@ -72,12 +83,16 @@ def evaluate(
     )
 
 
-def _evaluate_batch(objective: Objective, source: Source, ids: np.ndarray) -> torch.Tensor:
+def _evaluate_batch(objective: Objective, source: Source, ids: np.ndarray, runtime: Runtime | None) -> torch.Tensor:
     items = source.collate(ids)
     microbatch = Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=float(items.weight))
-    output, targets = objective.predict(microbatch)
+    inputs, targets = objective.prepare(microbatch)
+    with objective.computing():
+        ends_here, output = (
+            runtime.infer(inputs, kind_of(microbatch)) if runtime is not None else (True, objective.model(*inputs))
+        )
     targets, weight = objective.scoring.own_part(targets, microbatch.weight)
-    if weight == 0:
+    if weight == 0 or not ends_here:
         return torch.zeros(4, dtype=torch.float64)
     with objective.precision.autocast(objective.device.type):
         loss = objective.scoring.loss(output, targets)

@@ -3,11 +3,11 @@
 After the reduction every rank holds the same bad gradient, so the origin is gone. Weights have not been touched yet and
 dropout is keyed, so running the local microbatches again gives the same numbers: each rank looks at its own before they are
 added. Ranks that split a model pass a bad value on within the same pass; they run the same operations in the same order, so the
-rank that met it first has it.
+rank that met it first has it. Ranks of a pipeline are told apart by how far a microbatch had come when it went bad.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shoal.comm.channel import is_silent
 from shoal.data.loader import StepBatch
 from shoal.parallel import batchnorm
 from shoal.trainer.step import StepRunner
@@ -45,11 +46,21 @@ class _Sightings:
     """The parameter of the first bad gradient."""
 
 
-def trace_nonfinite(runner: StepRunner, batch: StepBatch, *, step: int, scale: float) -> Origin:
-    """Find the rank that first met a value that is not finite. Every rank must call this together."""
-    names = sorted(name for name, parameter in runner.model.named_parameters() if parameter.requires_grad)
-    with _watching(runner.model, names) as seen:
-        loss = runner.accumulate(batch, step=step, scale=scale, reduce=False)
+def trace_nonfinite(runner: StepRunner, batch: StepBatch, *, step: int, scale: float, names: Sequence[str]) -> Origin:
+    """Find the rank that first met a value that is not finite. Every rank must call this together.
+
+    Args:
+        runner: the step.
+        batch: what it ran on.
+        step: its number.
+        scale: the loss scale that it had.
+        names: of all trained parameters of the whole model, in order.
+    """
+    runtime = runner.runtime
+    with _watching(runner.model, names, runtime.clock if runtime is not None else None) as seen:
+        loss: torch.Tensor | float = runner.accumulate(batch, step=step, scale=scale, reduce=False)
+        if runtime is not None and seen.first_output != _NEVER:
+            loss = math.nan  # Only the last stage has the loss; the stage that spoilt it may be another.
     # The forward passes above left notes for the running statistics; they are of a step that counts for nothing.
     batchnorm.fold(runner.model, keep=False)
     verdict, when = _FINE, _NEVER
@@ -73,28 +84,45 @@ def trace_nonfinite(runner: StepRunner, batch: StepBatch, *, step: int, scale: f
 
 
 @contextmanager
-def _watching(model: nn.Module, names: list[str]) -> Iterator[_Sightings]:
-    """Look at every module's output and every parameter's gradient; gradients are forgotten afterwards."""
+def _watching(model: nn.Module, names: Sequence[str], clock: Callable[[], int] | None) -> Iterator[_Sightings]:
+    """Look at every module's output and every parameter's gradient; gradients are forgotten afterwards.
+
+    ``clock`` says when it is, where the order of this rank's own work does not.
+    """
     seen = _Sightings()
-    parameters = dict(model.named_parameters())
+    trained = set(names)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in trained}
+
+    def now() -> int:
+        seen.clock += 1
+        return seen.clock if clock is None else clock()
 
     def look_at_gradient(name: str) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
-            seen.clock += 1
+            when = now()
             if not seen.name and not bool(torch.isfinite(gradient).all()):
-                seen.first_gradient, seen.name = seen.clock, name
+                seen.first_gradient, seen.name = when, name
 
         return hook
 
     def look_at_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        seen.clock += 1
+        if is_silent():
+            return  # A unit of another stage, which is only asked for its shapes.
+        when = now()
         if seen.first_output == _NEVER and not all(_is_finite(leaf) for leaf in tree_leaves(output)):
-            seen.first_output = seen.clock
+            seen.first_output = when
 
-    handles: list[Any] = [parameters[name].register_hook(look_at_gradient(name)) for name in names]  # type: ignore[no-untyped-call]
+    handles: list[Any] = [
+        parameter.register_hook(look_at_gradient(name))  # type: ignore[no-untyped-call]
+        for name, parameter in parameters.items()
+    ]
     handles += [module.register_forward_hook(look_at_output) for module in model.modules()]
     try:
         yield seen
+        # What a split backward pass put off came past no hook.
+        for name, parameter in parameters.items():
+            if not seen.name and parameter.grad is not None and not _is_finite(parameter.grad):
+                seen.first_gradient, seen.name = _NEVER - 1, name
     finally:
         for handle in handles:
             handle.remove()

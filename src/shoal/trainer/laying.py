@@ -15,7 +15,7 @@ from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch
 from shoal.data.splits import Splits
 from shoal.models.dropout import DropoutKey, apply_keyed_dropout
-from shoal.optim.build import build_optimizer, initialise_state
+from shoal.optim.build import build_optimizer, decide_groups, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
@@ -26,12 +26,17 @@ from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.gradnorm import WholeNorms, build_norms
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.rules import describe_facts
+from shoal.pipeline.build import Pipeline, build_pipeline
+from shoal.pipeline.config import PipelineConfig
+from shoal.pipeline.reduction import reduce_stages
+from shoal.pipeline.runtime import Runtime
 from shoal.telemetry.board import RankSlot
 from shoal.trainer.config import TrainConfig
 from shoal.trainer.layout import asks_the_model, check_settings
 from shoal.trainer.objective import Objective
 from shoal.trainer.scoring import Scoring, is_known
-from shoal.trainer.state import Held, export_held, hash_held
+from shoal.trainer.staging import example_of, look_at_stages
+from shoal.trainer.state import Held, Outline, draw_outline, export_held, hash_held
 from shoal.trainer.step import StepRunner
 
 
@@ -51,10 +56,19 @@ class Placed:
     norms: WholeNorms | None
     """How the parts of tensors make whole norms; None where every rank holds them whole."""
     optimizer: torch.optim.Optimizer
+    outline: Outline
+    """Of the whole model, of which a rank of a pipeline has a part."""
+    pipeline: Pipeline | None = None
+    runtime: Runtime | None = None
+    """What executes the pipeline's schedule."""
 
     def held(self) -> Held:
         """What this rank holds of the run's state."""
-        return export_held(self.model, self.optimizer, self.reduction, self.laid)
+        return export_held(self.model, self.optimizer, self.reduction, self.laid, self.outline)
+
+    def is_first_keeper(self, name: str) -> bool:
+        """True where this rank speaks for a saved tensor among the ranks of its pipeline."""
+        return self.pipeline is None or self.pipeline.is_first_keeper(name)
 
     def watched(self) -> Held:
         """What several ranks must hold alike: ``held``, and the weights that forward passes read where those are others."""
@@ -70,13 +84,19 @@ class Placed:
 
     def hash_weights(self) -> str:
         """SHA-256 over the whole weights; all ranks call it together."""
-        return hash_held(self.model, self.held(), laid=self.laid, mesh=self.mesh, is_sharded=self.plan.zero > 0)
+        return hash_held(
+            self.outline,
+            self.held(),
+            laid=self.laid,
+            mesh=self.mesh,
+            is_sharded=self.plan.zero > 0,
+            is_first_keeper=self.is_first_keeper,
+        )
 
 
 def look_at(model: nn.Module, data: Splits, config: ParallelConfig) -> Anatomy:
     """What a module is made of, found by running a few samples through it."""
-    example = data.train.collate(range(min(2, len(data.train))))
-    return find_anatomy(model, tuple(example.inputs), config)
+    return find_anatomy(model, example_of(data), config)
 
 
 def place_model(
@@ -88,6 +108,7 @@ def place_model(
     train: TrainConfig,
     optim: OptimConfig,
     parallel: ParallelConfig,
+    pipeline: PipelineConfig,
     world: World,
 ) -> Placed:
     """Lay a whole model, as one process builds it, out on this rank.
@@ -102,6 +123,11 @@ def place_model(
     if asks_the_model(plan):
         anatomy = look_at(model, data, parallel)
         plan.check(describe_facts(anatomy, model))
+    stages = None
+    if mesh.has(Axis.PIPELINE):
+        stages = look_at_stages(
+            model, data, anatomy, plan=plan, config=pipeline, global_batch=train.global_batch, world=world
+        )
     if not is_known(loss):
         # A loss of the user's own may look at all positions at once.
         anatomy = replace(anatomy, tail_is_pointwise=False)
@@ -112,26 +138,31 @@ def place_model(
     objective = Objective(model, scoring, precision=precision, device=world.device, dropout=dropout)
     if plan.zero == 0 and mesh.replicas.size == world.size > 1:
         objective.board_passengers()
-    wrapped, reduction = apply_to_objective(
-        objective,
-        plan=plan,
-        mesh=mesh,
-        anatomy=anatomy,
-        laid=laid,
-        device=world.device,
-        compile_model=train.compile,
-        unused_parameters=train.unused_parameters,
+    outline, groups = draw_outline(model), decide_groups(optim, model)
+    shapes = {entry.parameter: entry.shape for entry in outline.values() if entry.parameter and entry.is_trained}
+    cut = None
+    if stages is not None:
+        example = tuple(precision.cast_input(tensor.to(world.device)) for tensor in example_of(data))
+        with precision.autocast(world.device.type):
+            cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout)
+    wrapped, reduction, runtime = _reduce(
+        objective, cut, plan=plan, mesh=mesh, anatomy=anatomy, laid=laid, train=train, world=world
     )
     norms = None
-    if laid.placements or plan.zero > 0:
+    # Where stages update by themselves, a norm that waits for the others would stop them all.
+    updates_alone = cut is not None and cut.schedule.updates.flows
+    if (laid.placements or plan.zero > 0 or cut is not None) and not updates_alone:
         norms = build_norms(
             model,
             mesh=mesh,
             placements=laid.placements,
             updated=reduction.placements,
             is_sharded=plan.zero > 0,
+            shapes=shapes,
+            entered=None if cut is None else [name for name in shapes if cut.is_first_keeper(name)],
+            device=world.device,
         )
-    optimizer = build_optimizer(optim, model, updated=reduction.updated, norms=norms)
+    optimizer = build_optimizer(optim, model, updated=reduction.updated, norms=norms, groups=groups)
     initialise_state(optimizer)
     return Placed(
         plan=plan,
@@ -145,7 +176,38 @@ def place_model(
         reduction=reduction,
         norms=norms,
         optimizer=optimizer,
+        outline=outline,
+        pipeline=cut,
+        runtime=runtime,
     )
+
+
+def _reduce(
+    objective: Objective,
+    cut: Pipeline | None,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    anatomy: Anatomy,
+    laid: Laid,
+    train: TrainConfig,
+    world: World,
+) -> tuple[nn.Module, Reduction, Runtime | None]:
+    """How gradients are summed, by the objective's wrapper or by the stages; and what runs these."""
+    if cut is not None:
+        stages = reduce_stages(objective.model, cut, plan=plan, mesh=mesh, anatomy=anatomy, laid=laid)
+        return objective, stages, Runtime(cut.chain, cut.schedule, rank=cut.rank, mail=cut.mail, sums=stages)
+    wrapped, reduction = apply_to_objective(
+        objective,
+        plan=plan,
+        mesh=mesh,
+        anatomy=anatomy,
+        laid=laid,
+        device=world.device,
+        compile_model=train.compile,
+        unused_parameters=train.unused_parameters,
+    )
+    return wrapped, reduction, None
 
 
 def build_runner(
@@ -167,20 +229,21 @@ def build_runner(
         num_microbatches=placed.plan.microbatches or 1,
         empty_microbatch=_empty_microbatch(placed, data, train),
         allows_untouched=train.unused_parameters,
+        runtime=placed.runtime,
     )
 
 
 def _empty_microbatch(placed: Placed, data: Splits, train: TrainConfig) -> Microbatch | None:
     """What a replica without samples runs where its peers' forward passes wait for it; None where they do not."""
-    if not placed.mesh.has(Axis.DATA):
+    if not placed.mesh.has(Axis.DATA) and placed.pipeline is None:
         return None
     items = data.train.collate([0])
     if batchnorm.is_applied(placed.model):
-        if train.batch_norm != "sync" and placed.plan.zero < 3:
+        if train.batch_norm != "sync" and placed.plan.zero < 3 and placed.pipeline is None:
             return None
         inputs, targets = tuple(tensor[:0] for tensor in items.inputs), items.targets[:0]
         return Microbatch(inputs=inputs, targets=targets, sample_ids=np.empty(0, dtype=np.int64), weight=0.0)
-    if placed.plan.zero < 3:
+    if placed.plan.zero < 3 and placed.pipeline is None:
         return None
     # A real sample that counts for nothing: not every module takes a batch of none.
     return Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=np.zeros(1, dtype=np.int64), weight=0.0)

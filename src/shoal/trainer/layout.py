@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 
 from shoal.core.combine import setting_problems
 from shoal.core.errors import RequestError
+from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
+from shoal.schedules.find import find_schedule, fitting_microbatches
+from shoal.schedules.schedule import Schedule
 from shoal.trainer.config import TrainConfig
 
 
@@ -54,7 +57,22 @@ def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int |
 
 def asks_the_model(plan: Plan) -> bool:
     """True when a plan depends on what the model is made of; data parallelism alone does not."""
-    return plan.tp > 1 or plan.cp > 1 or plan.zero > 0 or plan.recompute != "none"
+    return plan.tp > 1 or plan.cp > 1 or plan.pp > 1 or plan.zero > 0 or plan.recompute != "none"
+
+
+def schedule_of(plan: Plan, *, steps: int = 1) -> Schedule:
+    """The pipeline schedule that a derived plan names, over so many steps without a flush.
+
+    Raises:
+        RequestError: it cannot be had in this size; says why.
+    """
+    name, microbatches = plan.schedule or DEFAULT_SCHEDULE, plan.microbatches or 1
+    return find_schedule(name, ranks=plan.pp, microbatches=microbatches, chunks=plan.chunks, steps=steps)
+
+
+def updates_per_step(plan: Plan) -> int:
+    """Optimizer updates of one step: PipeDream makes one for every microbatch."""
+    return (plan.microbatches or 1) if plan.pp > 1 and schedule_facts(plan.schedule).updates_each else 1
 
 
 def derive_layout(train: TrainConfig, plan: Plan) -> Layout:
@@ -71,6 +89,12 @@ def derive_layout(train: TrainConfig, plan: Plan) -> Layout:
             f"set it to {' or '.join(str(size) for size in (smaller, smaller + replicas) if size)}, or use a dp that divides it"
         )
     share = train.global_batch // replicas
+    if plan.pp > 1:
+        plan = replace(plan, schedule=plan.schedule or DEFAULT_SCHEDULE)
+    if plan.pp > 1 and plan.microbatches is None and train.micro_batch is None:
+        assert plan.schedule is not None
+        fitting = fitting_microbatches(plan.schedule, ranks=plan.pp, samples=share, chunks=plan.chunks)
+        plan = replace(plan, microbatches=fitting)
     micro_batch, count = train.micro_batch, plan.microbatches
     if micro_batch is not None and share % micro_batch:
         raise RequestError(
@@ -88,7 +112,10 @@ def derive_layout(train: TrainConfig, plan: Plan) -> Layout:
             f"but a replica has {share} samples per step; leave one of them out"
         )
     size = micro_batch if micro_batch is not None else share // count if count is not None else share
-    return Layout(plan=replace(plan, microbatches=share // size), micro_batch=size)
+    plan = replace(plan, microbatches=share // size)
+    if plan.pp > 1:
+        schedule_of(plan)
+    return Layout(plan=plan, micro_batch=size)
 
 
 def _divisor_below(number: int, wanted: int) -> int:
@@ -117,8 +144,26 @@ def check_settings(train: TrainConfig, plan: Plan) -> None:
         RequestError: lists them with their fixes.
     """
     found = setting_problems(plan, compile_model=train.compile, unused_parameters=train.unused_parameters)
+    if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
+        found += _asynchronous_settings(train, plan)
     if found:
         raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
+
+
+def _asynchronous_settings(train: TrainConfig, plan: Plan) -> list[str]:
+    """Settings that need all stages to agree about an update before any of them makes it."""
+    found = []
+    if train.precision == "float16":
+        found.append(
+            f"train.precision float16 scales its loss and leaves out steps that overflow, and under schedule={plan.schedule} a "
+            f"stage updates before the others know; use bfloat16, or schedule=1f1b"
+        )
+    if train.nonfinite == "skip":
+        found.append(
+            f"train.nonfinite skip leaves out a step on all ranks together, and under schedule={plan.schedule} a stage updates "
+            f"before the others know; leave it out, or use schedule=1f1b"
+        )
+    return found
 
 
 def check_samples(*, num_samples: int, replicas: int) -> None:

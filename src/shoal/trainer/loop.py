@@ -35,6 +35,7 @@ from shoal.parallel.config import ParallelConfig
 from shoal.parallel.describe import describe
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.watch import check_replicas
+from shoal.pipeline.config import PipelineConfig
 from shoal.telemetry.board import RankSlot
 from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.trace import Tracer
@@ -42,12 +43,13 @@ from shoal.trainer.config import EvalConfig, TrainConfig
 from shoal.trainer.evaluate import Evaluation, evaluate
 from shoal.trainer.finite import trace_nonfinite
 from shoal.trainer.laying import build_runner, place_model
-from shoal.trainer.layout import asks_the_model, check_samples, count_steps, derive_layout
+from shoal.trainer.layout import asks_the_model, check_samples, count_steps, derive_layout, updates_per_step
 from shoal.trainer.persist import Persistence
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import seed_process
-from shoal.trainer.state import Progress
+from shoal.trainer.state import Held, Progress
 from shoal.trainer.step import StepResult
+from shoal.trainer.stream import Stream, nonfinite
 
 # Each is an event; on the terminal a run that skips every step would drown everything else.
 _SKIPS_SAID = 5
@@ -69,6 +71,7 @@ class Trainer:
         telemetry: TelemetryConfig | None = None,
         elastic: ElasticConfig | None = None,
         parallel: ParallelConfig | None = None,
+        pipeline: PipelineConfig | None = None,
         plan: Plan | None = None,
         run_dir: Path | str | None = None,
         resume: bool = False,
@@ -102,7 +105,7 @@ class Trainer:
         self.reporter = Reporter(run_dir, world=self.world, config=telemetry, slot=slot, total_steps=self.total_steps)
         self.memory_every = telemetry.memory_every
         self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
-        self._lay_out(model, loss, parallel or ParallelConfig())
+        self._lay_out(model, loss, parallel or ParallelConfig(), pipeline or PipelineConfig())
         self.persistence = Persistence(
             run_dir,
             config=checkpoint or CheckpointConfig(),
@@ -114,6 +117,8 @@ class Trainer:
             train_samples=len(data.train),
         )
         self.progress = Progress(position=Position(), loss_scale=self.precision.first_loss_scale)
+        if self.stream is not None:
+            self.progress = self.stream.sign(self.progress)
         self.status = "completed"
         self.stopped_by: str | None = None
         self._stop_wish: str | None = None
@@ -128,26 +133,58 @@ class Trainer:
             )
 
     def _lay_out(
-        self, model: nn.Module, loss: Callable[[Any, torch.Tensor], torch.Tensor], parallel: ParallelConfig
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, torch.Tensor], torch.Tensor],
+        parallel: ParallelConfig,
+        pipeline: PipelineConfig,
     ) -> None:
         """Put the model where the plan wants it."""
         train, optim, world = self.train_config, self.optim_config, self.world
         self.precision = Precision.named(train.precision)
         self.placed = place_model(
-            model, self.data, loss, plan=self.plan, train=train, optim=optim, parallel=parallel, world=world
+            model,
+            self.data,
+            loss,
+            plan=self.plan,
+            train=train,
+            optim=optim,
+            parallel=parallel,
+            pipeline=pipeline,
+            world=world,
         )
         self.runner = build_runner(self.placed, self.data, train=train, optim=optim, world=world, slot=self.slot)
+        cut = self.placed.pipeline
+        self.stream = Stream(self.runner, cut, self.plan) if cut is not None and cut.schedule.updates.flows else None
         self.model, self.optimizer = self.placed.model, self.placed.optimizer
         self.objective = self.placed.objective
 
     def _resume(self) -> None:
-        restored = self.persistence.restore(self.placed.held())
+        restored = self.persistence.restore(self._held_at)
         if restored is not None:
             self.placed.reduction.publish()
-            self.progress = restored.progress
+            # A synchronous pipeline has no history of versions that a later one could go on with.
+            plain = replace(restored.progress, stream="", stream_start=0)
+            self.progress = plain if self.stream is None else self.stream.sign(plain)
+            if self.stream is not None and self.stream.start == plain.step > 0:
+                self.reporter.tell(
+                    f"the checkpoint has no versions of weights for {self.stream.signature}: a new history begins at "
+                    f"step {plain.step}, as at the start of a run"
+                )
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
         else:
             self.reporter.tell("there is no checkpoint to go on from; starting at step 0")
+
+    def _held_at(self, progress: Progress) -> Held:
+        """What this rank will hold when it goes on from there."""
+        if self.stream is not None:
+            self.stream.go_on(progress)
+        return self._held(progress.step)
+
+    def _held(self, step: int) -> Held:
+        """What this rank holds of the run's state after so many steps."""
+        held = self.placed.held()
+        return held if self.stream is None else self.stream.add_versions(held, step)
 
     @property
     def mesh(self) -> Mesh:
@@ -176,7 +213,10 @@ class Trainer:
             while self.progress.step < self.total_steps and self.stopped_by is None:
                 if deadline is not None and self.world.is_first and time.monotonic() > deadline:
                     self.request_stop("time_limit")
-                yield self._train_one(loader)
+                if self.stream is None:
+                    yield self._train_one(loader)
+                else:
+                    yield from self._train_window(loader, self.stream)
         finally:
             loader.close()
             if self.tracer is not None:
@@ -202,6 +242,7 @@ class Trainer:
             batch=self.eval_config.batch or self.micro_batch,
             limit=self.eval_config.samples if limit is None else limit,
             before_batch=lambda: self.reporter.enter("evaluate", step),
+            runtime=self.placed.runtime,
         )
         self.reporter.evaluated(
             Evaluated(
@@ -226,9 +267,14 @@ class Trainer:
             )
         )
         if asks_the_model(self.plan):
-            for line in describe(self.placed.anatomy, self.plan):
+            lines = describe(self.placed.anatomy, self.plan)
+            if self.placed.pipeline is not None:
+                lines += self.placed.pipeline.stages.describe()
+            if self.stream is not None:
+                lines += self.stream.describe()
+            for line in lines:
                 self.reporter.tell(line)
-        self.persistence.warn_if_disk_is_short(self.placed.held())
+        self.persistence.warn_if_disk_is_short(self._held(self.progress.step), num_parts=self.plan.pp)
 
     def _time_limit(self) -> float | None:
         limit = self.train_config.time_limit
@@ -262,10 +308,41 @@ class Trainer:
             self._look_for_draws(loader)
         if not result.is_finite:
             self._handle_nonfinite(batch, result)
-        done = self._advance(batch, result, lr, started, data_seconds)
+        done = self._advance(batch, result, lr, time.perf_counter() - started, data_seconds)
         self.reporter.step(done)
         self._after_step(done, result)
         return done
+
+    def _train_window(self, loader: Loader, stream: Stream) -> Iterator[StepDone]:
+        """Steps of an asynchronous pipeline up to the next point where all stages must be at the same place."""
+        started = time.perf_counter()
+        step = self.progress.step
+        self.reporter.enter("data", step + 1)
+        periods = [self.eval_config.every, self.persistence.every, self.train_config.watch_every, self.memory_every]
+        length = stream.window_length(step, self.total_steps, periods) if self.tracer is None else 1
+        batches = [loader.next() for _ in range(length)]
+        data_seconds = time.perf_counter() - started
+        if self.tracer is not None:
+            self.tracer.before_step(step + 1)
+        updates = updates_per_step(self.plan)
+        factor = self.progress.plateau.factor
+        rates = [
+            rate(self.optim_config, tick, self.total_steps * updates) * factor
+            for tick in stream.window_ticks(step, len(batches))
+        ]
+        results = stream.run(batches, step=step, rates=rates, wishes_stop=lambda: self._stop_wish is not None)
+        if not self._looked_for_draws:
+            self._look_for_draws(loader)
+        seconds = (time.perf_counter() - started) / len(batches)
+        for place, (batch, result) in enumerate(zip(batches, results, strict=True)):
+            if not result.is_finite:
+                self.persistence.wait()
+                raise nonfinite(result, step=step + place + 1, plan=self.plan, checkpoint=self.persistence.last_path())
+            lr = rates[(place + 1) * updates - 1]
+            done = self._advance(batch, result, lr, seconds, data_seconds / len(batches))
+            self.reporter.step(done)
+            self._after_step(done, result)
+            yield done
 
     def _look_for_draws(self, loader: Loader) -> None:
         """Say once that the model or the data draws random numbers which depend on the number of processes."""
@@ -287,12 +364,11 @@ class Trainer:
             )
 
     def _advance(
-        self, batch: StepBatch, result: StepResult, lr: float, started: float, data_seconds: float
+        self, batch: StepBatch, result: StepResult, lr: float, seconds: float, data_seconds: float
     ) -> StepDone:
         """The progress after a step, and the event that says so."""
         before = self.progress
         tokens = batch.num_samples * self.data.spec.tokens_per_sample
-        seconds = time.perf_counter() - started
         scale = before.loss_scale
         self.progress = replace(
             before,
@@ -324,7 +400,9 @@ class Trainer:
         if self.precision.scales_loss and math.isfinite(result.loss) and scale.can_back_off:
             return  # An overflow of the scaled gradient is how dynamic scaling finds its scale.
         step = self.progress.step
-        origin = trace_nonfinite(self.runner, batch, step=step, scale=scale.scale)
+        entries = self.placed.outline.values()
+        names = sorted({entry.parameter for entry in entries if entry.parameter and entry.is_trained})
+        origin = trace_nonfinite(self.runner, batch, step=step, scale=scale.scale, names=names)
         action = self.train_config.nonfinite
         self.reporter.event(NonFinite(step=step + 1, culprit_rank=origin.rank, what=origin.what, action=action))
         where = f"step {step + 1}: {origin.what} is not finite on rank {origin.rank}"
@@ -356,7 +434,7 @@ class Trainer:
             self._evaluate_validation()
         if self.persistence.is_due(step):
             self.reporter.enter("checkpoint", step)
-            self.persistence.save(self.placed.held(), self.progress)
+            self.persistence.save(self._held(self.progress.step), self.progress)
 
     def _compare_replicas(self) -> None:
         """Stop the run if replicas have drifted apart, before a checkpoint could keep one of their opinions."""
@@ -386,7 +464,7 @@ class Trainer:
             self.status = "interrupted"
         self._compare_replicas()
         self.reporter.enter("checkpoint", self.progress.step)
-        self.persistence.save(self.placed.held(), self.progress)
+        self.persistence.save(self._held(self.progress.step), self.progress)
         if self.status == "completed" and not self._wants_evaluation(self.progress.step):
             found = self.evaluate("validation")
             # Not part of the schedule, so it must not count for it: a run that is extended later would not have had it.

@@ -4,9 +4,11 @@ from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
 from shoal.parallel.rules import describe_facts
+from shoal.pipeline.build import prove_stages
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.laying import look_at
+from shoal.trainer.staging import example_of, look_at_stages
 
 
 class OwnPartsHere:
@@ -27,7 +29,13 @@ class OwnPartsHere:
         """Build the module, look at what it is made of, and refuse a plan that does not fit it.
 
         Raises:
-            RequestError: lists every problem, and the nearest plan that works.
+            RequestError: lists every problem, and the nearest plan that works; or says why it cannot be cut into stages.
         """
         model, _, data = build_parts(recipe)
-        plan.check(describe_facts(look_at(model, data, recipe.parallel), model))
+        anatomy = look_at(model, data, recipe.parallel)
+        plan.check(describe_facts(anatomy, model))
+        if plan.pp > 1:
+            stages = look_at_stages(
+                model, data, anatomy, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
+            )
+            prove_stages(model, example_of(data), stages)

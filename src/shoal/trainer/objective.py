@@ -8,7 +8,8 @@ its wish to stop, as the gradient of a parameter of two zeros. They are summed w
 collective of their own was measured to cost a small step a millisecond.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,7 +57,13 @@ class Objective(nn.Module):
         return loss + (self.passengers * riding).sum()
 
     def _share_of_loss(self, microbatch: Microbatch, share: float) -> torch.Tensor:
-        output, targets = self.predict(microbatch)
+        inputs, targets = self.prepare(microbatch)
+        with self.computing():
+            output = self.model(*inputs)
+        return self.share_of(output, targets, microbatch, share)
+
+    def share_of(self, output: Any, targets: torch.Tensor, microbatch: Microbatch, share: float) -> torch.Tensor:
+        """A microbatch's contribution to the global mean, from what the model put out."""
         targets, weight = self.scoring.own_part(targets, microbatch.weight)
         if weight == 0:
             return _nothing_of(output)
@@ -84,12 +91,16 @@ class Objective(nn.Module):
             )
         return loss.reshape(())
 
-    def predict(self, microbatch: Microbatch) -> tuple[Any, torch.Tensor]:
-        """The model's output and the targets, on the device and in the run's precision."""
+    def prepare(self, microbatch: Microbatch) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Inputs and targets, on the device and in the run's precision."""
         inputs = [self.precision.cast_input(tensor.to(self.device, non_blocking=True)) for tensor in microbatch.inputs]
-        targets = self.precision.cast_input(microbatch.targets.to(self.device, non_blocking=True))
+        return inputs, self.precision.cast_input(microbatch.targets.to(self.device, non_blocking=True))
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Surrounds a forward pass, or a part of one: arithmetic of the run's precision, and draws by key."""
         with self.precision.autocast(self.device.type), self._drawing():
-            return self.model(*inputs), targets
+            yield
 
     def _drawing(self) -> AbstractContextManager[None]:
         """Random draws of a training forward pass are by key, those of torch's functions too."""

@@ -1,6 +1,7 @@
 """Between a run and its checkpoints: what is saved, what is taken up again, and what becomes of the ones that are torn."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,14 +81,18 @@ class Persistence:
         else:
             self.failure = None
 
-    def warn_if_disk_is_short(self, held: Held) -> None:
-        """Say before the first step that the disk cannot hold the checkpoints that the recipe keeps."""
+    def warn_if_disk_is_short(self, held: Held, *, num_parts: int = 1) -> None:
+        """Say before the first step that the disk cannot hold the checkpoints that the recipe keeps.
+
+        A pipeline rank holds one of ``num_parts`` parts of the model, which are taken to be of one size.
+        """
         if self.root is None or not self.world.is_first:
             return
         num_bytes = sum(
             math.prod(held.placements[name].whole_shape) * tensor.element_size()
             for name, tensor in held.tensors.items()
         )
+        num_bytes *= num_parts
         copies = self.config.keep + 1 if self.config.every else 1
         message = warn_if_short(self.root.parent, num_bytes * copies)
         if message is not None:
@@ -97,9 +102,14 @@ class Persistence:
         """True when a run has been here before."""
         return self.root is not None and bool(committed_names(self.root))
 
+    @property
+    def every(self) -> int:
+        """Steps between checkpoints; 0 for none."""
+        return self.config.every if self.saver is not None else 0
+
     def is_due(self, step: int) -> bool:
         """True when the recipe wants a checkpoint after this step."""
-        return self.saver is not None and self.config.every > 0 and step % self.config.every == 0
+        return self.every > 0 and step % self.every == 0
 
     def save(self, held: Held, progress: Progress) -> None:
         """Copy the state and begin to write it; returns as soon as the copy is made."""
@@ -128,11 +138,14 @@ class Persistence:
         if self.saver is not None:
             self.saver.close()
 
-    def restore(self, held: Held) -> Restored | None:
+    def restore(self, held_at: Callable[[Progress], Held]) -> Restored | None:
         """Load the newest whole checkpoint; None when there is none to load. Refused ones are named.
 
         The first rank chooses and all read that one: if each chose, a disk that fails one of them would set ranks to work on
         different weights.
+
+        Args:
+            held_at: what this rank holds of a run that is so far, to be written to.
 
         Raises:
             RunError: a rank cannot read it, or it does not fit this model or this data. All ranks raise together.
@@ -146,7 +159,7 @@ class Persistence:
         path = self.root / step_name(step)
         restored, problem = None, ""
         try:
-            restored = self._load(path, held)
+            restored = self._load(path, held_at)
         except (OSError, RunError) as error:
             problem = f"rank {self.world.rank} cannot go on from {path}: {error}"
         failures = int(self.world.sum_(torch.tensor([int(bool(problem))], device=self.world.device)))
@@ -163,7 +176,7 @@ class Persistence:
         step = parse_step(found.path.name) if found.path is not None else None
         return 0 if step is None else step + 1
 
-    def _load(self, path: Path, held: Held) -> Restored:
+    def _load(self, path: Path, held_at: Callable[[Progress], Held]) -> Restored:
         prefix = f"rng/rank-{self.world.rank:03d}/"
         checkpoint = read(path, wanted=lambda name: name.startswith(prefix))
         progress = Progress.from_values(checkpoint.values.get("progress"), origin=str(path))
@@ -175,6 +188,7 @@ class Persistence:
                 f"it was trained on {saved_samples} samples and the data now has {self.train_samples}: samples would be repeated "
                 "and skipped; use the same data, or start a new run"
             )
+        held = held_at(progress)
         refuse_other_state(held, checkpoint.manifest.tensors, origin=str(path))
         import_held(held, read_local(path, held.placements), origin=str(path))
         # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.core.errors import RequestError
+from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
 from shoal.data.check import DataSummary, check_data
 from shoal.data.spec import DataSpec
@@ -26,6 +27,7 @@ from shoal.trainer.layout import (
     choose_plan,
     count_steps,
     derive_layout,
+    updates_per_step,
 )
 
 
@@ -63,7 +65,7 @@ class OwnParts(Protocol):
         """Count the samples of the user's own data; called only where the recipe names such data."""
 
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
-        """Refuse a plan that the user's own module cannot be laid out by; called only where a plan asks that of it."""
+        """Refuse a derived plan that a module cannot be laid out by; called only where nothing but building it can tell."""
 
 
 def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
@@ -91,8 +93,8 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     facts = facts_of(recipe.model, data.spec)
     if facts is not None:
         plan.check(facts)
-    elif asks_the_model(plan):
-        own.check_plan(recipe, plan)
+    if _asks_the_module(recipe, plan, facts):
+        own.check_plan(recipe, layout.plan)
     check_samples(num_samples=data.train, replicas=plan.dp or 1)
     if recipe.optim.schedule == "plateau" and recipe.eval.every == 0:
         raise RequestError(
@@ -107,7 +109,7 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
         total_steps=total,
         run_dir=run_dir,
         resume=request.resume,
-        remarks=tuple(_remarks(recipe, total)),
+        remarks=tuple(_remarks(recipe, total, total * updates_per_step(layout.plan))),
     )
 
 
@@ -120,9 +122,18 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
     check_settings(recipe.train, plan)
 
 
-def _remarks(recipe: Recipe, total_steps: int) -> Iterator[str]:
+def _asks_the_module(recipe: Recipe, plan: Plan, facts: ModelFacts | None) -> bool:
+    """True where only building the module can tell whether the plan fits it."""
+    if facts is None:
+        return asks_the_model(plan)
+    wishes = recipe.pipeline
+    # A shipped model's numbers say whether it can be cut into so many stages, but not whether at these places.
+    return plan.pp > 1 and (facts.num_units is None or bool(wishes.stages) or wishes.memory is not None)
+
+
+def _remarks(recipe: Recipe, total_steps: int, total_updates: int) -> Iterator[str]:
     """Settings that will have no effect, or not the one that was meant."""
-    if recipe.optim.warmup >= total_steps:
-        yield f"optim.warmup {recipe.optim.warmup} is not below the {total_steps} steps: the rate never reaches optim.lr"
+    if recipe.optim.warmup >= total_updates:
+        yield f"optim.warmup {recipe.optim.warmup} is not below the {total_updates} steps: the rate never reaches optim.lr"
     if recipe.telemetry.profile is not None and parse_window(recipe.telemetry.profile)[0] > total_steps:
         yield f"telemetry.profile {recipe.telemetry.profile} begins after the {total_steps} steps: there will be no trace"

@@ -5,7 +5,7 @@ as JSON. A run that loads both takes the very step that it would have taken.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
+from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.core.placement import Placement, place_whole
 from shoal.data.order import Position
@@ -38,6 +39,10 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
     """Steps whose update was left out."""
+    stream: str = ""
+    """Of an asynchronous pipeline: what its versions of weights belong to; empty without one."""
+    stream_start: int = 0
+    """The step at which its history of versions began."""
     trained_seconds: float = 0.0
 
     def as_values(self) -> dict[str, Any]:
@@ -93,7 +98,40 @@ class Held:
     """This rank's optimizer updates something; under ZeRO a small model may leave a rank without a row."""
 
 
-def export_held(model: nn.Module, optimizer: torch.optim.Optimizer, reduction: Reduction, laid: Laid) -> Held:
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One saved tensor of a whole model, as tensor parallelism left it on this rank."""
+
+    parameter: str | None
+    """The parameter's own name, which for a tied one is its first; None for a buffer."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_trained: bool
+
+
+Outline = Mapping[str, Entry]
+"""Every saved tensor of a whole model by name, in the order of names. A rank of a pipeline keeps some of them."""
+
+
+def draw_outline(model: nn.Module) -> Outline:
+    """The outline of a model; to be drawn before a pipeline lets go of what belongs to other ranks."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        saved_name: Entry(
+            parameter=name,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            is_trained=tensor.requires_grad,
+        )
+        for saved_name, (name, tensor) in _saved_names(model, names).items()
+    }
+
+
+def export_held(
+    model: nn.Module, optimizer: torch.optim.Optimizer, reduction: Reduction, laid: Laid, outline: Outline
+) -> Held:
     """This rank's part of weights, buffers and optimizer state; the live tensors, not copies.
 
     A rank that updates only some rows of a parameter holds those rows, whatever else of it is in memory.
@@ -120,7 +158,7 @@ def export_held(model: nn.Module, optimizer: torch.optim.Optimizer, reduction: R
     return Held(
         tensors=tensors,
         placements=placements,
-        all_weights=frozenset(f"weights/{name}" for name in saved),
+        all_weights=frozenset(f"weights/{name}" for name in outline),
         has_updates=bool(reduction.updated),
     )
 
@@ -176,23 +214,37 @@ def import_held(held: Held, tensors: Mapping[str, torch.Tensor], *, origin: str)
         target.copy_(tensors[name])
 
 
-def hash_held(model: nn.Module, held: Held, *, laid: Laid, mesh: Mesh, is_sharded: bool) -> str:
-    """``hash_weights`` of the whole model, from what the ranks hold of it. All ranks call it together; one tensor at a time."""
+def hash_held(
+    outline: Outline, held: Held, *, laid: Laid, mesh: Mesh, is_sharded: bool, is_first_keeper: Callable[[str], bool]
+) -> str:
+    """``hash_weights`` of the whole model, from what the ranks hold of it. All ranks call it together; one tensor at a time.
+
+    Args:
+        outline: of the whole model.
+        held: by this rank.
+        laid: what is cut along ``tp``.
+        mesh: the ranks.
+        is_sharded: what is trained is cut along ``dp``.
+        is_first_keeper: True for a saved tensor that this rank speaks for among those along ``pp``.
+    """
     digest = hashlib.sha256()
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for saved_name, (name, tensor) in _saved_names(model, names).items():
+    for saved_name, entry in outline.items():
         key = f"weights/{saved_name}"
-        split = laid.placements.get(name) if name is not None else None
-        is_cut = is_sharded and name is not None and tensor.requires_grad
-        if split is None and not is_cut:
-            digest.update(_bytes_of(tensor))
+        split = laid.placements.get(entry.parameter) if entry.parameter is not None else None
+        is_cut = is_sharded and entry.is_trained
+        if split is None and not is_cut and not mesh.has(Axis.PIPELINE):
+            digest.update(_bytes_of(held.tensors[key]))
             continue
-        whole_shape = split.whole_shape if split is not None else tuple(tensor.shape)
+        whole_shape = split.whole_shape if split is not None else entry.shape
         nothing = Placement(whole_shape=whole_shape, local_shape=(0,), patches=())
-        speaks = key in held.tensors and is_spokesman(mesh, is_split=split is not None, is_sharded=is_cut)
+        speaks = (
+            key in held.tensors
+            and is_spokesman(mesh, is_split=split is not None, is_sharded=is_cut)
+            and is_first_keeper(saved_name)
+        )
         local = held.tensors[key] if speaks else None
         placement = held.placements[key] if speaks else nothing
-        digest.update(_bytes_of(gather_whole(local, placement, like=tensor, mesh=mesh)))
+        digest.update(_bytes_of(gather_whole(local, placement, dtype=entry.dtype, device=entry.device, mesh=mesh)))
     return digest.hexdigest()
 
 

@@ -5,7 +5,8 @@ decision (skip, clip, stop) is taken from reduced values, which are the same bit
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,9 @@ from shoal.optim.precision import LossScale
 from shoal.parallel import batchnorm
 from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
 from shoal.parallel.reduction import Reduction, sum_partial_
+from shoal.pipeline.runtime import Runtime
 from shoal.telemetry.board import RankSlot
+from shoal.trainer.feed import StepFeed
 from shoal.trainer.objective import Objective
 
 
@@ -58,6 +61,7 @@ class StepRunner:
         num_microbatches: int,
         empty_microbatch: Microbatch | None,
         allows_untouched: bool,
+        runtime: Runtime | None = None,
     ) -> None:
         self.model = model
         self.objective = objective
@@ -73,6 +77,8 @@ class StepRunner:
         self.num_microbatches = num_microbatches
         self.empty_microbatch = empty_microbatch
         self.allows_untouched = allows_untouched
+        self.runtime = runtime
+        """The pipeline's; None where every rank runs whole forward passes."""
         self.on_gradients: Callable[[Mapping[str, nn.Parameter], float], None] | None = None
         """Called with the summed gradients and the loss scale that is still in them, before they are clipped."""
         self.has_batch_norm = batchnorm.is_applied(model)
@@ -87,24 +93,24 @@ class StepRunner:
         loss, stop_requested = self._reduced(local_loss, scale=loss_scale.scale, stop=stop)
         if self.on_gradients is not None:
             self.on_gradients(self.reduction.updated, loss_scale.scale)
-        self._enter("gradient norm", step)
+        self.enter("gradient norm", step)
         updated = self.reduction.updated
         gradients = {name: parameter.grad for name, parameter in updated.items() if parameter.grad is not None}
         norm = global_norm(gradients.items(), exact=self.clip is not None, norms=self.norms) / loss_scale.scale
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         if is_finite:
-            self._enter("optimizer", step)
+            self.enter("optimizer", step)
             clip_(gradients.values(), norm=norm, limit=self.clip, loss_scale=loss_scale.scale)
             self.optimizer.step()
             self.reduction.publish()
         if self.has_batch_norm:
-            self._enter("wait: batch norm statistics", step)
+            self.enter("wait: batch norm statistics", step)
             batchnorm.fold(self.model, keep=is_finite)
         return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, stop_requested=stop_requested)
 
     def _sum_gradients(self, step: int) -> None:
         """What is left of the reduction after the last backward pass."""
-        self._enter("wait: gradients of the other ranks", step)
+        self.enter("wait: gradients of the other ranks", step)
         self.reduction.finish()
         self._refuse_untouched()
         if self.partial:
@@ -154,23 +160,43 @@ class StepRunner:
         objective = self.objective if reduce else self.bare_objective
         total = self._total_weight(batch)
         local_loss: torch.Tensor | float = 0.0
-        microbatches = self._padded(batch)
+        microbatches = self.padded(batch)
+        if self.runtime is not None:
+            with nullcontext() if reduce else self.reduction.local():
+                return self._run_pipeline(self.runtime, microbatches, total, step=step, scale=scale)
         last = len(microbatches) - 1
         for index, microbatch in enumerate(microbatches):
-            self._enter("forward", step)
+            self.enter("forward", step)
             self.dropout.begin(step, microbatch.sample_ids)
             if self.has_batch_norm:
                 batchnorm.begin_microbatch(self.model, index)
             with self.reduction.microbatch(is_last=index == last) if reduce else self.reduction.local():
                 loss = objective(microbatch, microbatch.weight / total, stop)
-                self._enter("backward", step)
+                self.enter("backward", step)
                 (loss if scale == 1.0 else loss * scale).backward()
             local_loss = local_loss + loss.detach()
         if not microbatches:
-            self._enter("backward", step)
+            self.enter("backward", step)
             with self.reduction.microbatch(is_last=True) if reduce else self.reduction.local():
                 objective(None, 0.0, stop).backward()
         return local_loss
+
+    def _run_pipeline(
+        self, runtime: Runtime, microbatches: Sequence[Microbatch], total: float, *, step: int, scale: float
+    ) -> torch.Tensor | float:
+        feed = StepFeed(
+            self.bare_objective,
+            microbatches,
+            shares=[microbatch.weight / total for microbatch in microbatches],
+            steps=[step] * len(microbatches),
+            indices=range(len(microbatches)),
+            scale=scale,
+            dropout=self.dropout,
+            has_batch_norm=self.has_batch_norm,
+            enter=self.enter,
+        )
+        runtime.step(feed)
+        return feed.total(range(len(microbatches)))
 
     @property
     def bare_objective(self) -> Objective:
@@ -180,11 +206,13 @@ class StepRunner:
         assert isinstance(bare, Objective)
         return bare
 
-    def _padded(self, batch: StepBatch) -> tuple[Microbatch, ...]:
+    def padded(self, batch: StepBatch) -> tuple[Microbatch, ...]:
         """This replica's microbatches, with empty ones at the end where a forward pass waits for every replica at every index."""
         if self.empty_microbatch is None:
             return batch.microbatches
-        missing = min(self.num_microbatches, batch.num_samples) - len(batch.microbatches)
+        # A schedule has a fixed number of microbatches; elsewhere replicas only have to be in step.
+        wanted = self.num_microbatches if self.runtime is not None else min(self.num_microbatches, batch.num_samples)
+        missing = wanted - len(batch.microbatches)
         return batch.microbatches + (self.empty_microbatch,) * missing
 
     def _total_weight(self, batch: StepBatch) -> float:
@@ -193,6 +221,7 @@ class StepRunner:
         weight = torch.tensor([batch.local_weight], dtype=torch.float64, device=self.world.device)
         return max(1.0, float(self.mesh.channel(Axis.DATA).sum_(weight)))
 
-    def _enter(self, phase: str, step: int) -> None:
+    def enter(self, phase: str, step: int) -> None:
+        """Say what this rank does now, where the supervisor looks."""
         if self.slot is not None:
             self.slot.enter(phase, step + 1)  # people count steps from 1

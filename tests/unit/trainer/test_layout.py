@@ -4,8 +4,18 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
+from shoal.schedules.catalogue import make_schedule
+from shoal.schedules.csvform import write_csv
 from shoal.trainer.config import TrainConfig
-from shoal.trainer.layout import check_samples, check_settings, choose_plan, count_steps, derive_layout
+from shoal.trainer.layout import (
+    check_samples,
+    check_settings,
+    choose_plan,
+    count_steps,
+    derive_layout,
+    schedule_of,
+    updates_per_step,
+)
 
 
 def chosen(recipe_plan="dp=2", plan_text=None, num_processes=None):
@@ -94,3 +104,84 @@ def test_settings_that_a_plan_cannot_carry_out_are_refused():
     check_settings(TrainConfig(steps=1, global_batch=8, compile=True), Plan.parse("dp=2"))
     with pytest.raises(RequestError, match=r"plan 'dp=2 zero=3': train\.compile goes with dp alone"):
         check_settings(TrainConfig(steps=1, global_batch=8, compile=True), Plan.parse("dp=2 zero=3"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch", "microbatches"),
+    [
+        ("pp=2", 16, 4),
+        ("pp=3", 16, 8),
+        ("dp=2 pp=2", 16, 4),
+        ("pp=4", 6, 6),
+        ("pp=4", 2, 2),
+        ("pp=2", 7, 7),
+        ("pp=2 schedule=chimera", 18, 6),
+        ("pp=4 schedule=chimera", 24, 8),
+        ("pp=2 schedule=dualpipe", 10, 10),
+        ("pp=2 schedule=pipedream-2bw", 8, 4),
+        ("pp=4 schedule=pipedream-2bw", 6, 6),
+        ("pp=2 schedule=interleaved", 12, 4),
+    ],
+)
+def test_a_pipeline_is_filled_well_when_nobody_says_how(plan, batch, microbatches):
+    found = layout(plan, global_batch=batch)
+    assert found.plan.microbatches == microbatches
+    assert found.plan.schedule == (Plan.parse(plan).schedule or "1f1b"), "what runs is said"
+    assert schedule_of(found.plan).grid.num_microbatches == microbatches
+
+
+def test_the_size_of_a_microbatch_decides_for_a_pipeline_too():
+    assert layout("pp=2", global_batch=16, micro_batch=2).plan.microbatches == 8
+    assert layout("pp=2 microbatches=2", global_batch=16).micro_batch == 8
+
+
+@pytest.mark.parametrize(
+    ("plan", "train", "words"),
+    [
+        ("pp=2 microbatches=3", {"global_batch": 16}, ["microbatches=3", "16 samples", "set it to 2"]),
+        ("pp=2 schedule=chimera microbatches=3", {"global_batch": 9}, ["chimera", "pp=2", "microbatches=3"]),
+        (
+            "pp=4 schedule=pipedream-2bw microbatches=2",
+            {"global_batch": 8},
+            ["pipedream-2bw", "pp=4", "microbatches=2"],
+        ),
+        ("pp=2", {"global_batch": 16, "micro_batch": 3}, ["micro_batch 3", "16 samples"]),
+    ],
+)
+def test_microbatches_that_a_pipeline_cannot_have_are_refused(plan, train, words):
+    with pytest.raises(RequestError) as refusal:
+        layout(plan, **train)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_file_says_how_many_microbatches_it_is_for(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text(write_csv(make_schedule("zb-h1", ranks=2, microbatches=4)))
+    assert layout(f"pp=2 schedule={path}", global_batch=16).plan.microbatches == 4
+    with pytest.raises(RequestError, match=r"is for microbatches=4, and microbatches=8 is asked for"):
+        layout(f"pp=2 schedule={path} microbatches=8", global_batch=16)
+    with pytest.raises(RequestError, match=r"is for pp=2, and pp=4 is asked for"):
+        layout(f"pp=4 schedule={path}", global_batch=16)
+    with pytest.raises(RequestError, match=r"microbatches=4 does not divide the 6 samples"):
+        layout(f"pp=2 schedule={path}", global_batch=6)
+    with pytest.raises(RequestError, match=r"is for chunks=1, and chunks=2 is asked for"):
+        layout(f"pp=2 schedule={path} chunks=2", global_batch=16)
+
+
+def test_only_pipedream_updates_for_every_microbatch():
+    counts = {
+        name: updates_per_step(Plan.parse(f"pp=2 schedule={name} microbatches=4")) for name in ("1f1b", "pipedream")
+    }
+    assert counts == {"1f1b": 1, "pipedream": 4}
+    assert updates_per_step(Plan.parse("pp=2 schedule=pipedream-2bw microbatches=4")) == 1
+    assert updates_per_step(Plan.parse("dp=2 microbatches=4")) == 1
+
+
+@pytest.mark.parametrize("setting", [{"precision": "float16"}, {"nonfinite": "skip"}, {"compile": True}])
+def test_settings_that_need_all_stages_to_agree_are_refused_where_they_do_not(setting):
+    train = TrainConfig(steps=1, global_batch=8, **setting)
+    with pytest.raises(RequestError, match=f"train.{next(iter(setting))}"):
+        check_settings(train, Plan.parse("pp=2 schedule=pipedream"))
+    if "compile" not in setting:
+        check_settings(train, Plan.parse("pp=2"))

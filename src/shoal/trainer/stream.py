@@ -1,0 +1,246 @@
+"""Steps of an asynchronous pipeline: windows of steps that follow one another without the pipeline running empty.
+
+Weights change while microbatches are under way, each stage by itself. A window ends where the run wants all stages at the same
+point: before a checkpoint, an evaluation or a comparison of replicas. How long windows are changes no bit, because the rules
+that say which version a microbatch uses count microbatches and not windows (``pipeline/versions.py``).
+
+Under ``pipedream`` and ``pipedream-vsync`` every microbatch is an update and a tick of the learning rate; under
+``pipedream-2bw`` a step is. Clipping is by the norm of the stage's own gradient: that of the others is not known yet.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from shoal.comm.mesh import Mesh
+from shoal.core.axes import Axis
+from shoal.core.errors import RunError
+from shoal.core.placement import place_whole
+from shoal.core.plan import Plan
+from shoal.data.loader import Microbatch, StepBatch
+from shoal.optim.build import set_rate
+from shoal.parallel import batchnorm
+from shoal.parallel.gradnorm import clip_, global_norm
+from shoal.pipeline.build import Pipeline
+from shoal.pipeline.reduction import sum_gradients_
+from shoal.pipeline.runtime import Runtime
+from shoal.pipeline.versions import VersionRule, Versions
+from shoal.trainer.feed import StepFeed
+from shoal.trainer.layout import schedule_of, updates_per_step
+from shoal.trainer.state import Held, Progress
+from shoal.trainer.step import StepResult, StepRunner
+
+LONGEST_WINDOW = 8
+"""Steps; a wish to stop is heard when one ends, and its batches are in memory at once."""
+
+
+@dataclass
+class _Window:
+    """What is found out while one window runs."""
+
+    rates: Sequence[float]
+    """Of every update, in their order."""
+    squares: dict[int, float] = field(default_factory=dict)
+    """Of the norm of this stage's gradient, by update."""
+
+
+class Stream:
+    """The asynchronous steps of one rank.
+
+    Args:
+        runner: the parts of a step.
+        pipeline: this rank's stage.
+        plan: derived.
+    """
+
+    def __init__(self, runner: StepRunner, pipeline: Pipeline, plan: Plan) -> None:
+        self.runner = runner
+        self.pipeline = pipeline
+        self.plan = plan
+        self.longest = LONGEST_WINDOW
+        self.start = 0
+        """The step at which this history of versions began: 0, or where a run went on from another plan's checkpoint."""
+        self._microbatches = plan.microbatches or 1
+        self._updates = updates_per_step(plan)
+        schedule = pipeline.schedule
+        rule = VersionRule(
+            updates=schedule.updates, num_stages=schedule.grid.num_stages, accumulate=schedule.accumulate
+        )
+        self.versions = Versions(self._trained, rule, stage=pipeline.rank)
+        self._runtimes: dict[int, Runtime] = {}
+        self._window: _Window | None = None
+        self._first = 0
+
+    @property
+    def signature(self) -> str:
+        """What must be the same for the versions of a checkpoint to be gone on with."""
+        places = ",".join(map(str, self.pipeline.stages.starts))
+        return f"{self.pipeline.schedule.name} pp={self.plan.pp} microbatches={self._microbatches} stages={places}"
+
+    def describe(self) -> list[str]:
+        """What is not as in a synchronous run, for people."""
+        name = self.pipeline.schedule.name
+        lines = [
+            f"pp: {name} updates each stage without waiting for the others; it does not compute what one process does"
+        ]
+        if self._updates > 1:
+            lines.append(f"pp: every microbatch is an update and a tick of the learning rate, {self._updates} per step")
+        if self.runner.clip is not None:
+            lines.append(f"pp: gradients are clipped by the norm of each stage's own, to {self.runner.clip:g}")
+        return lines
+
+    @property
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: value for name, value in sorted(self.pipeline.own.items()) if value.requires_grad}
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self.runner.mesh
+
+    def window_ticks(self, step: int, count: int) -> range:
+        """The updates of ``count`` steps from ``step`` on, counted through the run."""
+        return range(step * self._updates, (step + count) * self._updates)
+
+    def run(
+        self, batches: Sequence[StepBatch], *, step: int, rates: Sequence[float], wishes_stop: Callable[[], bool]
+    ) -> list[StepResult]:
+        """Take steps from number ``step`` (counted from 0) on, one per batch, and empty the pipeline.
+
+        Args:
+            batches: one per step.
+            step: the first.
+            rates: the learning rate of each update.
+            wishes_stop: asked at the end, whether this rank wishes to stop.
+        """
+        microbatches = [microbatch for batch in batches for microbatch in self.runner.padded(batch)]
+        count, own = len(microbatches), self._microbatches
+        totals = self._total_weights(microbatches)
+        by_step = [sum(totals[first : first + own]) for first in range(0, count, own)]
+        weights = totals if self._updates > 1 else [by_step[place // own] for place in range(count)]
+        self._window = _Window(rates=rates)
+        feed = StepFeed(
+            self.runner.bare_objective,
+            microbatches,
+            shares=[one.weight / max(1.0, weight) for one, weight in zip(microbatches, weights, strict=True)],
+            steps=[step + place // own for place in range(count)],
+            indices=range(count),
+            scale=1.0,
+            dropout=self.runner.dropout,
+            has_batch_norm=self.runner.has_batch_norm,
+            enter=self.runner.enter,
+        )
+        self._first = (step - self.start) * own
+        self._runtime(len(batches)).step(feed, first=self._first)
+        if self.runner.has_batch_norm:
+            # As one process goes through them: update by update, and of each the replicas in turn.
+            each = own // self._updates
+            for first in range(0, count, each):
+                batchnorm.fold(self.runner.model, rows=range(first, first + each))
+        return self._results(feed, by_step, weights, stop=wishes_stop())
+
+    def _runtime(self, steps: int) -> Runtime:
+        if steps not in self._runtimes:
+            self._runtimes[steps] = Runtime(
+                self.pipeline.chain,
+                schedule_of(self.plan, steps=steps),
+                rank=self.pipeline.rank,
+                mail=self.pipeline.mail,
+                versions=self.versions,
+                update=self._update,
+            )
+        return self._runtimes[steps]
+
+    def _total_weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
+        """Of each microbatch, over all replicas."""
+        told = torch.tensor([one.weight for one in microbatches], dtype=torch.float64, device=self.runner.world.device)
+        found: list[float] = self._mesh.channel(Axis.DATA).sum_(told).tolist()
+        return found
+
+    def _update(self, microbatch: int) -> None:
+        """Change this stage's weights; ``microbatch`` is the last of those that the update learns from."""
+        window = self._window
+        assert window is not None
+        trained, runner = self.versions.parameters, self.runner
+        update = (microbatch - self._first + 1) * self._updates // self._microbatches - 1
+        sum_gradients_(trained, self._mesh.replicas)
+        if runner.on_gradients is not None:
+            runner.on_gradients(trained, 1.0)
+        gradients = {name: value.grad for name, value in trained.items() if value.grad is not None}
+        norm = global_norm(gradients.items(), exact=runner.clip is not None)
+        window.squares[update] = norm * norm
+        if math.isfinite(norm):
+            clip_(gradients.values(), norm=norm, limit=runner.clip)
+        set_rate(runner.optimizer, window.rates[update])
+        runner.optimizer.step()
+
+    def _results(
+        self, feed: StepFeed, by_step: Sequence[float], weights: Sequence[float], *, stop: bool
+    ) -> list[StepResult]:
+        """One per step: loss and norm over all ranks, as every rank knows them."""
+        window, own, mesh = self._window, self._microbatches, self._mesh
+        assert window is not None
+        steps = len(by_step)
+        speaks = mesh.replicas.rank == 0
+        # By step: its loss, the square of its last update's norm, and how many of its updates are not finite on some stage.
+        numbers = torch.zeros(3 * steps + 1, dtype=torch.float64)
+        for place, weight in enumerate(by_step):
+            for index in range(place * own, (place + 1) * own):
+                if index in feed.losses:
+                    # A share was of its update's samples; here it is of its step's.
+                    numbers[place] += feed.losses[index].double().cpu() * (weights[index] / max(1.0, weight))
+            squares = [window.squares[update] for update in range(place * self._updates, (place + 1) * self._updates)]
+            numbers[steps + place] = squares[-1] if speaks else 0.0
+            numbers[2 * steps + place] = sum(not math.isfinite(square) for square in squares)
+        numbers[-1] = float(stop)
+        told = mesh.everyone.sum_(numbers.to(self.runner.world.device)).tolist()
+        return [
+            StepResult(
+                loss=told[place],
+                grad_norm=math.sqrt(told[steps + place]),
+                is_finite=math.isfinite(told[place]) and told[2 * steps + place] == 0,
+                stop_requested=told[-1] > 0,
+            )
+            for place in range(steps)
+        ]
+
+    def window_length(self, step: int, total_steps: int, periods: Sequence[int]) -> int:
+        """Steps from ``step`` on until something wants the pipeline empty: the end, or what happens every so many steps."""
+        if step == 0:
+            return 1  # so that there is something to see soon
+        ends = [total_steps, step + self.longest, *(step + every - step % every for every in periods if every)]
+        return min(ends) - step
+
+    # --- what a checkpoint keeps of it
+
+    def add_versions(self, held: Held, step: int) -> Held:
+        """What a rank holds after ``step`` steps, with the older versions that later microbatches will use."""
+        first = (step - self.start) * self._microbatches
+        newest = self.versions.newest_at(first)
+        older = {
+            f"versions/{newest - version}/{name}": tensor.detach()
+            for version in self.versions.wanted(first)
+            for name, tensor in self.versions.sets[version].items()
+        }
+        placements = {name: place_whole(tensor.shape) for name, tensor in older.items()}
+        return replace(held, tensors={**held.tensors, **older}, placements={**held.placements, **placements})
+
+    def go_on(self, progress: Progress) -> None:
+        """Make room for the versions of a checkpoint; where they are another pipeline's, a new history begins there."""
+        self.start = progress.stream_start if progress.stream == self.signature else progress.step
+        self.versions.begin_at((progress.step - self.start) * self._microbatches)
+
+    def sign(self, progress: Progress) -> Progress:
+        """The progress of a run that has this history of versions."""
+        return replace(progress, stream=self.signature, stream_start=self.start)
+
+
+def nonfinite(result: StepResult, *, step: int, plan: Plan, checkpoint: object) -> RunError:
+    """The end of a run whose loss or gradient is not a number any more."""
+    return RunError(
+        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm} under schedule={plan.schedule}, whose stages update "
+        f"before they know of each other; last good checkpoint: {checkpoint or 'none'}. Lower optim.lr or set optim.clip; "
+        "schedule=1f1b names the rank and the parameter"
+    )

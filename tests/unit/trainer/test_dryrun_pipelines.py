@@ -1,0 +1,99 @@
+"""A dry run of a pipeline says where the model is cut and what the fullest rank will hold; names are counted by hand."""
+
+import pytest
+import torch
+
+from shoal.trainer.build import build_parts
+from shoal.trainer.dryrun import dry_run_result, part_of
+from shoal.trainer.measure import OwnPartsHere
+from shoal.trainer.request import TrainRequest, prepare
+
+RECIPE = """
+[model]
+name = "{name}"
+{rest}
+[data]
+source = "synthetic"
+kind = "{kind}"
+samples = 64
+features = [8, 8]
+sequence = 8
+vocab = 33
+[train]
+steps = 2
+global_batch = 8
+"""
+GPT = RECIPE.format(name="gpt", rest="layers = 4\nhidden = 16\nheads = 2", kind="tokens")
+CNN = RECIPE.format(name="cnn", rest="", kind="classes")
+
+
+def dry_run(folder, recipe, plan, *overrides):
+    (folder / "recipe.toml").write_text(recipe)
+    request = TrainRequest(recipe=folder / "recipe.toml", plan=plan, overrides=tuple(overrides), run_dir=folder / "run")
+    prepared = prepare(request, own=OwnPartsHere())
+    model, _, _ = build_parts(prepared.recipe)
+    return dry_run_result(prepared), model
+
+
+def held(model, *prefixes):
+    """Bytes of what begins with one of these, parameters and saved buffers; a tied weight once."""
+    found = {id(v): v for name, v in model.state_dict(keep_vars=True).items() if name.startswith(prefixes)}
+    return sum(value.nbytes for value in found.values())
+
+
+def test_the_fullest_rank_is_the_one_whose_stages_weigh_most(tmp_path):
+    result, model = dry_run(tmp_path, GPT, "pp=2")
+    assert result.plan == "dp=1 pp=2 schedule=1f1b microbatches=4" and result.world_size == 2
+    assert [line for line in result.found if line.startswith("pp:")] == [
+        "pp: stage 0 on pipeline rank 0: embedding to blocks.1",
+        "pp: stage 1 on pipeline rank 1: blocks.2 to head",
+    ]
+    parts = [held(model, "embedding", "blocks.0", "blocks.1"), held(model, "blocks.2", "blocks.3", "norm", "head")]
+    assert result.bytes_per_rank["weights"] == result.bytes_per_rank["gradients"] == max(parts)
+    assert max(parts) > min(parts) and sum(parts) == held(model, "")
+    assert 2 * max(parts) <= result.bytes_per_rank["optimizer"] < 2 * held(model, "")
+
+
+def test_stages_of_the_users_own_choice_are_counted(tmp_path):
+    result, model = dry_run(tmp_path, GPT, "pp=2", 'pipeline.stages=["blocks.3"]')
+    assert result.bytes_per_rank["weights"] == held(model, "embedding", "blocks.0", "blocks.1", "blocks.2")
+
+
+def test_both_directions_are_held_by_both_ranks(tmp_path):
+    result, model = dry_run(tmp_path, GPT, "pp=2 schedule=chimera")
+    assert result.bytes_per_rank["weights"] == held(model, "")
+
+
+def test_a_tied_weight_is_at_both_ends(tmp_path):
+    result, model = dry_run(tmp_path, GPT, "pp=2", "model.tied=true")
+    assert result.bytes_per_rank["weights"] == held(model, "blocks.2", "blocks.3", "norm", "head")
+
+
+def test_running_statistics_are_where_their_stage_is(tmp_path):
+    result, model = dry_run(tmp_path, CNN, "pp=2", 'pipeline.stages=["linear1"]')
+    parts = [held(model, "conv", "norm"), held(model, "linear")]
+    assert result.bytes_per_rank["weights"] == max(parts) < held(model, "")
+
+
+@pytest.mark.parametrize(("schedule", "copies"), [("pipedream", (2, 1)), ("pipedream-2bw", (2, 2))])
+def test_versions_are_counted(tmp_path, schedule, copies):
+    """The weights, which the optimizer writes to, and a copy for every version that a pass may read."""
+    result, model = dry_run(tmp_path, GPT, f"pp=2 schedule={schedule} microbatches=4")
+    parts = [held(model, "embedding", "blocks.0", "blocks.1"), held(model, "blocks.2", "blocks.3", "norm", "head")]
+    weights = [(1 + number) * part for number, part in zip(copies, parts, strict=True)]
+    # Gradients and two moments beside them.
+    totals = [weight + 3 * part for weight, part in zip(weights, parts, strict=True)]
+    assert result.bytes_per_rank["weights"] == weights[totals.index(max(totals))]
+
+
+def test_shards_are_of_the_stages(tmp_path):
+    whole, _ = dry_run(tmp_path, GPT, "dp=2 pp=2")
+    sharded, _ = dry_run(tmp_path, GPT, "dp=2 pp=2 zero=1")
+    assert sharded.bytes_per_rank["weights"] < 1.1 * whole.bytes_per_rank["weights"]
+    assert sharded.bytes_per_rank["optimizer"] < 0.6 * whole.bytes_per_rank["optimizer"]
+
+
+def test_a_part_has_what_is_kept_and_leaves_the_whole_alone():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    part = part_of(model, {"0.bias", "1.running_mean"})
+    assert set(part.state_dict()) == {"0.bias", "1.running_mean"} and len(model.state_dict()) == 7
