@@ -4,8 +4,8 @@ The reference process must not import ``parallel/``, and the whole recipe knows 
 is cut out of the recipe here, and the reference reads the sections it needs with the schemas of their own rooms.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shoal.optim.config import PrecisionName
@@ -39,9 +39,29 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """The order in which one step's gradients are added: microbatches in order, one partial sum per replica, these in rank
-    order."""
+    """The order in which one step's gradients are added.
+
+    Microbatches in order; of a replica one partial sum per direction and, where stages share a weight, per stage, added in this
+    order; then replicas in the order of ranks.
+    """
 
     replicas: int
     microbatches: int
-    """Per replica and step."""
+    """Per replica and step; a short batch leaves the last ones empty."""
+    directions: int = 1
+    """2 for bidirectional pipelines: the first half of the microbatches, the longer one, and the rest have a sum each."""
+    uses: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    """Of a weight that several stages use, by its first name: its names in each of these stages, in their order."""
+    delay: str | None = None
+    """Name of an asynchronous schedule, whose weights change while microbatches are under way."""
+    stages: Sequence[Sequence[str]] = ()
+    """Where there is a delay: the parameters of each stage."""
+
+    def as_values(self) -> dict[str, Any]:
+        """JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "Tree":
+        """Back from JSON."""
+        return cls(**values)

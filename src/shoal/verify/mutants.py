@@ -169,6 +169,63 @@ _ALL: Sequence[Mutant] = (
     ),
     Mutant(name="updated weights not published", plan="dp=2 zero=1", by=("loss",), plant=plants.keep_old_weights),
     Mutant(name="every replica reads the same samples", plan="dp=2", by=("loss",), plant=plants.repeat_data),
+    Mutant(
+        name="a stage uses a version that is one too old",
+        plan="dp=1 pp=2 schedule=pipedream microbatches=4",
+        by=("loss", "grad"),
+        plant=plants.use_older_version,
+    ),
+    Mutant(
+        name="weights not stashed: the backward pass meets newer ones",
+        plan="dp=1 pp=2 schedule=pipedream microbatches=4",
+        by=("loss", "grad"),
+        plant=plants.miss_stash,
+    ),
+    Mutant(
+        name="one version on all stages, but for the last",
+        plan="dp=1 pp=2 schedule=pipedream-vsync microbatches=4",
+        by=("loss", "grad"),
+        plant=plants.use_newest_on_last_stage,
+    ),
+    Mutant(
+        name="a stage swaps two microbatches",
+        plan="dp=1 pp=2 schedule=1f1b microbatches=4",
+        by=("loss",),
+        plant=plants.swap_microbatches,
+    ),
+    Mutant(
+        name="tied weight not summed over its stages",
+        plan="dp=1 pp=2 schedule=1f1b microbatches=4",
+        by=("grad",),
+        plant=plants.keep_own_tied_sum,
+        overrides=("model.tied=true",),
+    ),
+    Mutant(
+        name="both directions of a weight not summed",
+        plan="dp=1 pp=2 schedule=chimera microbatches=4",
+        by=("grad",),
+        plant=plants.keep_own_tied_sum,
+    ),
+    Mutant(
+        name="norm of one stage only",
+        plan="dp=1 pp=2 schedule=1f1b microbatches=4",
+        by=("norm",),
+        plant=plants.norm_of_own_shard,
+        overrides=("optim.clip=0.1",),
+    ),
+    Mutant(
+        name="stale norm in a pipeline: clipped by that of the step before",
+        plan="dp=1 pp=2 schedule=zb-h1 microbatches=4",
+        by=("optimizer",),
+        plant=plants.clip_by_stale_norm,
+        overrides=("optim.clip=0.1",),
+    ),
+    Mutant(
+        name="weight gradients of a split backward pass lost",
+        plan="dp=1 pp=2 schedule=zb-h1 microbatches=4",
+        by=("grad",),
+        plant=plants.lose_deferred_gradient,
+    ),
     Mutant(name="a redundant collective", plan="dp=2 zero=1", by=("traffic",), plant=plants.sum_once_more),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}

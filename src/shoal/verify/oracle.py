@@ -48,12 +48,15 @@ class Oracle:
     optimizers: Sequence[torch.optim.Optimizer]
     loss_of: Callable[[Callable[..., object], int], Tensor]
     before_update: Callable[[int, int], None] | None = None
-    """Called with stage and microbatch when gradients are in place: clips, sets the rate."""
-    _history: list[dict[str, Tensor]] = field(default_factory=list)
+    """Called with stage and update when gradients are in place: clips, sets the rate."""
+    _count: int = 0
+    """Updates so far."""
+    _history: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Weights by the number of updates that made them; those that no later update will ask for are gone."""
 
     def __post_init__(self) -> None:
         self._parameters = dict(self.model.named_parameters())
-        self._history.append(self._copy())
+        self._history[0] = self._copy()
 
     def version(self, stage: int, update: int) -> int:
         """v_s for update t, stages counted from 0."""
@@ -61,31 +64,48 @@ class Oracle:
         behind = {Delay.STASHED: count - 1 - stage, Delay.VERTICAL: count - 1, Delay.BUFFERED: 1}[self.delay]
         return max(0, update - behind)
 
-    def take(self, microbatches: Sequence[int]) -> Tensor:
-        """Update number t on its microbatches (one, but for 2BW); the sum of their losses."""
-        update = len(self._history) - 1
+    def take(self, *replicas: Sequence[int]) -> Tensor:
+        """Update number t on the microbatches of each replica (one, but for 2BW); the sum of their losses.
+
+        A replica's microbatches are added in order, then replicas. Where nobody has a microbatch the gradient is zero.
+        """
         mixed = {
-            name: self._history[self.version(stage, update)][name].requires_grad_()
+            name: self._history[self.version(stage, self._count)][name].requires_grad_()
             for stage, names in enumerate(self.stages)
             for name in names
         }
-        total = torch.zeros(())
-        for microbatch in microbatches:
-            loss = self.loss_of(lambda *inputs: functional_call(self.model, mixed, inputs), microbatch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total = total + loss.detach()
+        total, gradients = self._add_up(mixed, replicas[0])
+        for microbatches in replicas[1:]:
+            loss, own = self._add_up(mixed, microbatches)
+            total, gradients = total + loss, {name: gradients[name] + own[name] for name in gradients}
         for stage, names in enumerate(self.stages):
             for name in names:
-                self._parameters[name].grad, mixed[name].grad = mixed[name].grad, None
+                self._parameters[name].grad = gradients[name]
             if self.before_update is not None:
-                self.before_update(stage, microbatches[-1])
+                self.before_update(stage, self._count)
             self.optimizers[stage].step()
-        self._history.append(self._copy())
+        self._count += 1
+        self._history[self._count] = self._copy()
+        oldest = min(self.version(stage, self._count) for stage in range(len(self.stages)))
+        self._history = {version: weights for version, weights in self._history.items() if version >= oldest}
         return total
 
     def gradients(self) -> Mapping[str, Tensor | None]:
         """Those of the last update."""
         return {name: parameter.grad for name, parameter in self._parameters.items()}
+
+    def _add_up(self, mixed: Mapping[str, Tensor], microbatches: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and gradients of one replica."""
+        total = torch.zeros(())
+        for microbatch in microbatches:
+            loss = self.loss_of(lambda *inputs: functional_call(self.model, dict(mixed), inputs), microbatch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = total + loss.detach()
+        found: dict[str, Tensor] = {}
+        for name, weight in mixed.items():
+            found[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            weight.grad = None
+        return total, found
 
     def _copy(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}

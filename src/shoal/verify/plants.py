@@ -20,7 +20,8 @@ from shoal.parallel.context import ring
 from shoal.parallel.tensor import vocabulary
 from shoal.parallel.tensor.crossing import sum_out
 from shoal.parallel.zero import apply as zero
-from shoal.trainer import laying, loop, step
+from shoal.pipeline import deferred, share, versions
+from shoal.trainer import feed, laying, loop, step
 
 
 class Swap(NamedTuple):
@@ -254,3 +255,70 @@ def _hook(change: Callable[[Tensor, Tensor, int], Tensor]) -> Swap:
         return honest(channel, bucket).then(alter)
 
     return Swap(data, "_sum_bucket", changed)
+
+
+def use_older_version(world: World) -> list[Swap]:
+    """Every microbatch of a stage computes with the version before the one that is its."""
+    honest = versions.VersionRule.used
+
+    def used(self: versions.VersionRule, stage: int, microbatch: int) -> int:
+        return max(0, honest(self, stage, microbatch) - 1)
+
+    return [Swap(versions.VersionRule, "used", used)]
+
+
+def miss_stash(world: World) -> list[Swap]:
+    """A version is the parameters themselves, which the optimizer writes to before the backward pass has read them."""
+
+    def copy(self: versions.Versions) -> dict[str, Tensor]:
+        return {name: parameter.data.requires_grad_() for name, parameter in self.parameters.items()}
+
+    return [Swap(versions.Versions, "_copy", copy)]
+
+
+def use_newest_on_last_stage(world: World) -> list[Swap]:
+    """Vertical sync forgotten on the last stage: it computes with its newest weights, as plain stashing does."""
+    honest = versions.VersionRule.used
+
+    def used(self: versions.VersionRule, stage: int, microbatch: int) -> int:
+        return microbatch if stage == self.num_stages - 1 else honest(self, stage, microbatch)
+
+    return [Swap(versions.VersionRule, "used", used)]
+
+
+def swap_microbatches(world: World) -> list[Swap]:
+    """The first stage runs microbatch 1 where 0 is due, and 0 where 1 is."""
+    honest = feed.StepFeed.inputs
+
+    def inputs(self: feed.StepFeed, microbatch: int) -> Any:
+        return honest(self, microbatch ^ 1 if microbatch < 2 else microbatch)
+
+    return [Swap(feed.StepFeed, "inputs", inputs)]
+
+
+def keep_own_tied_sum(world: World) -> list[Swap]:
+    """Of a weight that several stages hold, a rank takes what the others have for nothing."""
+    honest = share.Shared._exchange
+
+    def exchange(self: share.Shared) -> Any:
+        arrived = honest(self)
+        for parts in arrived.values():
+            for part in parts.values():
+                part.zero_()
+        return arrived
+
+    return [Swap(share.Shared, "_exchange", exchange)]
+
+
+def lose_deferred_gradient(world: World) -> list[Swap]:
+    """The second part of one microbatch's backward pass is not run."""
+    honest = deferred.Later.run
+    seen: list[int] = []
+
+    def run(self: deferred.Later) -> None:
+        seen.append(1)
+        if len(seen) == 2:
+            self._products.clear()
+        honest(self)
+
+    return [Swap(deferred.Later, "run", run)]

@@ -5,6 +5,7 @@ processes takes longer than a proof.
 """
 
 import hashlib
+import json
 import shutil
 import tempfile
 import time
@@ -14,10 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import nn
+
 from shoal.core.errors import RequestError, RunError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
+from shoal.data.splits import Splits
 from shoal.optim.config import PrecisionName
+from shoal.parallel.anatomy import Anatomy
 from shoal.trainer.config import Recipe, dump_recipe
 from shoal.trainer.layout import derive_layout
 from shoal.verify.capture import Recording
@@ -25,6 +30,7 @@ from shoal.verify.case import Case, Tree
 from shoal.verify.judge import Difference, judge_run, judge_sizes, judge_traffic
 from shoal.verify.pattern import Layout
 from shoal.verify.pool import Pool
+from shoal.verify.stages import cut_model
 from shoal.verify.tolerance import derive_tolerance
 
 # A rank that imports torch on a busy machine; what a job takes comes on top of it.
@@ -42,6 +48,10 @@ class Subject:
     """What plans ask of the model."""
     num_samples: int
     has_batch_norm: bool
+    model: nn.Module
+    """As one process builds it; looked at, never trained."""
+    data: Splits
+    anatomy: Anatomy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +113,7 @@ class Prover:
         train = subject.recipe.train.model_copy(update={"precision": precision, **between})
         recipe = subject.recipe.model_copy(update={"train": train})
         layout = derive_layout(train, plan)
-        tree = Tree(replicas=layout.plan.dp or 1, microbatches=layout.plan.microbatches or 1)
+        recipe, tree = _tree_of(subject, recipe, layout.plan)
         steps = min(self.steps, subject.total_steps)
         case = _case_of(recipe, subject, steps)
         reference_folder, reference_seconds = self._reference(case, tree)
@@ -117,15 +127,12 @@ class Prover:
         return result
 
     def _reference(self, case: Case, tree: Tree) -> tuple[Path, float]:
-        key = hashlib.sha256(f"{case}{tree}".encode()).hexdigest()
+        # As JSON: a list and a tuple of the same names are one tree.
+        values = {"case": case.as_values(), "tree": tree.as_values()}
+        key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         if key not in self._references:
             folder, started = self._new_folder(), time.monotonic()
-            job = {
-                "case": case.as_values(),
-                "tree": {"replicas": tree.replicas, "microbatches": tree.microbatches},
-                "folder": str(folder),
-                "threads": self.threads,
-            }
+            job = {**values, "folder": str(folder), "threads": self.threads}
             self._reference_pool.run(job, deadline_seconds=self.deadline_seconds or 3600.0)
             self._references[key] = (folder, time.monotonic() - started)
         return self._references[key]
@@ -231,6 +238,19 @@ class Prover:
         folder = Path(self._folder.name) / f"job-{self._num_jobs}"
         folder.mkdir()
         return folder
+
+
+def _tree_of(subject: Subject, recipe: Recipe, plan: Plan) -> tuple[Recipe, Tree]:
+    """The order of a plan's sums; and the recipe, which for a pipeline names the cut that they follow from."""
+    replicas, microbatches = plan.dp or 1, plan.microbatches or 1
+    if plan.pp == 1:
+        return recipe, Tree(replicas=replicas, microbatches=microbatches)
+    cut = cut_model(
+        subject.model, subject.data, subject.anatomy, plan, recipe.pipeline, global_batch=recipe.train.global_batch
+    )
+    pipeline = recipe.pipeline.model_copy(update={"stages": cut.places})
+    tree = cut.tree(replicas=replicas, microbatches=microbatches)
+    return recipe.model_copy(update={"pipeline": pipeline}), tree
 
 
 def _case_of(recipe: Recipe, subject: Subject, steps: int) -> Case:

@@ -22,6 +22,7 @@ from shoal.comm.shared import SharedTransport
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.models.build import Loss
+from shoal.pipeline.build import Pipeline
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
@@ -53,11 +54,14 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             telemetry=recipe.telemetry,
             elastic=recipe.elastic,
             parallel=recipe.parallel,
+            pipeline=recipe.pipeline,
             plan=Plan.parse(job["plan"]),
             prefetch=recipe.data.prefetch,
             workers=recipe.data.workers,
             world=world,
         )
+        if trainer.stream is not None:
+            trainer.stream.longest = 1  # Every step is looked at; how long a window is changes no bit.
         with trainer:
             meter = ActivationMeter(trainer)
             survey = TrafficSurvey(trainer, plain, loss, data)
@@ -105,10 +109,18 @@ def _record(trainer: Trainer, survey: TrafficSurvey, steps: int, folder: Path) -
 def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMeter) -> dict[str, dict[str, int]]:
     """Predicted and measured bytes of this rank."""
     anatomy, plan, rank = trainer.placed.anatomy, trainer.plan, trainer.world.rank
+    cut = trainer.placed.pipeline
     predicted = predict_state(
-        plain, anatomy=anatomy, plan=plan, rank=rank, optimizer=trainer.optim_config.name, precision=trainer.precision
+        plain,
+        anatomy=anatomy,
+        plan=plan,
+        rank=rank,
+        optimizer=trainer.optim_config.name,
+        precision=trainer.precision,
+        stages=None if cut is None else _names_of(cut),
     )
     measured = measured_state(trainer)
+    predicted = {what: size for what, size in predicted.items() if what in measured}
     # Stage 3 keeps weights out of what autograd saves with hooks of its own, which would hide from the count what is inside them.
     if meter.microbatch is not None and meter.num_bytes is not None and plan.zero < 3:
         measured["activations"] = meter.num_bytes
@@ -120,6 +132,12 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
             # A forward pass that looks at values cannot run without them; then there is a measurement and no prediction.
             print(f"activations cannot be predicted: {type(error).__name__}: {error}", file=sys.stderr)
     return {"predicted": predicted, "measured": measured}
+
+
+def _names_of(cut: Pipeline) -> set[str]:
+    """The parameters of this rank's stages."""
+    own = cut.schedule.grid.stages_of(cut.rank)
+    return {name for name, stages in cut.holders.items() if not stages.isdisjoint(own)}
 
 
 def adds_in_order(trainer: Trainer) -> bool:

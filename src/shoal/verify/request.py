@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.core.errors import RequestError
+from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
 from shoal.optim.config import PrecisionName
 from shoal.parallel.rules import describe_facts
@@ -86,13 +87,17 @@ def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
     """The model of a recipe, and the numbers that a proof needs to know of it."""
     model, _, data = build_parts(recipe)
     total = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
-    facts = describe_facts(look_at(model, data, recipe.parallel), model)
+    anatomy = look_at(model, data, recipe.parallel)
+    facts = describe_facts(anatomy, model)
     subject = Subject(
         recipe=recipe,
         total_steps=total,
         facts=facts,
         num_samples=len(data.train),
         has_batch_norm=any(isinstance(module, _BatchNorm) for module in model.modules()),
+        model=model,
+        data=data,
+        anatomy=anatomy,
     )
     return subject, model
 
@@ -105,8 +110,19 @@ def check_plan(subject: Subject, plan: Plan) -> None:
     """
     plan.check(subject.facts, world_size=plan.world_size)
     refuse_settings(subject.recipe, plan)
+    _refuse_unprovable(subject, plan)
     derive_layout(subject.recipe.train, plan)
     check_samples(num_samples=subject.num_samples, replicas=plan.dp or 1)
+
+
+def _refuse_unprovable(subject: Subject, plan: Plan) -> None:
+    """Refuse what trains but has no counterpart in one process."""
+    is_delayed = plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous
+    if is_delayed and subject.has_batch_norm and subject.recipe.train.batch_norm == "sync" and (plan.dp or 1) > 1:
+        raise RequestError(
+            f"plan {str(plan)!r}: with train.batch_norm sync the replicas of a microbatch run as one, and under "
+            f"schedule={plan.schedule} one process cannot; prove it with train.batch_norm=local, or with dp=1"
+        )
 
 
 def choose_precisions(plan: Plan, asked: str | None) -> tuple[PrecisionName, ...]:
@@ -118,6 +134,10 @@ def choose_precisions(plan: Plan, asked: str | None) -> tuple[PrecisionName, ...
     names: tuple[PrecisionName, ...] = ("float64", "float32", "bfloat16", "float16")
     if asked is not None:
         for name in names:
+            if name == asked == "float16" and plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
+                raise RequestError(
+                    f"--dtype float16 scales its loss, which schedule={plan.schedule} cannot; use bfloat16"
+                )
             if name == asked:
                 return (name,)
         raise RequestError(f"--dtype {asked!r} is none of {', '.join(names)}")

@@ -2,6 +2,7 @@
 
 * Data parallelism and ZeRO add the same numbers in the same tree, so **nothing** may differ where the sum runs in the order of
   ranks (always for two ranks; for any number over shared memory). Elsewhere only the order differs: 1e-6 in float32.
+* Pipelines, synchronous or not, compute what one process computes, on other ranks: nothing differs.
 * Tensor, sequence and context parallelism split single sums, so roundings differ: 1e-5 in float32 and 1e-12 in float64, per
   tensor.
 * bfloat16 rounds to 8 bits, unit roundoff u = 2^-8. Between two plans the roundings of a block are other ones, about R = 8 of
@@ -28,6 +29,7 @@ import torch
 from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.rates import rate
+from shoal.verify.oracle import Delay
 
 NOISE_EPS = 10
 _ROUNDINGS_PER_BLOCK = 8
@@ -116,13 +118,21 @@ def derive_tolerance(
         reason=reason,
         eps=eps,
         normalises=optim.name in _NORMALISING,
-        step_sizes=tuple(_longest_step(optim, step, total_steps) for step in range(steps)),
+        step_sizes=tuple(
+            _longest_step(optim, step, total_steps, updates=_updates_per_step(plan)) for step in range(steps)
+        ),
         doubtful=doubtful,
     )
 
 
-def _longest_step(optim: OptimConfig, step: int, total_steps: int) -> float:
+def _updates_per_step(plan: Plan) -> int:
+    """Every microbatch is an update where weights change with each of them."""
+    return plan.microbatches or 1 if plan.schedule in (Delay.STASHED, Delay.VERTICAL) else 1
+
+
+def _longest_step(optim: OptimConfig, step: int, total_steps: int, *, updates: int) -> float:
     """Kingma & Ba 2015 (arXiv 1412.6980), section 2.1: at most lr (1 - b1) / sqrt(1 - b2), or lr where that is larger."""
     first, second = optim.betas
     longest = max(1.0, (1 - first) / math.sqrt(1 - second))
-    return rate(optim, step, total_steps) * longest
+    ticks = range(step * updates, (step + 1) * updates)
+    return sum(rate(optim, tick, total_steps * updates) for tick in ticks) * longest

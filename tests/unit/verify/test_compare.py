@@ -47,10 +47,20 @@ def compare(reference, found, tolerance):
         ("dp=1 tp=2", "float32", True, 1e-5),
         ("dp=1 tp=2", "float64", True, 1e-12),
         ("dp=2 cp=2", "float64", True, 1e-12),
+        ("dp=1 pp=4 schedule=chimera microbatches=4", "float32", False, 0.0),
+        ("dp=2 pp=2 schedule=pipedream microbatches=4", "bfloat16", False, 0.0),
+        ("dp=1 tp=2 pp=2", "float32", True, 1e-5),
     ],
 )
 def test_the_bound_is_the_laws(plan, precision, in_order, bound):
     assert tolerance_of(plan, precision, adds_in_order=in_order).bound == bound
+
+
+def test_each_microbatch_of_pipedream_may_go_a_step():
+    plain, delayed = (
+        tolerance_of(f"dp=3 pp=2 schedule={name} microbatches=4", adds_in_order=False) for name in ("1f1b", "pipedream")
+    )
+    assert delayed.reach(0) == pytest.approx(4 * plain.reach(0)) != 0
 
 
 def test_the_bound_of_bfloat16_grows_with_the_root_of_the_depth():

@@ -11,34 +11,10 @@ from torch import nn
 
 from shoal.core.errors import RequestError
 from shoal.verify.capture import Recording
-from shoal.verify.case import Case, Tree
-from shoal.verify.reference import build_parts, run_reference, tree_gradients
-
-GPT = {"name": "gpt", "layers": 1, "hidden": 16, "heads": 2, "dropout": 0.1}
-TOKENS = {"source": "synthetic", "kind": "tokens", "samples": 64, "sequence": 8, "vocab": 16}
-
-
-def case_of(**changes):
-    values = {
-        "model": GPT,
-        "data": TOKENS,
-        "optim": {"name": "adamw", "lr": 1e-2},
-        "seed": 1,
-        "global_batch": 8,
-        "precision": "float32",
-        "batch_norm": "local",
-        "total_steps": 8,
-        "steps": 2,
-    }
-    return Case(**{**values, **changes})
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from shoal.verify.case import Tree
+from shoal.verify.parts import build_parts
+from shoal.verify.reference import run_reference, tree_gradients
+from verify_cases import REVERSE, SEQ2SEQ, case_of, run_here
 
 
 def test_it_imports_nothing_of_what_it_judges():
@@ -50,7 +26,7 @@ def test_it_imports_nothing_of_what_it_judges():
 
 
 def test_a_run_is_recorded_step_by_step(tmp_path):
-    found = run_reference_here(case_of(), Tree(replicas=2, microbatches=2), tmp_path)
+    found = run_here(run_reference, case_of(), Tree(replicas=2, microbatches=2), tmp_path)
     recording = Recording.open(tmp_path, "reference")
     assert len(recording) == 2
     first, second = recording.step(0), recording.step(1)
@@ -60,13 +36,6 @@ def test_a_run_is_recorded_step_by_step(tmp_path):
     assert first.norm == pytest.approx(
         float(torch.stack([t.double().norm() for k, t in first.tensors.items() if k.startswith("grad/")]).norm())
     )
-
-
-def run_reference_here(case, tree, folder):
-    """In this process, where other tests have imported ``parallel``: all but the last assertion."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.verify.reference.assert_alone", lambda: None)
-        return run_reference(case, tree, folder)
 
 
 def test_the_tree_decides_the_bits_and_not_the_value():
@@ -82,10 +51,7 @@ def test_the_tree_decides_the_bits_and_not_the_value():
 
 def test_unequal_replicas_are_weighed():
     """Lengths vary, so a mean of means would be another number than the flat mean."""
-    case = case_of(
-        model={"name": "seq2seq", "layers": 1, "hidden": 16, "heads": 2},
-        data={"source": "synthetic", "kind": "reverse", "samples": 64, "sequence": 8, "vocab": 16},
-    )
+    case = case_of(model=SEQ2SEQ, data=REVERSE)
     whole, _ = tree_gradients(build_parts(case), 0, np.arange(8), Tree(replicas=1, microbatches=1), 1.0)
     cut, _ = tree_gradients(build_parts(case), 0, np.arange(8), Tree(replicas=4, microbatches=1), 1.0)
     assert cut == pytest.approx(whole, rel=1e-5)
@@ -97,7 +63,7 @@ def test_a_clipped_step_is_shorter(tmp_path):
     clipped.mkdir()
     for folder, clip in ((plain, None), (clipped, 1e-3)):
         optim = {"name": "sgd", "lr": 1.0, "clip": clip}
-        run_reference_here(case_of(optim=optim, steps=1), Tree(replicas=1, microbatches=1), folder)
+        run_here(run_reference, case_of(optim=optim, steps=1), Tree(replicas=1, microbatches=1), folder)
     moved, held = (Recording.open(folder, "reference") for folder in (plain, clipped))
     assert moved.step(0).norm == held.step(0).norm > 1e-3
     assert sum(value**2 for value in held.facts["movement"].values()) ** 0.5 == pytest.approx(1e-3, rel=1e-3)
@@ -127,19 +93,19 @@ class LayerDrop(Noisy):
 
 @pytest.mark.parametrize(("build", "named"), [(Noisy, "noise"), (LayerDrop, "Python's random")])
 def test_random_numbers_of_its_own_are_refused_by_name(tmp_path, monkeypatch, build, named):
-    monkeypatch.setattr("shoal.verify.reference.build_model", lambda config, spec: build())
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: build())
     case = case_of(
         model={"name": "mlp", "layers": 1, "hidden": 16},
         data={"source": "synthetic", "kind": "classes", "samples": 64},
     )
     with pytest.raises(RequestError, match=named):
-        run_reference_here(case, Tree(replicas=1, microbatches=1), tmp_path)
+        run_here(run_reference, case, Tree(replicas=1, microbatches=1), tmp_path)
 
 
 def test_a_loss_that_is_not_finite_alone_is_refused(tmp_path):
     case = case_of(optim={"name": "sgd", "lr": 1e30}, steps=3)
     with pytest.raises(RequestError, match="one process alone"):
-        run_reference_here(case, Tree(replicas=1, microbatches=1), tmp_path)
+        run_here(run_reference, case, Tree(replicas=1, microbatches=1), tmp_path)
 
 
 def test_the_flat_sum_sees_what_the_tree_hides(tmp_path, monkeypatch):
@@ -151,4 +117,4 @@ def test_the_flat_sum_sees_what_the_tree_hides(tmp_path, monkeypatch):
         return loss, {name: 2 * gradient for name, gradient in gradients.items()}
 
     monkeypatch.setattr("shoal.verify.reference.tree_gradients", doubled)
-    assert run_reference_here(case_of(steps=1), Tree(replicas=2, microbatches=1), tmp_path)["flat"] > 0.4
+    assert run_here(run_reference, case_of(steps=1), Tree(replicas=2, microbatches=1), tmp_path)["flat"] > 0.4

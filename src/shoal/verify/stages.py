@@ -1,0 +1,75 @@
+"""What one process must know of a pipeline to add up as it does: which stages use a weight, and in which directions.
+
+The reference imports nothing of ``pipeline/``; it is told in names and numbers, found here beforehand.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal.core.plan import Plan
+from shoal.data.splits import Splits
+from shoal.parallel.anatomy import Anatomy
+from shoal.pipeline.build import Stages
+from shoal.pipeline.config import PipelineConfig
+from shoal.pipeline.cut import Chain
+from shoal.trainer.staging import example_of, look_at_stages
+from shoal.verify.case import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutModel:
+    """A plan's cut of a model, and who holds what under it."""
+
+    stages: Stages
+    holders: Mapping[str, frozenset[int]]
+    """Stages by parameter name."""
+    aliases: Mapping[str, Sequence[str]]
+    """All names of each parameter."""
+    paths: Mapping[str, frozenset[int]]
+    """Stages by the path of a unit."""
+
+    @property
+    def places(self) -> list[str]:
+        """Where the second and later stages begin, as a recipe says it."""
+        return [self.stages.units[start].path for start in self.stages.starts[1:]]
+
+    def tree(self, *, replicas: int, microbatches: int) -> Tree:
+        """The order of sums."""
+        schedule, count = self.stages.schedule, self.stages.schedule.grid.num_stages
+        if schedule.updates.flows:
+            held = [[name for name, stages in self.holders.items() if stage in stages] for stage in range(count)]
+            return Tree(replicas=replicas, microbatches=microbatches, delay=schedule.name, stages=held)
+        tied = {name: stages for name, stages in self.holders.items() if len(stages) > 1}
+        uses = {name: [self._names_in(name, stage) for stage in sorted(stages)] for name, stages in tied.items()}
+        directions = schedule.grid.replicas
+        return Tree(replicas=replicas, microbatches=microbatches, directions=directions, uses=uses)
+
+    def _names_in(self, parameter: str, stage: int) -> list[str]:
+        return [
+            alias
+            for alias in self.aliases[parameter]
+            if any(alias.startswith(f"{path}.") and stage in stages for path, stages in self.paths.items())
+        ]
+
+
+def cut_model(
+    model: nn.Module, data: Splits, anatomy: Anatomy, plan: Plan, config: PipelineConfig, *, global_batch: int
+) -> CutModel:
+    """Look at how a plan cuts a model, which stays as it is.
+
+    Raises:
+        RequestError: it cannot be cut so.
+    """
+    stages = look_at_stages(model, data, anatomy, plan=plan, config=config, global_batch=global_batch)
+    own = copy.deepcopy(model)
+    chain = Chain(own, stages.units, stages.starts)
+    chain.settle(example_of(data))
+    first = {id(parameter): name for name, parameter in own.named_parameters()}
+    aliases: dict[str, list[str]] = {}
+    for name, parameter in own.named_parameters(remove_duplicate=False):
+        aliases.setdefault(first[id(parameter)], []).append(name)
+    paths = {unit.path: chain.stages_of(unit.path) for unit in stages.units}
+    return CutModel(stages=stages, holders=chain.holders(), aliases=aliases, paths=paths)

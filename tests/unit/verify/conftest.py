@@ -1,0 +1,12 @@
+"""What every test of the proof gets: as many compute threads as its processes have, because the number decides bits."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

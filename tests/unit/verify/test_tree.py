@@ -1,0 +1,120 @@
+"""A step's sums in the order of a pipeline: by direction, and by the stage that uses a tied weight."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from shoal.core.errors import RequestError
+from shoal.data.order import own_microbatches
+from shoal.verify.case import Tree
+from shoal.verify.parts import build_parts, cut_batch
+from shoal.verify.proof import Prover
+from shoal.verify.reference import tree_gradients
+from shoal.verify.uses import split_uses
+from verify_cases import GPT, case_of
+
+TIED = {**GPT, "tied": True}
+USES = {"embedding.weight": [["embedding.weight"], ["head.weight"]]}
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 6, 7, 13])
+def test_a_batch_is_cut_as_the_loader_cuts_it(num_samples):
+    ids = np.arange(num_samples) * 3
+    cuts = cut_batch(ids, Tree(replicas=2, microbatches=3))
+    assert [len(own) for own in cuts] == [3, 3]
+    for replica, own in enumerate(cuts):
+        loaded = own_microbatches(ids, replica, 2, 3)
+        assert [cut.tolist() for cut in own if len(cut)] == [cut.tolist() for cut in loaded]
+
+
+def test_directions_decide_the_bits_and_not_the_value():
+    one, two = (
+        tree_gradients(build_parts(case_of()), 0, np.arange(8), Tree(replicas=2, microbatches=4, directions=ways), 1.0)
+        for ways in (1, 2)
+    )
+    assert any(not torch.equal(one[1][name], two[1][name]) for name in one[1])
+    assert two[0] == pytest.approx(one[0], rel=1e-6)
+    for name in one[1]:
+        torch.testing.assert_close(one[1][name], two[1][name], rtol=1e-5, atol=1e-6)
+
+
+def use_gradients(parts, cuts, total):
+    """Sums over some microbatches with the embedding and the head as two weights."""
+    weights = {name: value.detach().clone().requires_grad_() for name, value in parts.named}
+    weights["head.weight"] = weights["embedding.weight"].detach().clone().requires_grad_()
+    for cut in cuts:
+        items = parts.train.collate(cut)
+        parts.dropout.begin(0, cut)
+        output = functional_call(parts.model, weights, items.inputs, tie_weights=False)
+        (parts.loss(output, items.targets) * (items.weight / total)).backward()
+    return {name: value.grad for name, value in weights.items()}
+
+
+def test_a_tied_weight_is_the_fold_of_its_directions_and_stages():
+    """Three microbatches: two go down and one goes up."""
+    parts, ids = build_parts(case_of(model=TIED)), np.arange(12)
+    _, found = tree_gradients(parts, 0, ids, Tree(replicas=2, microbatches=3, directions=2, uses=USES), 1.0)
+    total, cuts = float(parts.train.collate(ids).weight), ids.reshape(6, 2)
+    replicas = []
+    for first in (0, 3):
+        down, up = (
+            use_gradients(parts, cuts[first : first + 2], total),
+            use_gradients(parts, cuts[first + 2 :][:1], total),
+        )
+        own = {name: down[name] + up[name] for name in down}
+        own["embedding.weight"] = (
+            down["embedding.weight"] + down["head.weight"] + up["embedding.weight"] + up["head.weight"]
+        )
+        replicas.append(own)
+    for name in found:
+        assert torch.equal(found[name], replicas[0][name] + replicas[1][name]), name
+    _, plain = tree_gradients(parts, 0, ids, Tree(replicas=1, microbatches=1), 1.0)
+    torch.testing.assert_close(found["embedding.weight"], plain["embedding.weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_leaves_tied_weights_tied():
+    parts = build_parts(case_of(model=TIED))
+    weight = parts.model.embedding.weight
+    tree_gradients(parts, 0, np.arange(4), Tree(replicas=1, microbatches=2, uses=USES), 1.0)
+    assert parts.model.embedding.weight is weight and parts.model.head.weight is weight
+    with pytest.raises(ZeroDivisionError), split_uses(parts.model, USES):
+        assert parts.model.head.weight is not parts.model.embedding.weight
+        raise ZeroDivisionError
+    assert parts.model.head.weight is weight
+
+
+def test_a_short_batch_leaves_a_direction_without_samples():
+    parts = build_parts(case_of(model=TIED))
+    tree = Tree(replicas=1, microbatches=4, directions=2, uses=USES)
+    loss, found = tree_gradients(parts, 0, np.arange(2), tree, 1.0)
+    plain_loss, plain = tree_gradients(parts, 0, np.arange(2), Tree(replicas=1, microbatches=2, uses=USES), 1.0)
+    assert loss == plain_loss
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def test_stages_that_share_a_module_are_refused():
+    layer = nn.Linear(2, 2)
+    model = nn.ModuleDict({"one": layer, "other": layer})
+    uses = {"one.weight": [["one.weight"], ["other.weight"]]}
+    with pytest.raises(RequestError, match=r"the one module of 'other\.weight'"), split_uses(model, uses):
+        pass
+    with pytest.raises(AssertionError, match=r"head\.weight"):
+        split_uses(build_parts(case_of(model=TIED)).model, {"embedding.weight": [["embedding.weight"]]}).__enter__()
+
+
+def test_every_part_of_a_tree_goes_to_the_reference(monkeypatch):
+    """Two trees that differ in one field have two references; the same tree, read back from JSON, has one."""
+    jobs = []
+    monkeypatch.setattr("shoal.verify.pool.Pool.run", lambda pool, job, **options: jobs.append(job))
+    fields = {"directions": 2, "uses": USES, "delay": "pipedream", "stages": (("a",), ("b",))}
+    trees = [Tree(replicas=1, microbatches=2, **{name: value}) for name, value in fields.items()]
+    with Prover(steps=1) as prover:
+        for tree in [*trees, *(Tree.from_values(json.loads(json.dumps(tree.as_values()))) for tree in trees)]:
+            prover._reference(case_of(), tree)
+    assert len(jobs) == len(trees)
+    for job, (name, value) in zip(jobs, fields.items(), strict=True):
+        assert job["tree"][name] == value
