@@ -125,9 +125,8 @@ def place_model(
         plan.check(describe_facts(anatomy, model))
     stages = None
     if mesh.has(Axis.PIPELINE):
-        stages = look_at_stages(
-            model, data, anatomy, plan=plan, config=pipeline, global_batch=train.global_batch, world=world
-        )
+        batch = train.global_batch
+        stages = look_at_stages(model, data, anatomy, plan=plan, config=pipeline, global_batch=batch, world=world)
     if not is_known(loss):
         # A loss of the user's own may look at all positions at once.
         anatomy = replace(anatomy, tail_is_pointwise=False)
