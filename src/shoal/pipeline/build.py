@@ -104,6 +104,11 @@ class Pipeline:
         """What runs."""
         return self.stages.schedule
 
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those of ``own`` that are trained, in the order of names."""
+        return {name: parameter for name, parameter in sorted(self.own.items()) if parameter.requires_grad}
+
     def is_first_keeper(self, name: str) -> bool:
         """True on one of the ranks that keep a tensor."""
         return self.keepers[name][0] == self.rank

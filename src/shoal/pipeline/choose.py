@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shoal.core.errors import RequestError
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.estimate import estimate_work
-from shoal.pipeline.measure import estimate_costs
+from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.split import StageMemory, UnitCost, parse_starts, split
 from shoal.pipeline.units import Unit
 from shoal.schedules.grid import Grid
@@ -51,7 +51,7 @@ def choose_starts(
     if config.stages:
         return _named(config.stages, units, grid)
     is_measured = config.balance == "measured"
-    costs = (estimate_costs if is_measured else estimate_work)(model, units, example)
+    costs = (measure_costs if is_measured else estimate_work)(model, units, example)
     if samples is not None:
         costs = tuple(_scaled(cost, samples, len(example[0])) for cost in costs)
     memory = None if config.memory_bytes is None else stage_memory(schedule, config.memory_bytes)

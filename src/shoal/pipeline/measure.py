@@ -14,7 +14,7 @@ from shoal.pipeline.watch import FORWARDS_PER_STEP, Watch
 NUM_TIMED = 3
 
 
-def estimate_costs(model: nn.Module, units: Sequence[Unit], example: tuple[Tensor, ...]) -> tuple[UnitCost, ...]:
+def measure_costs(model: nn.Module, units: Sequence[Unit], example: tuple[Tensor, ...]) -> tuple[UnitCost, ...]:
     """Measure the units on an example: forward passes in training mode, of which nothing stays.
 
     A backward pass is not run: its time is taken as twice the forward's, and what it needs is seen when it is saved.

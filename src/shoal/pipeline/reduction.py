@@ -28,7 +28,7 @@ class StageReduction:
     """See ``Reduction``.
 
     Args:
-        own: this rank's trained parameters, by name.
+        own: this rank's trained parameters, by name in the order of names.
         shared: those that other stages hold too.
         replicas: ranks with the same stages and other data.
         placements: of parameters that tensor parallelism has cut.
@@ -44,7 +44,7 @@ class StageReduction:
         placements: Mapping[str, Placement],
         sharded: ZeroReduction | None = None,
     ) -> None:
-        self._own = dict(sorted(own.items()))
+        self._own = dict(own)
         self._shared = shared
         self._replicas = replicas
         self.sharded = sharded
@@ -118,7 +118,7 @@ def reduce_stages(
     model: nn.Module, pipeline: Pipeline, *, plan: Plan, mesh: Mesh, anatomy: Anatomy, laid: Laid
 ) -> StageReduction:
     """The reduction of a model that was cut, with ZeRO or without."""
-    trained = {name: parameter for name, parameter in pipeline.own.items() if parameter.requires_grad}
+    trained = pipeline.trained
     sharded = None
     # A stage may have nothing to train, on all its replicas alike, and then nothing to shard.
     if plan.zero > 0 and trained:

@@ -24,6 +24,7 @@ from shoal.trainer.loop import Trainer
 from shoal.trainer.objective import Objective
 from shoal.trainer.rng import seed_for_build
 from shoal.trainer.scoring import Scoring
+from shoal.trainer.staging import example_of
 from shoal.trainer.state import import_weights
 
 
@@ -83,8 +84,7 @@ class LoadedRun:
     def example_inputs(self) -> tuple[torch.Tensor, ...]:
         """Inputs of two samples, for tracing; of one where there is no second."""
         precision = Precision.named(self.recipe.train.precision)
-        samples = self.data.train.collate(range(min(2, len(self.data.train))))
-        return tuple(precision.cast_input(tensor) for tensor in samples.inputs)
+        return tuple(precision.cast_input(tensor) for tensor in example_of(self.data))
 
 
 def load_run(run_dir: Path) -> LoadedRun:

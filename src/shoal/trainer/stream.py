@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
 
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
@@ -69,7 +68,7 @@ class Stream:
         rule = VersionRule(
             updates=schedule.updates, num_stages=schedule.grid.num_stages, accumulate=schedule.accumulate
         )
-        self.versions = Versions(self._trained, rule, stage=pipeline.rank)
+        self.versions = Versions(self.pipeline.trained, rule, stage=pipeline.rank)
         self._runtimes: dict[int, Runtime] = {}
         self._window: _Window | None = None
         self._first = 0
@@ -91,10 +90,6 @@ class Stream:
         if self.runner.clip is not None:
             lines.append(f"pp: gradients are clipped by the norm of each stage's own, to {self.runner.clip:g}")
         return lines
-
-    @property
-    def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: value for name, value in sorted(self.pipeline.own.items()) if value.requires_grad}
 
     @property
     def _mesh(self) -> Mesh:

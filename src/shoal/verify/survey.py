@@ -21,6 +21,7 @@ from shoal.trainer.feed import kind_of
 from shoal.trainer.layout import updates_per_step
 from shoal.trainer.loop import Trainer
 from shoal.trainer.scoring import is_known
+from shoal.trainer.staging import example_of
 
 _FLOAT64 = 8
 
@@ -34,8 +35,7 @@ class TrafficSurvey:
         self._is_known = is_known(loss)
         self._survey: Survey | None = None
         if trainer.mesh.has(Axis.TENSOR):
-            example = data.train.collate(range(min(2, len(data.train)))).inputs
-            self._survey = survey_crossings(plain, trainer.placed.anatomy, example)
+            self._survey = survey_crossings(plain, trainer.placed.anatomy, example_of(data))
         self._plain = plain
         self._boundaries: dict[Any, Boundaries] = {}
         self._run = trainer.runner.run
@@ -110,7 +110,7 @@ class TrafficSurvey:
         if (trainer.plan.sp or trainer.plan.cp > 1) and key in sent and key in counted:
             # The plain model's sequence is whole; how much of it a rank has at a boundary is its own affair.
             sent[key] = replace(sent[key], num_bytes=counted[key].num_bytes)
-        sizes = {name: value.nbytes for name, value in cut.own.items() if value.requires_grad}
+        sizes = {name: value.nbytes for name, value in cut.trained.items()}
         shared = expected_exchange(sizes, cut.holders, grid=cut.schedule.grid, rank=cut.rank)
         return add_accounts(sent, shared)
 

@@ -105,7 +105,7 @@ def test_measured_costs_are_agreed_on_and_estimated_ones_need_not_be(monkeypatch
             for place, unit in enumerate(units)
         )  # fmt: skip
 
-    monkeypatch.setattr(choose, "estimate_costs", measured)
+    monkeypatch.setattr(choose, "measure_costs", measured)
     given = []
 
     def agree(starts):

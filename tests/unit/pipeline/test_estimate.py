@@ -18,7 +18,7 @@ from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.find.search import find_anatomy
 from shoal.pipeline.estimate import OPERATIONS_PER_BYTE, OPERATIONS_PER_SECOND, estimate_work
-from shoal.pipeline.measure import estimate_costs
+from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.units import find_units
 
 
@@ -79,7 +79,7 @@ def test_what_is_held_is_what_a_measurement_finds(kind):
     units = find_units(model, example, find_anatomy(model, example, ParallelConfig()))
     found = [
         [(cost.path, cost.weight_bytes, cost.activation_bytes, cost.can_start, cost.boundary_bytes) for cost in costs]
-        for costs in (estimate_work(model, units, example), estimate_costs(model, units, example))
+        for costs in (estimate_work(model, units, example), measure_costs(model, units, example))
     ]
     assert found[0] == found[1] and sum(held for _, _, held, _, _ in found[0]) > 0
 

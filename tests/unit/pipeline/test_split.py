@@ -17,7 +17,7 @@ from shoal.models.config import CnnConfig, GptConfig
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.find.search import find_anatomy
-from shoal.pipeline.measure import estimate_costs
+from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.split import StageMemory, UnitCost, parse_starts, split, split_replicated
 from shoal.pipeline.units import Unit, find_units
 
@@ -225,7 +225,7 @@ def test_a_wrong_start_is_refused_with_the_fix(texts, message):
 
 def measure(model, example):
     units = find_units(model, example, find_anatomy(model, example, ParallelConfig()))
-    return units, estimate_costs(model, units, example)
+    return units, measure_costs(model, units, example)
 
 
 def weights_of(model) -> int:
@@ -287,7 +287,7 @@ def test_the_measurement_leaves_nothing_behind():
     units = find_units(model, example, Anatomy())
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     seed = torch.get_rng_state()
-    estimate_costs(model, units, example)
+    measure_costs(model, units, example)
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), seed) and not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -296,7 +296,7 @@ def test_the_measurement_leaves_nothing_behind():
 
 def test_work_between_units_counts_with_the_unit_before_it_and_shared_weights_count_once():
     model, example = Plain(pause=0.01), (torch.randn(4, 8),)
-    costs = estimate_costs(model, find_units(model, example, Anatomy()), example)
+    costs = measure_costs(model, find_units(model, example, Anatomy()), example)
     assert [(cost.path, cost.can_start) for cost in costs] == [
         ("one", False), ("two", True), ("norm", True), ("one", False)
     ]  # fmt: skip
@@ -323,4 +323,4 @@ class Skipping(Plain):
 def test_a_module_that_takes_another_way_in_training_is_refused():
     model, example = Skipping(), (torch.randn(4, 8),)
     with pytest.raises(RequestError, match="in training ends where it called 'two'"):
-        estimate_costs(model, find_units(model, example, Anatomy()), example)
+        measure_costs(model, find_units(model, example, Anatomy()), example)
