@@ -97,6 +97,24 @@ def test_kinds_in_mixed_order_on_one_lane_arrive_as_they_were_sent():
     assert run_on_ranks(exchange_all, 2, deadline_seconds=30.0) == [[True] * 4] * 2
 
 
+AHEAD = 40
+"""Parcels that each rank sends before it receives one; with large tensors, so that none fits into a socket's buffer."""
+
+
+def run_ahead(world):
+    mail, lane = open_mail(world, deadline_seconds=5.0), Lane(1 - world.rank, 0)
+    for number in range(AHEAD):
+        mail.send([torch.full((1 << 16,), float(number))], lane, "any")
+    right = all(bool((mail.expect(lane, "any").open()[0][0] == number).all()) for number in range(AHEAD))
+    mail.flush()
+    return right
+
+
+def test_ranks_that_are_ahead_of_each_other_do_not_wait_for_their_sends():
+    """A breadth-first schedule has both ranks ahead; sends that were waited for made each wait for the other's receive."""
+    assert run_on_ranks(run_ahead, 2, deadline_seconds=30.0) == [True, True]
+
+
 def leave_at_once(world, result):
     """As a rank that dies does: without a goodbye, so that the ranks' barrier at the end is not reached either."""
     torch.save(result, Path(os.environ["SHOAL_TEST_FOLDER"]) / f"result-{world.rank}.pt")
