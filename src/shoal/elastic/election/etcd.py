@@ -1,0 +1,265 @@
+"""The election where a cluster already has etcd: one key under a lease, and a counter that is changed in the same transaction.
+
+The key exists for as long as its owner keeps the lease alive; the counter is the epoch and outlives everybody. A transaction
+takes the key only if nobody has it, and gives out an epoch only if the counter is what was read: so an epoch has one owner. etcd
+says itself that its leases exclude nobody by themselves, and the epoch on every message is what does.
+
+The leader counts its lease from when it sent the question, on its own clock, and asks etcd for a longer one. Needs ``etcd3gw``.
+"""
+
+import asyncio
+import base64
+import json
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from shoal.core.clock import Deadline
+from shoal.core.errors import RequestError
+from shoal.elastic.election.elector import Center, Deposed
+from shoal.elastic.election.leasefile import boot_seconds
+
+_POLL_SECONDS = 0.1
+_MARGIN = 0.1
+"""The part of the lease that the leader itself does not use: time for an instruction on its way out."""
+_TRIES_PER_LEASE = 6
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """Both keys as one transaction saw them."""
+
+    epoch: int
+    epoch_revision: int
+    """0 when there is no counter yet."""
+    leader: dict[str, Any] | None
+    leader_revision: int
+
+
+class _Store:
+    """The two keys in etcd. Every call blocks, for a third of a lease at most, and may raise the library's exceptions."""
+
+    def __init__(self, url: str, key: str, *, timeout: float, tls: dict[str, Any]) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RequestError(f"{url!r} is no address of etcd; write http://HOST:2379 or https://HOST:2379")
+        try:
+            import etcd3gw
+        except ImportError as error:
+            raise RequestError(
+                "an election by etcd needs the package etcd3gw; run `pip install 'shoal[etcd]'`"
+            ) from error
+        self.failure: type[Exception] = etcd3gw.exceptions.Etcd3Exception
+        self.client = etcd3gw.Etcd3Client(
+            host=parts.hostname, port=parts.port or 2379, protocol=parts.scheme, timeout=timeout, **tls
+        )
+        self.url = url
+        self.epoch_key, self.leader_key = f"{key}/epoch", f"{key}/leader"
+        # A session of the library must not be used by two threads at once.
+        self._lock = threading.Lock()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Call something that blocks, in a thread."""
+
+        def locked() -> T:
+            with self._lock:
+                return work()
+
+        return await asyncio.to_thread(locked)
+
+    def read(self) -> _Read:
+        """Both keys."""
+        asked = [{"request_range": {"key": _encode(key)}} for key in (self.epoch_key, self.leader_key)]
+        answer = self.client.transaction({"compare": [], "success": asked, "failure": []})
+        counter, leader = (one["response_range"].get("kvs", [None])[0] for one in answer["responses"])
+        return _Read(
+            epoch=0 if counter is None else int(_decode(counter["value"])),
+            epoch_revision=0 if counter is None else int(counter["mod_revision"]),
+            leader=None if leader is None else json.loads(_decode(leader["value"])),
+            leader_revision=0 if leader is None else int(leader["mod_revision"]),
+        )
+
+    def take(self, before: _Read, *, said: dict[str, Any], lease: int) -> bool:
+        """Take the epoch after the one that was read, if neither key has changed since."""
+        compare = [
+            _unchanged(self.epoch_key, before.epoch_revision),
+            _unchanged(self.leader_key, before.leader_revision),
+        ]
+        puts = [
+            {"request_put": {"key": _encode(self.epoch_key), "value": _encode(str(before.epoch + 1))}},
+            {"request_put": {"key": _encode(self.leader_key), "value": _encode(json.dumps(said)), "lease": lease}},
+        ]
+        answer = self.client.transaction({"compare": compare, "success": puts, "failure": []})
+        return bool(answer.get("succeeded", False))
+
+
+class EtcdLease:
+    """One candidate. See ``Elector``.
+
+    Args:
+        url: of etcd, ``http://HOST:2379``.
+        key: under which the election is held; one for each run.
+        name: who this is, for people.
+        address: where the members find this candidate when it leads.
+        lease_seconds: how long a leader may be silent. etcd counts whole seconds, and not fewer than about two.
+        tls: ``ca_cert``, ``cert_cert`` and ``cert_key``: files for https.
+
+    Raises:
+        RequestError: no such address, or the package etcd3gw is not there.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str,
+        name: str,
+        address: str,
+        lease_seconds: float = 3.0,
+        tls: dict[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.lease_seconds = lease_seconds
+        self._store = _Store(url, key, timeout=lease_seconds / 3, tls=tls or {})
+        self._lease: Any = None
+        self._epoch = 0
+        self._runs_out_at = float("-inf")
+
+    @property
+    def epoch(self) -> int:
+        """See ``Elector``."""
+        return self._epoch
+
+    async def campaign(self) -> int:
+        """See ``Elector``. While etcd cannot be reached it goes on trying."""
+        self._runs_out_at = float("-inf")
+        while True:
+            try:
+                if await self._attempt():
+                    return self._epoch
+            except self._store.failure:
+                # Whether the last transaction was made is not known; the lease that it may be under is given back.
+                await self._revoke()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def advance(self) -> int:
+        """See ``Elector``."""
+        wanted = self._epoch + 1
+
+        def take() -> bool:
+            before = self._store.read()
+            if self._is_ours(before, wanted):
+                # An answer was lost on its way; the epoch is ours already.
+                return True
+            if not self._is_ours(before, wanted - 1):
+                return False
+            return self._store.take(before, said=self._said(wanted), lease=self._lease.id)
+
+        await self._insist(take, f"epoch {wanted} was refused to it")
+        self._epoch = wanted
+        return wanted
+
+    async def renew(self) -> None:
+        """See ``Elector``."""
+
+        def refresh() -> bool:
+            return bool(self._lease.refresh() > 0) and self._is_ours(self._store.read(), self._epoch)
+
+        await self._insist(refresh, "its lease was not renewed")
+
+    def is_valid(self) -> bool:
+        """See ``Elector``."""
+        return boot_seconds() < self._runs_out_at - _MARGIN * self.lease_seconds
+
+    async def resign(self) -> None:
+        """See ``Elector``."""
+        self._runs_out_at = float("-inf")
+        await self._revoke()
+
+    async def _attempt(self) -> bool:
+        started = boot_seconds()
+        before = await self._store.run(self._store.read)
+        if before.leader is not None:
+            return False
+        # Longer than ours: etcd begins to count later than we do, and stops later.
+        seconds = math.ceil(self.lease_seconds) + 1
+        self._lease = await self._store.run(lambda: self._store.client.lease(ttl=seconds))
+        said, lease = self._said(before.epoch + 1), self._lease.id
+        if not await self._store.run(lambda: self._store.take(before, said=said, lease=lease)):
+            await self._revoke()
+            return False
+        self._epoch = before.epoch + 1
+        self._runs_out_at = started + self.lease_seconds
+        return self.is_valid()
+
+    async def _insist(self, work: Callable[[], bool], why: str) -> None:
+        """Do something that extends the lease, again and again while etcd does not answer and the lease lasts."""
+        while boot_seconds() < self._runs_out_at:
+            started = boot_seconds()
+            try:
+                is_done = await self._store.run(work)
+            except self._store.failure:
+                await asyncio.sleep(self.lease_seconds / _TRIES_PER_LEASE)
+                continue
+            if is_done and boot_seconds() < self._runs_out_at:
+                self._runs_out_at = started + self.lease_seconds
+                return
+            if not is_done:
+                break
+        else:
+            why = f"etcd at {self._store.url} did not answer within its lease of {self.lease_seconds:g} s"
+        await self.resign()
+        raise Deposed(f"candidate {self.name!r} was deposed from epoch {self._epoch}: {why}; it may campaign again")
+
+    async def _revoke(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            try:
+                await self._store.run(lease.revoke)
+            except self._store.failure:
+                # It runs out by itself.
+                pass
+
+    def _said(self, epoch: int) -> dict[str, Any]:
+        return {"epoch": epoch, "name": self.name, "address": self.address, "lease": str(self._lease.id)}
+
+    def _is_ours(self, read: _Read, epoch: int) -> bool:
+        return self._lease is not None and read.leader == self._said(epoch)
+
+
+async def find_center(url: str, *, key: str, deadline: Deadline, tls: dict[str, Any] | None = None) -> Center:
+    """Wait until somebody leads.
+
+    Raises:
+        RunError: nobody did within the deadline, or etcd did not answer.
+    """
+    store = _Store(url, key, timeout=1.0, tls=tls or {})
+    problem = ""
+    while True:
+        try:
+            leader = (await store.run(store.read)).leader
+        except store.failure as error:
+            leader, problem = None, f" (etcd at {url}: {error.__class__.__name__})"
+        if leader is not None:
+            return Center(epoch=int(leader["epoch"]), address=str(leader["address"]), name=str(leader["name"]))
+        deadline.check(f"a center to be elected under {key!r}{problem}")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def _encode(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _decode(text: str) -> str:
+    return base64.b64decode(text).decode()
+
+
+def _unchanged(key: str, revision: int) -> dict[str, Any]:
+    """True in a transaction while the key is as it was; a revision of 0 stands for no key."""
+    return {"key": _encode(key), "target": "MOD", "result": "EQUAL", "mod_revision": revision}

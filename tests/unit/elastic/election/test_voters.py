@@ -1,0 +1,98 @@
+"""Three voters in one process, over inproc sockets; and the ballots on disk."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from shoal.comm.wire.errors import Refused
+from shoal.comm.wire.node import Node, new_incarnation
+from shoal.core.clock import Deadline
+from shoal.core.errors import RequestError, RunError
+from shoal.elastic.election.elector import Deposed
+from shoal.elastic.election.voters import Voters, find_center, load_ballot, save_ballot
+from shoal.elastic.election.votes import OPERATIONS, Ballot, Poll
+
+NAMES = ("a", "b", "c")
+
+
+def voters(folder: Path, lease_seconds: float = 1.0) -> tuple[dict[str, str], list[Voters]]:
+    addresses = {name: f"inproc://{folder.name}-{name}" for name in NAMES}
+    made = [
+        Voters(
+            name=name,
+            address=f"ipc://{name}",
+            voters=addresses,
+            ballot=folder / name / "ballot",
+            lease_seconds=lease_seconds,
+        )
+        for name in NAMES
+    ]
+    return addresses, made
+
+
+def test_elect_renew_advance_resign(tmp_path: Path) -> None:
+    async def run() -> None:
+        addresses, three = voters(tmp_path)
+        for one in three:
+            await one.start()
+        a, b, c = three
+        assert await a.campaign() == 1 and a.is_valid() and not b.is_valid()
+        found = await find_center(addresses.values(), deadline=Deadline(seconds=5.0))
+        assert (found.epoch, found.name, found.address) == (1, "a", "ipc://a")
+        await a.renew()
+        assert [await a.advance(), await a.advance()] == [2, 3] and a.epoch == 3
+        assert load_ballot(tmp_path / "b" / "ballot", name="b").term >= 2, "a majority has it on disk"
+        await a.resign()
+        assert not a.is_valid()
+        with pytest.raises(Deposed, match="'a' was deposed from epoch 3: no majority renewed its lease"):
+            await a.renew()
+        assert await asyncio.wait_for(c.campaign(), 5.0) > 3
+        for one in three:
+            await one.close()
+
+    asyncio.run(run())
+
+
+def test_nobody_leads(tmp_path: Path) -> None:
+    async def run() -> None:
+        addresses, (one, *_) = voters(tmp_path)
+        await one.start()
+        with pytest.raises(RunError, match=r"waited 0.1 s for one of the voters at .* to lead"):
+            await find_center(list(addresses.values())[:1], deadline=Deadline(seconds=0.1))
+        await one.close()
+
+    asyncio.run(run())
+
+
+def test_a_stranger_gets_no_vote(tmp_path: Path) -> None:
+    async def run() -> None:
+        addresses, (one, *_) = voters(tmp_path)
+        await one.start()
+        node = Node(incarnation=new_incarnation(), operations=OPERATIONS)
+        with pytest.raises(Refused, match="'z' is not another of the voters a, b, c"):
+            await node.connect(addresses["a"]).call(Poll(9, "z", "", False, 0.0), deadline=2.0)
+        await node.close()
+        await one.close()
+        assert not (tmp_path / "a" / "ballot").exists()
+
+    asyncio.run(run())
+
+
+def test_ballots(tmp_path: Path) -> None:
+    path = tmp_path / "ballot"
+    assert load_ballot(path, name="a") == Ballot()
+    save_ballot(path, Ballot(term=7, vote="b"), name="a")
+    assert load_ballot(path, name="a") == Ballot(term=7, vote="b")
+    with pytest.raises(RequestError, match="is the ballot of 'a', not of 'b'"):
+        load_ballot(path, name="b")
+    path.write_text('{"term": 7')
+    with pytest.raises(RequestError, match="is not the ballot of a voter"):
+        load_ballot(path, name="a")
+
+
+def test_who_is_not_on_the_list(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="'z' is not one of the voters a, b, c"):
+        Voters(name="z", address="", voters=dict.fromkeys(NAMES, ""), ballot=tmp_path / "ballot")
+    with pytest.raises(RequestError, match="at least 3 voters"):
+        Voters(name="a", address="", voters={"a": "", "b": ""}, ballot=tmp_path / "ballot")
