@@ -44,3 +44,12 @@ def count_oom_kills() -> int | None:
         if name == "oom_kill":
             return int(value)
     return None
+
+
+def peak_resident_bytes(pid: int) -> int:
+    """The most memory that a process has ever had resident; 0 when it is gone or the system does not say."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
