@@ -149,6 +149,15 @@ class RankFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerTraffic(Event):
+    """A worker of parameter servers leaves the wire: the gradients that it sent, and the weights that it got."""
+
+    kind: ClassVar[str] = "traffic"
+    pushed_bytes: int
+    pulled_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """A rank leaves training in an orderly way."""
 

@@ -14,10 +14,12 @@ from shoal.core.combine import divisors, model_problems, plan_problems
 from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.facts import ModelFacts, model_facts
 from shoal.core.pipelines import COMBINED, SCHEDULES
+from shoal.core.serving import server_problems
 
 # What this version executes. A field that is not here is understood, printed and refused, never ignored.
 EXECUTED = frozenset(
     {"dp", "tp", "sp", "cp", "cp_kind", "pp", "schedule", "chunks", "zero", "recompute", "microbatches"}
+    | {"ps", "workers", "update", "backup"}
 )
 
 
@@ -54,7 +56,7 @@ class Plan:
     workers: int | None = None
     """Workers of the parameter servers."""
     update: str | None = None
-    """Update rule of the parameter servers: bsp, ssp:s, async or half:K,w."""
+    """Update rule of the parameter servers: bsp, ssp:s, async, half:K,w, downpour:n,m or lbfgs."""
     backup: int = 0
     """Backups of each parameter-server shard."""
     sync: str = "allreduce"
@@ -106,8 +108,15 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Processes that the plan needs."""
+        """Processes that the plan needs; parameter servers and workers are counted, their centers are not."""
+        if self.ps:
+            return self.ps + (self.workers or 1) * self.ranks_per_replica
         return self.degree(Axis.DATA) * self.ranks_per_replica
+
+    @property
+    def num_shares(self) -> int:
+        """Parts that a step's batch is cut into: one for every replica, or for every worker of parameter servers."""
+        return (self.workers or 1) if self.ps else (self.dp or 1)
 
     def problems(self, model: object | None = None, *, world_size: int | None = None) -> list[str]:
         """Every reason why this plan cannot run, each with its fix; empty when it can.
@@ -118,11 +127,16 @@ class Plan:
         """
         wrong_values = list(self._value_problems())
         # A degree of 0 makes every question after this one meaningless.
-        found = wrong_values + ([] if wrong_values else list(plan_problems(self)))
+        found = wrong_values + ([] if wrong_values else [*plan_problems(self), *server_problems(self)])
         facts = model_facts(model) if model is not None and not wrong_values else None
         if facts is not None:
             found += model_problems(self, facts)
-        if world_size is not None and self.world_size != world_size:
+        if world_size is not None and self.ps and self.world_size != world_size:
+            found.append(
+                f"{world_size} processes are not ps {self.ps} + workers {self.workers or 1} = {self.world_size}; "
+                f"start {self.world_size} processes, or change one of them"
+            )
+        elif world_size is not None and self.world_size != world_size:
             product = " x ".join(
                 f"{axis.value} {self.degree(axis)}" for axis in (Axis.DATA, Axis.TENSOR, Axis.CONTEXT, Axis.PIPELINE)
             )
@@ -234,7 +248,9 @@ def _works(plan: Plan, facts: ModelFacts | None, world_size: int | None) -> bool
     """Whether ``plan.problems`` is empty; asked for thousands of plans, so the cheapest questions come first."""
     if world_size is not None and plan.world_size != world_size:
         return False
-    rules = itertools.chain(plan_problems(plan), model_problems(plan, facts) if facts is not None else ())
+    rules = itertools.chain(
+        plan_problems(plan), server_problems(plan), model_problems(plan, facts) if facts is not None else ()
+    )
     # A degree of 0 makes the rules meaningless, and there are none of 0 among the options.
     is_whole = all(getattr(plan, key) != 0 for key in ("dp", "tp", "cp", "pp"))
     return is_whole and next(rules, None) is None and not plan.problems(facts, world_size=world_size)

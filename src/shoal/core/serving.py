@@ -1,0 +1,84 @@
+"""What must be right in a plan with parameter servers, whatever the model: pure functions that return what is wrong."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from shoal.core.errors import RequestError
+from shoal.core.updates import UpdateRule
+
+_GRID = ("tp", "cp", "pp", "ep")
+
+
+class Servers(Protocol):
+    """What these rules read of a plan."""
+
+    @property
+    def ps(self) -> int:
+        """Parameter servers."""
+
+    @property
+    def workers(self) -> int | None:
+        """Workers; None when not derived yet."""
+
+    @property
+    def update(self) -> str | None:
+        """The update rule's line."""
+
+    @property
+    def backup(self) -> int:
+        """Backups of each shard."""
+
+    @property
+    def dp(self) -> int | None:
+        """Replicas of a synchronous plan."""
+
+    @property
+    def zero(self) -> int:
+        """What is sharded along dp."""
+
+    @property
+    def recompute(self) -> str:
+        """none, selective or full."""
+
+
+def server_problems(plan: Servers) -> Iterator[str]:
+    """What is wrong with the servers, workers, update rule and backups of a plan."""
+    if plan.ps == 0:
+        for key in ("workers", "update"):
+            if getattr(plan, key) is not None:
+                yield f"{key}={getattr(plan, key)} is of parameter servers, and ps is 0; set ps to 1 or more, or leave {key} out"
+        if plan.backup:
+            yield f"backup={plan.backup} is of parameter servers, and ps is 0; set ps to 2 or more, or leave backup out"
+        return
+    if plan.backup >= plan.ps:
+        yield (
+            f"backup={plan.backup} needs {plan.backup + 1} servers, and ps is {plan.ps}: a backup beside its primary would die "
+            f"with it; set ps to {plan.backup + 1} or more, or backup to {plan.ps - 1}"
+        )
+    if plan.backup > 1:
+        yield f"backup={plan.backup} is not there yet: a shard has one backup or none; set backup to 1"
+    if plan.workers is not None and plan.workers < 1:
+        yield f"workers={plan.workers} is below 1; set workers to 1 or more"
+    yield from _grid_problems(plan)
+    try:
+        rule = UpdateRule.parse(plan.update or "bsp")
+    except RequestError as error:
+        yield str(error)
+        return
+    if rule.kind == "half" and plan.workers is not None and rule.quorum is not None and rule.quorum > plan.workers:
+        yield (
+            f"update={plan.update} closes a round at {rule.quorum} arrivals, and there are {plan.workers} workers; "
+            f"lower it to {plan.workers}"
+        )
+
+
+def _grid_problems(plan: Servers) -> Iterator[str]:
+    """A worker is one process, which holds the model whole."""
+    for key in _GRID:
+        degree = getattr(plan, key)
+        if degree > 1:
+            yield f"{key}={degree} does not go with ps={plan.ps} yet: a worker is one process; leave {key} out"
+    if plan.dp is not None and plan.dp > 1:
+        yield f"dp={plan.dp} does not go with ps={plan.ps}: its replicas are the workers; set workers={plan.dp} and leave dp out"
+    if plan.zero:
+        yield f"zero={plan.zero} does not go with ps={plan.ps}: the servers have the optimizer state already; leave zero out"
