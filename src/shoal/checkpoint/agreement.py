@@ -11,7 +11,7 @@ import xxhash
 
 from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.holdings import Cut, Listing, decode_listing, divide, encode_listing
-from shoal.checkpoint.vote import Phase, SaveFailed, Vote
+from shoal.checkpoint.vote import Phase, SaveFailed, Votes
 from shoal.core.clock import Deadline
 
 
@@ -34,7 +34,7 @@ class Agreement:
         return self._mine if is_known else None
 
     def settle(
-        self, listing: Listing, sums: Sequence[bytes], *, step: int, vote: Vote, deadline: Deadline
+        self, listing: Listing, sums: Sequence[bytes], *, step: int, vote: Votes, deadline: Deadline
     ) -> tuple[Cut, ...]:
         """What this rank writes in this save. All ranks call it together; it asks only when some rank's sum is a new one.
 

@@ -20,7 +20,7 @@ from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.holdings import Cut, Listing
 from shoal.checkpoint.manifest import Manifest, Part, decode_part, encode_part, merge
 from shoal.checkpoint.shard import Blob
-from shoal.checkpoint.vote import LostTouch, Phase, SaveFailed, Vote
+from shoal.checkpoint.vote import LostTouch, Phase, SaveFailed, Votes
 from shoal.checkpoint.whole import glance
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
@@ -56,7 +56,7 @@ class Saved:
     """Set when the last vote was cut off and the disk said that the commit had happened."""
 
 
-def attempt(request: Request, *, root: Path, vote: Vote, agreement: Agreement) -> Saved:
+def attempt(request: Request, *, root: Path, vote: Votes, agreement: Agreement) -> Saved:
     """Save once, together with all other ranks.
 
     Args:
@@ -88,7 +88,7 @@ def attempt(request: Request, *, root: Path, vote: Vote, agreement: Agreement) -
         raise
 
 
-def _begin(request: Request, root: Path, vote: Vote) -> tuple[Draft, list[bytes]]:
+def _begin(request: Request, root: Path, vote: Votes) -> tuple[Draft, list[bytes]]:
     """Rank 0 makes the folder and tells its id; every rank tells the sum of what it holds."""
     draft, problem = None, request.problem
     if vote.rank == 0 and problem is None:
@@ -107,7 +107,7 @@ def _begin(request: Request, root: Path, vote: Vote) -> tuple[Draft, list[bytes]
     return Draft(root=root, step=request.step, id=pairs[0][0].decode()), [sum for _, sum in pairs]
 
 
-def _settle(request: Request, sums: list[bytes], vote: Vote, agreement: Agreement) -> tuple[Cut, ...]:
+def _settle(request: Request, sums: list[bytes], vote: Votes, agreement: Agreement) -> tuple[Cut, ...]:
     """The pieces that this rank writes; none when the ranks hold whole tensors, whose shares need no asking."""
     with_pieces = [rank for rank, sum in enumerate(sums) if sum]
     if not with_pieces:
@@ -120,7 +120,7 @@ def _settle(request: Request, sums: list[bytes], vote: Vote, agreement: Agreemen
     return agreement.settle(request.listing, sums, step=request.step, vote=vote, deadline=request.deadline)
 
 
-def _write(request: Request, draft: Draft, vote: Vote, cuts: tuple[Cut, ...]) -> list[Part]:
+def _write(request: Request, draft: Draft, vote: Votes, cuts: tuple[Cut, ...]) -> list[Part]:
     """Write this rank's shard and hear what the others wrote."""
     problem, text = None, b""
     try:

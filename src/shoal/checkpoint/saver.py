@@ -29,7 +29,7 @@ from shoal.checkpoint.retention import expire
 from shoal.checkpoint.shard import num_bytes
 from shoal.checkpoint.tensors import as_blob, dtype_name
 from shoal.checkpoint.values import pack, unpack
-from shoal.checkpoint.vote import LostTouch, SaveFailed, Vote
+from shoal.checkpoint.vote import LostTouch, SaveFailed, Vote, Votes
 from shoal.core.clock import Deadline
 from shoal.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
 from shoal.core.placement import Placement, Shape
@@ -74,6 +74,7 @@ class Saver:
         plan: str,
         deadline_s: float,
         report: Callable[[Event], None],
+        vote: Votes | None = None,
     ) -> None:
         """Make a saver; nothing is written or exchanged yet.
 
@@ -86,9 +87,10 @@ class Saver:
             plan: the plan's line, for the manifest.
             deadline_s: seconds after which an uncommitted save has failed.
             report: takes the events; called from the writing thread.
+            vote: how the processes agree, where no group connects them; called from the writing thread.
         """
         self._root = root
-        self._vote = Vote(group, rank=rank, world_size=world_size)
+        self._vote: Votes = vote or Vote(group, rank=rank, world_size=world_size)
         self._config = config
         self._plan = plan
         self._deadline_s = deadline_s

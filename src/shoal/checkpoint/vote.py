@@ -7,6 +7,7 @@ for it. The step and the phase are on every ballot, so ranks that have fallen ou
 
 from datetime import timedelta
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,23 @@ class SaveFailed(RunError):
 
 class LostTouch(SaveFailed):
     """The ranks could not hear each other: one died or did not come in time. The group cannot be used again."""
+
+
+class Votes(Protocol):
+    """How ranks agree, whatever carries their ballots."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def world_size(self) -> int:
+        """How many vote."""
+
+    def exchange(
+        self, step: int, phase: Phase, deadline: Deadline, *, problem: str | None = None, text: bytes = b""
+    ) -> list[bytes]:
+        """See ``Vote.exchange``."""
 
 
 class Vote:
