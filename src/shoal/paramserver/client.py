@@ -1,0 +1,218 @@
+"""A worker's side of the wire: portions, weights and gradients, from whichever server answers for a shard at the moment.
+
+Everything is retried until it is answered or its deadline is over. That is safe because a push is known by worker and number, a
+commit by its contribution, a take by what the worker holds. When a server dies the next view says who answers for its shards; the
+worker only sees that one of its requests took longer.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from shoal.comm.wire.errors import Refused, WireTimeout
+from shoal.comm.wire.node import Node
+from shoal.comm.wire.peer import Answer, Peer
+from shoal.core.clock import Deadline
+from shoal.core.errors import RunError
+from shoal.elastic.view import View
+from shoal.paramserver.answers import Portion
+from shoal.paramserver.contact import Contact
+from shoal.paramserver.messages import FINISHED, Commit, Committed, Message, Part, Pull, Pulled, Push, Take, Taken
+from shoal.paramserver.refusals import Moved
+from shoal.paramserver.relay import ATTEMPT_SECONDS
+from shoal.paramserver.rounds import Contribution
+from shoal.paramserver.sparse import RowPacker
+from shoal.paramserver.steward import PARK_SECONDS
+
+_BOOK_SHARD = 0
+
+M = TypeVar("M", bound=Message)
+
+
+class GradientRefused(RunError):
+    """A server does not take this gradient; no weight was touched."""
+
+
+class RunOver(Exception):
+    """The run has ended while this worker was still at work."""
+
+
+class Client:
+    """See the module.
+
+    Args:
+        node: this worker on the wire.
+        contact: to the center; ``contact.run()`` must be running.
+        weights: all shards, one after the other, in one row; ``pull`` writes here.
+        stretches: of each shard in that row.
+        cache_staleness: shards other than the first are not pulled again while they are at most so many versions behind it.
+        packer: finds the rows that a gradient touches; None: gradients are sent whole.
+        deadline_seconds: the longest wait for a server.
+        attempt_seconds: after which a request counts as lost and is sent again.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        contact: Contact,
+        *,
+        weights: Tensor,
+        stretches: Sequence[slice],
+        cache_staleness: int = 0,
+        packer: RowPacker | None = None,
+        deadline_seconds: float,
+        attempt_seconds: float = ATTEMPT_SECONDS,
+    ) -> None:
+        self._node = node
+        self._contact = contact
+        self._weights = weights
+        self._stretches = tuple(stretches)
+        self._cache_staleness = cache_staleness
+        self._deadline = deadline_seconds
+        self._attempt = attempt_seconds
+        self._num_pushes = 0
+        self._packer = packer
+        self.num_pushed_bytes = self.num_pulled_bytes = 0
+        """Gradients and weights that went over, without what was sent again because nobody had answered."""
+        self.versions = [-1] * len(self._stretches)
+
+    async def take(self, held: Sequence[int] = ()) -> Portion | None:
+        """The next portion; None when there is nothing more to do before what is held is committed, if anything is.
+
+        Args:
+            held: numbers of the portions that this worker has taken and not committed.
+        """
+        while True:
+            answer = await self._ask(_BOOK_SHARD, Take(held=tuple(held)), seconds=3 * PARK_SECONDS)
+            taken = _expect(answer, Taken)
+            if not taken.ask_again or taken.must_commit:
+                return taken.portion
+
+    async def pull(self, need: int, bound: int | None = None) -> int:
+        """Bring the weights up to a version at least; the lowest version that any shard has then.
+
+        Args:
+            need: of the shards that are always read fresh: all of them, or the first where the others are cached.
+            bound: of those that are cached; ``need`` when left out.
+        """
+        shards = range(len(self._stretches))
+        if not self._cache_staleness:
+            await asyncio.gather(*(self._pull(shard, need) for shard in shards))
+            return min(self.versions)
+        await self._pull(_BOOK_SHARD, need)
+        # Measured against what was just read: whatever the servers do meanwhile, these two are not further apart.
+        least = max(need if bound is None else bound, self.versions[_BOOK_SHARD] - self._cache_staleness)
+        old = [shard for shard in shards if shard != _BOOK_SHARD and self.versions[shard] < max(least, 0)]
+        await asyncio.gather(*(self._pull(shard, least) for shard in old))
+        return min(self.versions)
+
+    async def push(self, gradient: Tensor, *, version: int) -> int:
+        """Bring a gradient, laid out as the weights are, to all servers; the contribution's number.
+
+        Raises:
+            GradientRefused: it is not finite, or not of this model.
+        """
+        number, self._num_pushes = self._num_pushes, self._num_pushes + 1
+        await asyncio.gather(
+            *(
+                self._push(shard, gradient[stretch], number=number, version=version)
+                for shard, stretch in enumerate(self._stretches)
+            )
+        )
+        return number
+
+    async def _push(self, shard: int, gradient: Tensor, *, number: int, version: int) -> None:
+        rows, payload = ((), gradient) if self._packer is None else self._packer.pack(shard, gradient)
+        await self._ask(shard, Push(shard=shard, number=number, version=version, rows=rows), payload=payload)
+        self.num_pushed_bytes += payload.nbytes
+
+    async def commit(self, contribution: Contribution) -> bool:
+        """Say that a contribution is whole; False when it is not used, because somebody else was first or it is too old."""
+        return _expect(await self._ask(_BOOK_SHARD, Commit(contribution=contribution)), Committed).is_kept
+
+    async def pull_now(self) -> None:
+        """Bring the weights as they are now, whatever their version: programs change them between two versions."""
+        self.versions = [-1] * len(self._stretches)
+        await self.pull(0)
+
+    async def add_part(self, gradient: Tensor, *, evaluation: int, portion: int) -> None:
+        """Bring the gradient of one portion of a batch to all servers."""
+        await asyncio.gather(
+            *(
+                self._ask(shard, Part(shard=shard, evaluation=evaluation, portion=portion), payload=gradient[stretch])
+                for shard, stretch in enumerate(self._stretches)
+            )
+        )
+        self.num_pushed_bytes += gradient.nbytes
+
+    async def _pull(self, shard: int, need: int) -> None:
+        stretch, have = self._weights[self._stretches[shard]], self.versions[shard]
+        answer = await self._ask(shard, Pull(shard=shard, need=need, have=have), into=stretch, patient=True)
+        pulled = _expect(answer, Pulled)
+        self.versions[shard] = pulled.version
+        self.num_pulled_bytes += stretch.nbytes if pulled.is_new else 0
+
+    async def _ask(
+        self,
+        shard: int,
+        message: Message,
+        *,
+        payload: Tensor | None = None,
+        into: Tensor | None = None,
+        seconds: float | None = None,
+        patient: bool = False,
+    ) -> Answer:
+        """Ask whoever answers for a shard, until somebody does.
+
+        Args:
+            shard: whose primary.
+            message: what.
+            payload: sent with it.
+            into: where an answer's payload goes.
+            seconds: of one attempt, where that is not the usual.
+            patient: the answer may be a long time coming because others are not done yet; there is no deadline but the run's.
+        """
+        limit = Deadline(seconds=self._deadline)
+        while True:
+            self._contact.check()
+            view = self._contact.view
+            assert view is not None, "a worker asks servers only when it has a view"
+            member = view.chains[shard].primary
+            call = self._peer(view, member).call(
+                message, key=f"shard/{shard}", payload=payload, into=into, deadline=seconds or self._attempt
+            )
+            try:
+                return await self._contact.while_needed(call, partial(_answers_for, member, shard))
+            except WireTimeout as error:
+                trouble = str(error)
+            except Moved:
+                trouble = "a new view came"
+            except Refused as refused:
+                if refused.code in ("not-finite", "shape"):
+                    raise GradientRefused(refused.text) from refused
+                trouble = f"{refused.code}: {refused.text}"
+            if self._contact.halt == FINISHED:
+                raise RunOver
+            if patient and trouble.startswith("late"):
+                limit = Deadline(seconds=self._deadline)
+            if limit.is_over:
+                raise RunError(
+                    f"{type(message).__name__.lower()} of shard {shard}: server {view.member(member).name} did not do it within "
+                    f"{self._deadline:g} s, in epoch {view.epoch}: {trouble}"
+                )
+            await self._contact.newer_than(view.epoch, 0.02)
+
+    def _peer(self, view: View, member: str) -> Peer:
+        return self._node.connect(view.member(member).address)
+
+
+def _answers_for(member: str, shard: int, view: View) -> bool:
+    return view.chains[shard].primary == member
+
+
+def _expect(answer: Answer, kind: type[M]) -> M:
+    assert isinstance(answer.body, kind), f"{type(answer.body).__name__} is no answer here"
+    return answer.body

@@ -1,0 +1,145 @@
+"""One shard on one server: its state, whoever waits for its next version, and the lock that keeps readers from a half update.
+
+A backup that is being made takes pushes before it has its shard: they wait here, so that nobody waits for the copy.
+"""
+
+import asyncio
+import contextlib
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.core.errors import RunError
+from shoal.paramserver.bell import Bell
+from shoal.paramserver.gradients import WorkerGone
+from shoal.paramserver.rounds import Identity, Round
+from shoal.paramserver.shard import ShardState
+from shoal.paramserver.sparse import Index, unpack_rows
+
+SMALL = 1 << 18
+"""Elements up to which an update is made at once; a larger one goes to a thread, so that the wire does not wait for it."""
+
+
+class Replica:
+    """A shard's primary, backup, or a backup that is still being made.
+
+    Args:
+        state: the shard; None while it is on its way.
+        order: the epoch under which it was ordered from another server; 0: it was made here.
+    """
+
+    def __init__(self, state: ShardState | None, *, order: int = 0) -> None:
+        self._state = state
+        self.order = order
+        self._early: list[tuple[Identity, bytes, int, Index]] = []
+        self.lock = asyncio.Lock()
+        self.bell = Bell()
+        self.ready = asyncio.Event()
+        if state is not None:
+            self.ready.set()
+
+    @property
+    def state(self) -> ShardState:
+        """The shard; to be asked for only when ``ready``."""
+        assert self._state is not None, "the shard is still on its way"
+        return self._state
+
+    @property
+    def version(self) -> int:
+        """Rounds applied; -1 while the shard is on its way."""
+        return self._state.version if self._state is not None and self.ready.is_set() else -1
+
+    def store(self, identity: Identity, payload: memoryview, version: int, rows: Index = ()) -> None:
+        """Keep a copy of a pushed gradient, given as its bytes; see ``ShardState.store``.
+
+        Args:
+            identity: of the contribution.
+            payload: the stretch, or what ``rows`` says of it.
+            version: of the weights that it was computed with.
+            rows: see ``messages.Push``.
+        """
+        state = self._state
+        if state is None:
+            self._early.append((identity, bytes(payload), version, rows))
+        elif rows:
+            given = as_tensor(payload, torch.uint8)
+            rest, found = unpack_rows(given, rows, state.shard, state.model, state.weights.dtype)
+            state.store(identity, rest, version, found)
+        else:
+            state.store(identity, as_tensor(payload, state.weights.dtype), version)
+
+    def fill(self, state: ShardState) -> None:
+        """The shard has come; what was pushed meanwhile is put into it, unless it is there already."""
+        early, self._early, self._state = self._early, [], state
+        for identity, payload, version, rows in early:
+            with contextlib.suppress(WorkerGone):
+                self.store(identity, memoryview(payload), version, rows)
+        self.ready.set()
+        self.bell.ring()
+
+    async def apply(self, found: Round, lr: float) -> None:
+        """Make the update that a round is.
+
+        Raises:
+            RunError: a contribution of the round is not here. The protocol forbids it, so this replica must not go on.
+        """
+        async with self.lock:
+            missing = self.state.missing(found)
+            if missing:
+                raise RunError(f"round {found.number} needs contributions that this server never got: {missing}")
+            if self.state.weights.numel() <= SMALL:
+                self.state.apply(found, lr)
+            else:
+                await asyncio.to_thread(self.state.apply, found, lr)
+        self.bell.ring()
+
+    async def export(self) -> tuple[bytes, torch.Tensor]:
+        """Everything of the shard as text and one row of bytes."""
+        async with self.lock:
+            tensors, values = self.state.export()
+            return pack(tensors, values)
+
+
+def pack(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> tuple[bytes, torch.Tensor]:
+    """Tensors as one row of bytes, and JSON that says where each lies in it, with ``values`` beside."""
+    places, rows, offset = {}, [], 0
+    for name, tensor in tensors.items():
+        row = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        places[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, row.numel()]
+        rows.append(row)
+        offset += row.numel()
+    text = json.dumps({"places": places, "values": values}).encode()
+    return text, torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
+
+
+def as_tensor(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """A payload as a flat tensor, without a copy; it may be somebody else's memory, so it is read only.
+
+    Raises:
+        ValueError: it is no whole number of elements.
+    """
+    with warnings.catch_warnings():
+        # torch has no read-only tensors and says so.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(payload, dtype=dtype)
+
+
+def unpack(text: bytes, payload: memoryview) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Back from ``pack``; the tensors are copies.
+
+    Raises:
+        RunError: a tensor would lie outside the payload.
+    """
+    plain = json.loads(text)
+    whole = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())
+    tensors = {}
+    for name, (dtype, shape, offset, size) in plain["places"].items():
+        if not 0 <= offset <= offset + size <= whole.numel():
+            raise RunError(f"{name!r} is said to be at bytes {offset} to {offset + size} of {whole.numel()}")
+        # Not a view of the row: an offset that is no multiple of the element's size cannot be one.
+        tensors[name] = whole[offset : offset + size].clone().view(getattr(torch, dtype)).reshape(shape)
+    return tensors, plain["values"]

@@ -1,0 +1,98 @@
+"""What the book writes down: a contribution that a worker commits, and a round, which is one update of the weights.
+
+Plain values that go to JSON and back without losing a bit, because a checkpoint, a new backup and every follower of the log must
+read the same ones.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+
+class Identity(NamedTuple):
+    """Names a contribution: pushes are idempotent by it."""
+
+    worker: str
+    """The worker's incarnation."""
+    number: int
+    """Counted by that worker from 0."""
+
+
+class Entry(NamedTuple):
+    """One contribution in a round."""
+
+    worker: str
+    number: int
+    factor: float
+    """What its gradient is multiplied by before it is added."""
+
+    @property
+    def identity(self) -> Identity:
+        """Which contribution it is."""
+        return Identity(self.worker, self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """A gradient that every shard has acknowledged, as its worker commits it."""
+
+    worker: str
+    number: int
+    """Counted by the worker from 0, used once."""
+    portions: tuple[int, ...]
+    """The portions that it covers; more than one only where a worker adds up before it pushes."""
+    samples: int
+    weight: float
+    """What its loss counts in the round's mean: samples, or tokens."""
+    loss: float
+    """Mean over its samples."""
+    version: int
+    """Version of the weights that it was computed with."""
+    waited: float = 0.0
+    """Seconds of its time that were no work: the random wait of ``half``. They are left out of the worker's mean step time."""
+    steps: float = 1.0
+    """Local steps that it is the direction of, or what they are worth (``local.effective_steps``); 1: it is a gradient."""
+
+    @property
+    def identity(self) -> Identity:
+        """Names it to the shards."""
+        return Identity(self.worker, self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One update: the contributions that make it, in the order in which they are added."""
+
+    number: int
+    """Counts from 0; after it the weights have version ``number + 1``."""
+    entries: tuple[Entry, ...]
+    loss: float
+    """Mean of the contributions' losses, by their weights."""
+    weight: float
+    samples: int
+    first_step: int
+    """Lowest step that a portion of it belongs to."""
+    last_step: int
+    staleness: int
+    """Rounds that closed between the oldest read of its contributions and itself."""
+    dropped: tuple[Identity, ...] = ()
+    """Contributions that no round will hold, found since the round before; shards forget their gradients here."""
+
+
+def round_to_json(record: Round) -> dict[str, Any]:
+    """For ``json``."""
+    return asdict(record) | {
+        "entries": [list(entry) for entry in record.entries],
+        "dropped": [list(i) for i in record.dropped],
+    }
+
+
+def round_from_json(data: Mapping[str, Any]) -> Round:
+    """The inverse of ``round_to_json``."""
+    entries = tuple(Entry(*entry) for entry in data["entries"])
+    return Round(**{**data, "entries": entries, "dropped": tuple(Identity(*one) for one in data["dropped"])})
+
+
+def contribution_from_json(data: Mapping[str, Any]) -> Contribution:
+    """The inverse of ``dataclasses.asdict``."""
+    return Contribution(**{**data, "portions": tuple(data["portions"])})

@@ -1,0 +1,170 @@
+"""A server's part in L-BFGS: programs and gradients of portions, done here, then at the backup, then acknowledged.
+
+Both are known by number, so whatever is asked twice is done once, and a backup that takes over answers what its primary would
+have. What the coordinator remembers is in the book, and moves with the round that it is of.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from shoal.comm.wire.request import Request
+from shoal.core.clock import Deadline
+from shoal.core.errors import RequestError
+from shoal.paramserver.contact import Contact
+from shoal.paramserver.lbfgsshard import LbfgsShard
+from shoal.paramserver.messages import Advance, Done, Message, Mirror, Part, Ran, Recall, Recalled, Run, Settle
+from shoal.paramserver.programs import Program
+from shoal.paramserver.refusals import NotPrimary
+from shoal.paramserver.replica import SMALL, Replica, as_tensor
+from shoal.paramserver.rounds import Contribution
+from shoal.paramserver.steward import PARK_SECONDS, Steward
+
+_READY_SECONDS = 60.0
+
+
+Require = Callable[[int], Replica]
+"""Finds a shard that this server answers for; raises ``NotPrimary``."""
+RequireCopy = Callable[[Request, int], Replica]
+"""Finds a copy of a shard whose primary has sent a request; raises ``NotPrimary``."""
+SendOn = Callable[[int, Message, memoryview | None], Awaitable[None]]
+"""Brings something to every other replica of a shard; raises ``NotPrimary``."""
+
+
+class Host(Protocol):
+    """What a server is to this."""
+
+    contact: Contact
+
+    @property
+    def steward(self) -> Steward | None:
+        """The book, where this server keeps it."""
+        ...
+
+
+class VectorServer:
+    """See the module.
+
+    Args:
+        host: the server.
+        require: a shard that the server answers for.
+        require_copy: a copy of a shard here, if its primary asks.
+        send_on: to the shard's backups.
+    """
+
+    def __init__(self, host: Host, *, require: Require, require_copy: RequireCopy, send_on: SendOn) -> None:
+        self._host = host
+        self._require = require
+        self._require_copy = require_copy
+        self._send_on = send_on
+
+    async def handle(self, request: Request, body: Run | Part | Mirror | Recall | Advance | Settle) -> None:
+        """Answer a coordinator, a worker or a primary.
+
+        Raises:
+            NotPrimary: somebody else answers for the shard.
+        """
+        try:
+            match body:
+                case Run():
+                    replica = self._require(body.shard)
+                    measures = await _run(replica, body)
+                    await self._send_on(body.shard, Mirror(done=body), None)
+                    await request.answer(Ran(measures=measures))
+                case Part():
+                    await self._take_part(request, body)
+                case Mirror():
+                    await self._mirror(request, body.done)
+                case Recall() | Advance():
+                    await self._keep_memory(request, body)
+                case Settle():
+                    await self._settle(request, body)
+        except RequestError as error:
+            await request.refuse("turn", str(error))
+
+    async def _take_part(self, request: Request, part: Part) -> None:
+        replica = self._require(part.shard)
+        view = self._host.contact.view
+        if view is None or not any(member.id == request.sender for member in view.workers):
+            await request.refuse("stranger", f"worker {request.sender} is not a member")
+            return
+        await _add(replica, part, request.payload)
+        await self._send_on(part.shard, Mirror(done=part), request.payload)
+        await request.answer(Done())
+
+    async def _mirror(self, request: Request, done: Run | Part) -> None:
+        replica = self._require_copy(request, done.shard)
+        async with asyncio.timeout(_READY_SECONDS):
+            await replica.ready.wait()
+        if isinstance(done, Run):
+            await _run(replica, done)
+        else:
+            await _add(replica, done, request.payload)
+        await request.answer(Done())
+
+    async def _keep_memory(self, request: Request, body: Recall | Advance) -> None:
+        self._require(0)
+        steward = self._host.steward
+        if steward is None:
+            raise NotPrimary("this server does not keep the book")
+        if isinstance(body, Recall):
+            book = steward.ledger.book
+            await request.answer(Recalled(memory=book.memory, closed=book.closed, steps=book.steps))
+            return
+        made = Contribution(
+            worker="",
+            number=body.number,
+            portions=(),
+            samples=body.samples,
+            weight=float(body.samples),
+            loss=body.loss,
+            version=body.number,
+        )
+        if await steward.advance(made, body.memory):
+            await request.answer(Done())
+        else:
+            await request.refuse("halting", "the run is being stopped")
+
+    async def _settle(self, request: Request, settle: Settle) -> None:
+        replica = self._require(settle.shard)
+        limit = Deadline(seconds=PARK_SECONDS)
+        while replica.version < settle.version:
+            if limit.is_over:
+                text = f"shard {settle.shard} is at version {replica.version}, not {settle.version}"
+                await request.refuse("late", text)
+                return
+            await replica.bell.wait(limit.remaining)
+            self._require(settle.shard)
+        await request.answer(Done())
+
+
+def _shard(replica: Replica) -> LbfgsShard:
+    if not isinstance(replica.state, LbfgsShard):
+        raise RequestError("this run has no programs: its update rule is not lbfgs")
+    return replica.state
+
+
+async def _run(replica: Replica, message: Run) -> tuple[float, ...]:
+    shard, program = _shard(replica), Program(operations=message.operations)
+
+    def run() -> tuple[float, ...]:
+        return shard.run(
+            message.number,
+            program,
+            is_first=message.is_first,
+            begins=message.begins,
+            collects=message.collects,
+        )
+
+    async with replica.lock:
+        return run() if shard.weights.numel() <= SMALL else await asyncio.to_thread(run)
+
+
+async def _add(replica: Replica, part: Part, payload: memoryview | None) -> None:
+    shard = _shard(replica)
+    expected = shard.weights.numel() * shard.weights.element_size()
+    if payload is None or len(payload) != expected:
+        got = 0 if payload is None else len(payload)
+        raise RequestError(f"shard {part.shard} has {expected} bytes, and {got} came")
+    async with replica.lock:
+        shard.add_part(part.evaluation, part.portion, as_tensor(payload, shard.weights.dtype))

@@ -1,0 +1,288 @@
+"""Messages that are lost, doubled, delayed and damaged, and members that die meanwhile: the same weights, bit for bit."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from inprocess_crew import ATTEMPT_SECONDS, Faults, alone, crewed, gradient_of, install_faults, quicken
+from shoal.comm.wire import header as wire_header
+from shoal.comm.wire.errors import Refused
+from shoal.core.errors import RequestError
+from shoal.paramserver.client import GradientRefused
+from shoal.paramserver.cutting import TensorSpec
+from shoal.paramserver.messages import Commit, Push
+from shoal.paramserver.rounds import Contribution
+
+STEPS, SHARES = 12, 2
+
+KINDS = {
+    "lost": {"lose": 0.02},
+    "doubled": {"double": 0.15},
+    "delayed and reordered": {"delay": 0.15},
+    "damaged": {"corrupt": 0.02},
+    "all of it": {"lose": 0.01, "double": 0.05, "delay": 0.05, "corrupt": 0.01},
+}
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    # Short: the path of a socket has room for a hundred letters.
+    return tmp_path_factory.mktemp("c")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    quicken(monkeypatch)
+
+
+def run(work):
+    asyncio.run(work)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faulty_messages_change_no_bit(folder, monkeypatch, kind):
+    faults = Faults(seed=len(kind), **KINDS[kind])
+    install_faults(monkeypatch, faults)
+
+    async def work():
+        async with crewed(folder, steps=STEPS, shares=SHARES) as crew:
+            assert torch.equal(await crew.finish(), alone(steps=STEPS, shares=SHARES))
+
+    run(work())
+    assert set(faults.met) == set(KINDS[kind]), "the faults never struck"
+
+
+@pytest.mark.parametrize("update", ["async", "ssp:2", "half:2,0.2"])
+def test_every_rule_counts_each_portion_once(folder, monkeypatch, update):
+    install_faults(monkeypatch, Faults(seed=3, **KINDS["all of it"]))
+
+    async def work():
+        async with crewed(folder, update=update, steps=STEPS, shares=3, workers=3) as crew:
+            await crew.finish()  # checks the log
+
+    run(work())
+
+
+async def disturb(crew, dice, *, kills):
+    """Kill members at random moments and start others in their place."""
+    for place in range(kills):
+        await crew.until_round(min(2 + 2 * place, crew.steps - 3))
+        name = dice.choice([name for name in crew.members if not name.startswith("center") or len(crew.members) > 5])
+        await crew.kill(name)
+        role = name.partition("-")[0]
+        start = {"server": crew.start_server, "worker": crew.start_worker, "center": crew.start_center}[role]
+        await start(name)
+
+
+def seeds(quick, slow):
+    return [*quick, *(pytest.param(seed, marks=pytest.mark.soak) for seed in slow)]
+
+
+@pytest.mark.parametrize("seed", seeds(range(3), range(3, 60)))
+def test_deaths_at_any_moment_change_no_bit(folder, seed):
+    async def work():
+        async with crewed(folder, steps=STEPS, shares=SHARES, centers=2) as crew:
+            await disturb(crew, random.Random(seed), kills=4)
+            assert torch.equal(await crew.finish(), alone(steps=STEPS, shares=SHARES))
+
+    run(work())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(40))
+def test_deaths_and_faulty_messages_change_no_bit(folder, monkeypatch, seed):
+    install_faults(monkeypatch, Faults(seed=seed, **KINDS["all of it"]))
+
+    async def work():
+        async with crewed(folder, steps=STEPS, shares=SHARES, centers=2) as crew:
+            await disturb(crew, random.Random(seed), kills=3)
+            assert torch.equal(await crew.finish(), alone(steps=STEPS, shares=SHARES))
+
+    run(work())
+
+
+@pytest.mark.parametrize("seed", seeds([0], range(1, 20)))
+def test_two_backups_and_the_keeper_dies_again_and_again(folder, seed):
+    async def work():
+        async with crewed(folder, steps=16, shares=SHARES, servers=3, backups=2) as crew:
+            for number in (2, 5, 8):
+                await crew.until_round(number + seed % 3)
+                name = crew.named(crew.view().chains[0].primary)
+                await crew.kill(name)
+                await crew.start_server(name)
+            await crew.finish()
+
+    run(work())
+
+
+def test_not_a_number_is_refused_counted_and_told(folder):
+    async def work():
+        async with crewed(folder, steps=STEPS, shares=SHARES, workers=1) as crew:
+            await crew.until_round(3)
+            await crew.kill("worker-0")
+            version = await crew.until_level()
+            before = [
+                replica.state.weights.clone() for server in crew.servers() for replica in server.replicas.values()
+            ]
+
+            def poisoned(weights, step, share):
+                gradient = gradient_of(weights, step, share)
+                gradient[1] = float("nan")
+                return gradient
+
+            member = await crew.start_worker("worker-9", compute=poisoned)
+            with pytest.raises(GradientRefused, match=r"NaN or infinity in the gradient of '.*'"):
+                await asyncio.wait_for(asyncio.shield(member.tasks[0]), 60)
+            assert sum(server.num_not_finite for server in crew.servers()) == 1
+            assert await crew.until_level() == version
+            after = [replica.state.weights for server in crew.servers() for replica in server.replicas.values()]
+            assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+            await crew.members.pop("worker-9").kill()
+            # Its portion is done by another, and the result is what it would have been.
+            await crew.start_worker("worker-1")
+            assert torch.equal(await crew.finish(), alone(steps=STEPS, shares=SHARES))
+
+    run(work())
+
+
+def test_a_worker_with_another_model_is_named_at_the_door(folder):
+    async def work():
+        async with crewed(folder, steps=STEPS, shares=SHARES) as crew:
+            await crew.until_round(1)
+            other = {**crew.model, "0.weight": TensorSpec((9, 7), "float32")}
+            member = await crew.start_worker("worker-7", model=other)
+            with pytest.raises(RequestError, match=r"worker-7 .*'0.weight' is \[9, 6\] .* and \[9, 7\]"):
+                await asyncio.wait_for(asyncio.shield(member.tasks[0]), 60)
+            await crew.members.pop("worker-7").kill()
+            assert torch.equal(await crew.finish(), alone(steps=STEPS, shares=SHARES))
+
+    run(work())
+
+
+def test_an_old_protocol_is_told_which_release_to_run(folder, monkeypatch):
+    async def work():
+        async with crewed(folder, steps=200, shares=SHARES) as crew:
+            await crew.until_round(1)
+            member = await crew.start_worker("worker-7")
+            original = member.node._header
+
+            def old(*arguments, **options):
+                made = original(*arguments, **options)
+                fields = {name: getattr(made, name) for name in made.__struct_fields__}
+                return wire_header.Header(**{**fields, "version": 0})
+
+            monkeypatch.setattr(member.node, "_header", old)
+            with pytest.raises(RequestError, match="speaks version 0 of the protocol, this process 1; run one release"):
+                await asyncio.wait_for(asyncio.shield(member.tasks[0]), 60)
+            await crew.members.pop("worker-7").kill()
+            crew.check()
+
+    run(work())
+
+
+def test_what_comes_with_an_old_epoch_is_refused(folder):
+    async def work():
+        async with crewed(folder, steps=200, shares=SHARES) as crew:
+            await crew.until_round(2)
+            view = crew.view()
+            stranger = crew.make_node()
+            stranger.epoch = view.epoch - 1
+            peer = stranger.connect(view.member(view.chains[0].primary).address)
+            gradient = torch.zeros(crew.shard_map.shards[0].numel)
+            with pytest.raises(Refused) as caught:
+                await peer.call(Push(shard=0, number=0, version=2), payload=gradient, deadline=2.0)
+            assert caught.value.code == "stale"
+            # The right epoch does not make a member of it, nor does an epoch that nobody has yet.
+            for epoch, code in ((view.epoch, "stranger"), (view.epoch + 5, "epoch")):
+                stranger.epoch = epoch
+                with pytest.raises(Refused) as caught:
+                    await peer.call(Push(shard=0, number=0, version=2), payload=gradient, deadline=2.0)
+                assert caught.value.code == code
+            await stranger.close()
+            crew.check()
+
+    run(work())
+
+
+def test_a_gradient_of_another_length_is_refused(folder):
+    async def work():
+        async with crewed(folder, steps=200, shares=SHARES) as crew:
+            await crew.until_round(2)
+            member = crew.members["worker-0"]
+            view = member.contact.view
+            peer = member.node.connect(view.member(view.chains[0].primary).address)
+            for payload in (torch.zeros(3), torch.zeros(crew.shard_map.shards[0].numel, dtype=torch.float64), b"abc"):
+                with pytest.raises(Refused) as caught:
+                    await peer.call(Push(shard=0, number=10**6, version=2), payload=payload, deadline=2.0)
+                assert caught.value.code == "shape"
+            crew.check()
+
+    run(work())
+
+
+def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
+    """A worker that commits a portion which is not in its hands is refused, and nothing of it is in any round."""
+
+    async def work():
+        async with crewed(folder, steps=200, shares=SHARES) as crew:
+            await crew.until_round(2)
+            member = crew.members["worker-0"]
+            view = member.contact.view
+            peer = member.node.connect(view.member(view.chains[0].primary).address)
+            made_up = Contribution(
+                worker=member.node.incarnation,
+                number=10**6,
+                portions=(399,),
+                samples=1,
+                weight=1.0,
+                loss=0.0,
+                version=1,
+            )
+            answer = await peer.call(Commit(contribution=made_up), deadline=2.0)
+            assert not answer.body.is_kept
+            await crew.until_round(max(crew.rounds) + 2)
+            entries = [entry.identity for made in crew.rounds.values() for entry in made.entries]
+            assert made_up.identity not in entries
+
+    run(work())
+
+
+def test_while_there_is_no_center_training_goes_on(folder):
+    async def work():
+        async with crewed(folder, steps=60, shares=SHARES) as crew:
+            await crew.until_round(3)
+            await crew.kill("center-0", tell=False)
+            await crew.until_round(max(crew.rounds) + 10)
+            # And the death of a member is made good as soon as there is one again.
+            await crew.kill("server-1", tell=False)
+            dead = [member.id for member in crew.view().servers if member.name == "server-1"]
+            await crew.start_center("center-1")
+            await crew.tell_dead(dead[0])
+            await crew.start_server("server-1")
+            assert torch.equal(await crew.finish(), alone(steps=60, shares=SHARES))
+
+    run(work())
+
+
+def test_calls_to_a_dead_server_end_with_the_next_view(folder, monkeypatch):
+    """Not with their deadline: the time between a death and the next round is the view's time, not a timeout."""
+
+    async def work():
+        async with crewed(folder, steps=40, shares=SHARES) as crew:
+            for member in list(crew.members.values()):
+                if member.client is not None:
+                    member.client._attempt = 30.0
+            await crew.until_round(3)
+            name = crew.named(crew.view().chains[1].primary)
+            loop = asyncio.get_running_loop()
+            started = loop.time()
+            await crew.kill(name)
+            await crew.until_round(max(crew.rounds) + 2)
+            assert loop.time() - started < 5.0
+            assert ATTEMPT_SECONDS < 5.0
+            await crew.start_server(name)
+            assert torch.equal(await crew.finish(), alone(steps=40, shares=SHARES))
+
+    run(work())
