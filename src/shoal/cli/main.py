@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shoal.cli import ckpt
+from shoal.cli import ckpt, keys, role
 from shoal.cli.doctor import doctor
 from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
@@ -44,6 +44,8 @@ app.command("sample")(sample)
 app.command("schedule", cls=ScheduleCommand)(schedule)
 app.command("init")(init)
 app.add_typer(ckpt.app, name="ckpt", cls=LightGroup)
+app.add_typer(keys.app, name="keys", cls=LightGroup)
+app.add_typer(role.app, name="role", cls=LightGroup)
 app.command("doctor")(doctor)
 
 

@@ -81,7 +81,7 @@ def train(
         raise typer.Exit(exit_code)
     if launched and os.environ["RANK"] != "0":
         return  # a dry run is described once
-    prepared = prepare(request, own=_OwnParts())
+    prepared = prepare(request, own=OwnParts())
     if dry_run:
         from shoal.trainer.dryrun import describe_dry_run, dry_run_result
 
@@ -98,15 +98,17 @@ def train(
     raise typer.Exit(ended.exit_code)
 
 
-class _OwnParts:
+class OwnParts:
     """Builds the user's own data and module when it is asked to, and imports torch only then."""
 
     def measure_data(self, recipe: "Recipe") -> "DataSummary":
+        """See ``shoal.trainer.request.OwnParts``."""
         from shoal.trainer.measure import OwnPartsHere
 
         return OwnPartsHere().measure_data(recipe)
 
     def check_plan(self, recipe: "Recipe", plan: "Plan") -> None:
+        """See ``shoal.trainer.request.OwnParts``."""
         from shoal.trainer.measure import OwnPartsHere
 
         OwnPartsHere().check_plan(recipe, plan)

@@ -89,6 +89,12 @@ def take(position: Position, num_samples: int, global_batch: int) -> tuple[slice
     return slice(start, stop), Position(epoch=position.epoch, offset=stop)
 
 
+def position_of(step: int, num_samples: int, global_batch: int) -> Position:
+    """Where the data is before a step, counted from 0: what ``take`` gives after so many steps, without taking them."""
+    epoch, place = divmod(step, math.ceil(num_samples / global_batch))
+    return Position(epoch=epoch, offset=place * global_batch)
+
+
 def replica_share(ids: Ids, replica: int, num_replicas: int) -> Ids:
     """One replica's contiguous part of a global batch; sizes differ by at most one, and a part may be empty."""
     size, longer = divmod(len(ids), num_replicas)

@@ -19,6 +19,7 @@ _MAY_CHANGE = (
     "plan",
     "parallel",
     "pipeline",
+    "paramserver",
     "train.steps",
     "train.epochs",
     "train.tokens",
@@ -79,7 +80,7 @@ def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
     if not run.recipe.exists():
         return []
     before = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
-    theirs, ours = _flatten(before.model_dump(mode="json")), _flatten(recipe.model_dump(mode="json"))
+    theirs, ours = flatten(before.model_dump(mode="json")), flatten(recipe.model_dump(mode="json"))
     found = []
     for key in sorted(theirs.keys() | ours.keys()):
         may_change = any(key == name or key.startswith(f"{name}.") for name in _MAY_CHANGE)
@@ -90,11 +91,12 @@ def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
     return found
 
 
-def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables inside tables as one, by ``section.key``."""
     flat: dict[str, Any] = {}
     for key, value in tables.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -15,6 +15,7 @@ from shoal.elastic.config import ElasticConfig
 from shoal.models.config import ModelConfig
 from shoal.optim.config import OptimConfig
 from shoal.parallel.config import ParallelConfig
+from shoal.paramserver.config import ParamServerConfig
 from shoal.pipeline.config import PipelineConfig
 from shoal.telemetry.config import TelemetryConfig
 
@@ -96,6 +97,8 @@ class Recipe(Config):
     """What the plan is to find in the model, where it would find it otherwise."""
     pipeline: PipelineConfig = PipelineConfig()
     """Where a pipeline cuts the model, where Shoal would cut it otherwise."""
+    paramserver: ParamServerConfig = ParamServerConfig()
+    """Parameter servers, beyond what the plan says."""
     elastic: ElasticConfig = ElasticConfig()
     """Deadlines and restarts."""
 

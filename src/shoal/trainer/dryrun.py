@@ -24,6 +24,7 @@ from shoal.parallel.sizes import predict_sizes
 from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.pipeline.build import prove_stages
 from shoal.trainer.build import build_parts
+from shoal.trainer.dryservers import sizes_with_servers
 from shoal.trainer.laying import look_at
 from shoal.trainer.layout import asks_the_model, schedule_of
 from shoal.trainer.request import Prepared
@@ -55,7 +56,18 @@ def dry_run_result(prepared: Prepared) -> DryRun:
     model = _build_without_memory(prepared).to(dtype=Precision.named(recipe.train.precision).weight_dtype)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    sizes, found = _sizes_of_rank(model, prepared)
+    plan = layout.plan
+    if plan.ps:
+        sizes, found = sizes_with_servers(
+            model,
+            num_servers=plan.ps,
+            num_backups=plan.backup,
+            num_workers=plan.num_shares,
+            optim=recipe.optim,
+            config=recipe.paramserver,
+        )
+    else:
+        sizes, found = _sizes_of_rank(model, prepared)
     return DryRun(
         plan=str(layout.plan),
         world_size=layout.world_size,

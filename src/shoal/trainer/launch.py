@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,11 @@ from shoal.elastic.story import describe, headline
 from shoal.elastic.supervisor import supervise
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
+from shoal.trainer.ended import Ended
+from shoal.trainer.launchcrew import train_with_servers
 from shoal.trainer.layout import default_threads
 from shoal.trainer.request import Prepared
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a run ended, for the command line."""
-
-    exit_code: int
-    summary: dict[str, Any]
-    was_orderly: bool = True
-    """False when ranks died: the story was told already, and the summary has little to add."""
 
 
 def train_supervised(prepared: Prepared, *, debug: bool = False) -> Ended:
@@ -49,7 +40,8 @@ def train_supervised(prepared: Prepared, *, debug: bool = False) -> Ended:
     before = read_summary(run_dir)
     try:
         claim.write(prepared.recipe, prepared.layout.plan)
-        ended = _supervise(prepared, before, debug=debug)
+        with_servers = prepared.layout.plan.ps > 0
+        ended = train_with_servers(prepared, before) if with_servers else _supervise(prepared, before, debug=debug)
         if ended.exit_code == EXIT_WRONG_REQUEST and was_empty:
             # Nothing ran, so nothing is left that a later --resume could take for a run.
             shutil.rmtree(run_dir, ignore_errors=True)

@@ -101,6 +101,11 @@ def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
     """Check the request, take its directory and tell the others; they must hear of a refusal too, or they would wait."""
     try:
         prepared = prepare(request, own=OwnPartsHere())
+        if prepared.layout.plan.ps:
+            raise RequestError(
+                f"plan {str(prepared.layout.plan)!r}: parameter servers are not ranks of a launcher; start `shoal train` by "
+                "itself, or each role with `shoal role`"
+            )
         finished = already_finished(prepared)
         if finished is not None:
             print(f"{prepared.run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)

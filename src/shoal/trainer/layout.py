@@ -11,9 +11,14 @@ from shoal.core.combine import setting_problems
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
+from shoal.core.updates import UpdateRule
+from shoal.optim.config import OptimConfig
 from shoal.schedules.find import find_schedule, fitting_microbatches
 from shoal.schedules.schedule import Schedule
 from shoal.trainer.config import TrainConfig
+
+DEFAULT_WORKERS = 2
+"""Of parameter servers, when neither the plan nor --nproc says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,8 @@ def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int |
     if text.strip() == "auto":
         raise RequestError("plan 'auto' is not there yet: this version has no planner; write a plan such as dp=2")
     plan = Plan.parse(text)
+    if plan.ps:
+        return _with_workers(plan, num_processes=num_processes)
     # A degree in the recipe is a default that --nproc replaces; a degree in --plan is a demand that it must match.
     is_free = plan.dp is None or (plan_text is None and num_processes is not None)
     if is_free:
@@ -53,6 +60,20 @@ def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int |
         plan = replace(plan, dp=total // per_replica)
     plan.check(world_size=num_processes)
     return plan
+
+
+def _with_workers(plan: Plan, *, num_processes: int | None) -> Plan:
+    """The plan with its workers and its rule; the processes that are not servers are workers.
+
+    Raises:
+        RequestError: the plan cannot run.
+    """
+    workers = plan.workers
+    if workers is None:
+        workers = DEFAULT_WORKERS if num_processes is None else num_processes - plan.ps
+    plan = replace(plan, workers=workers, update=plan.update or "bsp")
+    plan.check(world_size=num_processes)
+    return replace(plan, update=str(UpdateRule.parse(plan.update or "bsp").resolve(workers)))
 
 
 def asks_the_model(plan: Plan) -> bool:
@@ -71,8 +92,20 @@ def schedule_of(plan: Plan, *, steps: int = 1) -> Schedule:
 
 
 def updates_per_step(plan: Plan) -> int:
-    """Optimizer updates of one step: PipeDream makes one for every microbatch."""
+    """Optimizer updates of one step: PipeDream makes one for every microbatch, asynchronous workers one for every push."""
+    if plan.ps:
+        rule = UpdateRule.parse(plan.update or "bsp").resolve(plan.num_shares)
+        return 1 if rule.is_stepwise else math.ceil(plan.num_shares / ((rule.quorum or 1) * rule.push_every))
     return (plan.microbatches or 1) if plan.pp > 1 and schedule_facts(plan.schedule).updates_each else 1
+
+
+def count_updates(plan: Plan, total_steps: int) -> int:
+    """Updates of a whole run, as a rule; where workers gather several steps before they push there are fewer than steps."""
+    if plan.ps:
+        rule = UpdateRule.parse(plan.update or "bsp").resolve(plan.num_shares)
+        if not rule.is_stepwise:
+            return max(1, math.ceil(total_steps * plan.num_shares / ((rule.quorum or 1) * rule.push_every)))
+    return total_steps * updates_per_step(plan)
 
 
 def derive_layout(train: TrainConfig, plan: Plan) -> Layout:
@@ -81,12 +114,13 @@ def derive_layout(train: TrainConfig, plan: Plan) -> Layout:
     Raises:
         RequestError: the processes do not divide the batch, or two settings contradict each other.
     """
-    replicas = plan.dp or 1
+    replicas, axis = plan.num_shares, "workers" if plan.ps else "dp"
     if train.global_batch % replicas:
         smaller = train.global_batch - train.global_batch % replicas
         raise RequestError(
-            f"train.global_batch {train.global_batch} is not divisible by dp {replicas}: replicas would get unequal batches; "
-            f"set it to {' or '.join(str(size) for size in (smaller, smaller + replicas) if size)}, or use a dp that divides it"
+            f"train.global_batch {train.global_batch} is not divisible by {axis} {replicas}: replicas would get unequal batches; "
+            f"set it to {' or '.join(str(size) for size in (smaller, smaller + replicas) if size)}, "
+            f"or change {axis} to a number that divides it"
         )
     share = train.global_batch // replicas
     if plan.pp > 1:
@@ -99,12 +133,12 @@ def derive_layout(train: TrainConfig, plan: Plan) -> Layout:
     if micro_batch is not None and share % micro_batch:
         raise RequestError(
             f"train.micro_batch {micro_batch} does not divide the {share} samples per replica "
-            f"(global_batch {train.global_batch} / dp {replicas}); set it to {_divisor_below(share, micro_batch)}"
+            f"(global_batch {train.global_batch} / {axis} {replicas}); set it to {_divisor_below(share, micro_batch)}"
         )
     if count is not None and share % count:
         raise RequestError(
             f"microbatches={count} does not divide the {share} samples per replica "
-            f"(global_batch {train.global_batch} / dp {replicas}); set it to {_divisor_below(share, count)}"
+            f"(global_batch {train.global_batch} / {axis} {replicas}); set it to {_divisor_below(share, count)}"
         )
     if micro_batch is not None and count is not None and micro_batch * count != share:
         raise RequestError(
@@ -148,6 +182,34 @@ def check_settings(train: TrainConfig, plan: Plan) -> None:
         found += _asynchronous_settings(train, plan)
     if found:
         raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
+
+
+def server_settings(train: TrainConfig, optim: OptimConfig, plan: Plan) -> list[str]:
+    """Settings that a plan with parameter servers cannot carry out, each with its fix."""
+    found = []
+    if optim.clip is not None:
+        found.append(
+            f"optim.clip {optim.clip:g} needs the norm of the whole gradient, and each of the {plan.ps} servers has a "
+            f"shard of it; leave clip out, or use a plan with dp"
+        )
+    if optim.schedule == "plateau":
+        found.append(
+            "optim.schedule plateau needs evaluations during training, and parameter servers evaluate at the end; use cosine"
+        )
+    if train.precision == "float16":
+        found.append(
+            "train.precision float16 scales its loss by steps that overflow, and workers are at different steps; use bfloat16"
+        )
+    if train.nonfinite == "skip":
+        found.append(
+            "train.nonfinite skip leaves out a step on all ranks together, and a server refuses a push that is not finite; "
+            "leave nonfinite out"
+        )
+    if train.time_limit is not None:
+        found.append(
+            f"train.time_limit {train.time_limit} is not there with parameter servers yet; stop the run with SIGTERM, which saves"
+        )
+    return found
 
 
 def _asynchronous_settings(train: TrainConfig, plan: Plan) -> list[str]:

@@ -26,9 +26,11 @@ from shoal.trainer.layout import (
     check_settings,
     choose_plan,
     count_steps,
+    count_updates,
     derive_layout,
-    updates_per_step,
+    server_settings,
 )
+from shoal.trainer.rulecheck import rule_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +80,26 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     Raises:
         RequestError: one message with the numbers and the fix.
     """
-    recipe = load_recipe(request.recipe, request.overrides)
-    plan = choose_plan(recipe.plan, plan_text=request.plan, num_processes=request.num_processes)
-    layout = derive_layout(recipe.train, plan)
-    recipe = recipe.model_copy(update={"plan": str(layout.plan)})
+    recipe, plan, layout = read_request(request)
     run_dir = choose_run_dir(request.recipe.stem, given=request.run_dir, resume=request.resume)
     check_claim(run_dir, recipe, resume=request.resume)
+    return check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own)
+
+
+def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, resume: bool, own: OwnParts) -> Prepared:
+    """Check the data, the model and the settings of a request that was read.
+
+    Args:
+        recipe: with the derived plan.
+        plan: as it was chosen.
+        layout: derived from it.
+        run_dir: where it will run.
+        resume: whether it goes on there.
+        own: builds the user's own data and module where the recipe names them.
+
+    Raises:
+        RequestError: one message with the numbers and the fix.
+    """
     data = check_data(recipe.data)
     if data.spec is None:
         data = own.measure_data(recipe)
@@ -95,7 +111,7 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
         plan.check(facts)
     if _asks_the_module(recipe, plan, facts):
         own.check_plan(recipe, layout.plan)
-    check_samples(num_samples=data.train, replicas=plan.dp or 1)
+    check_samples(num_samples=data.train, replicas=plan.num_shares)
     if recipe.optim.schedule == "plateau" and recipe.eval.every == 0:
         raise RequestError(
             "optim.schedule plateau lowers the rate after evaluations, and eval.every is 0: there would be none; set eval.every"
@@ -108,9 +124,24 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
         train_samples=data.train,
         total_steps=total,
         run_dir=run_dir,
-        resume=request.resume,
-        remarks=tuple(_remarks(recipe, total, total * updates_per_step(layout.plan))),
+        resume=resume,
+        remarks=(
+            *_remarks(recipe, total, count_updates(layout.plan, total)),
+            *_server_remarks(recipe, layout.plan),
+        ),
     )
+
+
+def read_request(request: TrainRequest) -> tuple[Recipe, Plan, Layout]:
+    """The recipe of a request with its plan filled in, the plan as it was chosen, and the layout that is derived from it.
+
+    Raises:
+        RequestError: the recipe or the plan is wrong.
+    """
+    recipe = load_recipe(request.recipe, request.overrides)
+    plan = choose_plan(recipe.plan, plan_text=request.plan, num_processes=request.num_processes)
+    layout = derive_layout(recipe.train, plan)
+    return recipe.model_copy(update={"plan": str(layout.plan)}), plan, layout
 
 
 def refuse_settings(recipe: Recipe, plan: Plan) -> None:
@@ -120,6 +151,9 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
         RequestError: lists them with their fixes.
     """
     check_settings(recipe.train, plan)
+    found = [*server_settings(recipe.train, recipe.optim, plan), *rule_problems(recipe, plan)] if plan.ps else []
+    if found:
+        raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
 
 
 def _asks_the_module(recipe: Recipe, plan: Plan, facts: ModelFacts | None) -> bool:
@@ -129,6 +163,18 @@ def _asks_the_module(recipe: Recipe, plan: Plan, facts: ModelFacts | None) -> bo
     wishes = recipe.pipeline
     # A shipped model's numbers say whether it can be cut into so many stages, but not whether at these places.
     return plan.pp > 1 and (facts.num_units is None or bool(wishes.stages) or wishes.memory is not None)
+
+
+def _server_remarks(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """What parameter servers do otherwise than replicas."""
+    if not plan.ps:
+        return
+    if recipe.eval.every:
+        yield f"eval.every {recipe.eval.every}: parameter servers evaluate at the end only"
+    if plan.backup == 0:
+        yield f"backup=0: the death of a server takes all {plan.ps} back to the newest checkpoint; backup=1 survives it"
+    if recipe.telemetry.profile is not None:
+        yield f"telemetry.profile {recipe.telemetry.profile} has no effect with parameter servers"
 
 
 def _remarks(recipe: Recipe, total_steps: int, total_updates: int) -> Iterator[str]:

@@ -2,9 +2,11 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, replace_text
 
 
@@ -27,6 +29,40 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = json.loads(text)
     return found
+
+
+def summarise_servers(
+    found: dict[str, Any],
+    *,
+    plan: Plan,
+    total_steps: int,
+    stopped_by: str | None,
+    wall_seconds: float,
+    peak_rss_bytes: Sequence[int],
+    num_deaths: int | None,
+) -> dict[str, Any]:
+    """The summary of a run with parameter servers.
+
+    Args:
+        found: what its last checkpoint and its events say (``closing.py``).
+        plan: the plan that ran.
+        total_steps: that it was to take.
+        stopped_by: why it was stopped; None when nobody did.
+        wall_seconds: since its start.
+        peak_rss_bytes: of the processes that could be measured.
+        num_deaths: of processes; None where nobody counts.
+    """
+    is_done = found["steps"] >= total_steps
+    return {
+        "status": "completed" if is_done else "interrupted",
+        "stopped_by": None if is_done else stopped_by,
+        **found,
+        "wall_s": wall_seconds,
+        "world_size": plan.world_size,
+        "plan": str(plan),
+        "peak_rss_bytes": list(peak_rss_bytes),
+        "deaths": num_deaths,
+    }
 
 
 def summarise_death(

@@ -1,0 +1,213 @@
+"""``shoal role``: one process of a run with parameter servers on several machines, started by itself with one command and a key.
+
+Every process is given the same recipe, plan and list of centers; what differs is which role it has and where it listens.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from shoal.cli.result import JsonFile, check_result_file, write_result
+
+if TYPE_CHECKING:
+    from shoal.trainer.standalone import PreparedRole
+
+app = typer.Typer(
+    help="Be one process of a run with parameter servers on several machines.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+_Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file; the same for every process.")]
+_Centers = Annotated[
+    str,
+    typer.Option(
+        "--centers",
+        metavar="ADDRESS[#KEY],...",
+        help="One candidate for the center, or three and more; the same list for every process.",
+    ),
+]
+_Plan = Annotated[
+    str | None,
+    typer.Option("--plan", metavar="TEXT", help="Lay the run out like this, such as 'ps=2 workers=4 backup=1'."),
+]
+_Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
+]
+_Listen = Annotated[
+    str, typer.Option("--listen", metavar="ADDRESS", help="Where the others reach this process: tcp://HOST:PORT.")
+]
+_Index = Annotated[int, typer.Option("--index", metavar="N", min=0, help="Which of its like this one is, from 0.")]
+_Keys = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="FILE", help="The key of this process (`shoal keys new FILE`); tcp needs one."),
+]
+_Allow = Annotated[
+    Path | None,
+    typer.Option(
+        "--allow", metavar="PATH", help="Public keys that are let in: a file, or a folder of *.pub; else its own alone."
+    ),
+]
+_RunDir = Annotated[
+    Path,
+    typer.Option("--run-dir", metavar="DIR", help="Where the run leaves everything; one folder, seen by all servers."),
+]
+_VoteDir = Annotated[
+    Path,
+    typer.Option("--run-dir", metavar="DIR", help="Where this candidate keeps its vote; it must survive the machine."),
+]
+_Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest whole checkpoint; needed too to start a server again.")
+]
+_Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; the summary will say so.")]
+
+
+@app.command()
+def center(
+    recipe: _Recipe,
+    centers: _Centers,
+    listen: _Listen,
+    run_dir: _VoteDir,
+    plan: _Plan = None,
+    overrides: _Set = None,
+    keys: _Keys = None,
+    allow: _Allow = None,
+) -> None:
+    """Stand for the center: one leads, the others take over when it dies."""
+    from shoal.trainer.centering import lead
+    from shoal.trainer.standalone import run_async
+
+    role = _prepare(
+        "center",
+        recipe,
+        centers=centers,
+        listen=listen,
+        run_dir=run_dir,
+        plan=plan,
+        overrides=overrides,
+        keys=keys,
+        allow=allow,
+    )
+    raise typer.Exit(run_async(lambda: lead(role.place)))
+
+
+@app.command()
+def server(
+    recipe: _Recipe,
+    centers: _Centers,
+    index: _Index,
+    listen: _Listen,
+    run_dir: _RunDir,
+    plan: _Plan = None,
+    overrides: _Set = None,
+    keys: _Keys = None,
+    allow: _Allow = None,
+    resume: _Resume = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Hold a part of the weights; the server that keeps the book in the end writes the summary."""
+    check_result_file(json_file)
+    role = _prepare(
+        "server",
+        recipe,
+        centers=centers,
+        index=index,
+        listen=listen,
+        run_dir=run_dir,
+        plan=plan,
+        overrides=overrides,
+        keys=keys,
+        allow=allow,
+        resume=resume,
+    )
+    _keep_threads_quiet()
+    from shoal.trainer.standserver import run_server
+
+    assert role.prepared is not None
+    code, summary = run_server(role.place, role.prepared)
+    if summary is not None:
+        write_result(json_file, summary)
+    raise typer.Exit(code)
+
+
+@app.command()
+def worker(
+    recipe: _Recipe,
+    centers: _Centers,
+    index: _Index,
+    plan: _Plan = None,
+    overrides: _Set = None,
+    keys: _Keys = None,
+) -> None:
+    """Compute gradients until there is nothing left to do; may join and leave at any time."""
+    role = _prepare("worker", recipe, centers=centers, index=index, plan=plan, overrides=overrides, keys=keys)
+    _keep_threads_quiet()
+    from shoal.trainer.standalone import run_blocking
+    from shoal.trainer.working import work
+
+    raise typer.Exit(run_blocking(lambda: work(role.place)))
+
+
+@app.command()
+def stop(
+    centers: _Centers, keys: _Keys = None, reason: _Reason = "shoal role stop", json_file: JsonFile = None
+) -> None:
+    """End a run in order, with a checkpoint: every role ends after what is under way."""
+    import asyncio
+
+    from shoal.trainer.cluster import read_cluster
+    from shoal.trainer.stopping import stop_run
+
+    check_result_file(json_file)
+    found = asyncio.run(stop_run(read_cluster(centers=centers, keys=keys), reason=reason, seconds=10.0))
+    print(f"{found.name} of epoch {found.epoch} was told to stop the run")
+    write_result(json_file, {"center": found.name, "epoch": found.epoch})
+
+
+def _prepare(
+    role: Literal["center", "server", "worker"],
+    recipe: Path,
+    *,
+    centers: str,
+    plan: str | None,
+    overrides: list[str] | None,
+    keys: Path | None,
+    listen: str = "",
+    index: int = 0,
+    allow: Path | None = None,
+    run_dir: Path | None = None,
+    resume: bool = False,
+) -> "PreparedRole":
+    # Verbs import what they need when they run: see cli/main.py.
+    import sys
+
+    from shoal.cli.train import OwnParts
+    from shoal.trainer.standalone import RoleRequest, prepare_role
+
+    request = RoleRequest(
+        role=role,
+        recipe=recipe,
+        centers=centers,
+        plan=plan,
+        overrides=tuple(overrides or ()),
+        index=index,
+        listen=listen,
+        keys=keys,
+        allow=allow,
+        run_dir=run_dir,
+        resume=resume,
+    )
+    prepared = prepare_role(request, own=OwnParts())
+    print(f"shoal: {prepared.place.name} of {prepared.place.plan}", file=sys.stderr)
+    if role == "server" and prepared.prepared is not None:
+        for remark in prepared.prepared.remarks:
+            print(f"warning: {remark}", file=sys.stderr)
+    return prepared
+
+
+def _keep_threads_quiet() -> None:
+    """Threads that spin while they wait make a step thirty times slower when anything else wants the core; read by torch."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,0 +1,67 @@
+"""The folder of a crew: sockets, leases and arenas of one run on this machine, in memory, for this user alone.
+
+The crew holds a lock on it for as long as it lives. A crew that was killed leaves its folder behind unlocked, and the next one
+that starts removes it.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+_PREFIX = "shoal-crew-"
+_LOCK = "crew.lock"
+_FRESH_SECONDS = 60.0
+"""A folder without a lock may be one that is just being made."""
+
+
+class CrewFolder:
+    """A new folder, held until ``remove``."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        self._parent = parent or _memory()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep_folders(parent: Path | None = None) -> list[Path]:
+    """Remove the folders of crews that are dead; which they were."""
+    removed = []
+    for path in sorted((parent or _memory()).glob(f"{_PREFIX}*")):
+        if _is_dead(path):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+    return removed
+
+
+def _is_dead(path: Path) -> bool:
+    try:
+        status = path.lstat()
+        if status.st_uid != os.geteuid() or path.is_symlink():
+            return False
+        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return path.is_dir() and time.time() - status.st_mtime > _FRESH_SECONDS
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _memory() -> Path:
+    """A place in memory where the system has one."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

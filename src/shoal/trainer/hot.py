@@ -1,0 +1,42 @@
+"""Which parameters are hot, those that the recipe names by name or pattern, and how the model is cut over the servers then."""
+
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
+
+from shoal.core.errors import RequestError, did_you_mean
+from shoal.paramserver.config import ParamServerConfig
+from shoal.paramserver.cutting import Model, ShardMap, cut_model
+
+
+def match_hot(patterns: Iterable[str], names: Collection[str]) -> frozenset[str]:
+    """The parameters that the patterns name.
+
+    Raises:
+        RequestError: a pattern matches none.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in names if fnmatchcase(name, pattern)}
+        if not matched:
+            raise RequestError(
+                f"paramserver.hot {pattern!r} is no parameter of this model; {did_you_mean(pattern, names)}"
+            )
+        found |= matched
+    return frozenset(found)
+
+
+def cut_for(model: Model, num_shards: int, *, config: ParamServerConfig, optimizer: str) -> ShardMap:
+    """The shards of a run; servers and workers must cut alike.
+
+    Args:
+        model: the trained parameters.
+        num_shards: servers.
+        config: what is hot, and how gradients are joined.
+        optimizer: its name.
+
+    Raises:
+        RequestError: the model cannot be cut so.
+    """
+    hot = match_hot(() if config.hot == "measured" else config.hot, model)
+    # Adasum's dot products are of whole tensors.
+    return cut_model(model, num_shards, hot=hot, optimizer=optimizer, whole_tensors=config.aggregate == "adasum")

@@ -1,0 +1,70 @@
+"""Settings of ``[paramserver]`` that do not go with the plan's update rule, or with each other; found before anything starts."""
+
+from collections.abc import Iterator
+
+from shoal.core.plan import Plan
+from shoal.core.updates import UpdateRule
+from shoal.trainer.config import Recipe
+
+
+def rule_problems(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """What is wrong, each with its fix; the plan has parameter servers."""
+    rule = UpdateRule.parse(plan.update or "bsp").resolve(plan.num_shares)
+    config = recipe.paramserver
+    yield from _local_problems(recipe, plan, rule)
+    if config.warm_start and rule.kind != "downpour":
+        yield f"paramserver.warm_start {config.warm_start} is of downpour, and the rule is {rule}; leave it out"
+    if config.local_lr and rule.kind != "downpour" and not config.local_steps:
+        yield (
+            f"paramserver.local_lr {_listed(config.local_lr)} is for steps that workers take by themselves, and under {rule} "
+            f"without local_steps there are none; leave it out"
+        )
+    if rule.kind == "lbfgs":
+        yield from _lbfgs_problems(recipe)
+
+
+def _local_problems(recipe: Recipe, plan: Plan, rule: UpdateRule) -> Iterator[str]:
+    config, workers = recipe.paramserver, plan.num_shares
+    steps = config.local_steps
+    if config.aggregate == "fednova" and not steps:
+        yield "paramserver.aggregate fednova joins the local steps of workers, and local_steps is not set; set it, such as [1, 2]"
+    if not steps:
+        return
+    if config.aggregate != "fednova":
+        yield (
+            f"paramserver.local_steps {_listed(steps)} need aggregate fednova, and it is {config.aggregate}: the worker with the "
+            f"most steps would decide where training goes; set aggregate to fednova, or leave local_steps out"
+        )
+    if rule.kind in ("downpour", "lbfgs"):
+        yield f"paramserver.local_steps {_listed(steps)} do not go with {rule.kind}, which has steps of its own; leave them out"
+    if len(steps) > workers:
+        yield f"paramserver.local_steps {_listed(steps)} name {len(steps)} workers, and the plan has {workers}"
+    share = recipe.train.global_batch // workers
+    if max(steps) > share:
+        yield (
+            f"paramserver.local_steps has {max(steps)} steps on the {share} samples of a portion (global_batch "
+            f"{recipe.train.global_batch} / workers {workers}); take {share} steps at most, or a larger global_batch"
+        )
+
+
+def _lbfgs_problems(recipe: Recipe) -> Iterator[str]:
+    config = recipe.paramserver
+    if recipe.train.precision in ("bfloat16", "float16"):
+        yield (
+            f"update=lbfgs compares losses that {recipe.train.precision} cannot tell apart; "
+            f"set train.precision to float32 or float64"
+        )
+    if recipe.optim.weight_decay:
+        yield (
+            f"optim.weight_decay {recipe.optim.weight_decay:g} is of an optimizer, and update=lbfgs has none; "
+            f"put the penalty into the loss"
+        )
+    if config.aggregate not in ("average", "fednova"):
+        yield f"paramserver.aggregate {config.aggregate} does not go with lbfgs, whose gradient is the mean; use average"
+    for name in ("delay_compensation", "drop_beyond", "staleness_aware", "duplicate_after", "cache_staleness"):
+        if getattr(config, name):
+            yield f"paramserver.{name} is about old gradients or weights, and under lbfgs there are none; leave it out"
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    return str([*values])

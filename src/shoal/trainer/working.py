@@ -1,0 +1,145 @@
+"""The process of a worker: takes a portion, pulls weights, computes, pushes, commits, until there is nothing left.
+
+It holds nothing that matters. Killed, it is replaced by another; taken for dead while it was only slow, it comes back under a new
+name and goes on.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+import torch
+
+from shoal.comm.wire.node import new_incarnation
+from shoal.comm.world import Place, World
+from shoal.core.plan import Plan
+from shoal.optim.config import OptimConfig
+from shoal.paramserver.client import RunOver
+from shoal.paramserver.consistency import is_share_of_step
+from shoal.paramserver.contact import Evicted
+from shoal.paramserver.line import LoopThread
+from shoal.telemetry.board import Heartbeat, RankSlot
+from shoal.trainer.batchwork import work_batches
+from shoal.trainer.build import build_parts
+from shoal.trainer.downpouring import work_downpour
+from shoal.trainer.flatmodel import FlatModel, describe_model, refuse_batch_norm
+from shoal.trainer.hot import cut_for
+from shoal.trainer.laying import build_runner, place_model
+from shoal.trainer.layout import count_steps, derive_layout
+from shoal.trainer.localwork import LocalSteps
+from shoal.trainer.member import MemberPlace, attach_slot
+from shoal.trainer.portion import ShareRunner
+from shoal.trainer.workline import Line, Pace, Worker, describe
+
+
+def work(
+    place: MemberPlace, open_line: Callable[[MemberPlace, Worker, torch.Tensor | None], Line] | None = None
+) -> str:
+    """A worker's life; why the run was stopped, and nothing when it was finished.
+
+    Args:
+        place: its place in the run.
+        open_line: makes its connection under one name; left out, ``Line``.
+    """
+    torch.set_num_threads(place.threads)
+    slot = attach_slot(place)
+    with Heartbeat(slot) if slot is not None else LoopThread("idle"):
+        worker = build_worker(place, slot)
+        # A worker with steps of its own has weights of its own; the servers' are beside them.
+        has_own = place.rule.kind == "downpour" or bool(place.recipe.paramserver.local_steps)
+        landing = torch.empty_like(worker.flat.weights) if has_own else None
+        incarnation = place.incarnation
+        while True:
+            try:
+                line = (open_line or Line)(replace(place, incarnation=incarnation), worker, landing)
+            except RunOver:
+                return ""
+            try:
+                way_of_working(place)(line, worker, place)
+                return line.halt
+            except RunOver:
+                return line.halt
+            except Evicted as error:
+                print(f"taken for dead: {error}; coming back under a new name", flush=True)
+                incarnation = new_incarnation()
+            finally:
+                line.close()
+
+
+def build_worker(place: MemberPlace, slot: RankSlot | None) -> Worker:
+    """The model, the data and the passes over them, on this process alone."""
+    recipe = place.recipe
+    model, loss, data = build_parts(recipe)
+    refuse_batch_norm(model)
+    layout = derive_layout(recipe.train, place.plan)
+    alone = Plan(dp=1, microbatches=layout.plan.microbatches, recompute=place.plan.recompute)
+    world = World(Place(), device=torch.device("cpu"), deadline_seconds=recipe.paramserver.deadline)
+    # The servers have the optimizer; one without state costs nothing here.
+    plain = OptimConfig(name="sgd", momentum=0.0)
+    placed = place_model(
+        model,
+        data,
+        loss,
+        plan=alone,
+        train=recipe.train,
+        optim=plain,
+        parallel=recipe.parallel,
+        pipeline=recipe.pipeline,
+        world=world,
+    )
+    runner = build_runner(placed, data, train=recipe.train, optim=plain, world=world, slot=slot)
+    shares = ShareRunner(
+        runner,
+        data.train,
+        seed=recipe.train.seed,
+        global_batch=recipe.train.global_batch,
+        num_shares=place.plan.num_shares,
+        num_microbatches=layout.plan.microbatches or 1,
+        of_the_step=is_share_of_step(place.rule, recipe.paramserver.aggregate),
+    )
+    shard_map = cut_for(
+        describe_model(placed.model), place.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name
+    )
+    total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
+    return Worker(flat=FlatModel(placed.model, shard_map), shares=shares, total_steps=total_steps)
+
+
+def way_of_working(place: MemberPlace) -> Callable[[Line, Worker, MemberPlace], None]:
+    """How the plan's update rule wants portions worked off."""
+    match place.rule.kind:
+        case "downpour":
+            return work_downpour
+        case "lbfgs":
+            return work_batches
+    return work_off
+
+
+def work_off(line: Line, worker: Worker, place: MemberPlace) -> None:
+    """Portions, one after the other.
+
+    Raises:
+        RunOver: the run ended meanwhile.
+        Evicted: others do what this worker was doing.
+    """
+    config = place.recipe.paramserver
+    under_way: Future[bool] | None = None
+    held: tuple[int, ...] = ()
+    spare = torch.empty_like(worker.flat.gradient) if config.overlap else None
+    pace = Pace(place)
+    compute = LocalSteps(line, worker, place) if config.local_steps else worker.compute
+    while (portion := line.take(held)) is not None:
+        version = line.pull(portion.need, portion.bound)
+        pace.begin()
+        computed = compute(portion)
+        waited = pace.wait()
+        if under_way is not None:
+            under_way.result()
+        gradient = computed.gradient if spare is None else spare.copy_(computed.gradient)
+        contribution = describe(line.identity, portion, computed, version=version, waited=waited)
+        under_way = line.hand_in(gradient, contribution)
+        # Until its commit is answered it is in this worker's hands, or the book would take it for lost and give it again.
+        held = contribution.portions
+        if not config.overlap:
+            under_way.result()
+    if under_way is not None:
+        under_way.result()

@@ -1,0 +1,58 @@
+"""Parameters that are cached, and gradients that are sent by rows, in a running crew: what is claimed, and what it saves."""
+
+import json
+
+from crew_inside import recipe_of, run_inside
+from shoal.paramserver.client import Client
+
+WORDS = {
+    "model": {"build": "own_parts:build_bag"},
+    "data": {"build": "own_parts:build_words"},
+    "train": {"steps": 8, "global_batch": 8, "threads": 1, "seed": 3},
+    "optim": {"name": "adagrad", "lr": 0.1},
+    "checkpoint": {"every": 0},
+    "telemetry": {"tensorboard": False},
+    "paramserver": {"centers": 1},
+}
+
+
+def traffic(outcome):
+    """Bytes that all workers pushed and pulled."""
+    events = []
+    for path in outcome.run_dir.glob("events/rank-*.jsonl"):
+        events += [json.loads(line) for line in path.read_text().splitlines()]
+    told = [event for event in events if event["kind"] == "traffic"]
+    return sum(event["pushed_bytes"] for event in told), sum(event["pulled_bytes"] for event in told)
+
+
+def test_an_embedding_sends_the_rows_it_touched_and_trains_to_the_same_bits(tmp_path):
+    plan = "ps=2 workers=2 update=bsp backup=1"
+    whole = run_inside(tmp_path / "whole", plan, recipe_of(base=WORDS))
+    found = run_inside(tmp_path / "rows", plan, recipe_of("paramserver.hot=measured", base=WORDS))
+    assert found.sha256 == whole.sha256
+    dense = 8 * 2 * (2000 * 16 + 16 * 4 + 4) * 4
+    assert traffic(whole)[0] == dense
+    # A portion has at most 12 words, on two servers.
+    assert traffic(found)[0] <= 8 * 2 * (12 * (8 + 16 * 4) + (16 * 4 + 4) * 4)
+
+
+def test_what_is_cached_is_never_further_behind_than_allowed(tmp_path, monkeypatch):
+    honest, reads = Client.pull, []
+
+    async def pull(self, need, bound=None):
+        version = await honest(self, need, bound)
+        reads.append((self._cache_staleness, tuple(self.versions), need))
+        return version
+
+    monkeypatch.setattr(Client, "pull", pull)
+    plan = "ps=2 workers=2 update=async"
+    settings = ["train.steps=24", "paramserver.hot=out.*"]
+    fresh = run_inside(tmp_path / "fresh", plan, recipe_of(*settings, base=WORDS))
+    cached = run_inside(tmp_path / "cached", plan, recipe_of(*settings, "paramserver.cache_staleness=5", base=WORDS))
+    of_cached = [(versions, need) for staleness, versions, need in reads if staleness == 5]
+    assert len(of_cached) == 48
+    assert all(versions[0] >= need for versions, need in of_cached), "hot parameters have the worker's own writes"
+    behind = [versions[0] - versions[1] for versions, _ in of_cached]
+    assert max(behind) <= 5
+    assert max(behind) >= 3, "and it does use what it has"
+    assert traffic(cached)[1] < 0.7 * traffic(fresh)[1]

@@ -1,0 +1,79 @@
+"""Plans with parameter servers: what is derived, what is refused, and what a step's updates are."""
+
+import pytest
+
+from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
+from shoal.optim.config import OptimConfig
+from shoal.trainer.config import TrainConfig
+from shoal.trainer.hot import match_hot
+from shoal.trainer.layout import choose_plan, derive_layout, server_settings, updates_per_step
+
+
+def test_hot_parameters_are_named_by_pattern():
+    names = ["embed.weight", "blocks.0.weight", "blocks.1.weight"]
+    assert match_hot(["blocks.*"], names) == {"blocks.0.weight", "blocks.1.weight"}
+    with pytest.raises(
+        RequestError, match=r"paramserver.hot 'embd.weight' is no parameter .* did you mean 'embed.weight'"
+    ):
+        match_hot(["embd.weight"], names)
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "wanted"),
+    [
+        ("ps=2", None, "ps=2 workers=2 update=bsp"),
+        ("ps=2", 6, "ps=2 workers=4 update=bsp"),
+        ("ps=1 workers=4 update=half", None, "ps=1 workers=4 update=half:4,0.25"),
+    ],
+)
+def test_what_a_plan_leaves_out_is_derived(text, processes, wanted):
+    assert str(choose_plan("dp=1", plan_text=text, num_processes=processes)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("workers=2", "workers=2 is of parameter servers, and ps is 0"),
+        ("ps=1 backup=1", "backup=1 needs 2 servers, and ps is 1"),
+        ("ps=1 dp=2", "dp=2 does not go with ps=1: its replicas are the workers"),
+        ("ps=1 tp=2", "tp=2 does not go with ps=1 yet"),
+        ("ps=1 zero=2", "zero=2 does not go with ps=1"),
+        ("ps=1 workers=2 update=half:3,0", "closes a round at 3 arrivals, and there are 2 workers; lower it to 2"),
+        ("ps=1 update=spp:1", "unknown name 'spp'; did you mean 'ssp'"),
+        ("ps=1 workers=0", "workers=0 is below 1"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_with_its_fix(text, words):
+    with pytest.raises(RequestError) as caught:
+        choose_plan("dp=1", plan_text=text, num_processes=None)
+    assert words in str(caught.value)
+
+
+def test_processes_are_servers_and_workers():
+    assert Plan.parse("ps=2 workers=3").world_size == 5
+    with pytest.raises(RequestError, match=r"4 processes are not ps 2 \+ workers 3 = 5"):
+        choose_plan("dp=1", plan_text="ps=2 workers=3", num_processes=4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted"),
+    [("bsp", 1), ("ssp:3", 1), ("async", 4), ("half:3,0.25", 2), ("downpour:2,2", 2), ("downpour:5,5", 1)],
+)
+def test_a_step_has_as_many_updates_as_its_rule_makes_of_four_shares(plan, wanted):
+    assert updates_per_step(Plan.parse(f"ps=1 workers=4 update={plan}")) == wanted
+
+
+def test_shares_are_of_the_batch():
+    layout = derive_layout(TrainConfig(steps=1, global_batch=12), Plan.parse("ps=1 workers=3"))
+    assert (layout.micro_batch, layout.plan.microbatches) == (4, 1)
+    with pytest.raises(RequestError, match=r"global_batch 16 is not divisible by workers 3"):
+        derive_layout(TrainConfig(steps=1, global_batch=16), Plan.parse("ps=1 workers=3"))
+
+
+def test_settings_that_no_server_can_carry_out_are_listed_together():
+    train = TrainConfig(steps=1, precision="float16", nonfinite="skip", time_limit="1m")
+    found = server_settings(train, OptimConfig(clip=1.0, schedule="plateau"), Plan.parse("ps=2"))
+    words = ["optim.clip 1 ", "plateau", "float16", "nonfinite", "time_limit"]
+    assert len(found) == 5 and all(word in text for word, text in zip(words, found, strict=True))
+    assert server_settings(TrainConfig(steps=1), OptimConfig(), Plan.parse("ps=2")) == []
