@@ -65,3 +65,33 @@ class Tree:
     def from_values(cls, values: Mapping[str, Any]) -> "Tree":
         """Back from JSON."""
         return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """What parameter servers wrote down of a run: every update, and what went into it (``rules.py`` has the meaning)."""
+
+    shares: int
+    """Parts that a step's batch is cut into."""
+    microbatches: int
+    """Per share."""
+    adds_to_steps: bool
+    """A gradient is its share of the mean over the step; else it is the mean over its own samples."""
+    total_updates: int
+    """Of the whole run, as the learning rate counts them."""
+    takes_own_steps: bool
+    """A worker goes a step of plain descent by each of its gradients, until it reads the servers' weights again."""
+    own_rates: Sequence[float]
+    """Rate of these steps, by worker, the last for all further ones; empty: the run's, by step."""
+    pieces: Sequence[tuple[str, int, int, int]]
+    """Every stretch of a parameter: its name, first and last element, and the shard that holds it; shard after shard."""
+    updates: Sequence[Mapping[str, Any]]
+
+    def as_values(self) -> dict[str, Any]:
+        """JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "Log":
+        """Back from JSON."""
+        return cls(**values)

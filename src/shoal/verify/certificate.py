@@ -11,7 +11,7 @@ import torch
 
 from shoal.verify.capture import KINDS
 from shoal.verify.judge import Difference
-from shoal.verify.proof import PlanResult
+from shoal.verify.result import PlanResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,9 @@ MUTANT_COLUMNS = ("planted bug", "plan", "caught", "by", "should be", "control",
 
 def plan_row(plan: PlanResult) -> list[str]:
     """One line of the table."""
-    # A plan that did not run to its end has nothing that could differ.
-    wrong = "DIFFERS" if plan.worst else "FAILED"
+    # A plan that did not run to its end has nothing that could differ; one that broke its rule has, unlooked at.
+    is_failure = plan.first_difference is not None and plan.first_difference.kind == "run"
+    wrong = "FAILED" if is_failure else "DIFFERS"
     verdict = "bitwise" if plan.ok and plan.bitwise else f"within {plan.tolerance:.1g}" if plan.ok else wrong
     errors = [f"{plan.worst[kind]:.1e}" if plan.worst.get(kind) else "0" for kind in KINDS] if plan.worst else ["-"] * 6
     calls, num_bytes = _totals(plan.traffic.get("counted", {}))
@@ -109,8 +110,8 @@ def plan_row(plan: PlanResult) -> list[str]:
         plan.dtype,
         verdict,
         *errors,
-        str(calls),
-        str(num_bytes),
+        str(calls) if plan.traffic else "-",
+        str(num_bytes) if plan.traffic else "-",
         _size_pair(plan.sizes, ("weights", "gradients", "optimizer")),
         _size_pair(plan.sizes, ("activations",)),
         f"{plan.wall_s:.1f}",

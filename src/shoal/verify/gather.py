@@ -48,8 +48,7 @@ def gather_step(recordings: Sequence[Recording], index: int) -> Gathered:
     for rank, (step, table) in enumerate(zip(steps, tables, strict=True)):
         for key, local in step.tensors.items():
             pieces.setdefault(key, []).append(Piece(rank=rank, local=local, placement=placement_of(key, local, table)))
-    wholes = {key: _assemble(found) for key, found in pieces.items()}
-    disagreeing = {key: ranks for key, found in pieces.items() if (ranks := _unlike(wholes[key], found))}
+    wholes, disagreeing = put_together(pieces)
     first = steps[0]
     for rank, step in enumerate(steps[1:], start=1):
         # The same on every rank, or the ranks would decide differently about clipping and skipping.
@@ -57,6 +56,12 @@ def gather_step(recordings: Sequence[Recording], index: int) -> Gathered:
             disagreeing["loss" if step.loss != first.loss else "norm"] = (rank,)
     whole = Step(loss=first.loss, norm=first.norm, skipped=first.skipped, tensors=wholes)
     return Gathered(step=whole, pieces={key: tuple(found) for key, found in pieces.items()}, disagreeing=disagreeing)
+
+
+def put_together(pieces: Mapping[str, Sequence[Piece]]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+    """Whole tensors by name; and of each that has copies which are not the lowest rank's, the ranks that hold them."""
+    wholes = {key: _assemble(found) for key, found in pieces.items()}
+    return wholes, {key: ranks for key, found in pieces.items() if (ranks := _unlike(wholes[key], found))}
 
 
 def placement_of(key: str, local: Tensor, table: Mapping[str, Mapping[str, object]]) -> Placement:

@@ -2,7 +2,7 @@
 should cost."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.parallel.pieces import take_local
 from shoal.verify.capture import Recording, Step
 from shoal.verify.compare import Comparer, Judged, Verdict
-from shoal.verify.gather import Gathered, gather_step
+from shoal.verify.gather import Gathered
 from shoal.verify.pattern import Layout, describe_number, describe_spread, describe_tensor
 from shoal.verify.tolerance import Tolerance
 
@@ -21,7 +21,7 @@ class Difference:
     """The first thing that is wrong with a plan, and in which pattern."""
 
     kind: str
-    """loss, grad, norm, optimizer, weight, buffer; traffic, sizes, flat; or run, when there is nothing to compare."""
+    """loss, grad, norm, optimizer, weight, buffer; traffic, sizes, flat, rule; or run, when there is nothing to compare."""
     step: int | None = None
     """Counted from 1."""
     tensor: str | None = None
@@ -50,13 +50,13 @@ class Judgement:
 
 
 def judge_run(
-    reference: Recording, ranks: Sequence[Recording], *, tolerance: Tolerance, layout: Layout, flat_bound: float
+    reference: Recording, gather: Callable[[int], Gathered], *, tolerance: Tolerance, layout: Layout, flat_bound: float
 ) -> Judgement:
     """Compare a plan with the reference, step by step.
 
     Args:
         reference: what one process recorded.
-        ranks: what each rank recorded, in their order.
+        gather: what the plan recorded of a step, put together (``gather_step``).
         tolerance: what is allowed.
         layout: where the ranks stand.
         flat_bound: how far the reference's tree may be from the flat sum over the global batch.
@@ -65,7 +65,7 @@ def judge_run(
     difference: Difference | None = None
     before: Step | None = None
     for index in range(len(reference)):
-        theirs, ours = reference.step(index), gather_step(ranks, index)
+        theirs, ours = reference.step(index), gather(index)
         wrong = comparer.add(index, theirs, ours.step)
         wrong += _judge_copies(index, theirs, ours, {f"{one.kind}/{one.name}" for one in wrong}, comparer.verdict)
         if wrong and difference is None:
@@ -114,7 +114,11 @@ def _describe(
         theirs, ours = getattr(reference, first.kind), getattr(found.step, first.kind)
         pattern = describe_number(theirs, ours, layout) if theirs != ours else "ranks hold different values"
         alone = _whose_norm(ours, found) if first.kind == "norm" else None
-        pattern = f"{pattern}; it is the norm of what rank {alone} holds alone" if alone is not None else pattern
+        pattern = (
+            f"{pattern}; it is the norm of what {layout.name_ranks([alone])} holds alone"
+            if alone is not None
+            else pattern
+        )
         return _difference(first, pattern, "")
     key = f"{first.kind}/{first.name}"
     same_kind = [one.name for one in wrong if one.kind == first.kind]

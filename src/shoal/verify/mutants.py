@@ -7,13 +7,13 @@ the rank processes. The same plan without the plant is its control and must pass
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.comm.world import World
 from shoal.core.config import apply_overrides, validate
 from shoal.optim.config import PrecisionName
 from shoal.trainer.config import Recipe
-from shoal.verify import plants
+from shoal.verify import plants, serverplants
 from shoal.verify.plants import Plant
 
 _GPT = {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1}
@@ -24,6 +24,15 @@ _RAGGED = {"source": "synthetic", "kind": "reverse", "samples": 64}
 _NORMED_MODEL = {"name": "mlp", "layers": 2, "hidden": 16, "dropout": 0.1, "batch_norm": True}
 _CLASSES = {"source": "synthetic", "kind": "classes", "samples": 128}
 _ODD_VOCABULARY = {"source": "synthetic", "kind": "tokens", "samples": 256, "sequence": 16, "vocab": 63}
+
+
+class Death(NamedTuple):
+    """A server that is killed, in a proof and in its control."""
+
+    name: str
+    """Of the process, such as ``server-0``."""
+    after: int
+    """The round that it has just applied, counted from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +52,8 @@ class Mutant:
     data: Mapping[str, Any] | None = None
     reported: str = ""
     """Where users met it."""
+    deaths: tuple[Death, ...] = ()
+    """Who dies in the run."""
 
 
 _ALL: Sequence[Mutant] = (
@@ -227,6 +238,61 @@ _ALL: Sequence[Mutant] = (
         plant=plants.lose_deferred_gradient,
     ),
     Mutant(name="a redundant collective", plan="dp=2 zero=1", by=("traffic",), plant=plants.sum_once_more),
+    Mutant(
+        name="a contribution applied twice",
+        plan="ps=1 workers=2 update=bsp",
+        by=("grad",),
+        plant=serverplants.apply_twice,
+    ),
+    Mutant(
+        name="a worker's share dropped", plan="ps=1 workers=2 update=bsp", by=("grad",), plant=serverplants.drop_share
+    ),
+    Mutant(
+        name="gradient scaled by the number of workers",
+        plan="ps=1 workers=2 update=bsp",
+        by=("grad",),
+        plant=serverplants.scale_by_workers(2),
+    ),
+    Mutant(
+        name="a server uses the learning rate of another round",
+        plan="ps=1 workers=2 update=bsp",
+        by=("weight",),
+        plant=serverplants.use_next_rate,
+        overrides=("optim.schedule=linear",),
+    ),
+    Mutant(
+        name="a server adds in the order of arrival",
+        plan="ps=1 workers=3 update=bsp",
+        by=("grad",),
+        plant=serverplants.add_in_other_order,
+        overrides=("train.global_batch=12",),
+    ),
+    Mutant(
+        name="old weights read under a new version",
+        plan="ps=2 workers=2 update=ssp:1",
+        by=("loss", "grad"),
+        plant=serverplants.keep_first_weights,
+    ),
+    Mutant(
+        name="a read that ignores the bound",
+        plan="ps=2 workers=2 update=ssp:1",
+        by=("rule",),
+        plant=serverplants.ignore_bound,
+    ),
+    Mutant(
+        name="a late gradient not weighted",
+        plan="ps=1 workers=3 update=half:2,0.25",
+        by=("rule",),
+        plant=serverplants.forget_lateness(late_rank=3),
+        overrides=("train.global_batch=12",),
+    ),
+    Mutant(
+        name="backup promoted with an old version",
+        plan="ps=2 workers=2 update=bsp backup=1",
+        by=("loss", "grad", "weight"),
+        plant=serverplants.promote_old_weights,
+        deaths=(Death("server-0", 1),),
+    ),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}
 """By name."""

@@ -1,7 +1,7 @@
 """What one process trains with: model, data, optimizer, and how a step's samples are dealt out.
 
-Nothing of ``parallel/`` or ``pipeline/`` is imported here, and the process asserts it: a bug that both sides shared would be
-equal on both. The cutting of a batch is written a second time for the same reason.
+Nothing of ``parallel/``, ``pipeline/`` or ``paramserver/`` is imported here, and the process asserts it: a bug that both sides
+shared would be equal on both. The cutting of a batch is written a second time for the same reason.
 """
 
 import math
@@ -32,7 +32,7 @@ from shoal.optim.precision import Precision
 from shoal.optim.rows import whole_norms
 from shoal.verify.case import Case, Tree
 
-_FORBIDDEN = ("shoal.parallel", "shoal.pipeline")
+_FORBIDDEN = ("shoal.parallel", "shoal.pipeline", "shoal.paramserver")
 Ids = NDArray[np.int64]
 
 

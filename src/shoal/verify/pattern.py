@@ -27,6 +27,8 @@ class Layout:
     """Ranks along each axis, by name; ``microbatches`` too, since accumulation is a sum like the others."""
     coordinates: Sequence[Mapping[str, int]]
     """By rank."""
+    names: Sequence[str] = ()
+    """What each of them is called, where it is no rank."""
 
     def describe_ranks(self, ranks: Sequence[int]) -> str:
         """The coordinate that these ranks and no others share, such as ``tp coordinate 1``; else their numbers."""
@@ -36,8 +38,14 @@ class Layout:
                 continue
             places = {self.coordinates[rank][axis] for rank in ranks}
             if len(places) == 1 and not places & {self.coordinates[rank][axis] for rank in others}:
-                return f"{axis} coordinate {places.pop()} ({_ranks(ranks)})"
-        return _ranks(ranks)
+                return f"{axis} coordinate {places.pop()} ({self.name_ranks(ranks)})"
+        return self.name_ranks(ranks)
+
+    def name_ranks(self, ranks: Sequence[int]) -> str:
+        """What these are called."""
+        if self.names:
+            return ", ".join(self.names[rank] for rank in ranks)
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def find_factor(reference: Tensor, found: Tensor) -> float | None:
@@ -104,7 +112,8 @@ def describe_shares(reference: Tensor, pieces: Sequence[Piece], layout: Layout) 
     if len(wrong) == len(pieces):
         source = _foreign_source(reference, pieces, 0)
         if source is not None:
-            return f"every shard holds the values of another: rank {pieces[0].rank} those of rank {source}"
+            first, other = layout.name_ranks([pieces[0].rank]), layout.name_ranks([source])
+            return f"every shard holds the values of another: {first} those of {other}"
         return _describe_own_values(pieces, layout)
     if not wrong:
         return None
@@ -114,7 +123,7 @@ def describe_shares(reference: Tensor, pieces: Sequence[Piece], layout: Layout) 
     is_copy = all(pieces[index].placement in right for index in wrong)
     source = None if is_copy else _foreign_source(reference, pieces, wrong[0])
     text = f"one replica only: {where}" if is_copy else f"one shard only: {where}"
-    return f"{text}, which holds the values of rank {source}'s shard" if source is not None else text
+    return f"{text}, which holds the values of {layout.name_ranks([source])}'s shard" if source is not None else text
 
 
 def describe_rows(reference: Tensor, found: Tensor) -> str | None:
@@ -186,7 +195,3 @@ def _is_off(reference: Tensor, found: Tensor) -> bool:
     """Clearly wrong, whatever the arithmetic: patterns are sought only once something is."""
     apart, size = float((found.double() - reference.double()).norm()), float(reference.double().norm())
     return not apart <= 1e-4 * size
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -9,72 +9,33 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import nn
-
 from shoal.core.errors import RequestError, RunError
-from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
-from shoal.data.splits import Splits
 from shoal.optim.config import PrecisionName
-from shoal.parallel.anatomy import Anatomy
 from shoal.trainer.config import Recipe, dump_recipe
 from shoal.trainer.layout import derive_layout
 from shoal.verify.capture import Recording
-from shoal.verify.case import Case, Tree
+from shoal.verify.case import Case, Log, Tree
+from shoal.verify.gather import gather_step
 from shoal.verify.judge import Difference, judge_run, judge_sizes, judge_traffic
+from shoal.verify.mutants import Death
 from shoal.verify.pattern import Layout
 from shoal.verify.pool import Pool
+from shoal.verify.question import Question, Subject
+from shoal.verify.result import PlanResult, compared, failed
+from shoal.verify.serverproof import prove_servers
 from shoal.verify.stages import cut_model
 from shoal.verify.tolerance import derive_tolerance
 
 # A rank that imports torch on a busy machine; what a job takes comes on top of it.
 _START_SECONDS = 180.0
+_LONGEST_SECONDS = 3600.0
 _FLAT_BOUNDS = {"float64": 1e-12, "float32": 1e-5}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is proved: a recipe, and the numbers that follow from its model and data."""
-
-    recipe: Recipe
-    total_steps: int
-    facts: ModelFacts
-    """What plans ask of the model."""
-    num_samples: int
-    has_batch_norm: bool
-    model: nn.Module
-    """As one process builds it; looked at, never trained."""
-    data: Splits
-    anatomy: Anatomy
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanResult:
-    """One plan in one arithmetic."""
-
-    plan: str
-    dtype: str
-    steps: int
-    ok: bool
-    bitwise: bool
-    worst: Mapping[str, float]
-    first_difference: Difference | None
-    tolerance: float
-    reason: str
-    """Where the tolerance comes from."""
-    noise: tuple[str, ...] = ()
-    """Tensors that were bounded absolutely."""
-    flat: float | None = None
-    """Distance of the reference's tree from one pass over the whole global batch."""
-    traffic: Mapping[str, Any] = field(default_factory=dict)
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    wall_s: float = 0.0
 
 
 class Prover:
@@ -101,30 +62,70 @@ class Prover:
             self._pool.end()
         self._folder.cleanup()
 
-    def prove(self, subject: Subject, plan: Plan, precision: PrecisionName, *, mutant: str | None = None) -> PlanResult:
+    def prove(
+        self,
+        subject: Subject,
+        plan: Plan,
+        precision: PrecisionName,
+        *,
+        mutant: str | None = None,
+        deaths: Sequence[Death] = (),
+    ) -> PlanResult:
         """Run one plan and compare it.
+
+        Args:
+            subject: the recipe and its model.
+            plan: what is proved.
+            precision: the arithmetic.
+            mutant: name of a bug to plant.
+            deaths: servers that are killed on the way, where the plan has any.
 
         Raises:
             RequestError: the reference refuses the model: it draws random numbers of its own, or its loss is not finite.
         """
-        started = time.monotonic()
+        question = self._ask(subject, plan, precision, mutant, deaths)
+        folder = self._new_folder()
+        if plan.ps:
+            result = prove_servers(
+                question,
+                folder,
+                reference=lambda case, tree: self._reference(case, tree)[0],
+                replay=self._replay,
+                threads=self.threads,
+                deadline_seconds=self.deadline_seconds or _LONGEST_SECONDS,
+            )
+        else:
+            result = self._prove_ranks(question, folder)
+        shutil.rmtree(folder)
+        return result
+
+    def _ask(
+        self, subject: Subject, plan: Plan, precision: PrecisionName, mutant: str | None, deaths: Sequence[Death]
+    ) -> Question:
         # Between steps nothing else may run: the watch would be counted as the step's traffic.
         between = {"time_limit": None, "watch_every": 0}
         train = subject.recipe.train.model_copy(update={"precision": precision, **between})
         recipe = subject.recipe.model_copy(update={"train": train})
-        layout = derive_layout(train, plan)
-        recipe, tree = _tree_of(subject, recipe, layout.plan)
-        steps = min(self.steps, subject.total_steps)
-        case = _case_of(recipe, subject, steps)
-        reference_folder, reference_seconds = self._reference(case, tree)
-        folder = self._new_folder()
+        derived = derive_layout(train, plan).plan
+        recipe, tree = _tree_of(subject, recipe, derived)
+        case = _case_of(recipe, subject, min(self.steps, subject.total_steps))
+        return Question(
+            subject=subject, recipe=recipe, plan=derived, case=case, tree=tree, mutant=mutant, deaths=tuple(deaths)
+        )
+
+    def _prove_ranks(self, question: Question, folder: Path) -> PlanResult:
+        reference_folder, reference_seconds = self._reference(question.case, question.tree)
         try:
-            answers = self._run_ranks(recipe, layout.plan, steps, mutant, folder, reference_seconds)
-            result = self._judge(subject, recipe, layout.plan, steps, reference_folder, folder, answers, started)
+            answers = self._run_ranks(question, folder, reference_seconds)
         except RunError as error:
-            result = self._failed(subject, layout.plan, precision, steps, error, started)
-        shutil.rmtree(folder)
-        return result
+            return failed(question, Difference(kind="run", pattern=str(error)))
+        return self._judge(question, reference_folder, folder, answers)
+
+    def _replay(self, case: Case, log: Log) -> Path:
+        folder = self._new_folder()
+        job = {"case": case.as_values(), "log": log.as_values(), "folder": str(folder), "threads": self.threads}
+        self._reference_pool.run(job, deadline_seconds=self.deadline_seconds or _LONGEST_SECONDS)
+        return folder
 
     def _reference(self, case: Case, tree: Tree) -> tuple[Path, float]:
         # As JSON: a list and a tuple of the same names are one tree.
@@ -133,13 +134,12 @@ class Prover:
         if key not in self._references:
             folder, started = self._new_folder(), time.monotonic()
             job = {**values, "folder": str(folder), "threads": self.threads}
-            self._reference_pool.run(job, deadline_seconds=self.deadline_seconds or 3600.0)
+            self._reference_pool.run(job, deadline_seconds=self.deadline_seconds or _LONGEST_SECONDS)
             self._references[key] = (folder, time.monotonic() - started)
         return self._references[key]
 
-    def _run_ranks(
-        self, recipe: Recipe, plan: Plan, steps: int, mutant: str | None, folder: Path, reference_seconds: float
-    ) -> list[dict[str, Any]]:
+    def _run_ranks(self, question: Question, folder: Path, reference_seconds: float) -> list[dict[str, Any]]:
+        plan = question.plan
         if self._pool is not None and self._pool.size != plan.world_size:
             self._pool.end()
             self._pool = None
@@ -148,10 +148,10 @@ class Prover:
         # A plan does the reference's work in other pieces, on cores that ranks may have to share.
         deadline = self.deadline_seconds or _START_SECONDS + 10.0 * plan.world_size * reference_seconds
         job = {
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": question.recipe.model_dump(mode="json"),
             "plan": str(plan),
-            "steps": steps,
-            "mutant": mutant,
+            "steps": question.case.steps,
+            "mutant": question.mutant,
             "folder": str(folder),
             "threads": self.threads,
             "deadline_seconds": deadline,
@@ -164,18 +164,10 @@ class Prover:
             raise RunError(str(error)) from error
 
     def _judge(
-        self,
-        subject: Subject,
-        recipe: Recipe,
-        plan: Plan,
-        steps: int,
-        reference_folder: Path,
-        folder: Path,
-        answers: list[dict[str, Any]],
-        started: float,
+        self, question: Question, reference_folder: Path, folder: Path, answers: list[dict[str, Any]]
     ) -> PlanResult:
-        precision = recipe.train.precision
-        first = answers[0]
+        subject, recipe, plan = question.subject, question.recipe, question.plan
+        precision, first = recipe.train.precision, answers[0]
         tolerance = derive_tolerance(
             plan,
             precision=precision,
@@ -184,7 +176,7 @@ class Prover:
             joins_replicas=recipe.train.batch_norm == "sync" and subject.has_batch_norm and (plan.dp or 1) > 1,
             optim=recipe.optim,
             total_steps=subject.total_steps,
-            steps=steps,
+            steps=question.case.steps,
         )
         where = Layout(
             degrees={**first["degrees"], "microbatches": first["microbatches"]},
@@ -194,43 +186,19 @@ class Prover:
         ranks = [Recording.open(folder, f"rank-{rank:03d}") for rank in range(len(answers))]
         judged = judge_run(
             reference,
-            ranks,
+            lambda index: gather_step(ranks, index),
             tolerance=tolerance,
             layout=where,
             flat_bound=_FLAT_BOUNDS.get(precision, max(tolerance.bound, 0.1)),
         )
-        difference = judged.difference or judge_traffic(answers) or judge_sizes(answers)
-        return PlanResult(
-            plan=str(plan),
-            dtype=precision,
-            steps=steps,
-            ok=difference is None,
-            bitwise=judged.verdict.is_bitwise,
-            worst=judged.verdict.worst,
-            first_difference=difference,
-            tolerance=tolerance.bound,
-            reason=tolerance.reason,
-            noise=tuple(sorted(judged.verdict.noise)),
+        return compared(
+            question,
+            judged,
+            tolerance,
+            first_difference=judged.difference or judge_traffic(answers) or judge_sizes(answers),
             flat=reference.facts["flat"],
             traffic={"expected": first["expected_traffic"][-1], "counted": first["traffic"][-1]},
             sizes=first["sizes"],
-            wall_s=time.monotonic() - started,
-        )
-
-    def _failed(
-        self, subject: Subject, plan: Plan, precision: str, steps: int, error: RunError, started: float
-    ) -> PlanResult:
-        return PlanResult(
-            plan=str(plan),
-            dtype=precision,
-            steps=steps,
-            ok=False,
-            bitwise=False,
-            worst={},
-            first_difference=Difference(kind="run", pattern=str(error)),
-            tolerance=0.0,
-            reason="it did not run",
-            wall_s=time.monotonic() - started,
         )
 
     def _new_folder(self) -> Path:
@@ -242,7 +210,7 @@ class Prover:
 
 def _tree_of(subject: Subject, recipe: Recipe, plan: Plan) -> tuple[Recipe, Tree]:
     """The order of a plan's sums; and the recipe, which for a pipeline names the cut that they follow from."""
-    replicas, microbatches = plan.dp or 1, plan.microbatches or 1
+    replicas, microbatches = plan.num_shares, plan.microbatches or 1
     if plan.pp == 1:
         return recipe, Tree(replicas=replicas, microbatches=microbatches)
     cut = cut_model(

@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
 from shoal.verify.capture import Recorder, model_tensors, saved_buffers
-from shoal.verify.case import Case, Tree
+from shoal.verify.case import Case, Log, Tree
 from shoal.verify.delayed import run_delayed
 from shoal.verify.parts import (
     Ids,
@@ -35,6 +35,7 @@ from shoal.verify.parts import (
     refuse_not_finite,
     weigh,
 )
+from shoal.verify.replay import run_replay
 from shoal.verify.uses import split_uses
 from shoal.verify.worker import serve
 
@@ -131,7 +132,10 @@ def _ways(group: Sequence[Ids], directions: int) -> list[list[Ids]]:
 
 def _run_job(job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(job["threads"])
-    case, tree = Case.from_values(job["case"]), Tree.from_values(job["tree"])
+    case = Case.from_values(job["case"])
+    if "log" in job:
+        return run_replay(case, Log.from_values(job["log"]), Path(job["folder"]))
+    tree = Tree.from_values(job["tree"])
     run = run_reference if tree.delay is None else run_delayed
     return run(case, tree, Path(job["folder"]))
 

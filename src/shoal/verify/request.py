@@ -1,6 +1,6 @@
 """What a user asks to be proved, checked before any process starts: the plans, the arithmetic, the number of steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,17 +10,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
+from shoal.core.updates import UpdateRule
 from shoal.optim.config import PrecisionName
 from shoal.parallel.rules import describe_facts
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.flatmodel import refuse_batch_norm
 from shoal.trainer.laying import look_at
 from shoal.trainer.layout import check_samples, choose_plan, count_steps, derive_layout
 from shoal.trainer.request import refuse_settings
 from shoal.trainer.state import hash_weights
-from shoal.verify.proof import Subject
+from shoal.verify.question import Subject
 
 DEFAULT_PROCESSES = 4
+_PROVABLE_RULES = ("bsp", "ssp", "async", "half", "downpour")
 DEFAULT_STEPS = 3
 
 
@@ -112,16 +115,46 @@ def check_plan(subject: Subject, plan: Plan) -> None:
     refuse_settings(subject.recipe, plan)
     _refuse_unprovable(subject, plan)
     derive_layout(subject.recipe.train, plan)
-    check_samples(num_samples=subject.num_samples, replicas=plan.dp or 1)
+    check_samples(num_samples=subject.num_samples, replicas=plan.num_shares)
 
 
 def _refuse_unprovable(subject: Subject, plan: Plan) -> None:
     """Refuse what trains but has no counterpart in one process."""
+    if plan.ps:
+        refuse_batch_norm(subject.model)
+        found = list(_unprovable_servers(subject.recipe, plan))
+        if found:
+            raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
+        return
     is_delayed = plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous
     if is_delayed and subject.has_batch_norm and subject.recipe.train.batch_norm == "sync" and (plan.dp or 1) > 1:
         raise RequestError(
             f"plan {str(plan)!r}: with train.batch_norm sync the replicas of a microbatch run as one, and under "
             f"schedule={plan.schedule} one process cannot; prove it with train.batch_norm=local, or with dp=1"
+        )
+
+
+def _unprovable_servers(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """What parameter servers can do and one process has no rule for, each with its fix."""
+    rule, config = UpdateRule.parse(plan.update or "bsp"), recipe.paramserver
+    if rule.kind not in _PROVABLE_RULES:
+        yield (
+            f"update={plan.update} is not proved by verify, which proves {', '.join(_PROVABLE_RULES)}: it is no update of "
+            f"an optimizer; its own test compares it with torch's"
+        )
+    if rule.kind == "downpour" and config.overlap:
+        yield (
+            "paramserver.overlap lets fetched weights come in at any step of a worker under downpour, which the servers' log "
+            "does not have; use --set paramserver.overlap=false"
+        )
+    if config.aggregate != "average":
+        yield (
+            f"paramserver.aggregate {config.aggregate} is not proved by verify; use --set paramserver.aggregate=average"
+        )
+    if config.delay_compensation:
+        yield (
+            f"paramserver.delay_compensation {config.delay_compensation:g} is not proved by verify; "
+            f"use --set paramserver.delay_compensation=0"
         )
 
 
@@ -138,10 +171,27 @@ def choose_precisions(plan: Plan, asked: str | None) -> tuple[PrecisionName, ...
                 raise RequestError(
                     f"--dtype float16 scales its loss, which schedule={plan.schedule} cannot; use bfloat16"
                 )
+            if name == asked == "float16" and plan.ps:
+                raise RequestError(
+                    f"--dtype float16 scales its loss, which workers of ps={plan.ps} at different steps cannot; use bfloat16"
+                )
             if name == asked:
                 return (name,)
         raise RequestError(f"--dtype {asked!r} is none of {', '.join(names)}")
     return ("float32", "float64") if plan.tp > 1 or plan.cp > 1 else ("float32",)
+
+
+def server_plans(num_processes: int) -> list[Plan]:
+    """Plans with parameter servers over so many processes: every rule on one server, and backups once there are enough."""
+    workers = num_processes - 1
+    if workers < 1:
+        return []
+    several = ["bsp", "ssp:1", "async", f"half:{max(2, workers - 1)},0.25", "downpour:2,2"]
+    rules = ["bsp", "async"] if workers == 1 else several
+    found = [Plan(ps=1, workers=workers, update=rule) for rule in rules]
+    if num_processes >= 4:
+        found.append(Plan(ps=2, workers=num_processes - 2, update="bsp", backup=1))
+    return found
 
 
 def _every_plan(subject: Subject, num_processes: int | None, remarks: list[str]) -> list[Plan]:
@@ -150,7 +200,7 @@ def _every_plan(subject: Subject, num_processes: int | None, remarks: list[str])
     written = Plan.parse(recipe.plan) if recipe.plan.strip() != "auto" else Plan()
     found = []
     for size in sizes:
-        for allowed in all_plans(size, subject.facts):
+        for allowed in [*all_plans(size, subject.facts), *server_plans(size)]:
             plan = replace(allowed, microbatches=written.microbatches)
             try:
                 check_plan(subject, plan)

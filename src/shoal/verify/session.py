@@ -9,8 +9,10 @@ from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.verify.certificate import Certificate, MutantResult
 from shoal.verify.mutants import MUTANTS, Mutant, own_recipe, with_overrides
-from shoal.verify.proof import PlanResult, Prover, Subject, hash_recipe
+from shoal.verify.proof import Prover, hash_recipe
+from shoal.verify.question import Subject
 from shoal.verify.request import DEFAULT_STEPS, build_subject, check_plan, prepare_verify
+from shoal.verify.result import PlanResult
 
 Tell = Callable[[str], None]
 # Ranks may outnumber the cores; with one thread each, no plan computes in other pieces than the reference.
@@ -117,11 +119,11 @@ def try_mutant(prover: Prover, mutant: Mutant, recipe: Recipe, controls: dict[st
     """Run one bug and its control; controls that were run before are in ``controls`` and are not run again."""
     plan = Plan.parse(mutant.plan)
     subject = _mutant_subject(mutant, plan, recipe)
-    key = f"{hash_recipe(subject.recipe)} {plan} {mutant.precision}"
+    key = f"{hash_recipe(subject.recipe)} {plan} {mutant.precision} {mutant.deaths}"
     if key not in controls:
-        controls[key] = prover.prove(subject, plan, mutant.precision)
+        controls[key] = prover.prove(subject, plan, mutant.precision, deaths=mutant.deaths)
     control = controls[key]
-    found = prover.prove(subject, plan, mutant.precision, mutant=mutant.name)
+    found = prover.prove(subject, plan, mutant.precision, mutant=mutant.name, deaths=mutant.deaths)
     by = found.first_difference.kind if found.first_difference is not None else None
     detail = str(found.first_difference) if found.first_difference is not None else "nothing differs"
     return MutantResult(

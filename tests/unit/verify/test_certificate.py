@@ -4,7 +4,7 @@ import json
 
 from shoal.verify.certificate import Certificate, MutantResult
 from shoal.verify.judge import Difference
-from shoal.verify.proof import PlanResult
+from shoal.verify.result import PlanResult
 
 WORST = {"loss": 0.0, "grad": 0.0, "norm": 1e-7, "optimizer": 0.0, "weight": 0.0, "buffer": 0.0}
 

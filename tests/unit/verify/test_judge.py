@@ -7,6 +7,7 @@ from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig
 from shoal.verify.capture import Recorder, Recording, placement_values
+from shoal.verify.gather import gather_step
 from shoal.verify.judge import judge_run, judge_sizes, judge_traffic
 from shoal.verify.pattern import Layout
 from shoal.verify.tolerance import derive_tolerance
@@ -53,7 +54,11 @@ def judge(tmp_path):
         )
         ranks = [Recording.open(tmp_path, f"rank-{rank:03d}") for rank in range(2)]
         return judge_run(
-            Recording.open(tmp_path, "reference"), ranks, tolerance=tolerance, layout=LAYOUT, flat_bound=1e-5
+            Recording.open(tmp_path, "reference"),
+            lambda index: gather_step(ranks, index),
+            tolerance=tolerance,
+            layout=LAYOUT,
+            flat_bound=1e-5,
         )
 
     return run

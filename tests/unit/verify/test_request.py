@@ -4,7 +4,7 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.verify.request import choose_precisions, prepare_verify
+from shoal.verify.request import choose_precisions, prepare_verify, server_plans
 
 
 def texts(request):
@@ -59,3 +59,43 @@ def test_all_leaves_out_what_the_batch_does_not_allow_and_says_so(tiny):
     request = prepare_verify(tiny, takes_all=True, num_processes=4, overrides=["train.global_batch=2"])
     assert all((proposal.plan.dp or 1) <= 2 for proposal in request.proposals)
     assert any("not divisible by dp 4" in remark for remark in request.remarks)
+
+
+def test_parameter_servers_are_completed_like_other_plans(tiny):
+    request = prepare_verify(tiny, plans=["ps=1", "ps=2 workers=2 update=half backup=1"])
+    assert texts(request) == [
+        ("ps=1 workers=2 update=bsp", "float32"),
+        ("ps=2 workers=2 update=half:2,0.25 backup=1", "float32"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "overrides", "message"),
+    [
+        ("ps=1 workers=2 update=downpour:2,2", ["paramserver.overlap=true"], "overlap=false"),
+        ("ps=1 workers=2 update=lbfgs", [], "update=lbfgs is not proved by verify, which proves bsp, ssp"),
+        ("ps=1 workers=3", [], "global_batch 8 is not divisible by workers 3"),
+        ("ps=1 workers=2", ["paramserver.aggregate=adasum"], "paramserver.aggregate adasum is not proved"),
+        ("ps=1 workers=2 update=async", ["paramserver.delay_compensation=0.1"], "set paramserver.delay_compensation=0"),
+        ("ps=1 workers=2", ["optim.clip=1"], "optim.clip 1"),
+        ("ps=1 workers=2 backup=1", [], "backup=1 needs 2 servers"),
+    ],
+)
+def test_servers_that_cannot_be_proved_are_refused(tiny, plan, overrides, message):
+    with pytest.raises(RequestError, match=message):
+        prepare_verify(tiny, plans=[plan], overrides=overrides)
+
+
+def test_no_loss_is_scaled_by_workers(tiny):
+    with pytest.raises(RequestError, match="float16 scales its loss, which workers of ps=1"):
+        prepare_verify(tiny, plans=["ps=1 workers=2"], precision="float16")
+
+
+def test_all_has_every_rule_of_parameter_servers(tiny):
+    request = prepare_verify(tiny, takes_all=True, num_processes=3)
+    plans = [str(proposal.plan) for proposal in request.proposals if proposal.plan.ps]
+    assert plans == [
+        f"ps=1 workers=2 update={rule}" for rule in ("bsp", "ssp:1", "async", "half:2,0.25", "downpour:2,2")
+    ]
+    assert [str(plan) for plan in server_plans(2)] == ["ps=1 workers=1 update=bsp", "ps=1 workers=1 update=async"]
+    assert server_plans(1) == [] and "ps=2 workers=2 update=bsp backup=1" in map(str, server_plans(4))

@@ -1,0 +1,101 @@
+"""``shoal verify`` for plans with parameter servers: real servers, workers and centers beside one process."""
+
+import json
+
+import pytest
+
+from harness import ROOT, TINY
+from shoal.core.plan import Plan
+from shoal.trainer.config import load_recipe
+from shoal.verify.mutants import MUTANTS, Death
+from shoal.verify.proof import Prover
+from shoal.verify.request import build_subject
+from shoal.verify.session import try_mutant
+
+PLANS = (
+    "ps=2 workers=2 update=bsp backup=1",
+    "ps=2 workers=2 update=ssp:1",
+    "ps=1 workers=2 update=async",
+)
+SOAKED = (
+    "ps=1 workers=1 update=async",
+    "ps=2 workers=1 update=ssp:2",
+    "ps=2 workers=2 update=ssp:0",
+    "ps=1 workers=3 update=ssp:3",
+    "ps=2 workers=3 update=bsp microbatches=2",
+    "ps=2 workers=3 update=async backup=1",
+    "ps=1 workers=3 update=half:2,0.25",
+    "ps=2 workers=3 update=half:2,0",
+    "ps=2 workers=2 update=downpour:2,2",
+    "ps=1 workers=3 update=downpour:3,2",
+)
+SERVER_MUTANTS = [name for name, mutant in MUTANTS.items() if mutant.plan.startswith("ps=")]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
+    # Twelve samples, which three workers can share too, and a rate that falls with every round.
+    path.write_text(
+        TINY.replace("global_batch = 8", "global_batch = 12").replace("lr = 1e-3", 'lr = 1e-3\nschedule = "linear"')
+    )
+    return path
+
+
+@pytest.mark.timeout(240)
+def test_servers_are_proved_bit_for_bit(shoal, recipe, tmp_path):
+    """Every replica of every shard, after every round; and the log kept its rule."""
+    written = tmp_path / "certificate.json"
+    plans = [word for plan in PLANS for word in ("--plan", plan)]
+    done = shoal.run("verify", recipe, *plans, "--json", written, timeout=230)
+    found = json.loads(written.read_text())["plans"]
+    assert sorted(plan["plan"] for plan in found) == sorted(PLANS)
+    for plan in found:
+        assert plan["ok"] and plan["bitwise"] and plan["steps"] == 3, plan
+        assert all(plan["worst"][kind] == 0.0 for kind in ("grad", "norm", "weight", "optimizer"))
+        assert plan["worst"]["loss"] < 1e-6 and plan["first_difference"] is None
+    reasons = {plan["plan"]: plan["reason"] for plan in found}
+    assert "a log of 3 rounds" in reasons[PLANS[1]] and "a log of 6 rounds" in reasons[PLANS[2]]
+    assert "3 of 3 equal one process, 3 of them bit for bit" in done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_planted_bug_is_caught_in_the_servers(recipe):
+    subject, _ = build_subject(load_recipe(recipe))
+    with Prover(steps=2) as prover:
+        found = prover.prove(subject, Plan.parse("ps=1 workers=2"), "float32", mutant="a worker's share dropped")
+    assert not found.ok and found.first_difference.kind == "grad" and found.first_difference.step == 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_server_that_dies_changes_no_bit(recipe):
+    subject, _ = build_subject(load_recipe(recipe))
+    plan = Plan.parse("ps=2 workers=2 update=bsp backup=1")
+    with Prover(steps=4) as prover:
+        found = prover.prove(subject, plan, "float32", deaths=[Death("server-0", 1)])
+        assert found.ok and found.bitwise, found
+        # A death that nobody asked for is a failed proof.
+        broken = prover.prove(subject, plan, "float32", mutant="no such mutant")
+    assert not broken.ok and broken.first_difference.kind == "run" and "no such mutant" in str(broken.first_difference)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plan", SOAKED)
+def test_more_plans_are_proved(recipe, plan):
+    subject, _ = build_subject(load_recipe(recipe))
+    with Prover(steps=4) as prover:
+        for precision in ("float32", "float64", "bfloat16"):
+            found = prover.prove(subject, Plan.parse(plan), precision)
+            assert found.ok and found.bitwise, found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SERVER_MUTANTS)
+def test_every_planted_bug_of_servers_is_caught(name):
+    own = load_recipe(ROOT / "recipes" / "tiny.toml")
+    with Prover(steps=3) as prover:
+        found = try_mutant(prover, MUTANTS[name], own, {})
+    assert found.caught and found.control_ok, found
