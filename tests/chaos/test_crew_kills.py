@@ -1,0 +1,294 @@
+"""Processes of a run with parameter servers are killed, stopped and started: it ends in the weights of an undisturbed one.
+
+Under bsp the result does not depend on who computed what, so it is compared bit for bit.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from crewed import PLAN, RECIPE, STEPS, CrewRun, _python_path, check_steps
+from crewed import crew as crew
+from harness import read_summary, wait_until
+
+soak = pytest.mark.soak
+pytestmark = pytest.mark.timeout(400)
+DEAD_SECONDS = 3.0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The hash of the weights that the run gives when nothing happens to it."""
+    run = CrewRun(tmp_path_factory.mktemp("undisturbed"))
+    try:
+        summary = run.end()
+        assert summary["status"] == "completed" and summary["deaths"] == 0
+        check_steps(run, STEPS)
+        return summary["weights_sha256"]
+    finally:
+        run.stop()
+
+
+def named(run, name):
+    """``leading`` and ``waiting`` are the centers by what they do at the moment."""
+    if name in ("leading", "waiting"):
+        leading = run.center()
+        return leading if name == "leading" else next(other for other in run.ranks("center") if other != leading)
+    return name
+
+
+def expect_same(run, undisturbed, *, deaths):
+    summary = run.end()
+    assert (summary["status"], summary["weights_sha256"]) == ("completed", undisturbed), run.logs()
+    assert summary["deaths"] >= deaths
+    check_steps(run, STEPS)
+
+
+VICTIMS = [
+    ["server-0"],
+    ["leading", "worker-1"],
+    pytest.param(["worker-0"], marks=soak),
+    pytest.param(["server-1"], marks=soak),
+    pytest.param(["leading"], marks=soak),
+    pytest.param(["waiting"], marks=soak),
+    pytest.param(["center-0", "center-1"], marks=soak),
+    pytest.param(["worker-0", "worker-1"], marks=soak),
+    pytest.param(["worker-0", "server-0"], marks=soak),
+    pytest.param(["leading", "server-0"], marks=soak),
+    pytest.param(["leading", "server-1", "worker-0"], marks=soak),
+]
+
+
+@pytest.mark.parametrize("names", VICTIMS, ids=" ".join)
+def test_killed_members_change_no_bit(crew, undisturbed, names):
+    run = crew()
+    run.wait_for_step(4)
+    pids = [run.pid(named(run, name)) for name in names]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    expect_same(run, undisturbed, deaths=len(names))
+
+
+@pytest.mark.parametrize(
+    "name", ["server-0", pytest.param("server-1", marks=soak), pytest.param("worker-0", marks=soak)]
+)
+def test_the_one_that_came_back_is_killed_again(crew, undisturbed, name):
+    run = crew("--set", "train.steps=30")
+    run.wait_for_step(2)
+    for step in (5, 10):
+        pid = run.kill(name)
+        run.wait_for_other(name, pid)
+        run.wait_for_step(step)
+    run.kill(name)
+    expect_same(run, undisturbed, deaths=3)
+
+
+@soak
+def test_servers_in_turn_each_when_the_other_is_a_backup_again(crew, undisturbed):
+    run = crew()
+    run.wait_for_step(2)
+    for name in ("server-0", "server-1", "server-0"):
+        pid = run.kill(name)
+        run.wait_for_other(name, pid)
+        # Until every shard has two synced replicas: the center says so by the number of servers, the backup by its silence.
+        seen = run.step()
+        run.wait_for_step(min(seen + 4, STEPS))
+    expect_same(run, undisturbed, deaths=3)
+
+
+def test_everything_is_killed_and_resumed(crew, undisturbed):
+    first = crew()
+    first.wait_for_step(12)
+    folders = set(Path("/dev/shm").glob("shoal-crew-*"))
+    members = first.members()
+    assert len(members) == 6
+    first.process.kill()
+    first.process.wait()
+    # Nothing outlives the command, and it could not clean up: its folder in memory is left for the next start.
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in members.values()), "all members to be gone", 10)
+    left = {path for path in folders if path.exists() and _holds(path, members)}
+    assert len(left) == 1
+    second = crew("--resume", run_dir=first.run_dir)
+    expect_same(second, undisturbed, deaths=0)
+    assert not any(path.exists() for path in left), "the folder of a dead crew was not swept"
+    # It did not begin again from nothing.
+    assert min(event["step"] for event in second.events("run_started") if event["step"]) >= 5
+
+
+def _holds(folder, members):
+    return any(path.name.startswith(tuple(members)) for path in folder.glob("*.sock"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=soak)])
+def test_a_stopped_run_goes_on_where_it_was(crew, undisturbed, number, code):
+    first = crew()
+    first.wait_for_step(7)
+    first.process.send_signal(number)
+    summary = first.end(expect=code)
+    assert (summary["status"], summary["stopped_by"]) == ("interrupted", signal.Signals(number).name)
+    # Of everything that was done nothing is lost: a checkpoint is written at the stop.
+    assert summary["steps"] == first.step() >= 7
+    assert (first.run_dir / "checkpoints" / f"step-{summary['steps']:08d}").exists()
+    second = crew("--resume", run_dir=first.run_dir)
+    expect_same(second, undisturbed, deaths=0)
+
+
+@soak
+def test_a_stop_while_a_server_and_the_center_die(crew, undisturbed):
+    first = crew()
+    first.wait_for_step(7)
+    pids = [first.pid("server-0"), first.pid(first.center())]
+    first.process.send_signal(signal.SIGTERM)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert first.end(expect=143)["status"] == "interrupted"
+    second = crew("--resume", run_dir=first.run_dir)
+    expect_same(second, undisturbed, deaths=0)
+
+
+PAUSED = [
+    "server-0",
+    pytest.param("server-1", marks=soak),
+    pytest.param("worker-0", marks=soak),
+    pytest.param("leading", marks=soak),
+]
+
+
+@pytest.mark.parametrize("name", PAUSED)
+def test_a_member_that_is_paused_is_replaced_and_refused_when_it_wakes(crew, undisturbed, name):
+    run = crew()
+    run.wait_for_step(4)
+    chosen = named(run, name)
+    pid = run.kill(chosen, signal.SIGSTOP)
+    try:
+        seen = run.step()
+        # The run goes on without it.
+        run.wait_for_step(min(seen + 6, STEPS - 2), seconds=60)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    expect_same(run, undisturbed, deaths=1 if chosen.startswith("server") else 0)
+    if chosen.startswith("center"):
+        assert "deposed" in (run.run_dir / "logs" / f"rank-{run.ranks('center')[chosen]:03d}.log").read_text()
+
+
+@pytest.mark.parametrize("name", ["server-0", pytest.param("server-1", marks=soak)])
+def test_without_a_backup_everyone_goes_back_to_the_checkpoint(crew, undisturbed, name):
+    run = crew(plan=PLAN.replace("backup=1", "backup=0"))
+    run.wait_for_step(12)
+    run.kill(name)
+    expect_same(run, undisturbed, deaths=1)
+
+
+@soak
+def test_without_a_backup_a_server_dies_before_the_first_checkpoint(crew, undisturbed):
+    run = crew("--set", "checkpoint.every=100", plan=PLAN.replace("backup=1", "backup=0"))
+    run.wait_for_step(5)
+    run.kill("server-1")
+    expect_same(run, undisturbed, deaths=1)
+
+
+@soak
+@pytest.mark.parametrize("name", ["server-0", "server-1", "leading"])
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1])
+def test_a_death_in_a_checkpoint_leaves_none_by_half(crew, undisturbed, name, delay):
+    run = crew("--set", "checkpoint.every=2")
+    run.wait_for_step(6)
+    pid = run.pid(named(run, name))
+    drafts = run.run_dir / "checkpoints"
+    wait_until(lambda: list(drafts.glob(".tmp-*")) or run.process.poll() is not None, "a checkpoint to be begun", 60)
+    time.sleep(delay)
+    os.kill(pid, signal.SIGKILL)
+    summary = run.end()
+    assert summary["weights_sha256"] == undisturbed
+    verified = subprocess.run(
+        [sys.executable, "-m", "shoal", "ckpt", "verify", str(run.run_dir)],
+        env={**os.environ, "PYTHONPATH": _python_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+@soak
+def test_a_server_dies_while_the_last_checkpoint_is_written(crew, undisturbed):
+    run = crew()
+    run.wait_for_step(STEPS - 1)
+    pid = run.pid("server-1")
+    drafts = run.run_dir / "checkpoints"
+    wait_until(lambda: list(drafts.glob(f".tmp-step-*{STEPS}*")) or run.process.poll() is not None, "the last save", 60)
+    if run.process.poll() is None:
+        os.kill(pid, signal.SIGKILL)
+    assert run.end()["weights_sha256"] == undisturbed
+
+
+@soak
+def test_a_worker_that_is_started_by_hand_joins_in_the_middle(crew, undisturbed):
+    run = crew()
+    run.wait_for_step(3)
+    words = psutil.Process(run.pid("worker-0")).cmdline()
+    module = words.index("shoal.trainer.role")
+    arguments = list(words[module:])
+    arguments[arguments.index("--name") + 1] = "worker-7"
+    arguments[arguments.index("--incarnation") + 1] = "0123456789abcdef"
+    log = (run.run_dir / "by-hand.log").open("w")
+    worker = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
+        stdout=log,
+        stderr=log,
+    )
+    try:
+        centers = run.ranks("center")
+        wait_until(
+            lambda: run.process.poll() is not None or any("3 workers" in _log(run, rank) for rank in centers.values()),
+            "a third worker",
+            60,
+        )
+        expect_same(run, undisturbed, deaths=0)
+        assert any("3 workers" in _log(run, rank) for rank in centers.values()), "it came too late"
+        assert worker.wait(30) == 0
+    finally:
+        worker.kill()
+        worker.wait()
+        log.close()
+
+
+def _log(run, rank):
+    return (run.run_dir / "logs" / f"rank-{rank:03d}.log").read_text()
+
+
+@pytest.mark.parametrize("update", ["async", pytest.param("ssp:2", marks=soak), pytest.param("half:2,0.2", marks=soak)])
+def test_other_rules_survive_the_same(crew, update):
+    run = crew(plan=f"ps=2 workers=3 update={update} backup=1")
+    run.wait_for_step(3)
+    run.kill("worker-0")
+    run.wait_for_step(6)
+    run.kill("server-0")
+    run.wait_for_step(9)
+    run.kill(run.center())
+    summary = run.end()
+    assert (summary["status"], summary["steps"]) == ("completed", STEPS)
+    assert summary["deaths"] == 3
+    samples = sum(event["samples"] for event in _latest(run.events("step")))
+    assert samples == STEPS * 8, "samples were counted twice or never"
+
+
+def _latest(events):
+    """Of a step that two keepers told of, the later telling."""
+    return {event["step"]: event for event in sorted(events, key=lambda event: event["t"])}.values()
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_names_it(crew):
+    recipe = RECIPE.replace("paced_model:build", "paced_model:build_poisoned")
+    run = crew(recipe=recipe)
+    run.end(expect=1)
+    assert "NaN or infinity in the gradient of" in run.output
+    assert read_summary(run.run_dir)["status"] == "failed"
+    assert run.run_dir.exists()

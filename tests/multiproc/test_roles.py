@@ -1,0 +1,140 @@
+"""Roles started by hand, each with one command and a key: three centers, two servers with backups, two workers, on loopback."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster_cases import Role, Roles, until
+from harness import read_summary
+from shoal.comm.wire.keys import make_keys
+
+QUICK = ("paramserver.lease_seconds=1", "paramserver.dead_seconds=3", "elastic.start_deadline=240")
+
+
+@pytest.fixture
+def roles(tmp_path: Path, tiny: Path) -> Iterator[Roles]:
+    made = Roles(tmp_path, tiny, settings=QUICK)
+    yield made
+    made.kill_all()
+
+
+def ends(roles: Roles, expect: int = 0) -> dict[str, int]:
+    """Wait for everyone who was not killed; who ended otherwise than expected."""
+    codes = {role.name: role.end(240.0) for role in roles.started}
+    return {name: code for name, code in codes.items() if code not in (expect, -signal.SIGKILL)}
+
+
+def last_line(role: Role) -> str:
+    return role.said().splitlines()[-1]
+
+
+def stop(shoal, roles: Roles, reason: str, *, keys: Path | None = None, expect: int = 0) -> None:
+    words = ("role", "stop", "--centers", ",".join(roles.seats), "--reason", reason)
+    shoal.run(*words, "--keys", keys or roles.keys, expect=expect, timeout=200)
+
+
+def together(shoal, tiny: Path, steps: int) -> str:
+    """The weights that two replicas have after so many steps."""
+    shoal.run(*("train", tiny, "--plan", "dp=2", "--set", f"train.steps={steps}", "--run-dir", "together"), timeout=300)
+    return read_summary(shoal.folder / "together")["weights_sha256"]
+
+
+@pytest.mark.timeout(600)
+def test_seven_commands_train_as_one_though_the_leading_center_is_killed(shoal, tiny, roles):
+    shoal.run("train", tiny, "--plan", "dp=2", "--run-dir", "together", timeout=300)
+    roles.start_all()
+    until(roles, lambda: roles.step() >= 2, "the second step", 240.0)
+    leader, _ = roles.leader()
+    leader.process.kill()
+    assert ends(roles) == {}, roles.story()
+    found, wanted = roles.summary(), read_summary(shoal.folder / "together")
+    assert found["status"] == "completed" and found["steps"] == 8
+    assert found["weights_sha256"] == wanted["weights_sha256"], roles.story()
+    assert found["validation_loss"] == pytest.approx(wanted["validation_loss"], rel=1e-6)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_an_elected_center_takes_over_a_membership_change(shoal, tiny, roles):
+    """The leading center and a worker die together: the others elect, and what the worker was doing is done by the other one."""
+    roles.settings = (*QUICK, "train.steps=40")
+    members = roles.start_all()
+    until(roles, lambda: roles.step() >= 3, "the third step", 240.0)
+    leader, epoch = roles.leader()
+    leader.process.kill()
+    members["worker-0"].process.kill()
+    until(roles, lambda: roles.leader(above=epoch), "the next center", 240.0)
+    assert ends(roles) == {}, roles.story()
+    assert roles.summary()["weights_sha256"] == together(shoal, tiny, 40)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_server_that_died_is_started_again_by_the_same_command(shoal, tiny, roles):
+    roles.settings = (*QUICK, "train.steps=100000")
+    members = roles.start_all()
+    until(roles, lambda: roles.step() >= 4, "the fourth step", 240.0)
+    leader, _ = roles.leader()
+    members["server-0"].process.kill()
+    members["server-0"].end()
+    until(roles, lambda: "1 servers, 2 workers" in last_line(leader), "a view without it", 60.0)
+    roles.start("server-0", "--resume")
+    until(roles, lambda: "2 servers, 2 workers" in last_line(leader), "a view with it", 240.0)
+    stop(shoal, roles, "enough")
+    assert ends(roles, expect=3) == {}, roles.story()
+    assert roles.summary()["weights_sha256"] == together(shoal, tiny, roles.summary()["steps"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_strangers_and_other_runs_are_turned_away_and_a_stop_ends_all(shoal, tiny, roles):
+    """One with another key hears that; one with another model hears which parameter; one with another seed, which setting."""
+    roles.settings = (*QUICK, "train.steps=100000")
+    roles.start_all()
+    until(roles, lambda: roles.step() >= 1, "the first step", 240.0)
+    make_keys(roles.folder / "strange")
+    stranger = roles.start("worker-2", replaced={"--keys": str(roles.folder / "strange")})
+    larger = roles.start("worker-3", "--set", "model.hidden=64")
+    other = roles.start("worker-4", "--set", "train.seed=5")
+    center = roles.start("center-1", "--set", "train.seed=5", replaced={"--run-dir": str(roles.folder / "elsewhere")})
+    for role, says in (
+        (stranger, "has another key than the one that it is called by here"),
+        (larger, "is not let in: its model is another one: '"),
+        (other, "train.seed is 1 at the center and 5 at worker-4"),
+        (center, "cannot listen on"),
+    ):
+        assert role.end(240.0) == 2 and says in role.said(), roles.story()
+        assert role.said().splitlines()[-1].startswith("error: "), role.said()
+    roles.started = [role for role in roles.started if role.process.poll() is None]
+    stop(shoal, roles, "no", keys=roles.folder / "strange", expect=2)
+    stop(shoal, roles, "enough")
+    assert ends(roles, expect=3) == {}, roles.story()
+    assert roles.summary()["status"] == "interrupted" and roles.summary()["stopped_by"] == "enough"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_sole_center_is_started_again_and_a_worker_leaves_by_sigterm(shoal, tiny, tmp_path):
+    roles = Roles(tmp_path, tiny, settings=(*QUICK, "train.steps=100000"), num_centers=1)
+    try:
+        members = roles.start_all()
+        until(roles, lambda: roles.step() >= 3, "the third step", 240.0)
+        members["center-0"].process.kill()
+        members["center-0"].end()
+        before = roles.step()
+        until(roles, lambda: roles.step() > before, "a step without a center")
+        roles.start("center-0")
+        until(roles, lambda: roles.leader(above=2), "the center to come back", 240.0)
+        members["worker-1"].process.terminate()
+        assert members["worker-1"].end() == 128 + signal.SIGTERM, roles.story()
+        roles.started.remove(members["worker-1"])
+        before = roles.step()
+        until(roles, lambda: roles.step() >= before + 3, "steps without that worker", 60.0)
+        stop(shoal, roles, "enough")
+        assert ends(roles, expect=3) == {}, roles.story()
+        assert "nobody replaces it" in members["center-0"].said()
+        assert roles.summary()["weights_sha256"] == together(shoal, tiny, roles.summary()["steps"])
+    finally:
+        roles.kill_all()

@@ -1,0 +1,60 @@
+"""Modules of one's own that recipes of tests name as ``own_parts:function``."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def build_logistic(spec):
+    """Logistic regression, with weights that are drawn and not zero."""
+    features = 1
+    for size in spec.features:
+        features *= size
+    return nn.Sequential(nn.Flatten(), nn.Linear(features, spec.classes))
+
+
+class Centre(nn.Module):
+    """One point, put out for every sample: under the squared error its best place is the mean of the targets."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.point = nn.Parameter(torch.zeros(size))
+
+    def forward(self, inputs):
+        return self.point.expand(len(inputs), -1)
+
+
+def build_centre(spec):
+    return Centre(3)
+
+
+def build_points(num_samples=16):
+    """Targets in two far groups, so that samples pull in different directions."""
+    generator = torch.Generator().manual_seed(4)
+    targets = torch.randn(num_samples, 3, generator=generator)
+    targets[::2] += torch.tensor([4.0, -2.0, 1.0])
+    inputs = torch.zeros(num_samples, 1)
+    return {"train": TensorDataset(inputs, targets), "validation": TensorDataset(inputs, targets)}
+
+
+class Bag(nn.Module):
+    """An embedding of many words of which a batch has few, and a layer on the mean of them."""
+
+    def __init__(self, num_words):
+        super().__init__()
+        self.embed = nn.Embedding(num_words, 16)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, words):
+        return self.out(self.embed(words).mean(1))
+
+
+def build_bag(spec):
+    return Bag(2000)
+
+
+def build_words(num_samples=64):
+    generator = torch.Generator().manual_seed(4)
+    words = torch.randint(0, 2000, (num_samples, 3), generator=generator)
+    data = TensorDataset(words, words[:, 0] % 4)
+    return {"train": data, "validation": data}

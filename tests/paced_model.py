@@ -1,0 +1,39 @@
+"""A tiny model whose every training pass takes a set time: a run lasts as long as a test needs, on any machine."""
+
+import time
+
+from torch import nn
+
+
+class Paced(nn.Module):
+    def __init__(self, vocab: int, seconds: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, 24)
+        self.hidden = nn.Linear(24, 48)
+        self.dropout = nn.Dropout(0.1)
+        self.out = nn.Linear(48, vocab)
+        self.seconds = seconds
+
+    def forward(self, tokens):
+        if self.training:
+            time.sleep(self.seconds)
+        return self.out(self.dropout(self.hidden(self.embedding(tokens)).tanh()))
+
+
+def build(spec, seconds):
+    return Paced(spec.vocab, seconds)
+
+
+class Poisoned(Paced):
+    """Its gradient is not finite from its fourth pass on."""
+
+    passes = 0
+
+    def forward(self, tokens):
+        self.passes += self.training
+        found = super().forward(tokens)
+        return found * float("nan") if self.training and self.passes > 3 else found
+
+
+def build_poisoned(spec, seconds):
+    return Poisoned(spec.vocab, seconds)
