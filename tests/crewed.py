@@ -76,8 +76,8 @@ class CrewRun:
         found = {}
         for process in psutil.process_iter(["cmdline", "status"]):
             words = process.info["cmdline"] or []
-            is_role = "shoal.trainer.role" in words and str(self.run_dir) in words and "--name" in words
-            if is_role and process.info["status"] != psutil.STATUS_ZOMBIE:
+            is_role = not {"shoal.trainer.role", "shoal.trainer.centering"}.isdisjoint(words) and "--name" in words
+            if is_role and str(self.run_dir) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found[words[words.index("--name") + 1]] = process.pid
         return found
 

@@ -188,7 +188,7 @@ class Crew:
         # torch imports seconds of code with its first optimizer; not while members wait for each other.
         self.make_shard(0)
 
-    # -- starting -----------------------------------------------------------------------------------------------------------
+    # -- starting ----
 
     def make_node(self) -> Node:
         return Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=self.folder)
@@ -339,7 +339,7 @@ class Crew:
             else:
                 self.num_duplicates += 1
 
-    # -- what happens to it -------------------------------------------------------------------------------------------------
+    # -- what happens to it ----
 
     async def kill(self, name: str, *, tell: bool = True) -> None:
         member = self.members.pop(name)

@@ -1,4 +1,4 @@
-"""Processes of a run with parameter servers are killed, stopped and started: it ends in the weights of an undisturbed one.
+"""Processes of a run with parameter servers are killed and stopped: it completes, with the weights of an undisturbed one.
 
 Under bsp the result does not depend on who computed what, so it is compared bit for bit.
 """

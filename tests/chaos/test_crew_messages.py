@@ -1,4 +1,4 @@
-"""Messages that are lost, doubled, delayed and damaged, and members that die meanwhile: the same weights, bit for bit."""
+"""Messages that are lost, doubled, delayed, reordered and damaged, while members die: the same weights, bit for bit."""
 
 import asyncio
 import random

@@ -269,6 +269,7 @@ class Book:
             first_step=made.number,
             last_step=made.number,
             staleness=0,
+            settled=(made.number + 1) * self.workers,
         )
         self._log.append(record)
         return Change(closed=(record,), is_finished=self.is_finished)
@@ -471,6 +472,7 @@ class Book:
             last_step=max(steps),
             staleness=max(number - one.version for one in entries),
             dropped=tuple(self._unused),
+            settled=self.num_settled + sum(len(one.portions) for one in entries),
         )
         gone = {one.identity for one in entries}
         self._pending = [one for one in self._pending if one.identity not in gone]

@@ -77,6 +77,8 @@ class Round:
     """Rounds that closed between the oldest read of its contributions and itself."""
     dropped: tuple[Identity, ...] = ()
     """Contributions that no round will hold, found since the round before; shards forget their gradients here."""
+    settled: int = 0
+    """Portions that are in this round or an earlier one."""
 
 
 def round_to_json(record: Round) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The process of a candidate for the center. No torch: it is started, and started again, in no time."""
 
+import asyncio
 import contextlib
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from shoal.paramserver.center import Center
 from shoal.paramserver.coordinator import BatchSettings, Coordinator
 from shoal.paramserver.lbfgs import LbfgsSettings
 from shoal.trainer.cluster import Cluster
+from shoal.trainer.entry import run_process
 from shoal.trainer.member import MemberPlace, open_node
 
 _LONELY_SECONDS = 600.0
@@ -131,3 +133,16 @@ def build_coordinator(place: MemberPlace, node: Node, center: Center) -> Coordin
 def tell(line: str) -> None:
     """A line for people."""
     print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Entry point of a center of a crew."""
+    run_process(lambda role, place: asyncio.run(_lead_to_the_end(place)))
+
+
+async def _lead_to_the_end(place: MemberPlace) -> None:
+    await lead(place)
+
+
+if __name__ == "__main__":
+    main()

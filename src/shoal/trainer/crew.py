@@ -60,7 +60,7 @@ class CrewRequest:
     """The arguments of ``shoal.trainer.closing``, which runs when the roles have ended; told whether nobody stopped it. None:
     it does not run."""
     member_module: str = "shoal.trainer.role"
-    """What servers and workers run, under the same arguments; centers always run ``shoal.trainer.role``."""
+    """What servers and workers run, under the same arguments; centers always run ``shoal.trainer.centering``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ class Crew:
         arguments += ["--incarnation", place.incarnation, "--folder", str(self._folder.path)]
         arguments += ["--run-dir", str(self._request.run_dir)]
         place.process = await self._spawner.start(
-            "shoal.trainer.role" if place.role == "center" else self._request.member_module,
+            "shoal.trainer.centering" if place.role == "center" else self._request.member_module,
             [*arguments, *(["--resume"] if self._request.resume or self._num_deaths else [])],
             log=log,
             on_end=lambda: self._ended.put_nowait(place),

@@ -1,92 +1,29 @@
-"""One process of a run with parameter servers, from its first line to its exit code: a server, a worker or a center.
+"""A server or a worker of a crew, as a process.
 
-``python -m shoal.trainer.role ROLE --folder ...`` is what the crew starts (through ``elastic/child.py``). This is a process
-boundary: every exception ends here, in the log and in the exit code.
+``python -m shoal.trainer.role ROLE --folder ...`` is what the crew starts. Centers have a module of their own, ``centering.py``,
+which needs no torch and is there in a fraction of the time.
 """
 
-import argparse
 import asyncio
-import faulthandler
-import os
-import signal
-import sys
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 
-from shoal.core.config import read_toml, validate
-from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError
-from shoal.core.plan import Plan
-from shoal.core.rundir import RunDir
-from shoal.trainer.centering import lead
-from shoal.trainer.claim import read_plan
-from shoal.trainer.config import Recipe
+from shoal.trainer.entry import run_process
 from shoal.trainer.member import MemberPlace
 from shoal.trainer.serving import serve
 from shoal.trainer.working import work
 
 
-def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
-    """What the command line says: which role, and its place in the run."""
-    parser = argparse.ArgumentParser(prog="shoal.trainer.role")
-    parser.add_argument("role", choices=("server", "worker", "center"))
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--incarnation", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--resume", action="store_true")
-    given = parser.parse_args(arguments)
-    run_dir: Path = given.run_dir
-    recipe = validate(Recipe, read_toml(RunDir(run_dir).recipe), origin=str(RunDir(run_dir).recipe))
-    place = MemberPlace(
-        name=given.name,
-        rank=given.rank,
-        num_ranks=given.ranks,
-        incarnation=given.incarnation,
-        folder=given.folder,
-        run_dir=run_dir,
-        resume=given.resume,
-        recipe=recipe,
-        plan=Plan.parse(read_plan(run_dir)),
-        board_fd=int(os.environ["SHOAL_BOARD_FD"]) if "SHOAL_BOARD_FD" in os.environ else None,
-    )
-    return given.role, place
-
-
 def run_role(role: str, place: MemberPlace) -> None:
     """Do a role's work to its end."""
-    if role == "center":
-        asyncio.run(lead(place))
-    elif role == "server":
+    assert role in ("server", "worker"), role
+    if role == "server":
         asyncio.run(serve(place))
     else:
         work(place)
 
 
-def main(run: Callable[[str, MemberPlace], None] = run_role) -> None:
-    """Entry point of a role.
-
-    Args:
-        run: does the role's work.
-    """
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # The crew decides when to stop; Ctrl-C in the terminal goes to it alone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = EXIT_DONE
-    try:
-        run(*read_place(sys.argv[1:]))
-    except RequestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = EXIT_WRONG_REQUEST
-    except BaseException:
-        traceback.print_exc()
-        code = EXIT_NO
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: a thread in an unknown state could keep a dying process alive, and its peers waiting.
-    os._exit(code)
+def main() -> None:
+    """Entry point of a role."""
+    run_process(run_role)
 
 
 if __name__ == "__main__":

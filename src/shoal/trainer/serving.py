@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,10 @@ from shoal.trainer.state import Progress, draw_outline, named_weights
 
 Conclude = Callable[[str], None]
 """Called, in a thread, with why the run was stopped (nothing when it was finished), when its last checkpoint is written."""
+
+
+_UNTOLD_STEPS = 8
+"""Steps that a server remembers in case it becomes the one to tell of them."""
 
 
 async def serve(
@@ -298,6 +303,7 @@ class Diary:
         self._since = time.monotonic()
         self._losses: list[tuple[float, float]] = []
         self._samples = 0
+        self._untold: deque[StepDone] = deque(maxlen=_UNTOLD_STEPS)
 
     async def go_back(self) -> None:
         """Everyone goes back to the newest checkpoint: one that is being written here has to be there first, or not at all."""
@@ -309,16 +315,17 @@ class Diary:
         """A round is applied to every shard here."""
         self._losses.append((made.loss, made.weight))
         self._samples += made.samples
-        steward = server.steward
-        step = made.number + 1
-        if not self._place.rule.is_stepwise:
-            step = steward.ledger.book.num_settled // self._place.plan.num_shares if steward is not None else 0
-        if step > self._reported and (steward is not None or self._place.rule.is_stepwise):
-            self._step_done(step, made, is_keeper=steward is not None)
+        step = made.settled // self._place.plan.num_shares
+        if step > self._reported:
+            self._untold.append(self._step_done(step, made))
+        if server.steward is not None:
+            # With what the keeper before this one may not have come to tell; of two tellings the later counts.
+            while self._untold:
+                self._reporter.step(self._untold.popleft())
         if cut is not None:
             await self._save(server, cut)
 
-    def _step_done(self, step: int, made: Round, *, is_keeper: bool) -> None:
+    def _step_done(self, step: int, made: Round) -> StepDone:
         now = time.monotonic()
         weight = sum(weight for _, weight in self._losses)
         loss = sum(loss * weight for loss, weight in self._losses) / weight if weight else math.nan
@@ -326,19 +333,16 @@ class Diary:
         seconds, samples = now - self._since, self._samples
         self._reported, self._since, self._losses, self._samples = step, now, [], 0
         self._progress = self._progress_at(step, loss, tokens, seconds)
-        if is_keeper:
-            self._reporter.step(
-                StepDone(
-                    step=step,
-                    loss=loss,
-                    lr=self._source.rate(made.number),
-                    grad_norm=math.nan,
-                    samples=samples,
-                    tokens=tokens,
-                    seconds=seconds,
-                    data_seconds=0.0,
-                )
-            )
+        return StepDone(
+            step=step,
+            loss=loss,
+            lr=self._source.rate(made.number),
+            grad_norm=math.nan,
+            samples=samples,
+            tokens=tokens,
+            seconds=seconds,
+            data_seconds=0.0,
+        )
 
     def _progress_at(self, step: int, loss: float, tokens: int, seconds: float) -> Progress:
         before = self._progress

@@ -25,8 +25,8 @@ from shoal.core.errors import RunError
 from shoal.paramserver.answers import Portion
 from shoal.paramserver.rounds import Contribution, Round, round_to_json
 from shoal.paramserver.shard import ShardState
+from shoal.trainer.entry import run_process
 from shoal.trainer.member import MemberPlace
-from shoal.trainer.role import main as run_process
 from shoal.trainer.serving import ShardSource, serve
 from shoal.trainer.working import work
 from shoal.trainer.workline import Line, Worker
