@@ -1,0 +1,103 @@
+"""What a plan is priced on: devices, the links between them, and clusters, as values. Presets are in ``presets.py``. No torch.
+
+A cluster is nested groups of devices: each tier says how many devices it joins and what a device can send through it. A
+collective runs at the speed of the widest tier that its ranks span.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shoal.core.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator or one processor, by its data sheet."""
+
+    name: str
+    peak_flops: Mapping[str, float]
+    """Dense matrix products per second by compute type: float32, bfloat16, float16, float8, float4."""
+    memory_bytes: float
+    memory_bandwidth: float
+    """Bytes per second."""
+    source: str
+    """Where these numbers are from."""
+
+    def flops(self, precision: str) -> float:
+        """Peak of a compute type; where the device has none of its own, of the next wider one that it has."""
+        for candidate in _WIDER[_WIDER.index(precision) :]:
+            if candidate in self.peak_flops:
+                return self.peak_flops[candidate]
+        raise RequestError(
+            f"{self.name} has no peak for {precision} or anything wider; give one of {', '.join(self.peak_flops)}"
+        )
+
+
+_WIDER = ["float4", "float8", "float16", "bfloat16", "float32", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """One kind of link: what joins a group of devices."""
+
+    name: str
+    devices: int
+    """Devices that it joins, those of the tiers inside it included."""
+    bandwidth: float
+    """Bytes per second that one device sends, and receives, through it."""
+    latency: float
+    """Seconds of one message."""
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices of one kind, and the tiers that join them, innermost first; the last joins all."""
+
+    device: Device
+    tiers: tuple[Tier, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """All of them."""
+        return self.tiers[-1].devices
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of the innermost tier."""
+        return self.tiers[0].devices
+
+    def tier_of(self, span: int) -> Tier:
+        """The tier that a group needs whose first and last member are ``span`` places apart, counting both."""
+        return next((tier for tier in self.tiers if tier.devices >= span), self.tiers[-1])
+
+    def resized(self, num_devices: int) -> "Cluster":
+        """The same kind of cluster with another number of devices."""
+        inner = tuple(tier for tier in self.tiers[:-1] if tier.devices < num_devices)
+        last = next((tier for tier in self.tiers if tier.devices >= num_devices), self.tiers[-1])
+        return replace(self, tiers=(*inner, replace(last, devices=num_devices)))
+
+
+_CLUSTER = re.compile(r"(?P<name>[^:]+):(?:(?P<nodes>\d+)x)?(?P<devices>\d+)")
+
+
+@dataclass(frozen=True)
+class ClusterName:
+    """``a100-80gb:16x8`` taken apart: a preset, nodes, devices in each."""
+
+    preset: str
+    num_nodes: int
+    devices_per_node: int
+
+
+def parse_cluster(text: str) -> ClusterName:
+    """The parts of ``NAME:NODESxDEVICES``; ``NAME:DEVICES`` is one node.
+
+    Raises:
+        RequestError: the text is something else.
+    """
+    found = _CLUSTER.fullmatch(text.strip())
+    if found is None or int(found["nodes"] or 1) < 1 or int(found["devices"]) < 1:
+        raise RequestError(f"cluster {text!r} is not NAME:NODESxDEVICES; write for example a100-80gb:16x8")
+    return ClusterName(found["name"].strip().lower(), int(found["nodes"] or 1), int(found["devices"]))

@@ -1,0 +1,143 @@
+"""Devices and links by name, from data sheets, with their sources. Peaks are dense; what is reached of them is in ``stacks.py``."""
+
+from dataclasses import dataclass
+
+from shoal.core.errors import RequestError, nearest
+from shoal.planner.hardware import Cluster, Device, Tier, parse_cluster
+
+GB = 1e9
+GIB = 2.0**30
+TERA = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A device and the links that it is usually sold with."""
+
+    device: Device
+    inside: str
+    """The link inside a node, of ``LINKS``."""
+    between: str
+    """The link between nodes."""
+    devices_per_node: int = 8
+    """Devices that the inner link joins at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Bytes per second of one device in one direction, and the seconds of a message."""
+
+    bandwidth: float
+    latency: float
+    source: str
+
+
+LINKS: dict[str, Link] = {
+    "nvlink2": Link(bandwidth=150 * GB, latency=6e-6, source="NVIDIA V100 data sheet: 300 GB/s both ways"),
+    "nvlink3": Link(bandwidth=300 * GB, latency=6e-6, source="NVIDIA A100 data sheet: 600 GB/s both ways"),
+    "nvlink4": Link(bandwidth=450 * GB, latency=6e-6, source="NVIDIA H100 data sheet: 900 GB/s both ways"),
+    "nvlink5": Link(bandwidth=900 * GB, latency=6e-6, source="NVIDIA B200 data sheet: 1.8 TB/s both ways"),
+    "infinity-fabric": Link(bandwidth=448 * GB, latency=8e-6, source="AMD MI300X data sheet: 7 links of 64 GB/s each way"),
+    "infinity-fabric-2": Link(bandwidth=200 * GB, latency=8e-6, source="AMD MI250X data sheet: 400 GB/s both ways between modules"),
+    "pcie4": Link(bandwidth=32 * GB, latency=10e-6, source="PCI Express 4.0 x16: 32 GB/s each way"),
+    "pcie5": Link(bandwidth=64 * GB, latency=10e-6, source="PCI Express 5.0 x16: 64 GB/s each way"),
+    "infiniband-hdr": Link(bandwidth=25 * GB, latency=12e-6, source="InfiniBand HDR: 200 Gb/s a device"),
+    "infiniband-ndr": Link(bandwidth=50 * GB, latency=12e-6, source="InfiniBand NDR: 400 Gb/s a device"),
+    "infiniband-xdr": Link(bandwidth=100 * GB, latency=12e-6, source="InfiniBand XDR: 800 Gb/s a device"),
+    "infiniband-edr": Link(bandwidth=12.5 * GB, latency=12e-6, source="InfiniBand EDR: 100 Gb/s a device"),
+    "omni-path": Link(bandwidth=6.25 * GB, latency=15e-6, source="Omni-Path 100: 4 ports of 100 Gb/s for 8 devices"),
+    "ethernet-100g": Link(bandwidth=12.5 * GB, latency=30e-6, source="100 Gb/s Ethernet, a port a device"),
+    "ethernet-10g": Link(bandwidth=1.25 * GB, latency=50e-6, source="10 Gb/s Ethernet, a port a device"),
+    "ethernet-1g": Link(bandwidth=0.125 * GB, latency=100e-6, source="1 Gb/s Ethernet"),
+    "wan-100m": Link(bandwidth=0.0125 * GB, latency=50e-3, source="100 Mb/s between sites, 50 ms apart"),
+    "memory": Link(bandwidth=20 * GB, latency=20e-6, source="shared memory of one machine; calibrate measures it"),
+}
+
+
+def _device(name: str, peaks: dict[str, float], memory: float, bandwidth: float, source: str) -> Device:
+    return Device(
+        name=name,
+        peak_flops={kind: value * TERA for kind, value in peaks.items()},
+        memory_bytes=memory * GIB,
+        memory_bandwidth=bandwidth * TERA,
+        source=source,
+    )
+
+
+_V100 = {"float32": 15.7, "float16": 125.0}
+_A100 = {"float32": 156.0, "bfloat16": 312.0, "float16": 312.0}
+_H100 = {"float32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
+_B200 = {"float32": 1125.0, "bfloat16": 2250.0, "float16": 2250.0, "float8": 4500.0, "float4": 9000.0}
+_GB200 = {"float32": 1250.0, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 10000.0}
+_GB300 = {"float32": 1250.0, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 15000.0}
+_MI250X = {"float32": 95.7, "bfloat16": 383.0, "float16": 383.0}
+_MI300X = {"float32": 653.7, "bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9}
+
+PRESETS: dict[str, Preset] = {
+    preset.device.name: preset
+    for preset in (
+        Preset(device=_device("v100-16gb", _V100, 16, 0.9, "NVIDIA V100 SXM2 data sheet"), inside="nvlink2", between="infiniband-edr"),
+        Preset(device=_device("v100-32gb", _V100, 32, 0.9, "NVIDIA V100 SXM2 data sheet"), inside="nvlink2", between="infiniband-edr"),
+        Preset(device=_device("a100-40gb", _A100, 40, 1.555, "NVIDIA A100 SXM data sheet"), inside="nvlink3", between="infiniband-hdr"),
+        Preset(device=_device("a100-80gb", _A100, 80, 2.039, "NVIDIA A100 SXM data sheet"), inside="nvlink3", between="infiniband-hdr"),
+        Preset(device=_device("a100-40gb-pcie", _A100, 40, 1.555, "NVIDIA A100 PCIe data sheet"), inside="pcie4", between="infiniband-hdr"),
+        Preset(device=_device("a100-80gb-pcie", _A100, 80, 1.935, "NVIDIA A100 PCIe data sheet"), inside="pcie4", between="infiniband-hdr"),
+        Preset(device=_device("h100-80gb", _H100, 80, 3.35, "NVIDIA H100 SXM data sheet, without sparsity"), inside="nvlink4", between="infiniband-ndr"),
+        Preset(device=_device("h200-141gb", _H100, 141, 4.8, "NVIDIA H200 data sheet, without sparsity"), inside="nvlink4", between="infiniband-ndr"),
+        Preset(device=_device("b200-180gb", _B200, 180, 7.7, "NVIDIA DGX B200 data sheet, without sparsity"), inside="nvlink5", between="infiniband-ndr"),
+        Preset(device=_device("gb200-186gb", _GB200, 186, 8.0, "NVIDIA GB200 NVL72 data sheet, without sparsity"), inside="nvlink5", between="infiniband-ndr", devices_per_node=72),
+        Preset(device=_device("gb300-279gb", _GB300, 279, 8.0, "NVIDIA GB300 NVL72 data sheet, without sparsity"), inside="nvlink5", between="infiniband-xdr", devices_per_node=72),
+        Preset(device=_device("b300-270gb", {**_B200, "float4": 13500.0}, 270, 8.0, "NVIDIA DGX B300 data sheet, without sparsity"), inside="nvlink5", between="infiniband-xdr"),
+        Preset(device=_device("mi250x", _MI250X, 128, 3.277, "AMD MI250X data sheet"), inside="infinity-fabric-2", between="infiniband-hdr"),
+        Preset(device=_device("mi300x", _MI300X, 192, 5.3, "AMD MI300X data sheet, without sparsity"), inside="infinity-fabric", between="infiniband-ndr"),
+        Preset(device=_device("x86-server", {"float32": 3.0, "bfloat16": 6.0}, 256, 0.3, "a socket of 32 cores at 2.9 GHz, two AVX-512 units each"), inside="memory", between="ethernet-100g", devices_per_node=2),
+        Preset(device=_device("arm-server", {"float32": 2.5, "bfloat16": 10.0}, 256, 0.5, "a socket of 72 cores at 3.1 GHz, four 128-bit units each"), inside="memory", between="ethernet-100g", devices_per_node=2),
+    )
+}
+_ALIASES = {
+    "v100": "v100-32gb", "a100": "a100-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "b200": "b200-180gb",
+    "gb200": "gb200-186gb", "gb300": "gb300-279gb", "b300": "b300-270gb", "x86": "x86-server", "arm": "arm-server",
+}  # fmt: skip
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of this name.
+
+    Raises:
+        RequestError: there is none; offers the nearest names.
+    """
+    wanted = _ALIASES.get(name.lower(), name.lower())
+    if wanted in PRESETS:
+        return PRESETS[wanted]
+    close = nearest(wanted, [*PRESETS, *_ALIASES])
+    offer = f"did you mean {close!r}? " if close else ""
+    raise RequestError(f"there is no device {name!r}; {offer}there are {', '.join(PRESETS)}")
+
+
+def build_cluster(text: str) -> Cluster:
+    """The cluster that ``NAME:NODESxDEVICES`` says.
+
+    Raises:
+        RequestError: the text is something else, or the device is unknown.
+    """
+    parts = parse_cluster(text)
+    return cluster_of(find_preset(parts.preset), num_nodes=parts.num_nodes, devices_per_node=parts.devices_per_node)
+
+
+def cluster_of(preset: Preset, *, num_nodes: int, devices_per_node: int) -> Cluster:
+    """Nodes of a preset, joined by its links."""
+    inside, between = LINKS[preset.inside], LINKS[preset.between]
+    tiers = [
+        Tier(name=preset.inside, devices=devices_per_node, bandwidth=inside.bandwidth, latency=inside.latency, source=inside.source)
+    ]
+    if num_nodes > 1:
+        tiers.append(
+            Tier(
+                name=preset.between,
+                devices=num_nodes * devices_per_node,
+                bandwidth=between.bandwidth,
+                latency=between.latency,
+                source=between.source,
+            )
+        )
+    return Cluster(device=preset.device, tiers=tuple(tiers))
