@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
+from shoal.costs.saved import measure_saved
 from shoal.data.loader import Microbatch
 from shoal.models.build import Loss
 from shoal.models.dropout import apply_keyed_dropout
@@ -25,7 +26,6 @@ from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.apply import apply_to_model
-from shoal.parallel.recompute import measure_saved
 from shoal.parallel.sizes import measure_sizes as measure_state
 from shoal.parallel.sizes import predict_sizes
 from shoal.pipeline.reduction import StageReduction

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.costs.undisturbed import undisturbed
 from shoal.parallel.find.flow import tensors_in
-from shoal.parallel.find.trace import scores_first, undisturbed
+from shoal.parallel.find.trace import scores_first
 
 
 def is_stack_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, first: str, last: str, dim: int) -> bool:

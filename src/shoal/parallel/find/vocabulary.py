@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
+from shoal.costs.rows import is_under
 from shoal.parallel.anatomy import Split, SplitKind, Stack
-from shoal.parallel.find.blocks import is_under
 from shoal.parallel.find.trace import PUT_OUT, Trace, is_linear, linear_sizes
 
 _FEWEST_ROWS = 16  # Two token types or eight positions are not worth a collective.
