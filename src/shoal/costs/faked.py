@@ -1,0 +1,62 @@
+"""A module whose tensors have shapes and no memory, for as long as a context lasts.
+
+Fake tensors and not the meta device: they say that they are on the CPU, so torch chooses the kernels, and keeps what these need
+for their backward passes, as it does in a real run.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+
+@contextmanager
+def faked(module: nn.Module) -> Iterator[FakeTensorMode]:
+    """Inside, every parameter and buffer is a fake one of the same shape and type, and tied ones are tied; then all is put back.
+
+    Attributes that the forward pass sets are put back too: a fake tensor that a module remembers would be of no use to it.
+    """
+    kept = [
+        (part, dict(part.__dict__), dict(part._parameters), dict(part._buffers), dict(part._modules))
+        for part in module.modules()
+    ]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Tensor] = {}
+    try:
+        for part, _, parameters, buffers, _ in kept:
+            for name, tensor in (*parameters.items(), *buffers.items()):
+                if tensor is not None:
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _fake_slot(tensor, mode)
+                    (part._parameters if name in parameters else part._buffers)[name] = fakes[id(tensor)]  # type: ignore[index]
+        yield mode
+    finally:
+        for part, attributes, parameters, buffers, modules in kept:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+            for slots, before in ((part._parameters, parameters), (part._buffers, buffers), (part._modules, modules)):
+                slots.clear()
+                slots.update(before)
+
+
+def without_memory(values: object, mode: FakeTensorMode) -> object:
+    """The same tree, each tensor that lies on the meta device as a fake one: a module may hold tensors that are no buffers."""
+
+    def change(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) or tensor.device.type != "meta" else fake_like(tensor, mode)
+
+    return tree_map_only(Tensor, change, values)
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode, *, shape: tuple[int, ...] | None = None) -> Tensor:
+    """A fake tensor of this type, and of this shape unless another is given."""
+    with mode:
+        return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device="cpu")
+
+
+def _fake_slot(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    fake = fake_like(tensor, mode)
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
