@@ -4,7 +4,9 @@ Alike is what has the same classes, shapes and settings, is called with the same
 block's own number, which some blocks carry, is no setting.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,28 +33,40 @@ class _Known:
         return len(last) == NUM_PROOFS and all(run == last[0] for run in last)
 
 
-class Alike:
-    """Runs the blocks of a module, or does as if."""
+@contextmanager
+def imitating(module: nn.Module, recorder: Recorder, blocks: Sequence[str]) -> Iterator[None]:
+    """Inside, blocks that are known do not run: what they did before is written down once more."""
+    alike = _Alike(recorder)
+    numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
+    own = {path: [id(parameter) for parameter in module.get_submodule(path).parameters()] for path in blocks}
+    num_holders = Counter(number for path in blocks for number in own[path])
+    changed = []
+    try:
+        for place, path in enumerate(blocks):
+            # Weights that other blocks read as well belong to one link only, which just a real run tells.
+            if all(num_holders[number] == 1 for number in own[path]):
+                block = module.get_submodule(path)
+                look, weights = signature(block, _place(path, place)), [numbers[number] for number in own[path]]
+                changed.append((block, block.__dict__.get("forward")))
+                block.__dict__["forward"] = partial(alike.run, block.forward, look, weights)
+        yield
+    finally:
+        for block, forward in changed:
+            block.__dict__.pop("forward")
+            if forward is not None:
+                block.__dict__["forward"] = forward
 
-    def __init__(self, module: nn.Module, recorder: Recorder, blocks: Sequence[str]) -> None:
+
+class _Alike:
+    """What is known of blocks in one forward pass."""
+
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._known: dict[Hashable, _Known] = {}
         self._outputs: dict[Hashable, tuple[list[Tensor], Any]] = {}
-        numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
-        holders: dict[int, int] = {}
-        for path in blocks:
-            for parameter in module.get_submodule(path).parameters():
-                holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-        for place, path in enumerate(blocks):
-            block = module.get_submodule(path)
-            own = {id(parameter): parameter for parameter in block.parameters()}
-            # Weights that other blocks read as well belong to one link only, which just a real run tells.
-            if all(holders[number] == 1 for number in own):
-                look = (signature(block, _place(path, place)), len(own))
-                weights = [numbers[number] for number in own]
-                block.__dict__["forward"] = partial(self._run, block.forward, look, weights)
 
-    def _run(self, forward: Callable[..., Any], look: Hashable, weights: list[int], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], look: Hashable, weights: list[int], /, *args: Any, **kwargs: Any) -> Any:
+        """A block's forward pass."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         shapes = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in given)
         others = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _SETTINGS))
@@ -92,7 +106,9 @@ def signature(block: nn.Module, place: int) -> Hashable:
             type(part),
             _shapes(part._parameters),
             _shapes(part._buffers),
-            tuple((name, _setting(value, place)) for name, value in part.__dict__.items() if isinstance(value, _SETTINGS)),
+            tuple(
+                (name, _setting(value, place)) for name, value in part.__dict__.items() if isinstance(value, _SETTINGS)
+            ),
         )
         for path, part in block.named_modules()
     )

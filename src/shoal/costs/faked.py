@@ -51,12 +51,15 @@ def without_memory(values: object, mode: FakeTensorMode) -> object:
     return tree_map_only(Tensor, change, values)
 
 
-def fake_like(tensor: Tensor, mode: FakeTensorMode, *, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A fake tensor of this type, and of this shape unless another is given."""
-    with mode:
-        return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device="cpu")
+def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor of this shape and type."""
+    # Without the mode's own dispatch, which takes many times as long, and a large model has thousands of parameters.
+    return FakeTensor(mode, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), torch.device("cpu"))
 
 
 def _fake_slot(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     fake = fake_like(tensor, mode)
-    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    if isinstance(tensor, nn.Parameter):
+        fake.requires_grad_(tensor.requires_grad)
+        fake._is_param = True  # type: ignore[attr-defined]
+    return fake

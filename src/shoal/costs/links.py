@@ -25,7 +25,7 @@ class Seen(NamedTuple):
 
     kind: OpKind
     sizes: tuple[int, ...]
-    """What may depend on the batch: of a product its count, rows, inner and outer; of an attention samples, heads, rows and outer;
+    """What may depend on the batch: count, rows, inner and outer of a product; samples, heads, rows and outer of an attention;
     else bytes."""
     cut: Cut
     width: float = 0.0

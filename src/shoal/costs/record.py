@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.costs.chain import Cut, OpKind
 from shoal.costs.count import Attention, Product, is_view, num_bytes, products_of
 from shoal.costs.faked import without_memory
-from shoal.costs.links import Done, Links, Saved, Seen
+from shoal.costs.links import Links, Saved, Seen
 from shoal.costs.saved import SavedActivations
 
 aten = torch.ops.aten
@@ -121,7 +121,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs: Sequence[Tensor],
     ) -> Callable[[Tensor], Mark]:
         done = self.links.now.done
-        weights = [mark.weight for tensor, mark in zip(inputs, marks, strict=True) if mark.weight is not None and tensor.ndim > 1]
+        weights = [
+            mark.weight
+            for tensor, mark in zip(inputs, marks, strict=True)
+            if mark.weight is not None and tensor.ndim > 1
+        ]
         is_split = any(mark.is_split for mark in marks)
         cut = self.cut_of_weight[weights[0]] if weights else Cut.ALL if is_split else Cut.NOTHING
         for product in products:
@@ -173,7 +177,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def cut_of(name: str, cuts: Mapping[str, Cut]) -> Cut:
-    """How the parameter of this name is cut: as its module is; in a module that is cut as a piece, by columns, and below it by rows.
+    """How a parameter is cut: as its module is; in a module that is cut as a piece, by columns, and one level below by rows.
 
     That is how ``nn.MultiheadAttention`` is made: its own matrix makes queries, keys and values, and its output layer sums up.
     """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.core.errors import RequestError
-from shoal.costs.alike import Alike
+from shoal.costs.alike import imitating
 from shoal.costs.chain import Chain, Cut, Layer, LayerKind
 from shoal.costs.faked import fake_like, faked
 from shoal.costs.links import Link, Links, num_received
@@ -23,9 +23,7 @@ from shoal.costs.record import Recorder
 from shoal.costs.rows import find_rows, is_under
 from shoal.costs.undisturbed import undisturbed
 
-INSTEAD = (
-    "give the model as a transformer of this shape instead: [planner.shape] with layers, hidden, heads, ffn, vocab and sequence"
-)
+INSTEAD = "give the model as a transformer of this shape instead: [planner.shape] with layers, hidden, heads, ffn, vocab and sequence"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +36,14 @@ class _Pass:
     names: list[str]
     cuts: list[Cut]
     """Of the parameters, by number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    units: Sequence[str] | None
+    blocks: Sequence[str]
+    cuts: Mapping[str, Cut]
+    compute_dtype: torch.dtype | None
 
 
 def trace_module(
@@ -70,17 +76,9 @@ def trace_module(
     chosen = [block for row in find_rows(module) for block in row] if blocks is None else list(blocks)
     num_samples = max(2, _batch_of(inputs, batch_dim))
     batches = num_samples, 2 * num_samples
-    passes = [
-        _run(
-            module,
-            _resized(inputs, batch, batch_dim),
-            units=units,
-            blocks=chosen,
-            cuts=cuts or {},
-            compute_dtype=compute_dtype,
-        )
-        for batch in batches
-    ]
+    settings = _Settings(units=units, blocks=chosen, cuts=cuts or {}, compute_dtype=compute_dtype)
+    with undisturbed(module, training=True), faked(module) as mode:
+        passes = [_run(module, _resized(inputs, batch, batch_dim), mode, settings) for batch in batches]
     layers = _layers(module, *passes, batches=batches)
     heads = {pair for link in passes[0].links for pair in link.done.heads}
     query_heads, kv_heads = {pair[0] for pair in heads}, {pair[1] for pair in heads}
@@ -96,26 +94,19 @@ def trace_module(
 
 
 def _run(
-    module: nn.Module,
-    inputs: Sequence[Tensor] | Mapping[str, Tensor],
-    *,
-    units: Sequence[str] | None,
-    blocks: Sequence[str],
-    cuts: Mapping[str, Cut],
-    compute_dtype: torch.dtype | None,
+    module: nn.Module, inputs: Sequence[Tensor] | Mapping[str, Tensor], mode: FakeTensorMode, settings: _Settings
 ) -> _Pass:
-    links = Links(module, units=units, blocks=blocks)
+    links = Links(module, units=settings.units, blocks=settings.blocks)
+    recorder = Recorder(module, links, mode, cuts=settings.cuts)
+    dtype = settings.compute_dtype
     with ExitStack() as stack:
-        stack.enter_context(undisturbed(module, training=True))
-        mode = stack.enter_context(faked(module))
-        recorder = Recorder(module, links, mode, cuts=cuts)
-        Alike(module, recorder, blocks)
+        stack.enter_context(imitating(module, recorder, settings.blocks))
         args, kwargs = _faked_inputs(inputs, mode)
         recorder.leave_out([*args, *kwargs.values()])
         stack.enter_context(links.watching())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
-        stack.enter_context(torch.autocast("cpu", dtype=compute_dtype) if compute_dtype is not None else nullcontext())
+        stack.enter_context(torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext())
         try:
             with recorder.recording():
                 output = module(*args, **kwargs)
