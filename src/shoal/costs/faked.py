@@ -6,6 +6,7 @@ for their backward passes, as it does in a real run.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +20,31 @@ def faked(module: nn.Module) -> Iterator[FakeTensorMode]:
 
     Attributes that the forward pass sets are put back too: a fake tensor that a module remembers would be of no use to it.
     """
-    kept = [
-        (part, dict(part.__dict__), dict(part._parameters), dict(part._buffers), dict(part._modules))
-        for part in module.modules()
-    ]
+    kept = [(part, dict(part.__dict__), _slots(part)) for part in module.modules()]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
     try:
-        for part, _, parameters, buffers, _ in kept:
-            for name, tensor in (*parameters.items(), *buffers.items()):
-                if tensor is not None:
-                    if id(tensor) not in fakes:
-                        fakes[id(tensor)] = _fake_slot(tensor, mode)
-                    (part._parameters if name in parameters else part._buffers)[name] = fakes[id(tensor)]  # type: ignore[index]
+        for part, _, _ in kept:
+            slots: dict[str, Any]
+            for slots in (part._parameters, part._buffers):
+                for name, tensor in slots.items():
+                    if tensor is not None:
+                        slots[name] = fakes.setdefault(id(tensor), _fake_slot(tensor, mode))
         yield mode
     finally:
-        for part, attributes, parameters, buffers, modules in kept:
+        for part, attributes, before in kept:
             part.__dict__.clear()
             part.__dict__.update(attributes)
-            for slots, before in ((part._parameters, parameters), (part._buffers, buffers), (part._modules, modules)):
+            for slots, entries in zip((part._parameters, part._buffers, part._modules), before, strict=True):
                 slots.clear()
-                slots.update(before)
+                slots.update(entries)
 
 
-def without_memory(values: object, mode: FakeTensorMode) -> object:
+def _slots(part: nn.Module) -> tuple[dict[str, Any], ...]:
+    return dict(part._parameters), dict(part._buffers), dict(part._modules)
+
+
+def without_memory(values: Any, mode: FakeTensorMode) -> Any:
     """The same tree, each tensor that lies on the meta device as a fake one: a module may hold tensors that are no buffers."""
 
     def change(tensor: Tensor) -> Tensor:
@@ -61,5 +63,5 @@ def _fake_slot(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     fake = fake_like(tensor, mode)
     if isinstance(tensor, nn.Parameter):
         fake.requires_grad_(tensor.requires_grad)
-        fake._is_param = True  # type: ignore[attr-defined]
+        fake._is_param = True
     return fake

@@ -52,6 +52,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         """Of the parameters, by number."""
         self.cut_of_weight: list[Cut] = []
+        tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+        self._tables: set[int] = set()
+        """Numbers of the weights of embeddings."""
         self._mode = mode
         self._marks: dict[int, Mark] = {}
         self._held: list[torch.UntypedStorage] = []
@@ -61,6 +64,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._mark(parameter, Mark(weight=number))
             self.names.append(name)
             self.cut_of_weight.append(cut_of(name, cuts))
+            if id(parameter) in tables:
+                self._tables.add(number)
         for tensor in (*module.parameters(), *module.buffers()):
             self._saved.leave_out(tensor)
 
@@ -91,10 +96,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         self.last = str(func)
-        args, kwargs = without_memory((tuple(args), dict(kwargs or {})), self._mode)  # type: ignore[misc]
-        output = func(*args, **kwargs)
+        args, named = without_memory((tuple(args), dict(kwargs or {})), self._mode)
+        output = func(*args, **named)
         if not self._is_paused:
-            self._write(func, args, kwargs or {}, output)
+            self._write(func, args, named, output)
         return output
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -127,7 +132,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if mark.weight is not None and tensor.ndim > 1
         ]
         is_split = any(mark.is_split for mark in marks)
-        cut = self.cut_of_weight[weights[0]] if weights else Cut.ALL if is_split else Cut.NOTHING
+        cut = self._cut_of_product(weights[0]) if weights else Cut.ALL if is_split else Cut.NOTHING
         for product in products:
             done.ops.append(_seen(product, cut))
             if isinstance(product, Attention):
@@ -159,6 +164,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return lambda _: Mark(weight=weights[0])
         scores = {tensor.numel() for tensor, mark in zip(inputs, marks, strict=True) if mark.is_scores}
         return lambda tensor: Mark(is_split=is_split, is_scores=tensor.numel() in scores)
+
+    def _cut_of_product(self, number: int) -> Cut:
+        cut = self.cut_of_weight[number]
+        # The rows of an embedding are the outputs of a product with it: the output layer that it is tied to.
+        return Cut.COLUMNS if cut is not Cut.NOTHING and number in self._tables else cut
 
     def _save(self, tensor: Tensor) -> None:
         size = 0 if self._is_paused else self._saved.keep(tensor)

@@ -14,11 +14,11 @@ _NUMBERED = re.compile(r"(.*?)_?\d+")
 
 
 def find_rows(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Rows of at least two blocks of one kind, none inside a block of another row, in the order of modules."""
+    """Rows of blocks of one kind, none inside a block of another row, in the order of modules."""
     rows: list[tuple[str, ...]] = []
     for path, module in model.named_modules():
         if not any(is_under(path, block) for row in rows for block in row):
-            rows += [row for row in side_by_side(path, module) if len(row) > 1]
+            rows += side_by_side(path, module)
     return tuple(rows)
 
 

@@ -4,9 +4,10 @@ torch's own estimators count sums for a whole module, or need a GPU; a planner n
 keeps under each kind of recompute, and what a technique would divide.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from shoal.costs.record import Recorder
 from shoal.costs.rows import find_rows, is_under
 from shoal.costs.undisturbed import undisturbed
 
-INSTEAD = "give the model as a transformer of this shape instead: [planner.shape] with layers, hidden, heads, ffn, vocab and sequence"
+INSTEAD = "give the shape of a transformer instead: [planner.shape] with layers, hidden, heads, ffn, vocab and sequence"
+
+
+Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,9 @@ class _Settings:
     blocks: Sequence[str]
     cuts: Mapping[str, Cut]
     compute_dtype: torch.dtype | None
+    loss: Loss | None
+    targets: Tensor | None
+    batch_dim: int
 
 
 def trace_module(
@@ -55,6 +62,8 @@ def trace_module(
     blocks: Sequence[str] | None = None,
     cuts: Mapping[str, Cut] | None = None,
     compute_dtype: torch.dtype | None = None,
+    loss: Loss | None = None,
+    targets: Tensor | None = None,
     batch_dim: int = 0,
 ) -> Chain:
     """A module as a chain of layers, per sample, as it trains.
@@ -68,6 +77,8 @@ def trace_module(
         cuts: what tensor parallelism would do to modules: ``COLUMNS`` or ``ROWS`` of a linear layer or an embedding, ``ALL`` for
             an ``nn.MultiheadAttention``.
         compute_dtype: what layers compute in under autocast; None for the type of their weights.
+        loss: (output, targets) -> a number; what it computes and keeps counts with the last link. None leaves it out.
+        targets: an example of what the loss compares with, as ``inputs``.
         batch_dim: the dim of the inputs that counts samples.
 
     Raises:
@@ -76,9 +87,17 @@ def trace_module(
     chosen = [block for row in find_rows(module) for block in row] if blocks is None else list(blocks)
     num_samples = max(2, _batch_of(inputs, batch_dim))
     batches = num_samples, 2 * num_samples
-    settings = _Settings(units=units, blocks=chosen, cuts=cuts or {}, compute_dtype=compute_dtype)
+    settings = _Settings(
+        units=units,
+        blocks=chosen,
+        cuts=cuts or {},
+        compute_dtype=compute_dtype,
+        loss=loss,
+        targets=targets,
+        batch_dim=batch_dim,
+    )
     with undisturbed(module, training=True), faked(module) as mode:
-        passes = [_run(module, _resized(inputs, batch, batch_dim), mode, settings) for batch in batches]
+        passes = [_run(module, inputs, batch, mode, settings) for batch in batches]
     layers = _layers(module, *passes, batches=batches)
     heads = {pair for link in passes[0].links for pair in link.done.heads}
     query_heads, kv_heads = {pair[0] for pair in heads}, {pair[1] for pair in heads}
@@ -94,15 +113,23 @@ def trace_module(
 
 
 def _run(
-    module: nn.Module, inputs: Sequence[Tensor] | Mapping[str, Tensor], mode: FakeTensorMode, settings: _Settings
+    module: nn.Module,
+    inputs: Sequence[Tensor] | Mapping[str, Tensor],
+    batch: int,
+    mode: FakeTensorMode,
+    settings: _Settings,
 ) -> _Pass:
     links = Links(module, units=settings.units, blocks=settings.blocks)
     recorder = Recorder(module, links, mode, cuts=settings.cuts)
     dtype = settings.compute_dtype
     with ExitStack() as stack:
         stack.enter_context(imitating(module, recorder, settings.blocks))
-        args, kwargs = _faked_inputs(inputs, mode)
-        recorder.leave_out([*args, *kwargs.values()])
+        samples = _batch_of(inputs, settings.batch_dim)
+        fake = partial(_faked_input, mode=mode, samples=samples, batch=batch, dim=settings.batch_dim)
+        args = [] if isinstance(inputs, Mapping) else [fake(tensor) for tensor in inputs]
+        kwargs = {key: fake(tensor) for key, tensor in inputs.items()} if isinstance(inputs, Mapping) else {}
+        targets = None if settings.targets is None else fake(settings.targets)
+        recorder.leave_out([*args, *kwargs.values(), *([] if targets is None else [targets])])
         stack.enter_context(links.watching())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
@@ -110,6 +137,8 @@ def _run(
         try:
             with recorder.recording():
                 output = module(*args, **kwargs)
+                if settings.loss is not None and targets is not None:
+                    settings.loss(output, targets)
         # The user's code may raise anything where it meets a tensor without values.
         except Exception as error:
             raise RequestError(_refusal(module, links.running[-1], recorder.last, error)) from error
@@ -209,29 +238,12 @@ def _batch_of(inputs: Sequence[Tensor] | Mapping[str, Tensor], dim: int) -> int:
     return next((tensor.shape[dim] for tensor in _values(inputs) if tensor.ndim > dim), 1)
 
 
-def _resized(
-    inputs: Sequence[Tensor] | Mapping[str, Tensor], batch: int, dim: int
-) -> Sequence[Tensor] | Mapping[str, Tensor]:
-    """The same inputs on the meta device, with another number of samples."""
-    samples = _batch_of(inputs, dim)
-
-    def change(tensor: Tensor) -> Tensor:
-        shape = list(tensor.shape)
-        if len(shape) > dim and shape[dim] == samples:
-            shape[dim] = batch
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-    if isinstance(inputs, Mapping):
-        return {name: change(tensor) for name, tensor in inputs.items()}
-    return [change(tensor) for tensor in inputs]
-
-
-def _faked_inputs(
-    inputs: Sequence[Tensor] | Mapping[str, Tensor], mode: FakeTensorMode
-) -> tuple[list[Tensor], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return [], {name: fake_like(tensor, mode) for name, tensor in inputs.items()}
-    return [fake_like(tensor, mode) for tensor in inputs], {}
+def _faked_input(tensor: Tensor, *, mode: FakeTensorMode, samples: int, batch: int, dim: int) -> Tensor:
+    """A tensor without values that has another number of samples."""
+    shape = list(tensor.shape)
+    if len(shape) > dim and shape[dim] == samples:
+        shape[dim] = batch
+    return fake_like(torch.empty(shape, dtype=tensor.dtype, device="meta"), mode)
 
 
 def _tokens(inputs: Sequence[Tensor] | Mapping[str, Tensor], dim: int, *, has_attention: bool) -> float:
