@@ -18,6 +18,7 @@ from shoal.core.errors import RequestError
 from shoal.costs.alike import imitating
 from shoal.costs.chain import Chain, Cut, Layer, LayerKind
 from shoal.costs.faked import fake_like, faked
+from shoal.costs.fused import OneKernel
 from shoal.costs.links import Link, Links, num_received
 from shoal.costs.persample import Batches, check_alike, growth, kept_of_sample, ops_of_sample, total_growth
 from shoal.costs.record import Recorder
@@ -51,6 +52,7 @@ class _Settings:
     loss: Loss | None
     targets: Tensor | None
     batch_dim: int
+    device: str
 
 
 def trace_module(
@@ -65,6 +67,7 @@ def trace_module(
     loss: Loss | None = None,
     targets: Tensor | None = None,
     batch_dim: int = 0,
+    device: str = "cpu",
 ) -> Chain:
     """A module as a chain of layers, per sample, as it trains.
 
@@ -80,6 +83,7 @@ def trace_module(
         loss: (output, targets) -> a number; what it computes and keeps counts with the last link. None leaves it out.
         targets: an example of what the loss compares with, as ``inputs``.
         batch_dim: the dim of the inputs that counts samples.
+        device: the type of device that the chain is for; on any but ``cpu``, attention with dropout is one kernel.
 
     Raises:
         RequestError: the forward pass cannot run without values, or takes another way for another number of samples.
@@ -95,6 +99,7 @@ def trace_module(
         loss=loss,
         targets=targets,
         batch_dim=batch_dim,
+        device=device,
     )
     with undisturbed(module, training=True), faked(module) as mode:
         passes = [_run(module, inputs, batch, mode, settings) for batch in batches]
@@ -132,6 +137,7 @@ def _run(
         recorder.leave_out([*args, *kwargs.values(), *([] if targets is None else [targets])])
         stack.enter_context(links.watching())
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(nullcontext() if settings.device == "cpu" else OneKernel())
         stack.enter_context(mode)
         stack.enter_context(torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext())
         try:

@@ -35,12 +35,13 @@ _FEW = 2
 """Blocks of a shipped model that are looked at; the others are like the last of them."""
 
 
-def chain_of(recipe: Recipe, spec: DataSpec) -> Chain:
+def chain_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> Chain:
     """The recipe's model and loss as a chain, in its precision.
 
     Args:
         recipe: names the model; its ``[parallel]`` table corrects what is found in it.
         spec: the shapes of its data.
+        device: the type of device that it will run on; the kernels of attention differ.
 
     Raises:
         RequestError: the model cannot be built, or not be traced without memory; the message says at which operation.
@@ -62,6 +63,7 @@ def chain_of(recipe: Recipe, spec: DataSpec) -> Chain:
         compute_dtype=precision.compute_dtype,
         loss=build_loss(recipe.model, spec),
         targets=precision.cast_input(targets),
+        device=device,
     )
     heads = {(heads.num_heads, heads.num_kv_heads) for heads in anatomy.attentions}
     if len(heads) == 1:

@@ -192,6 +192,16 @@ def test_scores_are_what_selective_recompute_does_not_keep():
     assert [layer.kept.scores for layer in trace(CASES["learned"]).layers] == [once, once, 0]
 
 
+def test_on_accelerators_attention_with_dropout_is_one_kernel():
+    chain, without = trace(CASES["encoder"], device="cuda"), trace(CASES["encoder, no dropout"])
+    for layer, other in zip(chain.layers, without.layers, strict=True):
+        assert layer.kept.scores == 0 and OpKind.ATTENTION in {op.kind for op in layer.ops}
+        # The three dropouts outside attention keep their masks, and the second layer of the two reads what was dropped.
+        masks = (2 * WIDTH + 48) * LENGTH * ITEM
+        assert layer.kept.whole - other.kept.whole == masks + 48 * LENGTH * ITEM
+    assert chain.forward_flops == trace(CASES["encoder"]).forward_flops
+
+
 def gpt_cuts(model: nn.Module) -> dict[str, Cut]:
     cuts = {"embedding": Cut.ROWS, "head": Cut.COLUMNS}
     for path, part in model.named_modules():

@@ -26,11 +26,11 @@ def build(name: str, attention: str, **changes):
     return model(config(attn_implementation=attention, **changes))
 
 
-def trace(name: str, attention: str, num_samples: int = 2, cuts=None, **changes) -> Chain:
+def trace(name: str, attention: str, num_samples: int = 2, cuts=None, device: str = "cpu", **changes) -> Chain:
     with torch.device("meta"):
         model = build(name, attention, **changes)
     ids = torch.zeros((num_samples, LENGTH), dtype=torch.int64)
-    return trace_module(model, {"input_ids": ids}, name=name, cuts=cuts)
+    return trace_module(model, {"input_ids": ids}, name=name, cuts=cuts, device=device)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -93,6 +93,15 @@ def test_attention_in_one_kernel_and_in_several_do_the_same_products(name):
     assert [layer.kept.scores for layer in plain.layers] == [0, SCORES, SCORES, 0]
     by_head = {(op.rows, op.inner, op.outer) for op in plain.layers[1].ops if op.count == HEADS}
     assert by_head >= {(LENGTH, WIDTH // HEADS, LENGTH), (LENGTH, LENGTH, WIDTH // HEADS)}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_attention_with_dropout_is_one_kernel_on_accelerators(name):
+    """Except where the model itself writes its scores."""
+    chain = trace(name, "sdpa", device="cuda")
+    assert [layer.kept.scores for layer in chain.layers] == [0, 0, 0, 0]
+    assert chain.forward_flops == trace(name, "sdpa").forward_flops == trace(name, "eager").forward_flops
+    assert trace(name, "eager", device="cuda") == trace(name, "eager")
 
 
 def test_cuts_of_gpt2():
