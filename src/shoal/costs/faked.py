@@ -4,7 +4,7 @@ Fake tensors and not the meta device: they say that they are on the CPU, so torc
 for their backward passes, as it does in a real run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,12 @@ def faked(module: nn.Module) -> Iterator[FakeTensorMode]:
 
     Attributes that the forward pass sets are put back too: a fake tensor that a module remembers would be of no use to it.
     """
-    kept = [(part, dict(part.__dict__), _slots(part)) for part in module.modules()]
+    kept = [(part, dict(part.__dict__), [dict(slots) for slots in _slots(part)]) for part in module.modules()]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
     try:
         for part, _, _ in kept:
-            slots: dict[str, Any]
-            for slots in (part._parameters, part._buffers):
+            for slots in _slots(part)[:2]:
                 for name, tensor in slots.items():
                     if tensor is not None:
                         slots[name] = fakes.setdefault(id(tensor), _fake_slot(tensor, mode))
@@ -35,13 +34,13 @@ def faked(module: nn.Module) -> Iterator[FakeTensorMode]:
         for part, attributes, before in kept:
             part.__dict__.clear()
             part.__dict__.update(attributes)
-            for slots, entries in zip((part._parameters, part._buffers, part._modules), before, strict=True):
+            for slots, entries in zip(_slots(part), before, strict=True):
                 slots.clear()
                 slots.update(entries)
 
 
-def _slots(part: nn.Module) -> tuple[dict[str, Any], ...]:
-    return dict(part._parameters), dict(part._buffers), dict(part._modules)
+def _slots(part: nn.Module) -> Sequence[dict[str, Any]]:
+    return part._parameters, part._buffers, part._modules
 
 
 def without_memory(values: Any, mode: FakeTensorMode) -> Any:
