@@ -5,7 +5,7 @@ pipeline place of each replica. Replicas whose factors are alike are **folded**:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,3 +152,33 @@ def place_of(plan: Plan, rank: int) -> tuple[int, int]:
     _, dp, cp, tp = shape_of(plan)
     place, rest = divmod(rank, dp * cp * tp)
     return place, rest // (cp * tp)
+
+
+def split_sites(conditions: Conditions, plan: Plan, num_sites: int) -> tuple[Conditions, ...]:
+    """The conditions of each site, for a plan whose replicas are dealt out to sites, neighbours together.
+
+    What is slow is renumbered as in the plan of one site; every site draws its own slow-downs.
+
+    Raises:
+        RequestError: the sites do not divide the replicas.
+    """
+    pp, dp, cp, tp = shape_of(plan)
+    if num_sites < 1 or dp % num_sites:
+        raise RequestError(f"{num_sites} sites cannot share {dp} replicas evenly; use a number that divides {dp}")
+    check_conditions(conditions, plan)
+    own = dp // num_sites
+    found: list[list[Slow]] = [[] for _ in range(num_sites)]
+    for slow in conditions.slow:
+        if slow.axis is None:
+            place, replica, context, tensor = (int(at) for at in np.unravel_index(slow.index, (pp, dp, cp, tp)))
+            index = np.ravel_multi_index((place, replica % own, context, tensor), (pp, own, cp, tp))
+            found[replica // own].append(replace(slow, index=int(index)))
+        elif slow.axis is Axis.DATA:
+            found[slow.index // own].append(replace(slow, index=slow.index % own))
+        else:
+            for site in found:
+                site.append(slow)
+    return tuple(
+        replace(conditions, slow=tuple(site), seed=derive_key("site", conditions.seed, number))
+        for number, site in enumerate(found)
+    )

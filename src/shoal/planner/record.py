@@ -67,12 +67,14 @@ def write_run(
     if not run_dir.is_empty or run_dir.summary.exists() or (folder / "events").exists():
         raise RequestError(f"{folder} holds a run already; name another folder, or remove that one")
     ranks = _ranks(simulated, expand=expand)
-    story = list(_story(simulated, seconds, numbers=numbers, goodput=goodput, run_dir=run_dir))
-    if len(ranks) * len(story) > _EVENTS_AT_MOST:
+    # Steps that are lost are written twice: those of the run's whole time are counted.
+    num_steps = len(seconds) if goodput is None else round(goodput.wall_seconds / float(seconds.mean()))
+    if len(ranks) * num_steps > _EVENTS_AT_MOST:
         raise RequestError(
-            f"{len(ranks)} ranks with {len(story)} events each are {len(ranks) * len(story)}, and at most {_EVENTS_AT_MOST} are "
+            f"{len(ranks)} ranks with {num_steps} steps each are {len(ranks) * num_steps} events, and at most {_EVENTS_AT_MOST} are "
             f"written; play fewer steps, or write one rank of those that are alike"
         )
+    story = list(_story(simulated, seconds, numbers=numbers, goodput=goodput, run_dir=run_dir))
     try:
         run_dir.events(0).parent.mkdir(parents=True, exist_ok=True)
         for rank, place in ranks:
