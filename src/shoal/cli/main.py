@@ -21,6 +21,7 @@ from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
 from shoal.cli.sample import sample
 from shoal.cli.schedule import ScheduleCommand, schedule
+from shoal.cli.simulate import simulate
 from shoal.cli.startup import LightGroup, prepare_completion
 from shoal.cli.train import train
 from shoal.cli.verify import verify
@@ -42,6 +43,7 @@ app.command("verify")(verify)
 app.command("eval")(evaluate)
 app.command("sample")(sample)
 app.command("schedule", cls=ScheduleCommand)(schedule)
+app.command("simulate")(simulate)
 app.command("init")(init)
 app.add_typer(ckpt.app, name="ckpt", cls=LightGroup)
 app.add_typer(keys.app, name="keys", cls=LightGroup)

@@ -4,6 +4,7 @@ Ranks that share a microbatch (``tp``, ``cp``) go at the pace of the slowest of 
 pipeline place of each replica. Replicas whose factors are alike are **folded**: one of them is played for all.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,28 @@ class Slow:
     def __str__(self) -> str:
         who = f"rank {self.index}" if self.axis is None else f"{self.axis.value}={self.index}"
         return f"{who} x {self.factor:g}"
+
+
+_SLOW = re.compile(r"(?:(?P<axis>[a-z]+)=)?(?P<index>\d+):(?P<factor>.+)")
+
+
+def parse_slow(text: str) -> Slow:
+    """Read ``3:1.5``, rank 3, or ``pp=1:1.5``, all ranks of the second pipeline place: they take 1.5 times as long.
+
+    Raises:
+        RequestError: the text is something else.
+    """
+    found = _SLOW.fullmatch(text.strip())
+    axes = [axis.value for axis in GRID]
+    try:
+        if found is None or (found["axis"] and found["axis"] not in axes):
+            raise ValueError
+        factor = float(found["factor"])
+    except ValueError:
+        raise RequestError(
+            f"{text!r} is neither RANK:FACTOR nor AXIS=INDEX:FACTOR; write 3:1.5 or pp=1:1.5, with an axis of {', '.join(axes)}"
+        ) from None
+    return Slow(index=int(found["index"]), factor=factor, axis=Axis(found["axis"]) if found["axis"] else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,8 @@ def write_run(
     num_steps = len(seconds) if goodput is None else round(goodput.wall_seconds / float(seconds.mean()))
     if len(ranks) * num_steps > _EVENTS_AT_MOST:
         raise RequestError(
-            f"{len(ranks)} ranks with {num_steps} steps each are {len(ranks) * num_steps} events, and at most {_EVENTS_AT_MOST} are "
-            f"written; play fewer steps, or write one rank of those that are alike"
+            f"{len(ranks)} ranks with {num_steps} steps each are {len(ranks) * num_steps} events, and at most "
+            f"{_EVENTS_AT_MOST} are written; play fewer steps, or write one rank of those that are alike"
         )
     story = list(_story(simulated, seconds, numbers=numbers, goodput=goodput, run_dir=run_dir))
     try:
