@@ -41,6 +41,17 @@ class CellPrices:
         # The total first: where nothing is slow, a cell takes exactly what it was priced at.
         return self.total[:, None] + slower + delayed
 
+    def busy(self, compute_factors: Array, link_factors: Array) -> Array:
+        """Seconds of all cells of a rank, by (place, column): sums of each place, because times are linear in the factors."""
+        links = sum(self.links.values(), np.zeros_like(self.total))
+        places = len(compute_factors)
+        totals, compute, delayed = (
+            np.bincount(self.places, weights=seconds, minlength=places)[:, None]
+            for seconds in (self.total, self.compute + self.update, links)
+        )
+        found: Array = totals + compute * (compute_factors - 1.0) + delayed * (link_factors - 1.0)
+        return found
+
     def split(self, cell: int, compute_factor: float, link_factor: float) -> dict[str, float]:
         """What one cell's time goes to."""
         found = {COMPUTE: float(self.compute[cell]) * compute_factor, UPDATE: float(self.update[cell]) * compute_factor}

@@ -101,13 +101,17 @@ class Simulated:
             inside = np.clip(ends, first, last) - np.clip(starts, first, last)
             return float(1.0 - inside.sum() / ((last - first) * self.num_places)) if last > first else 0.0
         sizes = [len(group) for group in self.folded.groups]
-        busy = sum(float(self.durations(group).sum()) * size for group, size in enumerate(sizes))
+        busy = float(self._busy.sum(axis=0) @ np.array(sizes, dtype=np.float64))
         total = self.makespan * self.num_places * sum(sizes)
         return 1.0 - busy / total if total else 0.0
 
     def busy(self, place: int, group: int) -> float:
         """Time in the pipeline's cells, of all that is played."""
-        return float(self.durations(group)[list(self.order.rows[place])].sum())
+        return float(self._busy[place, group])
+
+    @cached_property
+    def _busy(self) -> Array:
+        return self.prices.busy(self.folded.compute, self.folded.links)
 
     @cached_property
     def critical_path(self) -> tuple[Segment, ...]:
