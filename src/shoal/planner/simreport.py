@@ -38,9 +38,9 @@ def report_places(simulated: Simulated) -> tuple[PlaceReport, ...]:
     schedule, found = simulated.order.schedule, []
     for place in range(simulated.num_places):
         # A stream is played for several steps; one of them is told about.
-        played = simulated.makespan / simulated.step_seconds if simulated.flows and simulated.step_seconds else 1.0
+        played = schedule.grid.num_microbatches // simulated.parts.microbatches
         busy = max(simulated.busy(place, group) for group in range(simulated.num_groups)) / played
-        whole = simulated.step_seconds if simulated.flows else simulated.makespan
+        whole = simulated.window[1] - simulated.window[0] if simulated.flows else simulated.makespan
         found.append(
             PlaceReport(
                 place=place,
@@ -97,7 +97,7 @@ def describe_step(simulated: Simulated, seconds: Array, *, tokens: float) -> dic
         "step_seconds": mean,
         "tokens_per_second": tokens / mean if mean else None,
         "steps": describe_steps(seconds),
-        "pipeline_seconds": simulated.step_seconds if simulated.flows else simulated.makespan,
+        "pipeline_seconds": simulated.step_seconds - simulated.parts.fixed if simulated.flows else simulated.makespan,
         "bubble": simulated.bubble,
         "breakdown": simulated.breakdown,
         "exposed": simulated.exposed,

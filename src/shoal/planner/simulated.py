@@ -55,7 +55,7 @@ class Simulated:
     @property
     def step_seconds(self) -> float:
         """From one step to the next."""
-        return self.tail.end if not self.flows else self.window[1] - self.window[0]
+        return self.window[1] - self.window[0] + self.parts.fixed if self.flows else self.tail.end
 
     @property
     def flows(self) -> bool:
@@ -121,7 +121,9 @@ class Simulated:
             _, ends = self._played(group)
             first, last = self.window
             whole = self._chain(int(np.flatnonzero(ends == last)[0]), group)
-            return tuple(replace(piece, start=max(piece.start, first)) for piece in whole if piece.end > first)
+            inside = [replace(piece, start=max(piece.start, first)) for piece in whole if piece.end > first]
+            fixed = self.parts.fixed
+            return (*inside, *([Segment(FIXED, "fixed", last, last + fixed, place, group)] if fixed else []))
         begin = self.tail.begin
         head = [Segment(GATHER, "gather", 0.0, begin, place, group)] if begin else []
         cells = [

@@ -88,6 +88,7 @@ def test_a_stream_of_steps_has_no_bubble_and_an_update_in_its_cells(name):
     later = simulate_step(parts_of(4, 8, update=0.5), plan=plan)
     assert later.step_seconds == pytest.approx(8 * 3.0 + updates * 0.5, rel=1e-12)
     assert later.breakdown["update"] == pytest.approx(updates * 0.5, rel=1e-9)
+    assert simulate_step(parts_of(4, 8, fixed=0.25), plan=plan).step_seconds == pytest.approx(8 * 3.0 + 0.25, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", [*SYNCHRONOUS, *FLOWING])
