@@ -19,6 +19,7 @@ from shoal.cli import ckpt, keys, role
 from shoal.cli.doctor import doctor
 from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
+from shoal.cli.predict import predict
 from shoal.cli.sample import sample
 from shoal.cli.schedule import ScheduleCommand, schedule
 from shoal.cli.simulate import simulate
@@ -43,6 +44,7 @@ app.command("verify")(verify)
 app.command("eval")(evaluate)
 app.command("sample")(sample)
 app.command("schedule", cls=ScheduleCommand)(schedule)
+app.command("predict")(predict)
 app.command("simulate")(simulate)
 app.command("init")(init)
 app.add_typer(ckpt.app, name="ckpt", cls=LightGroup)

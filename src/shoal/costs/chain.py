@@ -5,10 +5,9 @@ of a microbatch and divides by what a technique splits. Bytes of activations are
 for; weights are counted in elements, because precision and optimizer decide their bytes.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby
+from functools import cached_property
 
 
 class OpKind(StrEnum):
@@ -102,9 +101,9 @@ class LayerKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One link of the chain: the smallest thing that a pipeline stage can be made of."""
+    """One link of the chain: the smallest thing that a pipeline stage can be made of. Equal layers may have different names."""
 
-    name: str
+    name: str = field(compare=False)
     kind: LayerKind
     ops: tuple[Op, ...] = ()
     whole_weights: float = 0.0
@@ -169,8 +168,13 @@ class Chain:
         """Of one sample."""
         return sum(layer.forward_flops for layer in self.layers)
 
-    def runs(self) -> Iterator[tuple[Layer, int]]:
-        """Equal neighbours as one layer and how many of it there are: a thousand equal blocks are priced once."""
-        for _, group in groupby(self.layers, key=lambda layer: (layer.kind, layer.ops, layer.kept, layer.weights)):
-            members = list(group)
-            yield members[0], len(members)
+    @cached_property
+    def distinct(self) -> tuple[Layer, ...]:
+        """Every kind of layer once: a thousand equal blocks are priced once."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Of each layer, its place in ``distinct``."""
+        place = {layer: at for at, layer in enumerate(self.distinct)}
+        return tuple(place[layer] for layer in self.layers)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import RunError
+from shoal.planner.lanes import RankLane, Span, Stream, lanes_of
 from shoal.planner.simulated import Simulated
-from shoal.planner.spans import RankLane, Span, Stream, lanes_of
 from shoal.schedules.action import Kind
 from shoal.schedules.svg import Box, Lane, cell_box, cell_legend, draw_lanes
 

@@ -11,10 +11,10 @@ from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.planner.conditions import Conditions, Slow
 from shoal.planner.holding import Held, StepBytes
+from shoal.planner.lanes import Stream, lanes_of, say_ranks
 from shoal.planner.parts import StageTimes, StepParts
 from shoal.planner.simulate import schedule_for, simulate_step
 from shoal.planner.simulated import Simulated
-from shoal.planner.spans import Stream, lanes_of, say_ranks
 from shoal.planner.timeline import draw_step, write_trace
 
 SPACE = "{http://www.w3.org/2000/svg}"

@@ -1,0 +1,164 @@
+"""Fits the constants of every device and software on a table of published runs, and writes them into the package.
+
+    python benchmarks/planner/fit.py TABLE.csv [--folds 5] [--dry-run]
+
+A constant moves by coordinate descent in its logarithm; the loss is the mean absolute error, each source counting the same, and a pull
+towards the constants of the software's relatives that is worth one row. At most six constants of a stack are free. Errors that it
+prints and stores are cross-validated: a row is predicted with constants that were fitted without it.
+"""
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+from shoal.planner import stacks
+from shoal.planner.predict import TIMED, predict_run
+from shoal.planner.stacks import SOFTWARE, Constants, Stack
+from shoal.planner.table import Run, read_table
+
+TARGET = Path(stacks.__file__).with_name("constants.json")
+LIMITS = {
+    "matmul": (0.2, 1.0), "memory": (0.2, 1.0), "launch": (1e-6, 1e-4), "link": (0.05, 1.0), "network": (0.05, 1.0),
+    "sync": (1e-7, 2e-3), "attention": (0.2, 1.0), "narrow": (0.3, 1.0),
+}  # fmt: skip
+DENSE = ("matmul", "memory", "launch", "link", "network", "sync")
+SHARDED = ("matmul", "memory", "attention", "narrow", "network", "launch")
+EXPERT = ("matmul", "memory", "launch", "link", "sync", "narrow")
+FREE = {
+    "megatron-deepspeed": DENSE,
+    "bigscience": DENSE,
+    "megatron": DENSE,
+    "fsdp": SHARDED,
+    "megatron-core": EXPERT,
+}
+MOST_ROWS = 150
+"""Rows of one source that are fitted on; the rest of a larger source is only predicted."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Constants of a stack, and how well they do."""
+
+    constants: Constants
+    rows: int
+    error: float
+    validated: float | None
+
+
+def usable(runs: Sequence[object]) -> list[Run]:
+    """Timed rows whose model is known; a guessed number of heads would teach the wrong efficiency."""
+    return [
+        run
+        for run in runs
+        if isinstance(run, Run) and run.metric in TIMED and not any("heads" in word for word in run.assumed)
+    ]
+
+
+def mean_error(runs: Sequence[Run], constants: Constants) -> float:
+    """Mean absolute error, each source counting the same."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        found = predict_run(run, Stack(software=SOFTWARE[run.software], constants=constants, is_fitted=True))
+        assert found.predicted is not None and found.measured
+        by_source[run.source].append(abs(found.predicted / found.measured - 1))
+    return sum(sum(errors) / len(errors) for errors in by_source.values()) / len(by_source)
+
+
+def fit(runs: Sequence[Run], start: Constants, free: Sequence[str]) -> Constants:
+    """Constants near ``start`` with the least error."""
+
+    def loss(constants: Constants) -> float:
+        pull = sum(math.log(getattr(constants, name) / getattr(start, name)) ** 2 for name in free) / len(free)
+        return mean_error(runs, constants) + 0.3 * pull / len(runs)
+
+    best, lowest = start, loss(start)
+    stride = dict.fromkeys(free, 0.3)
+    while max(stride.values()) > 0.02:
+        for name in free:
+            low, high = LIMITS[name]
+            for sign in (1, -1):
+                value = min(max(getattr(best, name) * math.exp(sign * stride[name]), low), high)
+                candidate = replace(best, **{name: value})
+                found = loss(candidate)
+                if found < lowest - 1e-6:
+                    best, lowest = candidate, found
+                    stride[name] *= 1.2
+                    break
+            else:
+                stride[name] *= 0.6
+    return best
+
+
+def thin(runs: Sequence[Run]) -> list[Run]:
+    """At most ``MOST_ROWS`` of each source, spread over it."""
+    kept: list[Run] = []
+    for source in dict.fromkeys(run.source for run in runs):
+        own = [run for run in runs if run.source == source]
+        stride = max(1, -(-len(own) // MOST_ROWS))
+        kept += own[::stride]
+    return kept
+
+
+def fit_stack(runs: Sequence[Run], start: Constants, free: Sequence[str], folds: int) -> Fitted:
+    """Fit on all rows, and measure on rows that were left out."""
+    chosen = thin(runs)
+    constants = fit(chosen, start, free)
+    errors: list[float] = []
+    if len(chosen) >= folds > 1:
+        for fold in range(folds):
+            held = [run for at, run in enumerate(chosen) if at % folds == fold]
+            rest = [run for at, run in enumerate(chosen) if at % folds != fold]
+            learned = fit(rest, start, free)
+            errors += [mean_error([run], learned) for run in held]
+    return Fitted(constants, len(chosen), mean_error(runs, constants), sum(errors) / len(errors) if errors else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    runs = usable(read_table(arguments.table))
+    entries: dict[str, dict[str, object]] = {}
+
+    def record(name: str, found: Fitted, own: Sequence[Run]) -> None:
+        sources = sorted({run.source.split(" [")[0] for run in own})
+        entries[name] = {
+            "constants": {key: float(f"{value:.4g}") for key, value in found.constants.as_dict().items()},
+            "fitted_on": f"{found.rows} rows of {'; '.join(sources)}",
+            "error": round(found.error, 4),
+            "validated_error": None if found.validated is None else round(found.validated, 4),
+        }
+        validated = "" if found.validated is None else f", cross-validated {found.validated:.1%}"
+        print(f"{name:32} {found.rows:4} rows, error {found.error:.1%}{validated}", flush=True)
+
+    for software in dict.fromkeys(run.software for run in runs):
+        own = [run for run in runs if run.software == software]
+        free = FREE[software]
+        joint = fit_stack(own, Constants(), free, folds=0)
+        record(f"{software}/*", joint, own)
+        for device in dict.fromkeys(run.device for run in own):
+            here = [run for run in own if run.device == device]
+            if len(here) >= 2:
+                record(f"{software}/{device}", fit_stack(here, joint.constants, free, arguments.folds), here)
+    # A software that nobody has published runs of starts from the sharded one, whose kernels are torch's own.
+    entries["*/*"] = entries["fsdp/*"]
+    content = {
+        "made_by": "benchmarks/planner/fit.py",
+        "made_on": date.today().isoformat(),
+        "table": arguments.table.name,
+        "free": {software: list(names) for software, names in FREE.items()},
+        "stacks": entries,
+    }
+    if not arguments.dry_run:
+        TARGET.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

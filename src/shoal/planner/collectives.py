@@ -1,0 +1,81 @@
+"""How long a collective takes: rings with a latency per hop and a bandwidth per tier.
+
+Formulas: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH": a ring moves
+2 (n-1)/n of the buffer for an all-reduce and (n-1)/n for its two halves; a tree needs 2 log2(n) hops for small buffers, and the
+quicker of the two is taken, as NCCL does.
+"""
+
+import math
+from dataclasses import dataclass
+
+from shoal.planner.hardware import Cluster
+from shoal.planner.stacks import Constants
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk to each other: how many, how far apart in the order of ranks, and on what."""
+
+    size: int
+    stride: int
+    """Places between neighbours: 1 for the innermost axis."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a group's collective runs at."""
+
+    size: int
+    bandwidth: float
+    """Bytes per second of one rank."""
+    latency: float
+
+
+def wire_of(group: Group, cluster: Cluster, constants: Constants) -> Wire:
+    """The bandwidth and latency that a group gets.
+
+    Where a group has several ranks in a node, its ring leaves the node once and has the links of all its ranks there for that.
+    """
+    inner = cluster.tiers[0]
+    if group.size <= 1:
+        return Wire(1, math.inf, 0.0)
+    span = (group.size - 1) * group.stride + 1
+    if span <= inner.devices:
+        return Wire(group.size, inner.bandwidth * constants.link, inner.latency)
+    tier = cluster.tier_of(span)
+    in_node = max(1, min(group.size, inner.devices // group.stride))
+    outer = tier.bandwidth * constants.network * in_node
+    return Wire(group.size, min(outer, inner.bandwidth * constants.link) if in_node > 1 else outer, tier.latency)
+
+
+def all_reduce(num_bytes: float, wire: Wire) -> float:
+    """Seconds of a sum over all ranks of a group that all of them get."""
+    if wire.size <= 1 or num_bytes <= 0:
+        return 0.0
+    share = (wire.size - 1) / wire.size
+    ring = 2 * (wire.size - 1) * wire.latency + 2 * share * num_bytes / wire.bandwidth
+    tree = 2 * math.ceil(math.log2(wire.size)) * wire.latency + 2 * num_bytes / wire.bandwidth
+    return min(ring, tree)
+
+
+def gather(num_bytes: float, wire: Wire) -> float:
+    """Seconds until every rank has all of a buffer of which each had a part; a reduce-scatter takes the same.
+
+    Small buffers go by recursive doubling, log2(n) hops.
+    """
+    if wire.size <= 1 or num_bytes <= 0:
+        return 0.0
+    share = (wire.size - 1) / wire.size
+    return math.ceil(math.log2(wire.size)) * wire.latency + share * num_bytes / wire.bandwidth
+
+
+def exchange(num_bytes: float, wire: Wire) -> float:
+    """Seconds of an all-to-all in which each rank sends ``num_bytes`` in all."""
+    if wire.size <= 1 or num_bytes <= 0:
+        return 0.0
+    return math.ceil(math.log2(wire.size)) * wire.latency + (wire.size - 1) / wire.size * num_bytes / wire.bandwidth
+
+
+def send(num_bytes: float, wire: Wire) -> float:
+    """Seconds from one rank to its neighbour."""
+    return wire.latency + num_bytes / wire.bandwidth if num_bytes > 0 else 0.0

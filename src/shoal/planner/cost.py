@@ -1,0 +1,195 @@
+"""The parts of a step in seconds: compute by kernel, communication by axis, and what hides what.
+
+Volumes per layer and microbatch are Megatron's (Narayanan et al. 2021, arXiv:2104.04473, section 3.2; with sequence parallelism
+Korthikanti et al. 2022, section 4.2.2): a sum over ``tp`` per pair in each direction, again where a forward pass is recomputed; the same
+bytes as a gather and a scatter with ``sp``. ZeRO moves what Rajbhandari et al. 2020 (arXiv:1910.02054), section 7, says: as much as a
+sum of gradients at stages 1 and 2, half as much again at stage 3.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.core.plan import Plan
+from shoal.costs.chain import Layer
+from shoal.planner.collectives import Group, Wire, all_reduce, exchange, gather, send, wire_of
+from shoal.planner.job import Job, count_layers, cut_stages
+from shoal.planner.kernels import Slice, time_layer
+from shoal.planner.parts import StageTimes, StepParts
+
+_UPDATE_BYTES = 40.0
+"""Read and written for each weight by a fused Adam with its checks: gradient twice, three float32 values twice, the weight."""
+
+
+_FIXED = 0.005
+"""Seconds of a step that are nobody's: the batch, the loss, the counters."""
+_TOGETHER = 3.0
+"""How host and device add up: kernels differ in size, so some wait for the host and others do not (1: one after the other)."""
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What each axis of a plan runs at; the order of ranks is pp, dp, cp, tp, the last next to each other."""
+
+    tensor: Wire
+    context: Wire
+    data: Wire
+    pipeline: Wire
+    expert: Wire
+
+
+def wires_of(plan: Plan, job: Job) -> Wires:
+    """The wires of every axis."""
+    tp, cp, dp = plan.tp, plan.cp, plan.dp or 1
+    cluster, constants = job.cluster, job.stack.constants
+    return Wires(
+        tensor=wire_of(Group(tp, 1), cluster, constants),
+        context=wire_of(Group(cp, tp), cluster, constants),
+        data=wire_of(Group(dp, tp * cp), cluster, constants),
+        pipeline=wire_of(Group(2 if plan.pp > 1 else 1, tp * cp * dp), cluster, constants),
+        expert=wire_of(Group(plan.ep, tp), cluster, constants),
+    )
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer and one microbatch on one rank."""
+
+    forward: float
+    input: float
+    weight: float
+    exposed: Mapping[str, float]
+
+
+def price_parts(job: Job, plan: Plan) -> StepParts:
+    """Seconds of everything that a step of a plan is made of."""
+    dp, pp = plan.dp or 1, plan.pp
+    chunks = plan.chunks or 1
+    microbatches = plan.microbatches or 1
+    samples = job.global_batch / (dp * microbatches)
+    wires = wires_of(plan, job)
+    part = Slice(samples=samples, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, expert=plan.ep)
+    cuts = cut_stages(job.chain, pp * chunks)
+    counts = [count_layers(job.chain, cut) for cut in cuts]
+    priced = [_time_layer(layer, job, plan, part, wires) for layer in job.chain.distinct]
+    known: dict[tuple[tuple[int, int], ...], StageTimes] = {}
+    times = []
+    for counted in counts:
+        key = tuple(counted.items())
+        if key not in known:
+            known[key] = _sum_stage(counted, priced)
+        times.append(known[key])
+    boundary = job.chain.layers[cuts[0][1] - 1].output_bytes
+    sent = boundary * samples / plan.cp / (plan.tp if plan.sp else 1)
+    weights = max(_rank_weights(job, plan, counts), default=0.0)
+    compute = microbatches * max(times[at].forward + times[at].backward for at in range(len(times))) * chunks
+    reduce, reduce_hidden, gathered, gather_hidden = _replicas(job, plan, wires, weights, microbatches, compute)
+    shard = dp if plan.zero else 1
+    constants = job.stack.constants
+    return StepParts(
+        stages=tuple(times),
+        microbatches=microbatches,
+        transfer=send(sent, wires.pipeline) if pp > 1 else 0.0,
+        reduce=reduce,
+        reduce_hidden=reduce_hidden,
+        gather=gathered,
+        gather_hidden=gather_hidden,
+        update=weights / shard * _UPDATE_BYTES / (job.cluster.device.memory_bandwidth * constants.memory),
+        fixed=_FIXED,
+    )
+
+
+def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -> LayerTimes:
+    software, constants = job.stack.software, job.stack.constants
+    kernels = time_layer(
+        layer,
+        part,
+        device=job.cluster.device,
+        precision=job.precision,
+        item_bytes=job.chain.item_bytes,
+        software=software,
+        constants=constants,
+    )
+    local = part.samples / plan.cp
+    pair = all_reduce(layer.pair_bytes * local, wires.tensor) * layer.num_pairs * (1.0 - software.overlaps_tensor)
+    ring = (plan.cp - 1) * send(layer.kv_bytes / plan.tp * local, wires.context) if plan.cp > 1 else 0.0
+    routed = 2 * exchange(layer.routed_bytes * local, wires.expert)
+    # Attention of a chunk goes on while the next one's keys and values arrive.
+    ring_forward = max(0.0, ring - kernels.attention)
+    ring_backward = max(0.0, 2 * ring - 2 * kernels.attention)
+    missed = _missed(layer, plan, constants.sync)
+    talk = pair + routed
+    host = kernels.kernels * constants.launch
+    forward = _beside(host, kernels.forward + talk + ring_forward) + missed
+    backward = _beside(2 * host, kernels.backward + talk + ring_backward) + missed
+    again = {"none": 0.0, "selective": kernels.attention, "full": forward}[plan.recompute]
+    repeats = 2 if plan.recompute == "full" else 1
+    by_weight = kernels.weight
+    by_input = backward - by_weight + again
+    exposed = {
+        "tp": (repeats + 1) * (pair + missed),
+        "ep": (repeats + 1) * routed,
+        "cp": repeats * ring_forward + ring_backward,
+    }
+    return LayerTimes(forward, by_input, by_weight, exposed)
+
+
+def _missed(layer: Layer, plan: Plan, sync: float) -> float:
+    """Seconds that ranks wait for each other in one pass of a layer, whatever they exchange."""
+    tensor = layer.num_pairs * math.log2(plan.tp)
+    expert = 2 * math.log2(plan.ep) if layer.routed_bytes else 0.0
+    return sync * (tensor + expert)
+
+
+def _beside(host: float, device: float) -> float:
+    """Seconds of launching and of computing side by side: the longer of the two, and more where they are alike."""
+    return float((host**_TOGETHER + device**_TOGETHER) ** (1 / _TOGETHER))
+
+
+def _sum_stage(counted: Mapping[int, int], priced: Sequence[LayerTimes]) -> StageTimes:
+    exposed: dict[str, float] = {}
+    forward = by_input = by_weight = 0.0
+    for layer, count in counted.items():
+        times = priced[layer]
+        forward += count * times.forward
+        by_input += count * times.input
+        by_weight += count * times.weight
+        for axis, seconds in times.exposed.items():
+            exposed[axis] = exposed.get(axis, 0.0) + count * seconds
+    return StageTimes(forward=forward, input=by_input, weight=by_weight, exposed=exposed)
+
+
+def _rank_weights(job: Job, plan: Plan, counts: Sequence[Mapping[int, int]]) -> list[float]:
+    """Weights of every pipeline rank, in elements, on one tensor-parallel rank."""
+    ranks = [0.0] * plan.pp
+    each = [layer_weights(layer, plan) for layer in job.chain.distinct]
+    for stage, counted in enumerate(counts):
+        ranks[stage % plan.pp] += sum(each[layer] * count for layer, count in counted.items())
+    return ranks
+
+
+def layer_weights(layer: Layer, plan: Plan) -> float:
+    """Elements of a layer on one rank."""
+    return layer.whole_weights + layer.split_weights / plan.tp + layer.expert_weights / (plan.tp * plan.ep)
+
+
+def _replicas(
+    job: Job, plan: Plan, wires: Wires, weights: float, microbatches: int, compute: float
+) -> tuple[float, float, float, float]:
+    """Seconds of reducing gradients and of gathering weights along dp, each with the part that compute hides."""
+    software, dp = job.stack.software, plan.dp or 1
+    if dp == 1:
+        return 0.0, 0.0, 0.0, 0.0
+    of_gradients, of_weights = weights * software.reduced_bytes, weights * job.weight_bytes
+    if plan.zero == 0:
+        reduce, gathered = all_reduce(of_gradients, wires.data), 0.0
+    elif plan.zero in (1, 2):
+        reduce, gathered = gather(of_gradients, wires.data), gather(of_weights, wires.data)
+    else:
+        reduce = microbatches * gather(of_gradients, wires.data)
+        gathered = 2 * microbatches * gather(of_weights, wires.data)
+    # Gradients can be hidden behind the backward pass of the last microbatch only, but for stage 3.
+    window = compute if plan.zero == 3 else compute * 2 / 3 / max(1, microbatches)
+    reduce_hidden = min(reduce, window * 0.5) if software.overlaps_reduce else 0.0
+    gather_hidden = min(gathered, window * 0.5) if software.overlaps_gather else 0.0
+    return reduce, reduce_hidden, gathered, gather_hidden

@@ -1,0 +1,112 @@
+"""How long one operation of a layer takes on a device: a matrix product by its shape, everything else by its bytes.
+
+A kernel is what it computes plus what it reads and writes, one after the other (Calculon's ``no_overlap``, Isaev et al. 2023: it
+fits A100 better than the larger of the two).
+"""
+
+from dataclasses import dataclass
+
+from shoal.costs.chain import Cut, Layer, Op, OpKind
+from shoal.planner.hardware import Device
+from shoal.planner.stacks import Constants, Software
+
+_ALIGNED = 8
+"""Elements that a row of 16-bit operands must be a multiple of for tensor cores (NVIDIA, "Matrix multiplication background")."""
+_MISALIGNED = 4.0
+"""How many times as long a product of misaligned operands takes."""
+_FUSED_BACKWARD = 2.5
+"""Products of a fused attention's backward pass per product of its forward pass: five in the place of two (ibid., section 2.2)."""
+
+
+_NARROW = ("float8", "float4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """What one rank has of a layer."""
+
+    samples: float
+    """Of one microbatch."""
+    tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Seconds of a layer on the device, and the kernels that the host launches for it."""
+
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+    attention: float = 0.0
+    """Part of ``forward`` that selective recompute does again."""
+    kernels: float = 0.0
+    """Of the forward pass."""
+
+    @property
+    def backward(self) -> float:
+        """Both halves."""
+        return self.input + self.weight
+
+
+def time_layer(layer: Layer, part: Slice, *, device: Device, precision: str, item_bytes: int, software: Software, constants: Constants) -> KernelTimes:
+    """Seconds of one microbatch of a layer, all of whose operations run one after the other."""
+    forward = by_input = by_weight = attention = kernels = 0.0
+    for op in layer.ops:
+        if op.kind is OpKind.MATMUL:
+            seconds = _product(op, part, device, precision, item_bytes, constants)
+            forward += seconds
+            by_input += seconds
+            by_weight += seconds
+            kernels += op.count
+        elif op.kind is OpKind.ATTENTION:
+            seconds = _attention(op, part, device, precision, item_bytes, constants)
+            forward += seconds
+            attention += seconds
+            by_input += seconds * (_FUSED_BACKWARD if op.is_fused else 2.0)
+            kernels += op.count * (1 if op.is_fused else 5)
+        else:
+            seconds = _memory(op, part, device, constants)
+            forward += seconds
+            # Reads the gradient too, and what was kept.
+            by_input += 1.5 * seconds
+            kernels += op.count
+    return KernelTimes(forward, by_input, by_weight, attention, kernels * software.kernels_per_op)
+
+
+def _product(op: Op, part: Slice, device: Device, precision: str, item_bytes: int, constants: Constants) -> float:
+    rows = op.rows * part.samples / part.context
+    if op.experts > 1:
+        # Balanced: a rank has experts / ep of them, and their tokens from ep ranks.
+        num_products = max(1.0, op.experts / part.expert)
+        rows = rows / num_products
+    else:
+        num_products = 1.0
+    inner = op.inner / part.tensor if op.cut is Cut.ROWS else op.inner
+    outer = op.outer / part.tensor if op.cut is Cut.COLUMNS else op.outer
+    flops = 2.0 * rows * inner * outer
+    moved = (rows * inner + inner * outer + rows * outer) * item_bytes
+    slow = _MISALIGNED if inner % _ALIGNED or outer % _ALIGNED else 1.0
+    reached = constants.matmul * (constants.narrow if precision in _NARROW else 1.0)
+    compute = flops * slow / (device.flops(precision) * reached)
+    return op.count * num_products * (compute + moved / (device.memory_bandwidth * constants.memory))
+
+
+def _attention(op: Op, part: Slice, device: Device, precision: str, item_bytes: int, constants: Constants) -> float:
+    heads = op.heads / part.tensor
+    rows, samples = op.rows / part.context, part.samples
+    # Attention is done in 16 bit, whatever the products are.
+    peak = device.flops("bfloat16" if precision in _NARROW else precision)
+    flops = 4.0 * rows * op.inner * op.outer * heads * samples
+    if op.is_fused:
+        return op.count * flops * (0.5 if op.causal else 1.0) / (peak * constants.matmul * constants.attention)
+    slow = _MISALIGNED if op.inner % _ALIGNED else 1.0
+    moved = (op.num_bytes / part.tensor / part.context + 4 * rows * op.inner * heads * item_bytes) * samples
+    return op.count * (flops * slow / (peak * constants.matmul) + moved / (device.memory_bandwidth * constants.memory))
+
+
+def _memory(op: Op, part: Slice, device: Device, constants: Constants) -> float:
+    divided = part.context * (part.tensor if op.cut is Cut.ALL or part.sequence_parallel else 1)
+    return op.count * op.num_bytes * part.samples / divided / (device.memory_bandwidth * constants.memory)

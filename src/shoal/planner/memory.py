@@ -1,0 +1,187 @@
+"""Bytes of a rank under a plan: states, activations in flight by schedule and stage, what is alive for a moment, and the reserve.
+
+States per weight: Rajbhandari et al. 2020 (arXiv:1910.02054), section 3: weights and gradients in the types that the software keeps
+them in, 12 bytes of optimizer. Activations: Korthikanti et al. 2022, Table 2, from the chain; in flight: the schedule's own count, or
+its published bound in a search. What the caching allocator keeps beyond what is allocated is a number of its own, never mixed in.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from shoal.core.pipelines import DEFAULT_SCHEDULE
+from shoal.core.plan import Plan
+from shoal.costs.chain import Chain, Layer, LayerKind
+from shoal.planner.job import Job, count_layers, cut_stages
+
+_CAST = 2.0 + 4.0
+"""Bytes of an output layer's gradient for a moment: in 16 bit as it comes, and in float32 as it is added up."""
+_FUSED_LOSS = 2.0 + 4.0
+"""Bytes of a score while a fused loss is computed: 16 bit as it comes, and float32."""
+_PLAIN_LOSS = 2.0 + 4.0 + 4.0 + 4.0
+"""The same where it is not fused: the score in both types, its exponential, its gradient."""
+CONTEXT_BYTES = 2.0 * 2**30
+"""What a process has on a device before its first tensor: the driver's context, kernels, NCCL's buffers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank at its fullest."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept for backward passes, of all microbatches in flight."""
+    working: float
+    """Alive for a moment: a layer that is recomputed, a loss, gathered units of ZeRO-3, a gradient in two types."""
+    reserve_share: float = 0.05
+    """What the allocator holds beyond what is allocated, as a share of that."""
+    versions: float = 0.0
+    """Stashed weights of asynchronous schedules, and the second copy of bidirectional ones."""
+
+    @property
+    def allocated(self) -> float:
+        """All of the above."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "reserve_share")
+
+    @property
+    def reserve(self) -> float:
+        """What the allocator holds beyond that."""
+        return self.reserve_share * self.allocated
+
+    @property
+    def device(self) -> float:
+        """What the device shows: allocated, reserved and the process's own."""
+        return self.allocated + self.reserve + CONTEXT_BYTES
+
+    def as_dict(self) -> dict[str, float]:
+        """Every part, and the sums."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "reserve_share"}
+        return {**parts, "allocated": self.allocated, "reserve": self.reserve, "device": self.device}
+
+
+def price_memory(job: Job, plan: Plan, in_flight: Sequence[float] | None = None) -> tuple[Memory, ...]:
+    """Memory of every pipeline rank.
+
+    Args:
+        job: what is trained.
+        plan: how.
+        in_flight: microbatches of one stage that each pipeline rank holds at its fullest, from its schedule; the family's published
+            bound when left out.
+    """
+    chain, pp, chunks = job.chain, plan.pp, plan.chunks or 1
+    cuts = cut_stages(chain, pp * chunks)
+    counts = [count_layers(chain, cut) for cut in cuts]
+    held = list(in_flight) if in_flight is not None else [in_flight_bound(plan, rank) for rank in range(pp)]
+    copies = 1.0 if plan.schedule in ("chimera", "dualpipe") else 0.0
+    ranks = []
+    for rank in range(pp):
+        own = [counts[stage] for stage in range(len(counts)) if rank_of(stage, plan) == rank]
+        merged: dict[int, int] = {}
+        for counted in own:
+            for layer, count in counted.items():
+                merged[layer] = merged.get(layer, 0) + count
+        ranks.append(_rank(job, plan, merged, held[rank] / len(own), copies))
+    return tuple(ranks)
+
+
+def rank_of(stage: int, plan: Plan) -> int:
+    """The pipeline rank of a stage."""
+    if plan.schedule in ("zbv", "v-half", "v-min", "dualpipev"):
+        return stage if stage < plan.pp else 2 * plan.pp - 1 - stage
+    return stage % plan.pp
+
+
+def in_flight_bound(plan: Plan, rank: int) -> float:
+    """Microbatches of one stage that a pipeline rank holds at its fullest (planner reference, section 2.2)."""
+    pp, chunks, microbatches = plan.pp, plan.chunks or 1, plan.microbatches or 1
+    if pp == 1:
+        return 1.0
+    name = plan.schedule or DEFAULT_SCHEDULE
+    if name == "gpipe":
+        return microbatches
+    if name in ("interleaved",):
+        # 2 (p - 1 - i) + (v - 1) p + 1 chunks (Narayanan et al. 2021, section 2.2).
+        return min(microbatches * chunks, 2 * (pp - 1 - rank) + (chunks - 1) * pp + 1)
+    if name == "looped-bfs":
+        return microbatches * chunks
+    if name == "zb-h2":
+        return min(microbatches, 2 * pp - 1 - rank)
+    if name in ("zbv", "dualpipev"):
+        return min(2 * microbatches, 2 * pp + (1 if name == "dualpipev" else 0))
+    if name == "v-half":
+        return min(2 * microbatches, pp + 2)
+    if name == "v-min":
+        return min(2 * microbatches, 2 * pp / 3 + 4)
+    if name in ("dualpipe", "chimera"):
+        return min(microbatches, pp + 1)
+    return min(microbatches, pp - rank)
+
+
+def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies: float) -> Memory:
+    chain, dp = job.chain, plan.dp or 1
+    software = job.stack.software
+    layers = [(chain.distinct[at], count) for at, count in counted.items()]
+    dense = sum((layer.whole_weights + layer.split_weights / plan.tp) * count for layer, count in layers)
+    routed = sum(layer.expert_weights / (plan.tp * plan.ep) * count for layer, count in layers)
+    if any(layer.tied_to for layer, _ in layers) and plan.pp > 1:
+        # The last stage has a copy of the matrix that it shares with the first.
+        dense += next(layer.split_weights for layer in chain.layers if layer.kind is LayerKind.EMBEDDING) / plan.tp
+    expert_dp = max(1.0, dp * plan.tp / (plan.ep * plan.tp)) if plan.ep > 1 else float(dp)
+    shards = (dense / dp + routed / expert_dp) if plan.zero else dense + routed
+    whole = dense + routed
+    gradient_bytes = software.gradient_bytes
+    if job.precision == "bfloat16" and software.gradient_bytes_bfloat16 is not None:
+        gradient_bytes = software.gradient_bytes_bfloat16
+    samples = job.global_batch / (dp * (plan.microbatches or 1))
+    kept = [_kept(layer, plan) * samples for layer, _ in layers]
+    activations = held * sum(each * count for each, (_, count) in zip(kept, layers, strict=True))
+    return Memory(
+        weights=(shards if plan.zero == 3 else whole) * job.weight_bytes,
+        gradients=(shards if plan.zero >= 2 else whole) * gradient_bytes,
+        optimizer=shards * software.state_bytes,
+        activations=activations,
+        working=max((_working(layer, job, plan, samples, chain) for layer, _ in layers), default=0.0) + _gathered(layers, job, plan),
+        reserve_share=job.stack.constants.reserve,
+        versions=copies * whole * job.weight_bytes,
+    )
+
+
+def _kept(layer: Layer, plan: Plan) -> float:
+    """Bytes that one sample leaves behind in a layer on one rank."""
+    return kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute=plan.recompute)
+
+
+def kept_bytes(layer: Layer, *, tensor: int, sequence_parallel: bool, context: int, recompute: str) -> float:
+    """Bytes of one sample (Korthikanti et al. 2022, Table 2)."""
+    between = tensor if sequence_parallel else 1
+    kept = layer.kept
+    if layer.kind is not LayerKind.BLOCK:
+        # The loss's own are alive for a moment only: the last stage goes backward at once.
+        return 0.0 if layer.kind is LayerKind.HEAD else kept.whole / between / context
+    if recompute == "full":
+        return kept.boundary / between / context
+    scores = kept.scores if recompute == "none" else 0.0
+    return (kept.whole / between + (kept.split + scores) / tensor) / context
+
+
+def _working(layer: Layer, job: Job, plan: Plan, samples: float, chain: Chain) -> float:
+    """Bytes that are alive for a moment in a layer's backward pass."""
+    if layer.kind is LayerKind.HEAD:
+        weights = layer.split_weights or next(
+            (one.split_weights for one in chain.layers if one.kind is LayerKind.EMBEDDING), 0.0
+        )
+        scores = next((op.rows * op.outer for op in layer.ops if op.outer), 0.0) * samples
+        return max((_FUSED_LOSS if job.stack.software.fused_loss else _PLAIN_LOSS) * scores, _CAST * weights) / plan.tp / (plan.cp if scores else 1)
+    if plan.recompute != "none" and layer.kind is LayerKind.BLOCK:
+        whole = kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute="none")
+        return (whole - _kept(layer, plan)) * samples
+    return 0.0
+
+
+def _gathered(layers: Sequence[tuple[Layer, int]], job: Job, plan: Plan) -> float:
+    """ZeRO-3: the layer that is computed and the one that comes next, whole, with its gradient."""
+    if plan.zero < 3:
+        return 0.0
+    largest = max((layer.weights / plan.tp / (plan.ep if layer.expert_weights else 1) for layer, _ in layers), default=0.0)
+    return largest * (2 * job.weight_bytes + job.stack.software.gradient_bytes)

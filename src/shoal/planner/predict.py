@@ -1,0 +1,214 @@
+"""Predictions for a table of runs: each row's own metric, whether it lies in the range that was calibrated, and an interval.
+
+Every row goes through the same code as ``shoal plan``: a chain, a cluster, a plan, ``cost`` and ``memory``.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from shoal.core.plan import Plan
+from shoal.costs.chain import Chain, LayerKind, OpKind
+from shoal.costs.transformer import TransformerShape, transformer_chain
+from shoal.planner.cost import price_parts
+from shoal.planner.job import Job
+from shoal.planner.memory import CONTEXT_BYTES, Memory, kept_bytes, price_memory
+from shoal.planner.parts import StepParts
+from shoal.planner.span import pipeline_seconds
+from shoal.planner.stacks import Stack, find_stack
+from shoal.planner.table import Run, Unread
+
+GIB = 2.0**30
+_STATE_BYTES = 18.0
+"""Of a weight and its state in Korthikanti's figure 1: 16-bit weight, 16-bit and float32 gradient... 2 + 4 + 12."""
+_INSIDE, _OUTSIDE = 1.25, 1.6
+"""Factor of the interval around a prediction, in the calibrated range and outside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What was predicted for one row."""
+
+    row: int
+    source: str
+    metric: str
+    measured: float | None
+    predicted: float | None
+    in_range: bool
+    why_not: str = ""
+    """Why the row is out of range, or has no prediction."""
+    group: tuple[str, ...] = ()
+    seconds: float | None = None
+    """Of a step, whatever the metric: what plans are ranked by."""
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Between which values the truth is expected."""
+        if self.predicted is None:
+            return None
+        factor = _INSIDE if self.in_range else _OUTSIDE
+        return self.predicted / factor, self.predicted * factor
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "row": self.row,
+            "source": self.source,
+            "metric": self.metric,
+            "measured": self.measured,
+            "predicted": self.predicted,
+            "in_range": self.in_range,
+            "interval": self.interval,
+            "note": self.why_not,
+        }
+
+
+@cache
+def _chain(shape: TransformerShape) -> Chain:
+    return transformer_chain(shape)
+
+
+def job_of(run: Run, stack: Stack | None = None) -> Job:
+    """A row as a job."""
+    return Job(
+        chain=_chain(run.shape),
+        cluster=run.cluster,
+        stack=stack or find_stack(run.software, run.device),
+        global_batch=run.global_batch,
+        precision=run.precision,
+    )
+
+
+def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
+    """The prediction of a row's own metric.
+
+    Args:
+        run: a row.
+        stack: constants to use in place of the stored ones; for fitting.
+    """
+    if isinstance(run, Unread):
+        return Predicted(
+            row=run.row, source=run.source, metric=run.metric, measured=run.measured, predicted=None, in_range=False, why_not=run.reason
+        )
+    job = job_of(run, stack)
+    plan = run.plan if run.recompute != "unknown" else lightest_recompute(job, run.plan)
+    metric = _METRICS.get(run.metric)
+    reasons = list(run.assumed)
+    if not job.stack.is_fitted:
+        reasons.append(f"no run of {job.stack.software.name} on {run.device} was there to calibrate on")
+    if metric is None:
+        return Predicted(
+            row=run.row, source=run.source, metric=run.metric, measured=run.measured, predicted=None, in_range=False,
+            why_not=f"unknown metric {run.metric!r}; known are {', '.join(_METRICS)}",
+        )  # fmt: skip
+    seconds = step_seconds(job, plan)
+    return Predicted(
+        row=run.row,
+        source=run.source,
+        metric=run.metric,
+        measured=run.measured,
+        predicted=metric(run, job, plan),
+        in_range=not reasons,
+        why_not="; ".join(reasons),
+        group=run.group,
+        seconds=seconds,
+    )
+
+
+def step_seconds(job: Job, plan: Plan, parts: StepParts | None = None) -> float:
+    """Seconds of a step, by the schedule's closed form."""
+    parts = parts or price_parts(job, plan)
+    return pipeline_seconds(parts, plan, overlaps_transfer=job.stack.software.overlaps_transfer) + parts.after_pipeline
+
+
+def fullest(job: Job, plan: Plan) -> Memory:
+    """The memory of the rank that has most."""
+    return max(price_memory(job, plan), key=lambda memory: memory.allocated)
+
+
+def fits(job: Job, plan: Plan) -> bool:
+    """Whether every rank fits; an allocator gives back what it reserved before it gives up."""
+    return fullest(job, plan).allocated + CONTEXT_BYTES <= job.cluster.device.memory_bytes
+
+
+def lightest_recompute(job: Job, plan: Plan) -> Plan:
+    """The plan with as little recompute as memory allows: what somebody who tuned a run will have done."""
+    for recompute in ("none", "selective", "full"):
+        candidate = replace(plan, recompute=recompute)
+        if fits(job, candidate):
+            return candidate
+    return replace(plan, recompute="full")
+
+
+def model_flops(chain: Chain) -> float:
+    """Of one sample, forward and backward, as papers count them: without what is recomputed, causal or not."""
+    return 3.0 * chain.forward_flops
+
+
+def _tflops(run: Run, job: Job, plan: Plan, *, with_recompute: bool) -> float:
+    shape = run.shape
+    # Narayanan et al. 2021, eq. 3: 96 B s l h^2 (1 + s / 6h + V / 16 l h), of which a quarter is recomputed.
+    size = shape.sequence * shape.layers * shape.hidden**2
+    flops = (96.0 if with_recompute and plan.recompute == "full" else 72.0) * run.global_batch * size
+    flops *= 1 + shape.sequence / (6 * shape.hidden) + shape.vocab / (16 * shape.layers * shape.hidden)
+    if shape.is_gated or shape.experts > 1:
+        flops = model_flops(job.chain) * run.global_batch
+    return flops / (step_seconds(job, plan) * run.num_devices * 1e12)
+
+
+def _matrix_bytes(run: Run, job: Job, plan: Plan) -> float:
+    """Weights of the blocks' products with their state, as figure 1 of Korthikanti et al. 2022 counts them."""
+    block = next(layer for layer in job.chain.layers if layer.kind is LayerKind.BLOCK)
+    matrices = sum(op.inner * op.outer * op.count for op in block.ops if op.kind is OpKind.MATMUL)
+    return matrices * run.shape.layers / (plan.tp * plan.pp) * _STATE_BYTES / GIB
+
+
+def _first_stage_bytes(run: Run, job: Job, plan: Plan) -> float:
+    """Activations of the first stage's blocks: L / p layers of p microbatches, times 1 + (p - 1) / (p v) if interleaved (ibid.)."""
+    block = next(layer for layer in job.chain.layers if layer.kind is LayerKind.BLOCK)
+    each = kept_bytes(block, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute=plan.recompute)
+    held = float(run.shape.layers)
+    if plan.chunks:
+        held *= 1 + (plan.pp - 1) / (plan.pp * plan.chunks)
+    return each * run.micro_batch * held / GIB
+
+
+def _is_out_of_memory(run: Run, job: Job, plan: Plan) -> float:
+    return 0.0 if fits(job, plan) else 1.0
+
+
+Metric = Callable[[Run, Job, Plan], float]
+_METRICS: Mapping[str, Metric] = {
+    "iter_time_s": lambda run, job, plan: step_seconds(job, plan),
+    "tokens_per_s_per_gpu": lambda run, job, plan: (
+        run.global_batch * job.chain.tokens / (step_seconds(job, plan) * run.num_devices)
+    ),
+    "tokens_per_s": lambda run, job, plan: run.global_batch * job.chain.tokens / step_seconds(job, plan),
+    "tflops_per_gpu_hw": lambda run, job, plan: _tflops(run, job, plan, with_recompute=True),
+    "tflops_per_gpu_model": lambda run, job, plan: _tflops(run, job, plan, with_recompute=False),
+    "tflops_per_gpu": lambda run, job, plan: _tflops(run, job, plan, with_recompute=False),
+    "mfu": lambda run, job, plan: (
+        _tflops(run, job, plan, with_recompute=False) * 1e12 / job.cluster.device.flops(job.precision)
+    ),
+    "peak_mem_gib": lambda run, job, plan: fullest(job, plan).allocated / GIB,
+    "peak_reserved_gib": lambda run, job, plan: (fullest(job, plan).allocated + fullest(job, plan).reserve) / GIB,
+    "mem_gb_nvidia_smi_max": lambda run, job, plan: fullest(job, plan).device / GIB,
+    "activation_mem_gib": _first_stage_bytes,
+    "param_opt_mem_gib": _matrix_bytes,
+    "oom": _is_out_of_memory,
+}
+TIMED = frozenset(metric for metric in _METRICS if "mem" not in metric and metric not in ("oom", "peak_reserved_gib"))
+"""Metrics that say how long a step takes."""
+
+
+def is_better_low(metric: str) -> bool:
+    """True where less of it is faster."""
+    return metric == "iter_time_s"
+
+
+def log_error(predicted: Predicted) -> float:
+    """How far off a prediction is, the same for twice as much and for half."""
+    if not predicted.predicted or not predicted.measured:
+        return math.nan
+    return math.log(predicted.predicted / predicted.measured)

@@ -1,0 +1,165 @@
+"""What of a device's data sheet a software reaches: at most six constants for each device and software, fitted, with provenance.
+
+What a software *does* (whether it overlaps, what it keeps in which type) is written down here by hand from its documentation, as
+switches; how *fast* it does it is in ``constants.json``, written by ``benchmarks/planner/fit.py``, never by hand.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What is reached of the data sheet. At most six are fitted for a stack; the others keep the values here."""
+
+    matmul: float = 0.65
+    """Share of the peak that a large matrix product reaches."""
+    memory: float = 0.75
+    """Share of the memory's bandwidth that a kernel reaches which only reads and writes."""
+    launch: float = 12e-6
+    """Seconds that the host needs for one kernel; a device that is quicker waits for it."""
+    link: float = 0.6
+    """Share of the bandwidth that a collective reaches inside a node."""
+    network: float = 0.6
+    """Share of the bandwidth that a collective reaches between nodes."""
+    attention: float = 0.75
+    """Share of a matrix product's efficiency that a fused attention reaches (FlashAttention-2, arXiv:2307.08691, Fig. 5)."""
+    narrow: float = 0.8
+    """Share of its own peak's efficiency that a product in fewer than 16 bits reaches: operands are scaled and cast for it."""
+    reserve: float = 0.05
+    """What the caching allocator holds beyond what is allocated, as a share of that."""
+    sync: float = 1e-4
+    """Seconds by which the ranks of a collective inside a layer miss each other, for every doubling of their number."""
+
+    def as_dict(self) -> dict[str, float]:
+        """By name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What a training software does, as far as time and memory depend on it."""
+
+    name: str
+    source: str
+    """Where this is known from."""
+    overlaps_reduce: bool = True
+    """Gradients are reduced while the last backward passes go on."""
+    overlaps_gather: bool = True
+    """Sharded weights are gathered ahead of the layer that needs them."""
+    overlaps_transfer: bool = False
+    """Activations travel between stages while the next microbatch is computed."""
+    overlaps_tensor: float = 0.0
+    """Share of tensor-parallel communication that is hidden behind matrix products."""
+    reduced_bytes: float = 4.0
+    """Bytes of a gradient as it travels."""
+    gradient_bytes: float = 4.0
+    """Bytes that stay allocated for a gradient, all its copies together."""
+    gradient_bytes_bfloat16: float | None = None
+    """The same in bfloat16, where that differs: gradients are then added up in float32 beside those that autograd makes."""
+    state_bytes: float = 12.0
+    """Bytes of Adam's state for a weight: a float32 weight, two moments, and a float32 gradient where it keeps one."""
+    fused_attention: bool = True
+    fused_loss: bool = True
+    kernels_per_op: float = 1.0
+    """Kernels that the host launches for one operation of a chain."""
+
+
+SOFTWARE: dict[str, Software] = {
+    software.name: software
+    for software in (
+        Software(
+            name="shoal",
+            source="this repository; no accelerator has run it",
+            overlaps_reduce=False,
+            overlaps_gather=False,
+            kernels_per_op=2.0,
+        ),
+        Software(
+            name="megatron-deepspeed",
+            source="microsoft/Megatron-DeepSpeed: PipelineEngine reduces after the last microbatch",
+            overlaps_reduce=False,
+            overlaps_gather=False,
+            reduced_bytes=2.0,
+            gradient_bytes_bfloat16=8.0,
+            state_bytes=16.0,
+            fused_attention=False,
+            fused_loss=False,
+            kernels_per_op=2.0,
+        ),
+        Software(
+            name="bigscience",
+            source="bigscience-workshop/Megatron-DeepSpeed, 2021 and 2022: ZeRO-1, fused softmax, PipelineEngine",
+            overlaps_reduce=False,
+            overlaps_gather=False,
+            reduced_bytes=2.0,
+            gradient_bytes_bfloat16=8.0,
+            state_bytes=16.0,
+            fused_attention=False,
+            fused_loss=False,
+            kernels_per_op=2.0,
+        ),
+        Software(
+            name="megatron",
+            source="NVIDIA/Megatron-LM until 2022: local DDP reduces float32 gradients after the last microbatch",
+            overlaps_reduce=False,
+            fused_attention=False,
+            fused_loss=False,
+            kernels_per_op=1.5,
+        ),
+        Software(
+            name="megatron-core",
+            source="NVIDIA/Megatron-LM core with Transformer Engine",
+            overlaps_transfer=True,
+            overlaps_tensor=0.5,
+        ),
+        Software(
+            name="fsdp",
+            source="PyTorch FSDP as llm-foundry and torchtitan use it",
+            reduced_bytes=2.0,
+            gradient_bytes=4.0,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A software on a device."""
+
+    software: Software
+    constants: Constants
+    is_fitted: bool
+    """False where no run of this software on this device was there to fit, and constants of its nearest relative stand in."""
+    fitted_on: str = ""
+
+
+@lru_cache(maxsize=1)
+def _stored() -> Mapping[str, Any]:
+    content = files("shoal.planner").joinpath("constants.json").read_text(encoding="utf-8")
+    loaded: Mapping[str, Any] = json.loads(content)
+    return loaded
+
+
+def find_stack(software: str, device: str) -> Stack:
+    """The constants of a software on a device, or of the nearest relative that was fitted.
+
+    Args:
+        software: a name of ``SOFTWARE``.
+        device: a preset's name.
+    """
+    entries = _stored()["stacks"]
+    for candidate in (f"{software}/{device}", f"{software}/*", f"*/{device}", "*/*"):
+        if candidate in entries:
+            entry = entries[candidate]
+            return Stack(
+                software=SOFTWARE[software],
+                constants=Constants(**entry["constants"]),
+                is_fitted=candidate == f"{software}/{device}",
+                fitted_on=entry["fitted_on"],
+            )
+    return Stack(software=SOFTWARE[software], constants=Constants(), is_fitted=False)
