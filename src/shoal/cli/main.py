@@ -22,6 +22,7 @@ from shoal.cli.init import init
 from shoal.cli.predict import predict
 from shoal.cli.sample import sample
 from shoal.cli.schedule import ScheduleCommand, schedule
+from shoal.cli.simulate import simulate
 from shoal.cli.startup import LightGroup, prepare_completion
 from shoal.cli.train import train
 from shoal.cli.verify import verify
@@ -44,6 +45,7 @@ app.command("eval")(evaluate)
 app.command("sample")(sample)
 app.command("schedule", cls=ScheduleCommand)(schedule)
 app.command("predict")(predict)
+app.command("simulate")(simulate)
 app.command("init")(init)
 app.add_typer(ckpt.app, name="ckpt", cls=LightGroup)
 app.add_typer(keys.app, name="keys", cls=LightGroup)

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cli.main import lift_debug, wants_json_alone
 
-VERBS = ("train", "verify", "eval", "sample", "schedule", "init", "ckpt", "keys", "doctor")
+VERBS = ("train", "verify", "eval", "sample", "schedule", "predict", "simulate", "init", "ckpt", "keys", "doctor")
 
 # The real main() with one more verb, which does what its argument says.
 WITH_A_VERB = """
