@@ -153,17 +153,17 @@ class Chain:
     experts: int = 1
     """Routed experts of a layer; what ``ep`` must divide."""
 
-    @property
+    @cached_property
     def weights(self) -> float:
         """Elements of all weights."""
         return sum(layer.weights for layer in self.layers)
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """Layers that are blocks."""
         return sum(layer.kind is LayerKind.BLOCK for layer in self.layers)
 
-    @property
+    @cached_property
     def forward_flops(self) -> float:
         """Of one sample."""
         return sum(layer.forward_flops for layer in self.layers)

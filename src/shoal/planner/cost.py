@@ -61,8 +61,18 @@ class LayerTimes:
     exposed: Mapping[str, float]
 
 
-def price_parts(job: Job, plan: Plan) -> StepParts:
-    """Seconds of everything that a step of a plan is made of."""
+Known = dict[tuple[object, ...], list["LayerTimes"]]
+"""Times of a job's distinct layers by what they depend on, so that a search prices a layer once for all plans that share it."""
+
+
+def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
+    """Seconds of everything that a step of a plan is made of.
+
+    Args:
+        job: what is trained, and on what.
+        plan: how; microbatches and chunks are said.
+        known: times of layers from earlier calls for the same job; this call adds its own.
+    """
     dp, pp = plan.dp or 1, plan.pp
     chunks = plan.chunks or 1
     microbatches = plan.microbatches or 1
@@ -71,14 +81,19 @@ def price_parts(job: Job, plan: Plan) -> StepParts:
     part = Slice(samples=samples, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, expert=plan.ep)
     cuts = cut_stages(job.chain, pp * chunks)
     counts = [count_layers(job.chain, cut) for cut in cuts]
-    priced = [_time_layer(layer, job, plan, part, wires) for layer in job.chain.distinct]
-    known: dict[tuple[tuple[int, int], ...], StageTimes] = {}
+    depends = (part, plan.recompute)
+    priced = None if known is None else known.get(depends)
+    if priced is None:
+        priced = [_time_layer(layer, job, plan, part, wires) for layer in job.chain.distinct]
+        if known is not None:
+            known[depends] = priced
+    summed: dict[tuple[tuple[int, int], ...], StageTimes] = {}
     times = []
     for counted in counts:
         key = tuple(counted.items())
-        if key not in known:
-            known[key] = _sum_stage(counted, priced)
-        times.append(known[key])
+        if key not in summed:
+            summed[key] = _sum_stage(counted, priced)
+        times.append(summed[key])
     boundary = job.chain.layers[cuts[0][1] - 1].output_bytes
     sent = boundary * samples / plan.cp / (plan.tp if plan.sp else 1)
     weights = max(_rank_weights(job, plan, counts), default=0.0)

@@ -60,29 +60,32 @@ class Memory:
         return {**parts, "allocated": self.allocated, "reserve": self.reserve, "device": self.device}
 
 
-def price_memory(job: Job, plan: Plan, in_flight: Sequence[float] | None = None) -> tuple[Memory, ...]:
-    """Memory of every pipeline rank.
+def price_memory(
+    job: Job, plan: Plan, in_flight: Sequence[float] | None = None, *, ranks: Sequence[int] | None = None
+) -> tuple[Memory, ...]:
+    """Memory of every pipeline rank, or of some.
 
     Args:
         job: what is trained.
         plan: how.
         in_flight: microbatches of one stage that each pipeline rank holds at its fullest, from its schedule; the family's published
             bound when left out.
+        ranks: along ``pp``; all when left out.
     """
     chain, pp, chunks = job.chain, plan.pp, plan.chunks or 1
     cuts = cut_stages(chain, pp * chunks)
     counts = [count_layers(chain, cut) for cut in cuts]
     held = list(in_flight) if in_flight is not None else [in_flight_bound(plan, rank) for rank in range(pp)]
     copies = 1.0 if plan.schedule in ("chimera", "dualpipe") else 0.0
-    ranks = []
-    for rank in range(pp):
+    found = []
+    for rank in range(pp) if ranks is None else ranks:
         own = [counts[stage] for stage in range(len(counts)) if rank_of(stage, plan) == rank]
         merged: dict[int, int] = {}
         for counted in own:
             for layer, count in counted.items():
                 merged[layer] = merged.get(layer, 0) + count
-        ranks.append(_rank(job, plan, merged, held[rank] / len(own), copies))
-    return tuple(ranks)
+        found.append(_rank(job, plan, merged, held[rank] / len(own), copies))
+    return tuple(found)
 
 
 def rank_of(stage: int, plan: Plan) -> int:
