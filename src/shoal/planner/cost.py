@@ -1,9 +1,9 @@
 """The parts of a step in seconds: compute by kernel, communication by axis, and what hides what.
 
 Volumes per layer and microbatch are Megatron's (Narayanan et al. 2021, arXiv:2104.04473, section 3.2; with sequence parallelism
-Korthikanti et al. 2022, section 4.2.2): a sum over ``tp`` per pair in each direction, again where a forward pass is recomputed; the same
-bytes as a gather and a scatter with ``sp``. ZeRO moves what Rajbhandari et al. 2020 (arXiv:1910.02054), section 7, says: as much as a
-sum of gradients at stages 1 and 2, half as much again at stage 3.
+Korthikanti et al. 2022, section 4.2.2): a sum over ``tp`` per pair in each direction, again where a forward pass is recomputed;
+the same bytes as a gather and a scatter with ``sp``. ZeRO moves what Rajbhandari et al. 2020 (arXiv:1910.02054), section 7,
+says: as much as a sum of gradients at stages 1 and 2, half as much again at stage 3.
 """
 
 import math
@@ -112,6 +112,18 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
         update=weights / shard * _UPDATE_BYTES / (job.cluster.device.memory_bandwidth * constants.memory),
         fixed=_FIXED,
     )
+
+
+def time_one_layer(layer: Layer, job: Job, plan: Plan) -> LayerTimes:
+    """Seconds of one layer with the whole batch as one microbatch."""
+    part = Slice(
+        samples=job.global_batch / (plan.dp or 1),
+        tensor=plan.tp,
+        sequence_parallel=plan.sp,
+        context=plan.cp,
+        expert=plan.ep,
+    )
+    return _time_layer(layer, job, plan, part, wires_of(plan, job))
 
 
 def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -> LayerTimes:

@@ -90,7 +90,9 @@ def estimate(job: Job, plan: Plan, known: Known | None = None) -> Estimate:
         known: times of layers from earlier calls for the same job.
     """
     parts = price_parts(job, plan, known)
-    seconds = pipeline_seconds(parts, plan, overlaps_transfer=job.stack.software.overlaps_transfer) + parts.after_pipeline
+    seconds = (
+        pipeline_seconds(parts, plan, overlaps_transfer=job.stack.software.overlaps_transfer) + parts.after_pipeline
+    )
     ends = sorted({0, min(1, plan.pp - 1), plan.pp - 1})
     return _made(job, plan, parts, seconds, price_memory(job, plan, ranks=ends), by_schedule=False)
 

@@ -1,8 +1,8 @@
 """Bytes of a rank under a plan: states, activations in flight by schedule and stage, what is alive for a moment, and the reserve.
 
-States per weight: Rajbhandari et al. 2020 (arXiv:1910.02054), section 3: weights and gradients in the types that the software keeps
-them in, 12 bytes of optimizer. Activations: Korthikanti et al. 2022, Table 2, from the chain; in flight: the schedule's own count, or
-its published bound in a search. What the caching allocator keeps beyond what is allocated is a number of its own, never mixed in.
+States per weight: Rajbhandari et al. 2020 (arXiv:1910.02054), section 3: weights and gradients in the types that the software
+keeps them in, 12 bytes of optimizer. Activations: Korthikanti et al. 2022, Table 2, from the chain; in flight: the schedule's own
+count, or its published bound in a search. What the caching allocator keeps beyond what is allocated is a number of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,8 @@ class Memory:
     @property
     def allocated(self) -> float:
         """All of the above."""
-        return sum(getattr(self, field.name) for field in fields(self) if field.name != "reserve_share")
+        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.working, self.versions)
+        return sum(parts)
 
     @property
     def reserve(self) -> float:
@@ -68,8 +69,8 @@ def price_memory(
     Args:
         job: what is trained.
         plan: how.
-        in_flight: microbatches of one stage that each pipeline rank holds at its fullest, from its schedule; the family's published
-            bound when left out.
+        in_flight: microbatches of one stage that each pipeline rank holds at its fullest, from its schedule; the family's
+            published bound when left out.
         ranks: along ``pp``; all when left out.
     """
     chain, pp, chunks = job.chain, plan.pp, plan.chunks or 1
@@ -142,9 +143,10 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     return Memory(
         weights=(shards if plan.zero == 3 else whole) * job.weight_bytes,
         gradients=(shards if plan.zero >= 2 else whole) * gradient_bytes,
-        optimizer=shards * software.state_bytes,
+        optimizer=shards * (software.state_bytes if job.state_bytes is None else job.state_bytes),
         activations=activations,
-        working=max((_working(layer, job, plan, samples, chain) for layer, _ in layers), default=0.0) + _gathered(layers, job, plan),
+        working=max((_working(layer, job, plan, samples, chain) for layer, _ in layers), default=0.0)
+        + _gathered(layers, job, plan),
         reserve_share=job.stack.constants.reserve,
         versions=copies * whole * job.weight_bytes,
     )
@@ -175,7 +177,11 @@ def _working(layer: Layer, job: Job, plan: Plan, samples: float, chain: Chain) -
             (one.split_weights for one in chain.layers if one.kind is LayerKind.EMBEDDING), 0.0
         )
         scores = next((op.rows * op.outer for op in layer.ops if op.outer), 0.0) * samples
-        return max((_FUSED_LOSS if job.stack.software.fused_loss else _PLAIN_LOSS) * scores, _CAST * weights) / plan.tp / (plan.cp if scores else 1)
+        return (
+            max((_FUSED_LOSS if job.stack.software.fused_loss else _PLAIN_LOSS) * scores, _CAST * weights)
+            / plan.tp
+            / (plan.cp if scores else 1)
+        )
     if plan.recompute != "none" and layer.kind is LayerKind.BLOCK:
         whole = kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute="none")
         return (whole - _kept(layer, plan)) * samples
@@ -186,5 +192,7 @@ def _gathered(layers: Sequence[tuple[Layer, int]], job: Job, plan: Plan) -> floa
     """ZeRO-3: the layer that is computed and the one that comes next, whole, with its gradient."""
     if plan.zero < 3:
         return 0.0
-    largest = max((layer.weights / plan.tp / (plan.ep if layer.expert_weights else 1) for layer, _ in layers), default=0.0)
+    largest = max(
+        (layer.weights / plan.tp / (plan.ep if layer.expert_weights else 1) for layer, _ in layers), default=0.0
+    )
     return largest * (2 * job.weight_bytes + job.stack.software.gradient_bytes)

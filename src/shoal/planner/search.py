@@ -1,7 +1,7 @@
 """Search for the fastest plan that fits: every layout by arithmetic, the best of them by their schedules.
 
-Degrees are divisors, so the space is small: layouts (tp, cp, ep, pp, dp) x microbatch sizes x schedules x ZeRO stages, each with as
-little recompute as fits. The times of layers are shared between plans (``cost.Known``), which makes a plan cost microseconds.
+Degrees are divisors, so the space is small: layouts (tp, cp, ep, pp, dp) x microbatch sizes x schedules x ZeRO stages, each with
+as little recompute as fits. The times of layers are shared between plans (``cost.Known``), which makes a plan cost microseconds.
 """
 
 import time
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.core.combine import divisors
 from shoal.core.errors import RequestError
+from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.planner.cost import Known
 from shoal.planner.estimate import Estimate, estimate, estimate_by_schedule
@@ -108,8 +109,8 @@ def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int) -> 
     if limits.schedules is None:
         for found in [one for one in fitting if one.plan.pp > 1][:1]:
             for name in _MORE:
-                chunks = 2 if name in ("v-half", "v-min", "dualpipev", "looped-bfs") else None
-                other = replace(found.plan, schedule=name, chunks=chunks)
+                per_rank = schedule_facts(name).chunks
+                other = replace(found.plan, schedule=name, chunks=per_rank if per_rank > 1 else None)
                 candidates.setdefault(str(other), other)
     refined = []
     for plan in candidates.values():
@@ -133,7 +134,9 @@ def _plans(job: Job, limits: Limits) -> Iterator[Plan]:
         if tensor > most_tensor or not _divides_heads(job, tensor):
             continue
         for context in divisors(num_devices // tensor):
-            if context > 1 and (chain.tokens < _LONG or chain.tokens % (2 * context) or context > 16 or not chain.heads):
+            if context > 1 and (
+                chain.tokens < _LONG or chain.tokens % (2 * context) or context > 16 or not chain.heads
+            ):
                 continue
             for pipeline in divisors(num_devices // (tensor * context)):
                 data = num_devices // (tensor * context * pipeline)
@@ -195,9 +198,9 @@ def _schedules(job: Job, limits: Limits, layout: Plan, microbatches: int) -> Ite
             if blocks % (pipeline * chunks) == 0:
                 yield "interleaved", chunks
     for name in _SPLIT if wanted is None else [one for one in wanted if one not in ("1f1b", "interleaved")]:
-        chunks = 2 if name in ("zbv", "v-half", "v-min", "dualpipev", "looped-bfs") else None
-        if pipeline * (chunks or 1) <= blocks:
-            yield name, chunks
+        per_rank = schedule_facts(name).chunks
+        if pipeline * per_rank <= blocks:
+            yield name, per_rank if per_rank > 1 else None
 
 
 def smallest_cluster(job: Job, limits: Limits | None = None) -> int | None:
