@@ -150,7 +150,10 @@ class Client:
 
     async def _pull(self, shard: int, need: int) -> None:
         stretch, have = self._weights[self._stretches[shard]], self.versions[shard]
-        answer = await self._ask(shard, Pull(shard=shard, need=need, have=have), into=stretch, patient=True)
+        # An answer that breaks off has put a part of a newer version here already: from then on there is none.
+        self.versions[shard] = -1
+        first, again = (Pull(shard=shard, need=need, have=known) for known in (have, -1))
+        answer = await self._ask(shard, first, again=again, into=stretch, patient=True)
         pulled = _expect(answer, Pulled)
         self.versions[shard] = pulled.version
         self.num_pulled_bytes += stretch.nbytes if pulled.is_new else 0
@@ -160,6 +163,7 @@ class Client:
         shard: int,
         message: Message,
         *,
+        again: Message | None = None,
         payload: Tensor | None = None,
         into: Tensor | None = None,
         seconds: float | None = None,
@@ -170,6 +174,7 @@ class Client:
         Args:
             shard: whose primary.
             message: what.
+            again: what is asked after an attempt that failed, where that is something else.
             payload: sent with it.
             into: where an answer's payload goes.
             seconds: of one attempt, where that is not the usual.
@@ -203,6 +208,7 @@ class Client:
                     f"{type(message).__name__.lower()} of shard {shard}: server {view.member(member).name} did not do it within "
                     f"{self._deadline:g} s, in epoch {view.epoch}: {trouble}"
                 )
+            message = again or message
             await self._contact.newer_than(view.epoch, 0.02)
 
     def _peer(self, view: View, member: str) -> Peer:
