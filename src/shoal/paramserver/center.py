@@ -246,27 +246,32 @@ class Center:
                 await request.refuse("operation", f"a center does not know {type(body).__name__.lower()}")
 
     async def _join(self, request: Request, join: Join) -> None:
-        if join.role == "server" and self._model is None:
-            self._model = join.model
+        trouble = self._find_trouble(join)
+        if trouble is not None:
+            self._tell(f"{join.name} is not let in: {trouble}")
+            await request.refuse("unwelcome", f"{join.name} is not let in: {trouble}")
+            return
         if self._model is None:
             await request.refuse("wait", "no server has joined yet")
-            return
-        difference = find_difference(self._model, join.model)
-        if difference is not None:
-            self._tell(f"{join.name} is not let in: {difference}")
-            await request.refuse("unwelcome", f"{join.name} is not let in: its model is another one: {difference}")
-            return
-        if self._settings is not None:
-            difference = find_setting_difference(self._settings, join.settings, here="the center", there=join.name)
-        if difference is not None:
-            self._tell(f"{join.name} is not let in: {difference}")
-            await request.refuse("unwelcome", f"{join.name} is not let in: its recipe is another one: {difference}")
             return
         member = Member(id=request.sender, name=join.name, role=join.role, address=join.address, started=join.started)
         self._asked.discard(member.id)
         await self._take(Joined(member=member, now=time.monotonic(), view=join.view))
         if not await self._refuse_departed(request):
             await request.answer(Welcome())
+
+    def _find_trouble(self, join: Join) -> str | None:
+        """Why somebody is not let in; None when nothing is wrong. The first server of which nothing is brings the run's model."""
+        difference = None if self._model is None else find_difference(self._model, join.model)
+        if difference is not None:
+            return f"its model is another one: {difference}"
+        if self._settings is not None:
+            difference = find_setting_difference(self._settings, join.settings, here="the center", there=join.name)
+        if difference is not None:
+            return f"its recipe is another one: {difference}"
+        if self._model is None and join.role == "server":
+            self._model = join.model
+        return None
 
     async def _watch(self, request: Request, watch: Watch) -> None:
         sender = request.sender
