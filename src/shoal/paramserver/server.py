@@ -17,6 +17,7 @@ from shoal.core.errors import RunError
 from shoal.paramserver.answers import Committed as Kept
 from shoal.paramserver.answers import Portion, Wait
 from shoal.paramserver.answers import Refused as NotTaken
+from shoal.paramserver.book import LogTrimmed
 from shoal.paramserver.cleaner import Cleaner
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.following import Follower
@@ -201,8 +202,11 @@ class Server:
             await self._serve(request, body)
         except NotPrimary as error:
             await request.refuse("primary", str(error))
+        except LogTrimmed as error:
+            await request.refuse("trimmed", str(error))
 
     async def _serve(self, request: Request, body: Any) -> None:
+        epoch = request.header.epoch
         match body:
             case Push():
                 await self._push(request, body)
@@ -218,7 +222,8 @@ class Server:
                 await self.vectors.handle(request, body)
             case Follow():
                 steward = self._shelf.require_steward()
-                await request.answer(await self._follower.answer(steward, body.since, request.sender))
+                told = self._follower.answer(steward, body.since, follower=request.sender, epoch=epoch)
+                await request.answer(await told)
             case Take():
                 await self._take(request, body)
             case Commit():

@@ -204,7 +204,8 @@ class Shelf:
             view = self._contact.view
             # A shard that is being copied will ask for every round since the copy was made.
             if view is not None and not any(chain.joining for chain in view.chains):
-                await steward.trim({server for chain in view.chains for server in chain.replicas})
+                servers = {server for chain in view.chains for server in chain.replicas}
+                await steward.trim(servers, epoch=view.epoch)
 
     async def _meet_workers(self, steward: Steward) -> None:
         """Tell the book who comes and who goes, and when to stop."""
