@@ -34,7 +34,9 @@ async def knock(folder):
     await nodes[0].listen(address, center.handle)
     running = asyncio.ensure_future(center.run())
     try:
-        with pytest.raises(Refused, match="its recipe is another one: model.hidden is 3 at the center and 4 at server-0"):
+        with pytest.raises(
+            Refused, match="its recipe is another one: model.hidden is 3 at the center and 4 at server-0"
+        ):
             while True:
                 try:
                     await nodes[1].connect(address).call(join(4, "4"), deadline=DEADLINE)

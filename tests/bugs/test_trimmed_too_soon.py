@@ -10,20 +10,22 @@ import asyncio
 
 import pytest
 
+from inprocess_crew import crewed
 from shoal.paramserver import shelf, steward
-from tests.inprocess_crew import crewed
 
 ROUNDS = 20
 
 
 @pytest.mark.timeout(120)
-def test_a_copy_that_took_long_still_finds_its_rounds(tmp_path, monkeypatch):
+def test_a_copy_that_took_long_still_finds_its_rounds(tmp_path_factory, monkeypatch):
+    # Short: the path of a socket has room for a hundred letters.
+    folder = tmp_path_factory.mktemp("c")
     monkeypatch.setattr(steward, "_ROUNDS_KEPT", 0)
     monkeypatch.setattr(shelf, "PARK_SECONDS", 0.01)
     fetch, arrived, gate = shelf.Shelf._fetch, asyncio.Event(), asyncio.Event()
 
     async def run():
-        async with crewed(tmp_path, update="async", servers=2, shares=1, steps=10_000, workers=1) as crew:
+        async with crewed(folder, update="async", servers=2, shares=1, steps=10_000, workers=1) as crew:
             await crew.until_round(2)
             await crew.kill("server-1")
 

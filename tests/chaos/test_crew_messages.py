@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -240,8 +241,11 @@ def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
                 loss=0.0,
                 version=1,
             )
-            answer = await peer.call(Commit(contribution=made_up), deadline=2.0)
-            assert not answer.body.is_kept
+            with pytest.raises(Refused, match=r"unfit.*portion 399 is not in this worker's hands"):
+                await peer.call(Commit(contribution=made_up), deadline=2.0)
+            of_another = replace(made_up, worker=crew.members["worker-1"].node.incarnation)
+            with pytest.raises(Refused, match=r"stranger.* commits what .* is said to have done"):
+                await peer.call(Commit(contribution=of_another), deadline=2.0)
             await crew.until_round(max(crew.rounds) + 2)
             entries = [entry.identity for made in crew.rounds.values() for entry in made.entries]
             assert made_up.identity not in entries

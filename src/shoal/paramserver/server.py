@@ -48,7 +48,7 @@ from shoal.paramserver.messages import (
 from shoal.paramserver.refusals import NotPrimary
 from shoal.paramserver.relay import ATTEMPT_SECONDS, Relay, require_primary
 from shoal.paramserver.replica import Replica
-from shoal.paramserver.rounds import Identity, Round
+from shoal.paramserver.rounds import Contribution, Identity, Round
 from shoal.paramserver.shard import ShardState
 from shoal.paramserver.shelf import BOOK_SHARD, Shelf
 from shoal.paramserver.steward import PARK_SECONDS, Steward
@@ -227,10 +227,7 @@ class Server:
             case Take():
                 await self._take(request, body)
             case Commit():
-                steward = self._shelf.require_steward()
-                answer = await steward.commit(body.contribution)
-                reason = "" if isinstance(answer, Kept) else getattr(answer, "reason", type(answer).__name__.lower())
-                await request.answer(Committed(is_kept=not reason, reason=reason, closed=steward.exposed))
+                await self._commit(request, body.contribution)
             case _:
                 await request.refuse("operation", f"a server does not know {type(body).__name__.lower()}")
 
@@ -300,7 +297,8 @@ class Server:
         text, tensors = await replica.export()
         if self._shelf.require(fetch.shard) is not replica:
             raise NotPrimary(f"shard {fetch.shard} went back to the checkpoint")
-        payload = torch.cat((torch.frombuffer(bytearray(book + text), dtype=torch.uint8), tensors))
+        front = torch.frombuffer(bytearray(book + text), dtype=torch.uint8)
+        payload = await asyncio.to_thread(torch.cat, (front, tensors))
         await request.answer(Fetched(book_bytes=len(book), text_bytes=len(text)), payload=payload)
 
     async def _take(self, request: Request, take: Take) -> None:
@@ -315,6 +313,23 @@ class Server:
                 await request.refuse("stranger", found.reason)
             case _:
                 await request.answer(Taken(portion=None))
+
+    async def _commit(self, request: Request, contribution: Contribution) -> None:
+        steward = self._shelf.require_steward()
+        if contribution.worker != request.sender:
+            await request.refuse(
+                "stranger", f"{request.sender} commits what {contribution.worker} is said to have done"
+            )
+            return
+        match await steward.commit(contribution):
+            case Kept():
+                await request.answer(Committed(is_kept=True, reason="", closed=steward.exposed))
+            case NotTaken(reason=reason):
+                # Not an answer: its portions stay in the worker's hands, and it must not go on as if they were done.
+                await request.refuse("unfit", reason)
+            case unused:
+                reason = type(unused).__name__.lower()
+                await request.answer(Committed(is_kept=False, reason=reason, closed=steward.exposed))
 
     async def _note(self, request: Request, note: Note) -> None:
         self._require_copy(request, BOOK_SHARD)

@@ -26,7 +26,7 @@ PARK_SECONDS = 1.0
 _ROUNDS_KEPT = 256
 _ROUNDS_AT_ONCE = 128
 _ENTRIES_AT_ONCE = 4096
-"""Contributions in the rounds of one answer: a body of the wire has 1 MB, and each takes some 50 bytes of it."""
+"""Contributions in the rounds of one answer: a body of the wire has 1 MB, and each takes some 30 bytes of it."""
 _GONE_KEPT = 256
 
 
