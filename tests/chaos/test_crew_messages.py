@@ -207,14 +207,22 @@ def test_what_comes_with_an_old_epoch_is_refused(folder):
     run(work())
 
 
-def test_a_gradient_of_another_length_is_refused(folder):
+def test_a_gradient_of_another_length_or_type_is_refused(folder):
     async def work():
         async with crewed(folder, steps=200, shares=SHARES) as crew:
             await crew.until_round(2)
             member = crew.members["worker-0"]
             view = member.contact.view
             peer = member.node.connect(view.member(view.chains[0].primary).address)
-            for payload in (torch.zeros(3), torch.zeros(crew.shard_map.shards[0].numel, dtype=torch.float64), b"abc"):
+            numel = crew.shard_map.shards[0].numel
+            # The last has the length of a right one, and other numbers.
+            wrong = (
+                torch.zeros(3),
+                torch.zeros(numel, dtype=torch.float64),
+                b"abc",
+                torch.ones(numel, dtype=torch.int32),
+            )
+            for payload in wrong:
                 with pytest.raises(Refused) as caught:
                     await peer.call(Push(shard=0, number=10**6, version=2), payload=payload, deadline=2.0)
                 assert caught.value.code == "shape"

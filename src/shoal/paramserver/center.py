@@ -167,6 +167,7 @@ class Center:
                         assert granted == view.epoch, (granted, view.epoch)
                         self._node.epoch = granted
                         self._ballots.take_view(view)
+                        self._versions = {member.id: self._versions.get(member.id, -1) for member in view}
                         await self._cleaner.take_view(view)
                         self._tell(
                             f"epoch {granted}: {len(view.servers)} servers, {len(view.workers)} workers, primaries "
@@ -275,7 +276,6 @@ class Center:
 
     async def _watch(self, request: Request, watch: Watch) -> None:
         sender = request.sender
-        self._versions[sender] = watch.version
         await self._take(Heard(id=sender, now=time.monotonic(), epoch=watch.epoch))
         if await self._refuse_departed(request):
             return
@@ -283,6 +283,7 @@ class Center:
             self._asked.discard(sender)
             await request.refuse("introduce", "this center does not know you yet: join")
             return
+        self._versions[sender] = watch.version
         limit = Deadline(seconds=WATCH_SECONDS)
         while not self._has_news(watch) and self._may_speak() and sender not in self._refused and not limit.is_over:
             await self._bell.wait(limit.remaining)

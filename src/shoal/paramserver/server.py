@@ -238,6 +238,11 @@ class Server:
         if not any(member.id == request.sender for member in view.workers):
             await request.refuse("stranger", f"worker {request.sender} is not in epoch {view.epoch}")
             return
+        dtype = "uint8" if push.rows else str(replica.state.weights.dtype).removeprefix("torch.")
+        if request.header.dtype != dtype:
+            text = f"a gradient of shard {push.shard} is sent as {dtype}, not as {request.header.dtype or 'nothing'}"
+            await request.refuse("shape", text)
+            return
         if not await self._store(request, replica, request.sender, push):
             return
         forward = Forward(worker=request.sender, push=push)
