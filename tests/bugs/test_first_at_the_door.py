@@ -1,8 +1,8 @@
 """A server of another run came to the door first, was turned away, and its model stayed: every right one was turned away after it.
 
 The center takes the model that the first server brings for the run's. It did so before it had compared that server's recipe with
-its own, so a server that was started with the wrong recipe decided what the servers of the right one were compared with, and all of
-them ended with "its model is another one".
+its own, so a server that was started with the wrong recipe decided what the servers of the right one were compared with, and all
+of them ended with "its model is another one".
 """
 
 import asyncio
@@ -35,7 +35,7 @@ async def knock(folder):
     running = asyncio.ensure_future(center.run())
     try:
         with pytest.raises(
-            Refused, match="its recipe is another one: model.hidden is 3 at the center and 4 at server-0"
+            Refused, match=r"its recipe is another one: model.hidden is 3 at the center and 4 at server-0"
         ):
             while True:
                 try:

@@ -298,3 +298,31 @@ def test_calls_to_a_dead_server_end_with_the_next_view(folder, monkeypatch):
             assert torch.equal(await crew.finish(), alone(steps=40, shares=SHARES))
 
     run(work())
+
+
+def test_who_waits_long_for_another_worker_is_told_for_whom(folder):
+    """A worker whose computation hangs still gives signs of life, and holds everyone up: its name must be somewhere."""
+
+    class HangsError(Exception):
+        pass
+
+    def hang(weights, step, share):
+        raise HangsError
+
+    async def work():
+        async with crewed(folder, steps=10_000, shares=SHARES) as crew:
+            await crew.until_round(1)
+            told = []
+            for name in ("worker-0", "worker-1"):
+                client = crew.members[name].client
+                client._deadline, client._tell = 1.5, told.append
+            hanging = await crew.start_worker("worker-2", compute=hang)
+            async with asyncio.timeout(60):
+                while not told:
+                    await asyncio.sleep(0.01)
+            assert isinstance(hanging.tasks[0].exception(), HangsError)
+            hanging.tasks.clear()
+            assert told[0].startswith("nothing to do for 1.5 s: waiting for round ")
+            assert "worker-2 is at it" in told[0], told
+
+    run(work())

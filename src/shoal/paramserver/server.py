@@ -312,12 +312,21 @@ class Server:
             case Portion():
                 await request.answer(Taken(portion=found))
             case Wait():
-                waits = Taken(portion=None, ask_again=True, must_commit=found.must_commit, reason=found.reason)
-                await request.answer(waits)
+                reason = found.reason + self._name_busy(found.on)
+                await request.answer(
+                    Taken(portion=None, ask_again=True, must_commit=found.must_commit, reason=reason)
+                )
             case NotTaken():
                 await request.refuse("stranger", found.reason)
             case _:
                 await request.answer(Taken(portion=None))
+
+    def _name_busy(self, workers: tuple[str, ...]) -> str:
+        """Who is waited for, in people's words."""
+        view = self.contact.view
+        found = [view.find(worker) for worker in workers] if view is not None else []
+        names = [member.name for member in found if member is not None]
+        return f"; {', '.join(names)} {'is' if len(names) == 1 else 'are'} at it" if names else ""
 
     async def _commit(self, request: Request, contribution: Contribution) -> None:
         steward = self._shelf.require_steward()
