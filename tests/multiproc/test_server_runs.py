@@ -1,4 +1,4 @@
-"""``shoal train`` with parameter servers beside plans without: the same bits where the same is promised, and the shipped recipes."""
+"""``shoal train`` with parameter servers beside plans without: the same bits where that is promised, and the shipped recipes."""
 
 import pytest
 

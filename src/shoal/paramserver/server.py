@@ -313,9 +313,7 @@ class Server:
                 await request.answer(Taken(portion=found))
             case Wait():
                 reason = found.reason + self._name_busy(found.on)
-                await request.answer(
-                    Taken(portion=None, ask_again=True, must_commit=found.must_commit, reason=reason)
-                )
+                await request.answer(Taken(portion=None, ask_again=True, must_commit=found.must_commit, reason=reason))
             case NotTaken():
                 await request.refuse("stranger", found.reason)
             case _:
