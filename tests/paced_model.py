@@ -26,7 +26,7 @@ def build(spec, seconds):
 
 
 class Poisoned(Paced):
-    """Its gradient is not finite from the second update on, in whichever process: one that is started again has no better luck."""
+    """Its gradient is not finite from the second update on, in every process: one that is started again has no better luck."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
