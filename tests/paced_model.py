@@ -2,6 +2,7 @@
 
 import time
 
+import torch
 from torch import nn
 
 
@@ -25,14 +26,15 @@ def build(spec, seconds):
 
 
 class Poisoned(Paced):
-    """Its gradient is not finite from its fourth pass on."""
+    """Its gradient is not finite from the second update on, in every process: one that is started again has no better luck."""
 
-    passes = 0
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.initial = self.out.bias.detach().clone()
 
     def forward(self, tokens):
-        self.passes += self.training
         found = super().forward(tokens)
-        return found * float("nan") if self.training and self.passes > 3 else found
+        return found if torch.equal(self.out.bias, self.initial) or not self.training else found * float("nan")
 
 
 def build_poisoned(spec, seconds):

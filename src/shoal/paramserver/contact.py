@@ -116,7 +116,8 @@ class Contact:
             pass  # It is dead, or somebody else leads by now: look again.
         except Refused as refused:
             self._num_old = self._num_old + 1 if refused.code == "version" else 0
-            if refused.code == "unwelcome" or self._num_old == _OLD_PROTOCOL:
+            # Oversized: the names of a model's parameters are more than a message holds, and will be next time.
+            if refused.code in ("unwelcome", "oversized") or self._num_old == _OLD_PROTOCOL:
                 raise RequestError(refused.text) from refused
             if refused.code == "evicted":
                 raise Evicted(refused.text) from refused

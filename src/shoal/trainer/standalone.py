@@ -40,6 +40,8 @@ class RoleRequest:
     listen: str = ""
     keys: Path | None = None
     allow: Path | None = None
+    etcd: str = ""
+    """Where a center is elected; empty: among the centers themselves."""
     run_dir: Path | None = None
     resume: bool = False
 
@@ -74,6 +76,7 @@ def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
         listen=request.listen,
         keys=request.keys,
         allow=request.allow,
+        etcd=request.etcd,
         patience=recipe.elastic.start_deadline,
     )
     index = request.index

@@ -4,6 +4,7 @@ It holds nothing that matters. Killed, it is replaced by another; taken for dead
 name and goes on.
 """
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -60,7 +61,7 @@ def work(
             except RunOver:
                 return line.halt
             except Evicted as error:
-                print(f"taken for dead: {error}; coming back under a new name", flush=True)
+                print(f"taken for dead: {error}; coming back under a new name", file=sys.stderr, flush=True)
                 incarnation = new_incarnation()
             finally:
                 line.close()

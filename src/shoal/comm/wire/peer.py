@@ -183,6 +183,10 @@ class Peer:
             raise WireTimeout(text, address=self.address, operation=operation) from error
         except zmq.ZMQError as error:
             raise self._closed(operation) from error
+        except Dropped as drop:
+            # It would be dropped there.
+            epoch = self._node.epoch
+            raise Refused(drop.reason, drop.text, epoch=epoch, address=self.address, operation=operation) from drop
         finally:
             call.forget()
             if outgoing is not None:
@@ -309,8 +313,8 @@ class Peer:
         elif not envelope.is_stream:
             self._deliver(call, envelope, body, node.payloads.inline(envelope, call.into))
         else:
+            target = node.payloads.room(envelope) if call.into is None else call.into
             call.is_answering = True
-            target = node.payloads.room(envelope.num_bytes) if call.into is None else call.into
             finish, fail = partial(self._deliver, call, envelope, body, target), node.counters.add
             self._streams.open(None, header.sequence, target, finish=finish, fail=fail)
             # When the call ends first, nothing more is written to its memory.
