@@ -150,6 +150,7 @@ def run_servers(
             run_dir=run_dir,
             num_servers=plan.ps,
             num_workers=plan.num_shares,
+            ranks_per_worker=plan.ranks_per_replica,
             num_centers=1,
             threads=threads,
             resume=False,
