@@ -62,7 +62,7 @@ class RankSlot:
         self._encoded: dict[str, bytes] = {}
 
     def claim(self) -> None:
-        """Say that this process is the one that writes here, and beat once; before it signs, so that no beat of another is its."""
+        """Say that this process is the one that writes here, after a first beat: who reads its name must not find another's."""
         self.beat()
         self._words[_PID] = os.getpid()
 

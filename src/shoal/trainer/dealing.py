@@ -1,7 +1,7 @@
 """Weights out to the ranks of a worker, and their gradients back: whole on the leader, on every rank the part that it holds.
 
-Placements say which boxes of a whole tensor a rank holds. At the start every rank tells the leader its own; from then on a message
-is those boxes, one after the other, and nothing else. Of a gradient that several ranks hold alike, one of them speaks.
+Placements say which boxes of a whole tensor a rank holds. At the start every rank tells the leader its own; from then on a
+message is those boxes, one after the other, and nothing else. Of a gradient that several ranks hold alike, one of them speaks.
 
     leader's row     | a a a a | b b b b b b |                   whole tensors, as servers hold them
     to rank 1        | a a | b b b b b b |                       its boxes of a, and b whole

@@ -13,12 +13,18 @@ from torch._C._distributed_c10d import FileStore  # torch types this name only t
 from shoal.comm.world import Place, World, join_world
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
+from shoal.trainer.config import TrainConfig
 from shoal.trainer.member import MemberPlace
 
 
 def group_plan(plan: Plan) -> Plan:
     """What the ranks of one worker do together: the plan without its servers, on one replica."""
     return replace(plan, dp=1, ps=0, workers=None, update=None, backup=0)
+
+
+def share_of(train: TrainConfig, plan: Plan) -> TrainConfig:
+    """What one worker sees of a step: its share of the batch."""
+    return train.model_copy(update={"global_batch": train.global_batch // plan.num_shares})
 
 
 def join_group(place: MemberPlace) -> World:

@@ -1,8 +1,9 @@
 """A worker that is a group of ranks: the first takes portions, pulls and pushes; the others compute with it what it says.
 
-To the servers, the book and the center the first rank is the worker, and it works by the same code as one that is alone: where that
-computes a portion by itself, here a command goes to the group first, then the weights (``dealing.py``). While there is nothing to
-do the leader says so from time to time: a rank that hears nothing for the deadline names it and ends.
+To the servers, the book and the center the first rank is the worker, and it works by the same code as one that is alone: where
+that computes a portion by itself, here a command goes to the group first, then the weights (``dealing.py``). So every update rule
+works with groups. While there is nothing to do the leader says so from time to time: a rank that hears nothing for the deadline
+names it and ends.
 """
 
 import threading

@@ -105,9 +105,7 @@ class StepRunner:
             batchnorm.fold(self.model, keep=is_finite)
         return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, stop_requested=stop_requested)
 
-    def compute(
-        self, batch: StepBatch, *, step: int, scale: float = 1.0, stop: bool = False
-    ) -> tuple[float, bool]:
+    def compute(self, batch: StepBatch, *, step: int, scale: float = 1.0, stop: bool = False) -> tuple[float, bool]:
         """Leave the summed gradient of a batch in ``.grad``; its loss over all ranks, and whether one of them wishes to stop."""
         self._forget_gradients()
         local_loss = self.accumulate(batch, step=step, scale=scale, stop=stop)

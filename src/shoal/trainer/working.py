@@ -25,7 +25,7 @@ from shoal.trainer.build import build_parts
 from shoal.trainer.dealing import Dealing
 from shoal.trainer.downpouring import work_downpour
 from shoal.trainer.flatmodel import FlatModel, FlatRow, describe_model, refuse_batch_norm
-from shoal.trainer.group import group_plan, join_group
+from shoal.trainer.group import group_plan, join_group, share_of
 from shoal.trainer.hot import cut_for
 from shoal.trainer.laying import Placed, build_runner, place_model
 from shoal.trainer.layout import count_steps, derive_layout
@@ -105,8 +105,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
     world = join_group(place)
     # The servers have the optimizer; one without state costs nothing here.
     plain = OptimConfig(name="sgd", momentum=0.0)
-    # What a worker sees of a step is its share.
-    train = recipe.train.model_copy(update={"global_batch": recipe.train.global_batch // place.plan.num_shares})
+    train = share_of(recipe.train, place.plan)
     precision = Precision.named(train.precision)
     dtype = str(precision.weight_dtype).removeprefix("torch.")
     described = {name: spec._replace(dtype=dtype) for name, spec in describe_model(model).items()}
@@ -131,9 +130,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
         of_the_step=is_share_of_step(place.rule, recipe.paramserver.aggregate),
     )
     total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
-    return Bench(
-        placed=placed, shares=shares, model=described, dtype=precision.weight_dtype, total_steps=total_steps
-    )
+    return Bench(placed=placed, shares=shares, model=described, dtype=precision.weight_dtype, total_steps=total_steps)
 
 
 def build_worker(place: MemberPlace, slot: RankSlot | None) -> Worker:
@@ -146,9 +143,7 @@ def build_worker(place: MemberPlace, slot: RankSlot | None) -> Worker:
         return Worker(flat=flat, shares=bench.shares, total_steps=bench.total_steps)
     row = FlatRow(bench.model, shard_map)
     deadline = recipe.elastic.collective_deadline
-    leader = Leader(
-        bench.shares, Dealing(placed, bench.dtype, row), placed.mesh.everyone, deadline_seconds=deadline
-    )
+    leader = Leader(bench.shares, Dealing(placed, bench.dtype, row), placed.mesh.everyone, deadline_seconds=deadline)
     return Worker(flat=row, shares=leader, total_steps=bench.total_steps)
 
 
