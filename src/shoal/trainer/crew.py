@@ -244,7 +244,7 @@ class Crew:
             await _kill(leader.group)
             incarnation = new_incarnation()
             for place in leader.group:
-                place.is_done, place.incarnation = False, incarnation
+                place.process, place.is_done, place.incarnation = None, False, incarnation
             for place in leader.group:
                 place.process = await self._spawn(place, incarnation)
 
@@ -278,6 +278,8 @@ class Crew:
         if code == EXIT_DONE or self._last_until < float("inf"):
             self._take_done(place, code)
             return
+        place, process = _culprit(place)
+        code = process.returncode or EXIT_NO
         if code == EXIT_WRONG_REQUEST:
             # A run that has made a step was right in the beginning; what it has written is not to be taken for nothing.
             self._failure = (EXIT_NO if self._step else EXIT_WRONG_REQUEST, self._tail(place.rank))
@@ -294,7 +296,7 @@ class Crew:
         if leader.futile_deaths >= _FUTILE_DEATHS or self._num_deaths > self._request.max_respawns:
             self._failure = (EXIT_NO, f"{self._too_many(place, how)}:\n{self._tail(place.rank)}")
             return
-        message = f"{place.name} (process {place.process.pid}) died: {how}"
+        message = f"{place.name} (process {process.pid}) died: {how}"
         if self._signals and place.role == "worker":
             self._request.display.message(message)
             for other in leader.group:
@@ -381,6 +383,16 @@ def _make_places(request: CrewRequest) -> list[_Place]:
             group.append(_Place(rank=len(places), role=role, name=name, group_rank=group_rank, group=group))
             places.append(group[-1])
     return places
+
+
+def _culprit(place: _Place) -> tuple[_Place, Started]:
+    """Of a group whose end was seen in one of its ranks, the one to blame, and its process: the others end because of that."""
+    assert place.process is not None
+    for other in place.group:
+        code = None if other.process is None else other.process.returncode
+        if other.process is not None and code is not None and (code < 0 or code == EXIT_WRONG_REQUEST):
+            return other, other.process
+    return place, place.process
 
 
 def _is_silent(state: SlotState, pid: int, seconds: float) -> bool:

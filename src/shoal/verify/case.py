@@ -75,9 +75,9 @@ class Log:
     """Parts that a step's batch is cut into."""
     microbatches: int
     """Per share."""
-    directions: int
+    directions: int = 1
     """Of a worker's pipeline, as in ``Tree``."""
-    uses: Mapping[str, Sequence[Sequence[str]]]
+    uses: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     """Of a worker's pipeline, as in ``Tree``."""
     adds_to_steps: bool
     """A gradient is its share of the mean over the step; else it is the mean over its own samples."""
