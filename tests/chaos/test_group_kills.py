@@ -81,6 +81,25 @@ def test_a_rank_that_is_stopped_is_ended_and_its_worker_started_again(crew, undi
     assert f"worker-1.1 (process {pid}) is silent for 3 s; it is killed" in run.output
 
 
+@soak
+def test_a_stopped_run_goes_on_where_it_was(crew, undisturbed):
+    """Every rank ends in order, and groups that are new go on from the checkpoint."""
+    first = crew(plan=PLAN, recipe=ROW)
+    first.wait_for_step(7)
+    first.process.send_signal(signal.SIGTERM)
+    summary = first.end(expect=143)
+    assert (summary["status"], summary["steps"]) == ("interrupted", first.step())
+    expect_same(crew("--resume", plan=PLAN, recipe=ROW, run_dir=first.run_dir), undisturbed, deaths=0)
+
+
+@soak
+def test_a_server_without_a_backup_takes_the_groups_back_to_the_checkpoint(crew, undisturbed):
+    run = crew(plan=PLAN, recipe=ROW)
+    run.wait_for_step(12)
+    run.kill("server-0")
+    expect_same(run, undisturbed, deaths=1)
+
+
 def test_the_ranks_of_a_group_die_with_their_crew(crew):
     run = crew(plan=PLAN, recipe=ROW)
     run.wait_for_step(2)
