@@ -25,6 +25,31 @@ def build(spec, seconds):
     return Paced(spec.vocab, seconds)
 
 
+class Pause(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, hidden):
+        if self.training:
+            time.sleep(self.seconds)
+        return hidden
+
+
+def build_row(spec, seconds):
+    """One module after the other, so that it can be cut into stages; each half takes half of the time."""
+    return nn.Sequential(
+        nn.Embedding(spec.vocab, 24),
+        Pause(seconds / 2),
+        nn.Linear(24, 48),
+        nn.Tanh(),
+        nn.Dropout(0.1),
+        nn.Linear(48, 48),
+        Pause(seconds / 2),
+        nn.Linear(48, spec.vocab),
+    )
+
+
 class Poisoned(Paced):
     """Its gradient is not finite from the second update on, in every process: one that is started again has no better luck."""
 
