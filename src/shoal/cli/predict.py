@@ -10,7 +10,19 @@ from shoal.cli.result import JsonFile, check_result_file, print_table, write_res
 if TYPE_CHECKING:
     from shoal.planner.score import Score
 
-_COLUMNS = ("source", "rows", "MAPE", "p90", "bias", "tau", "regret", "OOM precision", "OOM recall", "out of range", "not predicted")
+_COLUMNS = (
+    "source",
+    "rows",
+    "MAPE",
+    "p90",
+    "bias",
+    "tau",
+    "regret",
+    "OOM precision",
+    "OOM recall",
+    "out of range",
+    "not predicted",
+)
 
 _Table = Annotated[Path, typer.Argument(metavar="FILE.csv", help="A table of runs, a row for each measured value.")]
 
