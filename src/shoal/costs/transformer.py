@@ -269,8 +269,8 @@ def _expert_forward(shape: TransformerShape) -> _Half:
     shared = _dense_forward(shape, float(shape.shared_ffn)) if shape.shared_ffn else _Half(ops=(), kept=Kept())
     ops = (
         Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=float(shape.experts)),
-        # Tokens put into the order of experts, and back.
-        Op(kind=OpKind.MEMORY, num_bytes=4 * rows * hidden * item),
+        # Tokens put into the order of experts and back, before and after they travel: each time read and written.
+        Op(kind=OpKind.MEMORY, num_bytes=2 * rows * hidden * item, count=4),
         Op(kind=OpKind.MATMUL, rows=rows, inner=hidden, outer=first, cut=Cut.COLUMNS, experts=shape.experts),
         Op(kind=OpKind.MEMORY, num_bytes=rows * (first + ffn) * item, cut=Cut.ALL),
         Op(kind=OpKind.MATMUL, rows=rows, inner=ffn, outer=hidden, cut=Cut.ROWS, experts=shape.experts),

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import RequestError, RunError
+from shoal.costs.saved import measuring
 from shoal.models.dropout import DropoutKey
 from shoal.parallel.anatomy import Anatomy
 
@@ -84,7 +85,7 @@ def _run_block(
     """A block's forward, which keeps little and runs again when the backward pass asks."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    measure = _measuring.get()
+    measure = measuring()
     if measure is not None:
         # torch saves positional arguments as it saves activations, and just holds the named ones.
         for leaf in tree_leaves(kwargs):
@@ -182,7 +183,7 @@ class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _keep(value: Any) -> tuple[Any, int | None]:
     if not isinstance(value, Tensor):
         return value, None
-    measure = _measuring.get()
+    measure = measuring()
     if measure is not None:
         measure.keep(value)
     # An alias without history that still counts changes in place: below autograd that counting is off unless asked for.
@@ -193,64 +194,3 @@ def _keep(value: Any) -> tuple[Any, int | None]:
 
 def _as_tuple(output: Any) -> tuple[Any, ...]:
     return tuple(output) if isinstance(output, tuple | list) else (output,)
-
-
-class SavedActivations:
-    """Counts what a forward pass keeps for its backward pass: each storage once, without those it was told to leave out."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._seen: dict[int, Any] = {}
-
-    def leave_out(self, tensor: Tensor) -> None:
-        """Not counted: a parameter, an input, or what is there anyway."""
-        storage = tensor.untyped_storage()
-        self._seen[_identity(tensor)] = storage
-
-    def keep(self, value: object) -> None:
-        """Count a tensor's storage, unless it was seen before."""
-        if not isinstance(value, Tensor) or _identity(value) in self._seen:
-            return
-        # The storage itself is held while measuring: memory that is freed and used again would count as seen.
-        self._seen[_identity(value)] = value.untyped_storage()
-        self.num_bytes += value.untyped_storage().nbytes()
-
-
-_measuring: ContextVar[SavedActivations | None] = ContextVar("measuring", default=None)
-
-
-def _identity(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-@contextmanager
-def measure_saved(model: nn.Module | None = None, *inputs: Tensor) -> Iterator[SavedActivations]:
-    """Count the bytes that the forward passes inside keep for their backward passes.
-
-        with measure_saved(model, tokens) as saved:
-            loss = objective(tokens)
-        print(saved.num_bytes)
-
-    Args:
-        model: its parameters and buffers are not counted.
-        inputs: not counted either.
-    """
-    saved = SavedActivations()
-    there = [] if model is None else [*model.parameters(), *model.buffers()]
-    for tensor in (*there, *inputs):
-        saved.leave_out(tensor)
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.keep(tensor)
-        return tensor
-
-    def unpack(tensor: Tensor) -> Tensor:
-        return tensor
-
-    token = _measuring.set(saved)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield saved
-    finally:
-        _measuring.reset(token)
-        saved._seen = {}

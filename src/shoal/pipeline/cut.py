@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.comm.channel import silent
 from shoal.core.errors import RequestError, RunError
+from shoal.costs.undisturbed import undisturbed
 from shoal.models.dropout import DropoutKey
-from shoal.parallel.find.trace import undisturbed
 from shoal.parallel.recompute import surrounding
 from shoal.pipeline.absent import let_go, let_go_of_others
 from shoal.pipeline.mail import parcel_problem

@@ -1,21 +1,17 @@
 """What each unit of a chain costs, counted and not timed: the same numbers in every process, at every start.
 
 What an asynchronous pipeline computes depends on where it is cut, and every rank has to cut at the same places, so a clock is
-no basis for a cut that nobody wrote down. torch's own ``FlopCounterMode`` counts matrix products too, but not those of attention
-and recurrent layers on a CPU, and nothing of what is not a product.
+no basis for a cut that nobody wrote down. What an operation computes is read by ``costs/count.py``.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from shoal.core.errors import RequestError
+from shoal.costs.count import is_view, num_bytes, products_of
 from shoal.pipeline.split import UnitCost
 from shoal.pipeline.units import Unit
 from shoal.pipeline.watch import FORWARDS_PER_STEP, Watch
@@ -24,10 +20,6 @@ OPERATIONS_PER_SECOND = 50_000_000_000
 """Of a processor core of these years; only ratios matter to a cut."""
 OPERATIONS_PER_BYTE = 8
 """In the time in which an operation that is no matrix product reads or writes a byte, a product does so many."""
-
-aten = torch.ops.aten
-_UNTOUCHED = frozenset({aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided})
-"""Operations that give out memory and do not look at it, though their schemas do not say so."""
 
 
 def estimate_work(model: nn.Module, units: Sequence[Unit], example: tuple[Tensor, ...]) -> tuple[UnitCost, ...]:
@@ -62,37 +54,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        packet = func.overloadpacket
-        count = _MORE_PRODUCTS.get(packet) or flop_registry.get(packet)
-        if count is not None:
-            self.operations += count(*args, **kwargs, out_val=output)
-        elif not _is_view(func):
+        products = products_of(func, args, kwargs, output)
+        if products:
+            self.operations += sum(product.operations for product in products)
+        elif not is_view(func):
             # All of an embedding's table, too: its gradient is as large as the table, however few rows are read.
-            self.operations += OPERATIONS_PER_BYTE * _num_bytes((args, kwargs, output))
+            self.operations += OPERATIONS_PER_BYTE * num_bytes((args, kwargs, output))
         return output
-
-
-def _is_view(func: Any) -> bool:
-    """True for what only looks at memory in another way, or asks for some."""
-    returns = [value.alias_info for value in func._schema.returns]
-    return func.overloadpacket in _UNTOUCHED or any(alias is not None and not alias.is_write for alias in returns)
-
-
-def _num_bytes(values: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-
-
-def _count_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Of queries with keys, and of scores with values."""
-    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-
-
-def _count_recurrent(inputs: Tensor, of_input: Tensor, of_hidden: Tensor, *_: Any, **__: Any) -> int:
-    """Of each position with both matrices."""
-    return 2 * math.prod(inputs.shape[:-1]) * (of_input.numel() + of_hidden.numel())
-
-
-_MORE_PRODUCTS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
-    aten.mkldnn_rnn_layer: _count_recurrent,
-}

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.core.axes import Axis
-from shoal.parallel.find.trace import undisturbed
+from shoal.costs.undisturbed import undisturbed
 from shoal.pipeline.build import Stages
 from shoal.pipeline.share import places_of
 from shoal.schedules.action import Kind

@@ -6,15 +6,15 @@ a stack is a unit; a module that has a stack inside, or is a plain sequence, is 
 calls is a unit as it stands.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from shoal.costs.rows import opened_modules
+from shoal.costs.undisturbed import undisturbed
 from shoal.parallel.anatomy import Anatomy
-from shoal.parallel.find.trace import undisturbed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Unit:
 
 def find_units(model: nn.Module, example: tuple[Tensor, ...], anatomy: Anatomy) -> tuple[Unit, ...]:
     """The calls of one forward pass at which it can be cut, in order."""
-    opened = _opened(model, [block for stack in anatomy.stacks for block in stack.blocks])
+    opened = opened_modules(model, [block for stack in anatomy.stacks for block in stack.blocks])
     running: list[str] = [""]
     called: list[str] = []
 
@@ -52,18 +52,3 @@ def find_units(model: nn.Module, example: tuple[Tensor, ...], anatomy: Anatomy) 
         for handle in handles:
             handle.remove()
     return tuple(Unit(path=path, is_once=called.count(path) == 1) for path in called)
-
-
-def _opened(model: nn.Module, blocks: Iterable[str]) -> set[str]:
-    """Modules whose inside is looked at: the model, what has blocks in it, and sequences on the way down from there."""
-    parts = [block.split(".") for block in blocks]
-    found = {""} | {".".join(path[:length]) for path in parts for length in range(len(path))}
-    for path, module in model.named_modules():
-        parent = path.rpartition(".")[0]
-        if (
-            isinstance(module, nn.Sequential | nn.ModuleList)
-            and parent in found
-            and path not in {*map(".".join, parts)}
-        ):
-            found.add(path)
-    return found

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from shoal.core.errors import RequestError
-from shoal.parallel.find.trace import undisturbed
+from shoal.costs.undisturbed import undisturbed
 from shoal.pipeline.split import UnitCost
 from shoal.pipeline.units import Unit
 

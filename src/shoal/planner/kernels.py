@@ -18,6 +18,8 @@ _FUSED_BACKWARD = 2.5
 """Products of a fused attention's backward pass per product of its forward pass: five in the place of two (ibid., section 2.2)."""
 
 
+_KERNELS_PER_EXPERT = 4.0
+"""Kernels that an expert's product needs: the product, a cast of its operand, and a copy in and out of the group."""
 _NARROW = ("float8", "float4")
 
 
@@ -60,7 +62,8 @@ def time_layer(layer: Layer, part: Slice, *, device: Device, precision: str, ite
             forward += seconds
             by_input += seconds
             by_weight += seconds
-            kernels += op.count
+            # Every expert's product, and the cast and the copies around it, is launched by itself.
+            kernels += op.count if op.experts == 1 else op.count * _num_experts(op, part) * _KERNELS_PER_EXPERT
         elif op.kind is OpKind.ATTENTION:
             seconds = _attention(op, part, device, precision, item_bytes, constants)
             forward += seconds
@@ -78,12 +81,8 @@ def time_layer(layer: Layer, part: Slice, *, device: Device, precision: str, ite
 
 def _product(op: Op, part: Slice, device: Device, precision: str, item_bytes: int, constants: Constants) -> float:
     rows = op.rows * part.samples / part.context
-    if op.experts > 1:
-        # Balanced: a rank has experts / ep of them, and their tokens from ep ranks.
-        num_products = max(1.0, op.experts / part.expert)
-        rows = rows / num_products
-    else:
-        num_products = 1.0
+    num_products = _num_experts(op, part)
+    rows = rows / num_products
     inner = op.inner / part.tensor if op.cut is Cut.ROWS else op.inner
     outer = op.outer / part.tensor if op.cut is Cut.COLUMNS else op.outer
     flops = 2.0 * rows * inner * outer
@@ -91,7 +90,15 @@ def _product(op: Op, part: Slice, device: Device, precision: str, item_bytes: in
     slow = _MISALIGNED if inner % _ALIGNED or outer % _ALIGNED else 1.0
     reached = constants.matmul * (constants.narrow if precision in _NARROW else 1.0)
     compute = flops * slow / (device.flops(precision) * reached)
+    if precision in _NARROW:
+        # The left operand is read in 16 bit and written in 8, as it is and transposed for the backward pass.
+        moved += rows * inner * (2 + 1 + 1)
     return op.count * num_products * (compute + moved / (device.memory_bandwidth * constants.memory))
+
+
+def _num_experts(op: Op, part: Slice) -> float:
+    """Experts of one rank. Balanced: it has experts / ep of them, and their tokens from ep ranks."""
+    return max(1.0, op.experts / part.expert)
 
 
 def _attention(op: Op, part: Slice, device: Device, precision: str, item_bytes: int, constants: Constants) -> float:

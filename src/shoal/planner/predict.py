@@ -6,7 +6,7 @@ Every row goes through the same code as ``shoal plan``: a chain, a cluster, a pl
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, LayerKind, OpKind
@@ -21,7 +21,7 @@ from shoal.planner.table import Run, Unread
 
 GIB = 2.0**30
 _STATE_BYTES = 18.0
-"""Of a weight and its state in Korthikanti's figure 1: 16-bit weight, 16-bit and float32 gradient... 2 + 4 + 12."""
+"""Of a weight in figure 1 of Korthikanti et al. 2022: 2 of the weight, 4 of its gradient, 12 of its optimizer."""
 _INSIDE, _OUTSIDE = 1.25, 1.6
 """Factor of the interval around a prediction, in the calibrated range and outside it."""
 
@@ -92,7 +92,7 @@ def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
             row=run.row, source=run.source, metric=run.metric, measured=run.measured, predicted=None, in_range=False, why_not=run.reason
         )
     job = job_of(run, stack)
-    plan = run.plan if run.recompute != "unknown" else lightest_recompute(job, run.plan)
+    plan = run.plan
     metric = _METRICS.get(run.metric)
     reasons = list(run.assumed)
     if not job.stack.is_fitted:
@@ -102,13 +102,13 @@ def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
             row=run.row, source=run.source, metric=run.metric, measured=run.measured, predicted=None, in_range=False,
             why_not=f"unknown metric {run.metric!r}; known are {', '.join(_METRICS)}",
         )  # fmt: skip
-    seconds = step_seconds(job, plan)
+    seconds = tuned_seconds(job, plan) if run.recompute == "unknown" else step_seconds(job, plan)
     return Predicted(
         row=run.row,
         source=run.source,
         metric=run.metric,
         measured=run.measured,
-        predicted=metric(run, job, plan),
+        predicted=metric(run, job, plan, seconds),
         in_range=not reasons,
         why_not="; ".join(reasons),
         group=run.group,
@@ -132,13 +132,21 @@ def fits(job: Job, plan: Plan) -> bool:
     return fullest(job, plan).allocated + CONTEXT_BYTES <= job.cluster.device.memory_bytes
 
 
-def lightest_recompute(job: Job, plan: Plan) -> Plan:
-    """The plan with as little recompute as memory allows: what somebody who tuned a run will have done."""
-    for recompute in ("none", "selective", "full"):
-        candidate = replace(plan, recompute=recompute)
-        if fits(job, candidate):
-            return candidate
-    return replace(plan, recompute="full")
+def needed_recompute(job: Job, plan: Plan) -> float:
+    """Share of the blocks that must be recomputed for a plan to fit: what somebody who tuned a run will have chosen."""
+    limit = job.cluster.device.memory_bytes - CONTEXT_BYTES
+    without = fullest(job, replace(plan, recompute="none")).allocated
+    if without <= limit:
+        return 0.0
+    least = fullest(job, replace(plan, recompute="full")).allocated
+    return 1.0 if least >= limit else (without - limit) / (without - least)
+
+
+def tuned_seconds(job: Job, plan: Plan) -> float:
+    """Seconds of a step with as much recompute as memory asks for, and no more."""
+    share = needed_recompute(job, plan)
+    least, most = (step_seconds(job, replace(plan, recompute=recompute)) for recompute in ("none", "full"))
+    return (1 - share) * least + share * most
 
 
 def model_flops(chain: Chain) -> float:
@@ -146,7 +154,7 @@ def model_flops(chain: Chain) -> float:
     return 3.0 * chain.forward_flops
 
 
-def _tflops(run: Run, job: Job, plan: Plan, *, with_recompute: bool) -> float:
+def _tflops(run: Run, job: Job, plan: Plan, seconds: float, *, with_recompute: bool) -> float:
     shape = run.shape
     # Narayanan et al. 2021, eq. 3: 96 B s l h^2 (1 + s / 6h + V / 16 l h), of which a quarter is recomputed.
     size = shape.sequence * shape.layers * shape.hidden**2
@@ -154,17 +162,17 @@ def _tflops(run: Run, job: Job, plan: Plan, *, with_recompute: bool) -> float:
     flops *= 1 + shape.sequence / (6 * shape.hidden) + shape.vocab / (16 * shape.layers * shape.hidden)
     if shape.is_gated or shape.experts > 1:
         flops = model_flops(job.chain) * run.global_batch
-    return flops / (step_seconds(job, plan) * run.num_devices * 1e12)
+    return flops / (seconds * run.num_devices * 1e12)
 
 
-def _matrix_bytes(run: Run, job: Job, plan: Plan) -> float:
+def _matrix_bytes(run: Run, job: Job, plan: Plan, seconds: float) -> float:
     """Weights of the blocks' products with their state, as figure 1 of Korthikanti et al. 2022 counts them."""
     block = next(layer for layer in job.chain.layers if layer.kind is LayerKind.BLOCK)
     matrices = sum(op.inner * op.outer * op.count for op in block.ops if op.kind is OpKind.MATMUL)
     return matrices * run.shape.layers / (plan.tp * plan.pp) * _STATE_BYTES / GIB
 
 
-def _first_stage_bytes(run: Run, job: Job, plan: Plan) -> float:
+def _first_stage_bytes(run: Run, job: Job, plan: Plan, seconds: float) -> float:
     """Activations of the first stage's blocks: L / p layers of p microbatches, times 1 + (p - 1) / (p v) if interleaved (ibid.)."""
     block = next(layer for layer in job.chain.layers if layer.kind is LayerKind.BLOCK)
     each = kept_bytes(block, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute=plan.recompute)
@@ -174,26 +182,35 @@ def _first_stage_bytes(run: Run, job: Job, plan: Plan) -> float:
     return each * run.micro_batch * held / GIB
 
 
-def _is_out_of_memory(run: Run, job: Job, plan: Plan) -> float:
+def _is_out_of_memory(run: Run, job: Job, plan: Plan, seconds: float) -> float:
     return 0.0 if fits(job, plan) else 1.0
 
 
-Metric = Callable[[Run, Job, Plan], float]
+def _tokens(run: Run, job: Job, plan: Plan, seconds: float) -> float:
+    return run.global_batch * job.chain.tokens / seconds
+
+
+def _reserved(run: Run, job: Job, plan: Plan, seconds: float) -> float:
+    memory = fullest(job, plan)
+    return (memory.allocated + memory.reserve) / GIB
+
+
+def _utilisation(run: Run, job: Job, plan: Plan, seconds: float) -> float:
+    return _tflops(run, job, plan, seconds, with_recompute=False) * 1e12 / job.cluster.device.flops(job.precision)
+
+
+Metric = Callable[[Run, Job, Plan, float], float]
 _METRICS: Mapping[str, Metric] = {
-    "iter_time_s": lambda run, job, plan: step_seconds(job, plan),
-    "tokens_per_s_per_gpu": lambda run, job, plan: (
-        run.global_batch * job.chain.tokens / (step_seconds(job, plan) * run.num_devices)
-    ),
-    "tokens_per_s": lambda run, job, plan: run.global_batch * job.chain.tokens / step_seconds(job, plan),
-    "tflops_per_gpu_hw": lambda run, job, plan: _tflops(run, job, plan, with_recompute=True),
-    "tflops_per_gpu_model": lambda run, job, plan: _tflops(run, job, plan, with_recompute=False),
-    "tflops_per_gpu": lambda run, job, plan: _tflops(run, job, plan, with_recompute=False),
-    "mfu": lambda run, job, plan: (
-        _tflops(run, job, plan, with_recompute=False) * 1e12 / job.cluster.device.flops(job.precision)
-    ),
-    "peak_mem_gib": lambda run, job, plan: fullest(job, plan).allocated / GIB,
-    "peak_reserved_gib": lambda run, job, plan: (fullest(job, plan).allocated + fullest(job, plan).reserve) / GIB,
-    "mem_gb_nvidia_smi_max": lambda run, job, plan: fullest(job, plan).device / GIB,
+    "iter_time_s": lambda run, job, plan, seconds: seconds,
+    "tokens_per_s_per_gpu": lambda run, job, plan, seconds: _tokens(run, job, plan, seconds) / run.num_devices,
+    "tokens_per_s": _tokens,
+    "tflops_per_gpu_hw": partial(_tflops, with_recompute=True),
+    "tflops_per_gpu_model": partial(_tflops, with_recompute=False),
+    "tflops_per_gpu": partial(_tflops, with_recompute=False),
+    "mfu": _utilisation,
+    "peak_mem_gib": lambda run, job, plan, seconds: fullest(job, plan).allocated / GIB,
+    "peak_reserved_gib": _reserved,
+    "mem_gb_nvidia_smi_max": lambda run, job, plan, seconds: fullest(job, plan).device / GIB,
     "activation_mem_gib": _first_stage_bytes,
     "param_opt_mem_gib": _matrix_bytes,
     "oom": _is_out_of_memory,

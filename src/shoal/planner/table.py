@@ -118,7 +118,7 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None) -> 
     recompute = row["recompute"].split()[0].lower() if row["recompute"] else "unknown"
     if recompute not in ("none", "selective", "full"):
         recompute = "unknown"
-        assumed.append("the lightest recompute that fits")
+        assumed.append("as much recompute as memory asks for")
     chunks = _chunks(row["schedule_or_interleave"])
     zero = _leading_digit(row["zero"])
     sequence = row["seq_parallel"].strip().lower()

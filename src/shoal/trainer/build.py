@@ -15,8 +15,10 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.data.build import build_splits
+from shoal.data.spec import DataSpec
 from shoal.data.splits import Splits
 from shoal.models.build import Loss, build_loss, build_model
+from shoal.models.config import AnyModelConfig
 from shoal.optim.precision import Precision
 from shoal.telemetry.board import RankSlot
 from shoal.trainer.config import Recipe
@@ -34,6 +36,22 @@ def build_parts(recipe: Recipe) -> tuple[nn.Module, Loss, Splits]:
     seed_for_build(recipe.train.seed)
     model = build_model(recipe.model, data.spec)
     return model, build_loss(recipe.model, data.spec), data
+
+
+def build_without_memory(config: AnyModelConfig, spec: DataSpec) -> nn.Module:
+    """The model on torch's meta device, where it allows that: shapes, and no weights.
+
+    Raises:
+        RequestError: it cannot be built.
+    """
+    try:
+        with torch.device("meta"):
+            return build_model(config, spec)
+    except (NotImplementedError, RuntimeError):
+        # The user's own build may compute on its weights, which the meta device cannot.
+        return build_model(config, spec)
+    except TypeError as error:
+        raise RequestError(f"the model cannot be built: {error}") from error
 
 
 def build_trainer(

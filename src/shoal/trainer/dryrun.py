@@ -9,21 +9,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
-from shoal.core.errors import RequestError
 from shoal.core.units import format_bytes, format_count
-from shoal.models.build import build_model
 from shoal.optim.precision import Precision
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.describe import describe
 from shoal.parallel.sizes import predict_sizes
 from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.pipeline.build import prove_stages
-from shoal.trainer.build import build_parts
+from shoal.trainer.build import build_parts, build_without_memory
 from shoal.trainer.dryservers import sizes_with_servers
 from shoal.trainer.laying import look_at
 from shoal.trainer.layout import asks_the_model, schedule_of
@@ -53,7 +50,9 @@ class DryRun:
 def dry_run_result(prepared: Prepared) -> DryRun:
     """Describe a prepared request."""
     recipe, layout = prepared.recipe, prepared.layout
-    model = _build_without_memory(prepared).to(dtype=Precision.named(recipe.train.precision).weight_dtype)
+    model = build_without_memory(recipe.model, prepared.spec).to(
+        dtype=Precision.named(recipe.train.precision).weight_dtype
+    )
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     plan = layout.plan
@@ -153,18 +152,6 @@ def _sizes_of_part(model: nn.Module, prepared: Prepared, anatomy: Anatomy, num_c
         "working": sizes.working,
     }
     return {**parts, "total": sum(parts.values())}
-
-
-def _build_without_memory(prepared: Prepared) -> nn.Module:
-    recipe, spec = prepared.recipe, prepared.spec
-    try:
-        with torch.device("meta"):
-            return build_model(recipe.model, spec)
-    except (NotImplementedError, RuntimeError):
-        # The user's own build may compute on its weights, which the meta device cannot.
-        return build_model(recipe.model, spec)
-    except TypeError as error:
-        raise RequestError(f"the model cannot be built: {error}") from error
 
 
 def describe_dry_run(result: DryRun) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
+from shoal.costs.faked import faked
+from shoal.costs.saved import measure_saved
 from shoal.data.loader import Microbatch
 from shoal.models.build import Loss
 from shoal.models.dropout import apply_keyed_dropout
@@ -25,7 +26,6 @@ from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.apply import apply_to_model
-from shoal.parallel.recompute import measure_saved
 from shoal.parallel.sizes import measure_sizes as measure_state
 from shoal.parallel.sizes import predict_sizes
 from shoal.pipeline.reduction import StageReduction
@@ -105,8 +105,7 @@ def predict_activations(
     scoring = Scoring(loss, laid=laid, mesh=mesh)
     targets, _ = scoring.own_part(microbatch.targets, microbatch.weight)
     # Outside the fake tensors: on its way in and out it reads generators, which have real states.
-    with dropout.drawing(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        _make_fake(own, mode)
+    with dropout.drawing(), faked(own) as mode, mode:
         inputs = [mode.from_tensor(precision.cast_input(tensor)) for tensor in microbatch.inputs]
         fake_targets = mode.from_tensor(precision.cast_input(targets))
         with measure_saved(own, *inputs, fake_targets) as saved, precision.autocast("cpu"):
@@ -139,18 +138,3 @@ class ActivationMeter:
     def close(self) -> None:
         """Leave the objective as it was."""
         self._objective.__dict__.pop("forward", None)
-
-
-def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Take the data out of a model's tensors, and keep tied ones tied."""
-    fakes: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                if id(parameter) not in fakes:
-                    fake = mode.from_tensor(parameter.detach())
-                    fakes[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-                module._parameters[name] = fakes[id(parameter)]
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = mode.from_tensor(buffer)

@@ -4,18 +4,14 @@ A row is children of one class, side by side in a list or numbered, that run onc
 out. Experts that all read the same input are of one class too, and are no row: the trace tells them apart.
 """
 
-import re
-from collections.abc import Iterator
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from torch import Tensor, nn
 
+from shoal.costs.rows import is_under, side_by_side
 from shoal.parallel.anatomy import Stack
 from shoal.parallel.find.probe import is_stack_pointwise
 from shoal.parallel.find.trace import Call, Trace
-
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_NUMBERED = re.compile(r"(.*?)_?\d+")
 
 
 def find_stacks(model: nn.Module, trace: Trace | None) -> tuple[Stack, ...]:
@@ -23,16 +19,11 @@ def find_stacks(model: nn.Module, trace: Trace | None) -> tuple[Stack, ...]:
     runs: list[tuple[str, ...]] = []
     for path, module in model.named_modules():
         if not any(is_under(path, block) for run in runs for block in run):
-            runs += [run for run in _runs(path, module) if _is_row(run, trace)]
+            runs += [run for run in side_by_side(path, module) if _is_row(run, trace)]
     if trace is None:
         return tuple(Stack(blocks=run, is_pointwise=False) for run in runs)
     first_call = {call.path: place for place, call in reversed(list(enumerate(trace.calls)))}
     return tuple(describe_stack(model, run, trace) for run in sorted(runs, key=lambda run: first_call[run[0]]))
-
-
-def is_under(path: str, parent: str) -> bool:
-    """True for a module inside another, or the same."""
-    return path == parent or path.startswith(parent + ".") or parent == ""
 
 
 def describe_stack(model: nn.Module, blocks: tuple[str, ...], trace: Trace) -> Stack:
@@ -45,29 +36,6 @@ def describe_stack(model: nn.Module, blocks: tuple[str, ...], trace: Trace) -> S
         return Stack(blocks=blocks, is_pointwise=False)
     is_pointwise = is_stack_pointwise(model, trace.inputs, first=blocks[0], last=blocks[-1], dim=dim)
     return Stack(blocks=blocks, sequence_dim=dim, is_pointwise=is_pointwise)
-
-
-def _runs(path: str, module: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Children of one class, side by side, each made of others and with weights."""
-    is_container = isinstance(module, _CONTAINERS)
-
-    def kind(child: tuple[str, nn.Module]) -> object:
-        name, block = child
-        is_block = next(block.children(), None) is not None and next(block.parameters(), None) is not None
-        if not is_block:
-            return None
-        if is_container:
-            return type(block)
-        numbered = _NUMBERED.fullmatch(name)
-        # A container that is not in a list is a part of its parent with a row of its own inside, not a block.
-        return (numbered[1], type(block)) if numbered and not isinstance(block, _CONTAINERS) else None
-
-    # One block alone is a row only where a list says that there could be more.
-    fewest = 1 if isinstance(module, nn.ModuleList) and len(module) == 1 else 2
-    for key, children in groupby(module.named_children(), key=kind):
-        names = [f"{path}.{name}" if path else name for name, _ in children]
-        if key is not None and len(names) >= fewest:
-            yield tuple(names)
 
 
 def _is_row(blocks: tuple[str, ...], trace: Trace | None) -> bool:

@@ -10,14 +10,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
 
+from shoal.costs.undisturbed import undisturbed
 from shoal.parallel.find.flow import tensors_in
-from shoal.parallel.find.trace import scores_first, undisturbed
+from shoal.parallel.find.trace import scores_first
 
 
 def is_stack_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, first: str, last: str, dim: int) -> bool:
-    """True when, attention aside, no block from ``first`` to ``last`` mixes positions along ``dim`` of its stream."""
+    """True when, attention aside, no block from ``first`` to ``last`` mixes positions along ``dim`` of its stream.
+
+    False where that cannot be asked, because the tensors have no values.
+    """
+    if any(is_fake(tensor) for tensor in example):
+        return False
 
     def run(change: Callable[[Tensor], Tensor], is_silent: bool = False) -> Tensor | None:
         return _run_stack(model, example, first=first, last=last, change=change, is_silent=is_silent)
@@ -70,6 +77,8 @@ def is_tail_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, last: st
     """True when what follows the block ``last`` puts out one score vector per position, in dim 1, made of that position alone,
     and takes any number of positions. GPT-2 views its stream by the length of its input, and so does not.
     """
+    if any(is_fake(tensor) for tensor in example):
+        return False
     whole = _run_tail(model, example, last, lambda stream: stream)
     for spares in (False, True):
         poisoned = _run_tail(model, example, last, functools.partial(_poison, dim=dim, spares=spares))

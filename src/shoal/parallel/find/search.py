@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from shoal.costs.rows import is_under
 from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.blocks import describe_stack, find_stacks, is_under
+from shoal.parallel.find.blocks import describe_stack, find_stacks
 from shoal.parallel.find.groups import Group
 from shoal.parallel.find.outside import find_outside_reads
 from shoal.parallel.find.override import apply_split_table, match_blocks

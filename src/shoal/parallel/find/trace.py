@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.costs.undisturbed import undisturbed
 from shoal.parallel.find import rules as rules  # They register their rules.
 from shoal.parallel.find import views as views
 from shoal.parallel.find.flow import Follower, tensors_in
@@ -111,27 +112,6 @@ def scores_first(output: Any) -> Iterator[Tensor]:
     for tensor in tensors_in(output):
         if tensor is not logits:
             yield tensor
-
-
-@contextmanager
-def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Inside, the model is in training or evaluation mode; afterwards its modes, buffers and the random state are as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    is_fast = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            # torch's fused encoder layer, taken in evaluation, hides everything inside it.
-            torch.backends.mha.set_fastpath_enabled(False)
-            model.train(training)
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(is_fast)
-            for module, mode in modes:
-                module.training = mode
-            with torch.no_grad():
-                for buffer, kept in buffers:
-                    buffer.copy_(kept)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
+from shoal.costs.rows import is_under
 from shoal.parallel.anatomy import Split, SplitKind, Stack
-from shoal.parallel.find.blocks import is_under
 from shoal.parallel.find.trace import PUT_OUT, Trace, is_linear, linear_sizes
 
 _FEWEST_ROWS = 16  # Two token types or eight positions are not worth a collective.
@@ -55,8 +55,9 @@ def _embedding_obstacle(path: str, module: nn.Embedding, trace: Trace) -> str | 
         return "something besides the layer itself uses its weight"
     if module.num_embeddings < _FEWEST_ROWS:
         return f"its {module.num_embeddings} rows are too few to be worth sharing"
-    inputs = {tensor.untyped_storage().data_ptr() for tensor in trace.inputs if not tensor.is_floating_point()}
-    if not all(ids.untyped_storage().data_ptr() in inputs for ids in trace.embedded[path]):
+    # By the storage itself and not its address: tensors without memory have none.
+    inputs = {tensor.untyped_storage()._cdata for tensor in trace.inputs if not tensor.is_floating_point()}
+    if not all(ids.untyped_storage()._cdata in inputs for ids in trace.embedded[path]):
         return "its indices are not the model's input: positions or types"
     return None
 

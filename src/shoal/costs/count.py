@@ -1,0 +1,155 @@
+"""What one operation of torch computes, read off its arguments: matrix products by their sizes, everything else by its bytes.
+
+torch's own ``FlopCounterMode`` counts matrix products too, but not those of attention and recurrent layers on a CPU, nothing of
+what is not a product, and it tells only sums.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+_UNTOUCHED = frozenset({aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided})
+"""Operations that give out memory and do not look at it, though their schemas do not say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """``count`` products of (``rows``, ``inner``) by (``inner``, ``outer``)."""
+
+    rows: int
+    inner: int
+    outer: int
+    count: int = 1
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.count * self.rows * self.inner * self.outer
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What may depend on the batch."""
+        return self.count, self.rows, self.inner, self.outer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """``rows`` positions that look at ``outer`` positions, with ``heads`` heads in each of ``samples`` samples."""
+
+    samples: int
+    heads: int
+    kv_heads: int
+    rows: int
+    outer: int
+    width: int
+    """Features of a query and of a key."""
+    value_width: int
+    is_causal: bool
+
+    @property
+    def operations(self) -> int:
+        """Of queries with keys, and of scores with values; what a causal mask throws away is counted."""
+        return 2 * self.samples * self.heads * self.rows * self.outer * (self.width + self.value_width)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What may depend on the batch."""
+        return self.samples, self.heads, self.rows, self.outer
+
+
+def products_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+) -> tuple[Product | Attention, ...]:
+    """The matrix products of an operation; none where it is something else."""
+    packet = func.overloadpacket
+    read = _PRODUCTS.get(packet)
+    if read is not None:
+        return read(_named(func, args, kwargs), output)
+    count = flop_registry.get(packet)
+    if count is None:
+        return ()
+    # What no rule here reads has no sizes, only a sum.
+    return (Product(rows=count(*args, **kwargs, out_val=output) // 2, inner=1, outer=1),)
+
+
+def is_view(func: Any) -> bool:
+    """True for what only looks at memory in another way, or asks for some."""
+    returns = [value.alias_info for value in func._schema.returns]
+    return func.overloadpacket in _UNTOUCHED or any(alias is not None and not alias.is_write for alias in returns)
+
+
+def num_bytes(values: Any) -> int:
+    """Of all tensors in a tree of values."""
+    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _read_product(named: dict[str, Any], output: Any) -> tuple[Product, ...]:
+    one = named["self"] if "mat1" not in named else named["mat1"]
+    return (Product(rows=one.shape[0], inner=one.shape[1], outer=named["mat2"].shape[1]),)
+
+
+def _read_batch(named: dict[str, Any], output: Any) -> tuple[Product, ...]:
+    one, two = (named["batch1"], named["batch2"]) if "batch1" in named else (named["self"], named["mat2"])
+    return (Product(count=one.shape[0], rows=one.shape[1], inner=one.shape[2], outer=two.shape[2]),)
+
+
+def _read_convolution(named: dict[str, Any], output: Any) -> tuple[Product, ...]:
+    """A product for each group; its rows are the places of the smaller image, or of the larger where it shrinks."""
+    image, weight, groups = named["input"], named["weight"], named["groups"]
+    if named["transposed"]:
+        places = image.shape[0] * math.prod(image.shape[2:])
+        inner, outer = weight.shape[0] // groups, weight.shape[1] * math.prod(weight.shape[2:])
+    else:
+        places = output.shape[0] * math.prod(output.shape[2:])
+        inner, outer = weight.shape[1] * math.prod(weight.shape[2:]), weight.shape[0] // groups
+    return (Product(count=groups, rows=places, inner=inner, outer=outer),)
+
+
+def _read_attention(named: dict[str, Any], output: Any) -> tuple[Attention, ...]:
+    query, key, value = named["query"], named["key"], named["value"]
+    attention = Attention(
+        samples=query.shape[0],
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        rows=query.shape[2],
+        outer=key.shape[2],
+        width=query.shape[3],
+        value_width=value.shape[3],
+        is_causal=bool(named.get("is_causal", False)),
+    )
+    return (attention,)
+
+
+def _read_recurrent(named: dict[str, Any], output: Any) -> tuple[Product, ...]:
+    """Of each position with both matrices."""
+    places = math.prod(named["input"].shape[:-1])
+    return tuple(
+        Product(rows=places, inner=named[name].shape[1], outer=named[name].shape[0]) for name in ("weight0", "weight1")
+    )
+
+
+_PRODUCTS: dict[Any, Callable[[dict[str, Any], Any], tuple[Product | Attention, ...]]] = {
+    aten.mm: _read_product,
+    aten.addmm: _read_product,
+    aten.bmm: _read_batch,
+    aten.baddbmm: _read_batch,
+    aten.convolution: _read_convolution,
+    aten.mkldnn_rnn_layer: _read_recurrent,
+    aten._scaled_dot_product_flash_attention_for_cpu: _read_attention,
+    aten._scaled_dot_product_flash_attention: _read_attention,
+    aten._scaled_dot_product_efficient_attention: _read_attention,
+    aten._scaled_dot_product_cudnn_attention: _read_attention,
+    aten._scaled_dot_product_fused_attention_overrideable: _read_attention,
+}

@@ -1,0 +1,66 @@
+"""A module whose tensors have shapes and no memory, for as long as a context lasts.
+
+Fake tensors and not the meta device: they say that they are on the CPU, so torch chooses the kernels, and keeps what these need
+for their backward passes, as it does in a real run.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+
+@contextmanager
+def faked(module: nn.Module) -> Iterator[FakeTensorMode]:
+    """Inside, every parameter and buffer is a fake one of the same shape and type, and tied ones are tied; then all is put back.
+
+    Attributes that the forward pass sets are put back too: a fake tensor that a module remembers would be of no use to it.
+    """
+    kept = [(part, dict(part.__dict__), [dict(slots) for slots in _slots(part)]) for part in module.modules()]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Tensor] = {}
+    try:
+        for part, _, _ in kept:
+            for slots in _slots(part)[:2]:
+                for name, tensor in slots.items():
+                    if tensor is not None:
+                        slots[name] = fakes.setdefault(id(tensor), _fake_slot(tensor, mode))
+        yield mode
+    finally:
+        for part, attributes, before in kept:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+            for slots, entries in zip(_slots(part), before, strict=True):
+                slots.clear()
+                slots.update(entries)
+
+
+def _slots(part: nn.Module) -> Sequence[dict[str, Any]]:
+    return part._parameters, part._buffers, part._modules
+
+
+def without_memory(values: Any, mode: FakeTensorMode) -> Any:
+    """The same tree, each tensor that lies on the meta device as a fake one: a module may hold tensors that are no buffers."""
+
+    def change(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) or tensor.device.type != "meta" else fake_like(tensor, mode)
+
+    return tree_map_only(Tensor, change, values)
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor of this shape and type."""
+    # Without the mode's own dispatch, which takes many times as long, and a large model has thousands of parameters.
+    return FakeTensor(mode, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), torch.device("cpu"))
+
+
+def _fake_slot(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    fake = fake_like(tensor, mode)
+    if isinstance(tensor, nn.Parameter):
+        fake.requires_grad_(tensor.requires_grad)
+        fake._is_param = True
+    return fake
