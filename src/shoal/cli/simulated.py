@@ -36,6 +36,13 @@ def print_result(asked: "Asked", result: Mapping[str, Any]) -> None:
     _line("time goes to", ", ".join(shares))
     exposed = (f"{axis} {say_seconds(seconds)}" for axis, seconds in _largest_first(result["exposed"]))
     _line("communication", ", ".join(exposed) or "none that the step waits for")
+    if not result["fits"]:
+        place = max(result["places"], key=lambda place: float(place["memory"]["peak"]))
+        _line(
+            "memory",
+            f"does not fit: place {place['place']} needs {format_bytes(place['memory']['peak'])}, and a {result['cluster']} has "
+            f"{format_bytes(result['device_memory_bytes'])}; raise pp, tp, zero or recompute, or take more microbatches",
+        )
     _print_sites(result["wide_area"])
     _print_goodput(result["goodput"])
     _print_periods(result["wide_area"])

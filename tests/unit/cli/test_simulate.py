@@ -30,7 +30,7 @@ def test_a_step_as_lines_json_picture_trace_and_run(shoal, tiny, tmp_path):
         memory = place["memory"]
         parts = sum(memory[name] for name in ("weights", "gradients", "optimizer", "other", "activations"))
         assert memory["peak"] == pytest.approx(parts) and memory["weights"] > 0 and memory["activations"] > 0
-    assert found["goodput"] is None and found["wide_area"] is None
+    assert found["goodput"] is None and found["wide_area"] is None and found["fits"] is True
     for word in ("step", "pipeline", "time goes to", "communication", "tokens/s"):
         assert word in done.stdout
     assert xml.fromstring((tmp_path / "out.svg").read_text()).tag.endswith("svg")
@@ -67,6 +67,17 @@ def test_ten_thousand_devices_with_jitter_and_failures(shoal, tiny):
     parts = ("useful_seconds", "lost_seconds", "restart_seconds", "checkpoint_seconds")
     assert sum(goodput[part] for part in parts) == pytest.approx(goodput["wall_seconds"])
     assert "goodput" in done.stderr
+
+
+def test_a_plan_that_does_not_fit_is_played_and_said_not_to(shoal, tiny):
+    done = simulate(
+        shoal, tiny, "--plan", "dp=1", "--cluster", "v100-16gb:1", "--set", "model.layers=40", "--set", "model.hidden=2048",
+        "--global-batch", 512, "--json", "-",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] is False and found["places"][0]["memory"]["peak"] > found["device_memory_bytes"]
+    assert "does not fit: place 0 needs" in done.stderr
 
 
 def test_sites_over_a_slow_link(shoal, tiny, tmp_path):
