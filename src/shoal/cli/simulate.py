@@ -215,11 +215,18 @@ def _play(asked: "Asked", conditions: "Conditions", *, num_steps: int | None) ->
             "link_jitter": conditions.link_jitter,
             "seed": conditions.seed,
         },
+        "fits": _fits(simulated, asked),
         "remarks": list(asked.remarks),
         "goodput": None,
         "wide_area": None,
     }
     return _Played(asked, priced, simulated, seconds, result, float(seconds.mean()))
+
+
+def _fits(simulated: "Simulated", asked: "Asked") -> bool:
+    """Whether every rank has room for what it holds at its fullest."""
+    peaks = [simulated.peak_bytes(place) or 0.0 for place in range(simulated.num_places)]
+    return max(peaks) <= asked.cluster.device.memory_bytes
 
 
 def _average(played: _Played, conditions: "Conditions", *, period: int, wan: str, compression: float) -> dict[str, Any]:

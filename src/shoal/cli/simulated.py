@@ -36,8 +36,16 @@ def print_result(asked: "Asked", result: Mapping[str, Any]) -> None:
     _line("time goes to", ", ".join(shares))
     exposed = (f"{axis} {say_seconds(seconds)}" for axis, seconds in _largest_first(result["exposed"]))
     _line("communication", ", ".join(exposed) or "none that the step waits for")
+    if not result["fits"]:
+        place = max(result["places"], key=lambda place: float(place["memory"]["peak"]))
+        _line(
+            "memory",
+            f"does not fit: place {place['place']} needs {format_bytes(place['memory']['peak'])}, and a {result['cluster']} has "
+            f"{format_bytes(result['device_memory_bytes'])}; raise pp, tp, zero or recompute, or take more microbatches",
+        )
     _print_sites(result["wide_area"])
     _print_goodput(result["goodput"])
+    _print_periods(result["wide_area"])
     _print_places(result)
 
 
@@ -65,6 +73,11 @@ def _print_sites(sites: Mapping[str, Any] | None) -> None:
         f"{say_seconds(sites['sync_seconds'])}: {sites['steps_per_second']:.4g} steps/s, "
         f"{sites['communication']:.1%} of the time, {format_count(sites['tokens_per_second'])} tokens/s",
     )
+
+
+def _print_periods(sites: Mapping[str, Any] | None) -> None:
+    if sites is None:
+        return
     print()
     rows = [
         (
@@ -76,7 +89,6 @@ def _print_sites(sites: Mapping[str, Any] | None) -> None:
         for pace in sites["by_period"]
     ]
     print_table(("local steps", "steps/s", "communication", "sent per step"), rows)
-    print()
 
 
 def _print_goodput(goodput: Mapping[str, Any] | None) -> None:

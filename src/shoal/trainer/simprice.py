@@ -1,0 +1,74 @@
+"""What a simulation plays: the recipe's model traced into a chain, and its plan priced on the cluster, in time and in bytes."""
+
+from dataclasses import dataclass, replace
+
+from shoal.core.plan import Plan
+from shoal.planner.cost import price_parts
+from shoal.planner.holding import Held, StepBytes
+from shoal.planner.job import Job, count_layers, cut_stages
+from shoal.planner.memory import CONTEXT_BYTES, kept_bytes, price_memory
+from shoal.planner.parts import StepParts
+from shoal.planner.simulate import schedule_for
+from shoal.planner.stacks import find_stack
+from shoal.trainer.chain import chain_of
+from shoal.trainer.simrequest import Asked
+
+_WEIGHT_BYTES = 4.0
+"""Weights are float32, or converted from it, in every precision that a recipe can name but float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """A step of one site in seconds and bytes."""
+
+    parts: StepParts
+    needed: StepBytes
+    weight_bytes: float
+    """Of the whole model, as sites exchange it."""
+
+
+def price_asked(asked: Asked) -> Priced:
+    """Price the plan of one site.
+
+    Raises:
+        RequestError: the model cannot be traced.
+    """
+    cluster, plan = asked.site_cluster, asked.site_plan
+    if plan.pp > 1:
+        # A schedule has stages of its own number where the plan leaves that to it.
+        grid = schedule_for(plan, plan.microbatches or 1).grid
+        plan = replace(plan, chunks=grid.num_stages // grid.num_ranks)
+    job = Job(
+        chain=chain_of(asked.recipe, asked.spec),
+        cluster=cluster,
+        stack=find_stack("shoal", cluster.device.name),
+        global_batch=asked.global_batch // asked.num_sites,
+        precision=asked.recipe.train.precision,
+        weight_bytes=_WEIGHT_BYTES,
+    )
+    return Priced(
+        parts=price_parts(job, plan), needed=_bytes(job, plan), weight_bytes=_WEIGHT_BYTES * job.chain.weights
+    )
+
+
+def _bytes(job: Job, plan: Plan) -> StepBytes:
+    """States of every pipeline rank, and what one microbatch leaves behind in every stage."""
+    chain = job.chain
+    samples = job.global_batch / ((plan.dp or 1) * (plan.microbatches or 1))
+    kept = [
+        kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute=plan.recompute)
+        for layer in chain.distinct
+    ]
+    stages = (count_layers(chain, cut) for cut in cut_stages(chain, plan.pp * (plan.chunks or 1)))
+    return StepBytes(
+        places=tuple(
+            Held(
+                weights=memory.weights,
+                gradients=memory.gradients,
+                optimizer=memory.optimizer,
+                other=memory.working + memory.versions + CONTEXT_BYTES,
+            )
+            for memory in price_memory(job, plan)
+        ),
+        activations=tuple(samples * sum(kept[layer] * count for layer, count in counted.items()) for counted in stages),
+    )

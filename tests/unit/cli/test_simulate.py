@@ -1,0 +1,114 @@
+"""``shoal simulate`` as a command: what it prints and writes, and one message for what cannot be."""
+
+import json
+import xml.etree.ElementTree as xml
+
+import pytest
+
+from shoal.core.rundir import RunDir
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def simulate(shoal, tiny, *arguments, **options):
+    return shoal("simulate", tiny, *arguments, **options)
+
+
+def test_a_step_as_lines_json_picture_trace_and_run(shoal, tiny, tmp_path):
+    done = simulate(
+        shoal, tiny, "--plan", "tp=2 pp=2", "--cluster", "h100:2x8", "--global-batch", 16, "--straggler", "3:1.5",
+        "--json", "out.json", "--svg", "out.svg", "--trace", "out.trace", "--run-dir", "run", "--steps", 3,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["plan"] == "dp=4 tp=2 pp=2 schedule=1f1b microbatches=4" and found["world_size"] == 16
+    assert sum(found["breakdown"].values()) == pytest.approx(found["step_seconds"], rel=1e-6)
+    assert found["tokens_per_second"] == pytest.approx(16 * 16 / found["step_seconds"])
+    assert [group["replicas"] for group in found["replicas"]] == [3, 1] and 0 < found["bubble"] < 1
+    assert [place["num_ranks"] for place in found["places"]] == [8, 8]
+    for place in found["places"]:
+        memory = place["memory"]
+        parts = sum(memory[name] for name in ("weights", "gradients", "optimizer", "other", "activations"))
+        assert memory["peak"] == pytest.approx(parts) and memory["weights"] > 0 and memory["activations"] > 0
+    assert found["goodput"] is None and found["wide_area"] is None and found["fits"] is True
+    for word in ("step", "pipeline", "time goes to", "communication", "tokens/s"):
+        assert word in done.stdout
+    assert xml.fromstring((tmp_path / "out.svg").read_text()).tag.endswith("svg")
+    assert json.loads((tmp_path / "out.trace").read_text())["traceEvents"]
+    run = RunDir(tmp_path / "run")
+    events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
+    assert [event["kind"] for event in events] == [
+        "run_started",
+        "step",
+        "memory",
+        "step",
+        "step",
+        "memory",
+        "run_ended",
+    ]
+    assert events[1]["seconds"] == pytest.approx(found["step_seconds"])
+    assert run.recipe.exists() and json.loads(run.summary.read_text())["simulated"] is True
+
+
+def test_ten_thousand_devices_with_jitter_and_failures(shoal, tiny):
+    done = simulate(
+        shoal, tiny, "--plan", "tp=2 pp=2", "--cluster", "h100:1250x8", "--devices", 10_000, "--global-batch", 20_000,
+        "--jitter", 0.05, "--link-jitter", 0.1, "--steps", 20, "--mtbf", 50_000, "--checkpoint", 30, "--json", "-",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (
+        found["devices"] == 10_000 and found["steps"]["count"] == 20 and found["steps"]["max"] > found["steps"]["p50"]
+    )
+    goodput = found["goodput"]
+    assert goodput["mtbf_seconds"] == pytest.approx(5 * 3600)
+    assert goodput["interval_seconds"] == pytest.approx(goodput["young_interval_seconds"], rel=0.05)
+    assert 0.8 < goodput["expected_goodput"] < 1 and goodput["failures"] > 50
+    parts = ("useful_seconds", "lost_seconds", "restart_seconds", "checkpoint_seconds")
+    assert sum(goodput[part] for part in parts) == pytest.approx(goodput["wall_seconds"])
+    assert "goodput" in done.stderr
+
+
+def test_a_plan_that_does_not_fit_is_played_and_said_not_to(shoal, tiny):
+    done = simulate(
+        shoal, tiny, "--plan", "dp=1", "--cluster", "v100-16gb:1", "--set", "model.layers=40", "--set", "model.hidden=2048",
+        "--global-batch", 512, "--json", "-",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] is False and found["places"][0]["memory"]["peak"] > found["device_memory_bytes"]
+    assert "does not fit: place 0 needs" in done.stderr
+
+
+def test_sites_over_a_slow_link(shoal, tiny, tmp_path):
+    done = simulate(
+        shoal, tiny, "--plan", "dp=8 tp=2", "--cluster", "a100:2x8", "--local-steps", 50, "--sites", 4,
+        "--wan", "1Gbit/s,30ms", "--json", "out.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    wide = found["wide_area"]
+    assert found["plan"] == "dp=8 tp=2" and found["site_plan"] == "dp=2 tp=2" and wide["sites"] == 4
+    moved = 1.5 * wide["bytes_per_sync"] / 1.25e8
+    assert wide["sync_seconds"] == pytest.approx(6 * 0.03 + moved)
+    assert wide["steps_per_second"] == pytest.approx(50 / (50 * found["step_seconds"] + wide["sync_seconds"]))
+    assert [pace["period"] for pace in wide["by_period"]] == [1, 10, 50, 100]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster", "h100:2x8", "--plan", "dp=32"], "needs 32 devices, and the cluster has 16"),
+        (["--cluster", "h100:1x8", "--straggler", "8:2"], "has 8 ranks, 0 to 7; name one of them"),
+        (["--cluster", "h100:1x8", "--jitter", "-1"], "jitter is -1, and must be 0 or more"),
+        (["--cluster", "h100:1x8", "--mtbf", "-2"], "the mean time between failures is -7200 s"),
+        (["--cluster", "h100:1x8", "--mtbf", "9", "--interval", "0"], "--interval is '0'; give a number of steps"),
+        (["--cluster", "h100:1x8", "--mtbf", "9", "--days", "0"], "--days is 0; give days above 0"),
+        (["--cluster", "h100:1x8", "--local-steps", "5", "--wan", "string"], "there is no link 'string'"),
+        (["--cluster", "h100:1x8", "--svg", "no/out.svg"], "--svg no/out.svg: there is no folder no"),
+    ],
+)
+def test_what_cannot_be_is_one_message_and_code_2(shoal, tiny, arguments, message):
+    done = simulate(shoal, tiny, *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and message in done.stderr and "Traceback" not in done.stderr
