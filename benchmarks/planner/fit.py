@@ -3,8 +3,8 @@
     python benchmarks/planner/fit.py TABLE.csv [--folds 5] [--dry-run]
 
 A constant moves by coordinate descent in its logarithm; the loss is the mean absolute error, a source counting by the root of
-its rows, and a pull towards the constants of the software's relatives that is worth one row. At most six constants of a stack are free. Errors that it
-prints and stores are cross-validated: a row is predicted with constants that were fitted without it.
+its rows, and a pull towards the constants of the software's relatives that is worth one row. At most six constants of a stack are
+free. Errors that it prints and stores are cross-validated: a row is predicted with constants that were fitted without it.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """A model as a chain of layers: what each computes, keeps for its backward pass and hands on, as plain numbers. No torch.
 
 Everything is of **one sample** on **one device**, so that a plan can be priced by arithmetic: the planner multiplies by the
-samples of a microbatch and divides by what a technique splits. Bytes of activations are those of the compute type that the chain was made
-for; weights are counted in elements, because precision and optimizer decide their bytes.
+samples of a microbatch and divides by what a technique splits. Bytes of activations are those of the compute type that the chain
+was made for; weights are counted in elements, because precision and optimizer decide their bytes.
 """
 
 from dataclasses import dataclass, field

@@ -9,12 +9,14 @@ from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
 from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.data.check import check_data
+from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
 from shoal.models.facts import facts_of
 from shoal.optim.flat import num_state_bytes
 from shoal.planner.config import ShapeConfig
 from shoal.planner.estimate import Estimate, estimate_by_schedule
 from shoal.planner.explain import explain, why_not
+from shoal.planner.hardware import Cluster
 from shoal.planner.job import Job
 from shoal.planner.perlayer import Choices, choose_splits
 from shoal.planner.presets import build_cluster
@@ -94,28 +96,35 @@ def build_job(
     Raises:
         RequestError: the cluster, the software or the model cannot be understood.
     """
-    config = recipe.planner
-    if config.software not in SOFTWARE:
-        raise RequestError(f"planner.software is {config.software!r}; {did_you_mean(config.software, SOFTWARE)}")
-    where = build_cluster(cluster, config.devices)
+    where = build_cluster(cluster, recipe.planner.devices)
     batch = recipe.train.global_batch if global_batch is None else global_batch
     if not 1 <= batch <= _MANY:
         raise RequestError(f"the global batch is {batch}; give 1 to {_MANY}")
     chain, facts = _model(recipe, own)
-    precision = recipe.train.precision
+    return job_on(recipe, chain, where, global_batch=batch), facts
+
+
+def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -> Job:
+    """A chain trained as a recipe says, on a cluster.
+
+    Raises:
+        RequestError: the recipe names a software that is not known.
+    """
+    config, precision = recipe.planner, recipe.train.precision
+    if config.software not in SOFTWARE:
+        raise RequestError(f"planner.software is {config.software!r}; {did_you_mean(config.software, SOFTWARE)}")
     is_ours = config.software == "shoal"
     weight_bytes = (8.0 if precision == "float64" else 4.0) if is_ours else 2.0
-    job = Job(
+    return Job(
         chain=chain,
         cluster=where,
         stack=find_stack(config.software, where.device.name),
-        global_batch=batch,
+        global_batch=global_batch,
         precision=precision,
         weight_bytes=weight_bytes,
         # Of a tensor large enough that the few bytes for every tensor do not count.
         state_bytes=num_state_bytes(recipe.optim.name, [_MANY], int(weight_bytes)) / _MANY if is_ours else None,
     )
-    return job, facts
 
 
 def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts | None]:
@@ -126,7 +135,18 @@ def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts | None]:
         data = own.measure_data(recipe)
     assert data.spec is not None, "data that was measured has a spec"
     check_model(recipe.model, data.spec)
-    return chain_of(recipe, data.spec, device="cuda"), facts_of(recipe.model, data.spec)
+    return chain_for(recipe, data.spec), facts_of(recipe.model, data.spec)
+
+
+def chain_for(recipe: Recipe, spec: DataSpec) -> Chain:
+    """The model to plan for: the recipe's module as accelerators run it, or the shape that stands in its place.
+
+    Raises:
+        RequestError: the module cannot be traced.
+    """
+    if recipe.planner.shape is not None:
+        return shape_chain(recipe.planner.shape, recipe.train.precision)
+    return chain_of(recipe, spec, device="cuda")
 
 
 def shape_chain(shape: ShapeConfig, precision: str) -> Chain:
