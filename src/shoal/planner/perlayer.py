@@ -3,8 +3,8 @@
 A layer on N devices may be split by samples (dp), by parameters (tp) or by an attribute of a sample, its positions (cp), in any
 degrees whose product is N; going from one split to another costs a redistribution of the activation in between. These are
 FlexFlow's SOAP dims (Jia et al. 2019, arXiv:1807.05358) without the operator dim, which a chain does not have; the recursion is
-Galvatron's (Miao et al. 2023, arXiv:2211.13878, eq. 1) without its memory axis. Shoal executes one split for all layers; what this
-finds is how much a split of each layer's own could gain at most.
+Galvatron's (Miao et al. 2023, arXiv:2211.13878, eq. 1) without its memory axis. Shoal executes one split for all layers; what
+this finds is how much a split of each layer's own could gain at most.
 """
 
 import math
