@@ -84,6 +84,7 @@ class Peer:
         self._node = node
         self._parsed = parsed
         self._shares = shares
+        self._socket: zmq.Socket[bytes] | None = None
         self._pump: Pump | None = None
         self._monitor: Pump | None = None
         self._streams = Streams()
@@ -153,7 +154,10 @@ class Peer:
         for call in self._calls.values():
             call.fail(self._closed(call.operation))
         self._streams.close_all()
-        if self._pump is not None and self._monitor is not None:
+        if self._socket is not None and self._pump is not None and self._monitor is not None:
+            # First of all: where nobody reads what happens to a socket that is still watched, and something does (the other side
+            # dies at this moment), the one thread that does all of ZeroMQ's work waits for a reader for ever (libzmq 3575).
+            self._socket.disable_monitor()
             self._monitor.close()
             self._pump.close()
         self._node.forget_peer(self)
@@ -244,7 +248,7 @@ class Peer:
                 # One that stays open would keep the context, and with it the process, from ending.
                 socket.close(linger=0)
                 raise
-            self._pump = Pump(socket, self._receive)
+            self._socket, self._pump = socket, Pump(socket, self._receive)
         return self._pump
 
     def _watch(self, frames: list[zmq.Frame]) -> None:
