@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, Layer, LayerKind
+from shoal.planner.cost import layer_weights
 from shoal.planner.job import Job, count_layers, cut_stages
 
 _CAST = 2.0 + 4.0
@@ -142,7 +143,8 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     activations = held * sum(each * count for each, (_, count) in zip(kept, layers, strict=True))
     return Memory(
         weights=(shards if plan.zero == 3 else whole) * job.weight_bytes,
-        gradients=(shards if plan.zero >= 2 else whole) * gradient_bytes,
+        # A pipeline has gradients whole until its last cell, whatever becomes of them then.
+        gradients=(shards if plan.zero >= 2 and plan.pp == 1 else whole) * gradient_bytes,
         optimizer=shards * (software.state_bytes if job.state_bytes is None else job.state_bytes),
         activations=activations,
         working=max((_working(layer, job, plan, samples, chain) for layer, _ in layers), default=0.0)
@@ -192,6 +194,8 @@ def _gathered(layers: Sequence[tuple[Layer, int]], job: Job, plan: Plan) -> floa
     """ZeRO-3: the layer that is computed and the one that comes next, whole, with its gradient."""
     if plan.zero < 3:
         return 0.0
+    if plan.pp > 1 and job.stack.software.keeps_gathered:
+        return sum(layer_weights(layer, plan) * count for layer, count in layers) * job.weight_bytes
     largest = max(
         (layer.weights / plan.tp / (plan.ep if layer.expert_weights else 1) for layer, _ in layers), default=0.0
     )

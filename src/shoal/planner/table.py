@@ -123,8 +123,6 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None) -> 
     chunks = _chunks(row["schedule_or_interleave"])
     zero = _leading_digit(row["zero"])
     sequence = row["seq_parallel"].strip().lower()
-    if row["micro_batch"] == "" or zero is None:
-        assumed.append(f"zero {zero or 0}")
     plan = Plan(
         dp=degrees["dp"],
         tp=degrees["tp"],

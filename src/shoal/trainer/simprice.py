@@ -21,6 +21,8 @@ class Priced:
     needed: StepBytes
     weight_bytes: float
     """Of the whole model, as sites exchange it."""
+    tokens: float
+    """Of one sample."""
 
 
 def price_asked(asked: Asked) -> Priced:
@@ -41,7 +43,10 @@ def price_asked(asked: Asked) -> Priced:
         global_batch=asked.global_batch // asked.num_sites,
     )
     return Priced(
-        parts=price_parts(job, plan), needed=_bytes(job, plan), weight_bytes=job.weight_bytes * job.chain.weights
+        parts=price_parts(job, plan),
+        needed=_bytes(job, plan),
+        weight_bytes=job.weight_bytes * job.chain.weights,
+        tokens=job.chain.tokens,
     )
 
 
