@@ -169,6 +169,14 @@ class Chain:
         return sum(layer.forward_flops for layer in self.layers)
 
     @cached_property
+    def block_range(self) -> tuple[int, int]:
+        """The first block and the end of the last; of a chain without blocks, all its layers."""
+        blocks = [at for at, layer in enumerate(self.layers) if layer.kind is LayerKind.BLOCK] or [
+            *range(len(self.layers))
+        ]
+        return blocks[0], blocks[-1] + 1
+
+    @cached_property
     def distinct(self) -> tuple[Layer, ...]:
         """Every kind of layer once: a thousand equal blocks are priced once."""
         return tuple(dict.fromkeys(self.layers))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shoal.core.plan import Plan
 from shoal.costs.chain import Layer
 from shoal.planner.collectives import Group, Wire, all_reduce, exchange, gather, send, wire_of
-from shoal.planner.job import Job, count_layers, cut_stages
+from shoal.planner.job import Job, count_stages, cut_stages
 from shoal.planner.kernels import Slice, time_layer
 from shoal.planner.parts import StageTimes, StepParts
 
@@ -80,7 +80,7 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
     wires = wires_of(plan, job)
     part = Slice(samples=samples, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, expert=plan.ep)
     cuts = cut_stages(job.chain, pp * chunks)
-    counts = [count_layers(job.chain, cut) for cut in cuts]
+    counts = count_stages(job.chain, pp * chunks)
     depends = (part, plan.recompute)
     priced = None if known is None else known.get(depends)
     if priced is None:

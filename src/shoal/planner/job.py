@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
-from shoal.costs.chain import Chain, LayerKind
+from shoal.costs.chain import Chain
 from shoal.planner.hardware import Cluster
 from shoal.planner.stacks import Stack
 
@@ -39,18 +40,26 @@ def spread_blocks(num_blocks: int, num_stages: int) -> tuple[int, ...]:
 
 def cut_stages(chain: Chain, num_stages: int) -> tuple[tuple[int, int], ...]:
     """First layer and end of every stage: blocks spread evenly, what stands before and after them at the ends."""
-    blocks = [at for at, layer in enumerate(chain.layers) if layer.kind is LayerKind.BLOCK] or list(
-        range(len(chain.layers))
-    )
-    at = blocks[0]
+    return _cut(chain.block_range, len(chain.layers), num_stages)
+
+
+def count_stages(chain: Chain, num_stages: int) -> tuple[Mapping[int, int], ...]:
+    """Layers of every stage: how many of each of ``chain.distinct``."""
+    return _count(chain.numbers, cut_stages(chain, num_stages))
+
+
+# A search asks for the same few numbers of stages thousands of times.
+@lru_cache(maxsize=1024)
+def _cut(blocks: tuple[int, int], num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
+    at, end = blocks
     cuts = []
-    for stage, count in enumerate(spread_blocks(blocks[-1] + 1 - at, num_stages)):
+    for stage, count in enumerate(spread_blocks(end - at, num_stages)):
         begin = 0 if stage == 0 else at
         at += count
-        cuts.append((begin, len(chain.layers) if stage == num_stages - 1 else at))
+        cuts.append((begin, num_layers if stage == num_stages - 1 else at))
     return tuple(cuts)
 
 
-def count_layers(chain: Chain, cut: tuple[int, int]) -> Mapping[int, int]:
-    """Layers of a stage: how many of each of ``chain.distinct``."""
-    return Counter(chain.numbers[cut[0] : cut[1]])
+@lru_cache(maxsize=1024)
+def _count(numbers: tuple[int, ...], cuts: tuple[tuple[int, int], ...]) -> tuple[Mapping[int, int], ...]:
+    return tuple(Counter(numbers[begin:end]) for begin, end in cuts)

@@ -12,7 +12,7 @@ from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, Layer, LayerKind
 from shoal.planner.cost import layer_weights
-from shoal.planner.job import Job, count_layers, cut_stages
+from shoal.planner.job import Job, count_stages
 
 _CAST = 2.0 + 4.0
 """Bytes of an output layer's gradient for a moment: in 16 bit as it comes, and in float32 as it is added up."""
@@ -75,8 +75,7 @@ def price_memory(
         ranks: along ``pp``; all when left out.
     """
     chain, pp, chunks = job.chain, plan.pp, plan.chunks or 1
-    cuts = cut_stages(chain, pp * chunks)
-    counts = [count_layers(chain, cut) for cut in cuts]
+    counts = count_stages(chain, pp * chunks)
     held = list(in_flight) if in_flight is not None else [in_flight_bound(plan, rank) for rank in range(pp)]
     copies = 1.0 if plan.schedule in ("chimera", "dualpipe") else 0.0
     found = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from shoal.core.plan import Plan
 from shoal.planner.cost import price_parts
 from shoal.planner.holding import Held, StepBytes
-from shoal.planner.job import Job, count_layers, cut_stages
+from shoal.planner.job import Job, count_stages
 from shoal.planner.memory import CONTEXT_BYTES, kept_bytes, price_memory
 from shoal.planner.parts import StepParts
 from shoal.planner.simulate import schedule_for
@@ -58,7 +58,7 @@ def _bytes(job: Job, plan: Plan) -> StepBytes:
         kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute=plan.recompute)
         for layer in chain.distinct
     ]
-    stages = (count_layers(chain, cut) for cut in cut_stages(chain, plan.pp * (plan.chunks or 1)))
+    stages = count_stages(chain, plan.pp * (plan.chunks or 1))
     return StepBytes(
         places=tuple(
             Held(
