@@ -2,6 +2,7 @@
 
 import time
 
+import torch
 from torch import nn
 
 
@@ -24,15 +25,41 @@ def build(spec, seconds):
     return Paced(spec.vocab, seconds)
 
 
-class Poisoned(Paced):
-    """Its gradient is not finite from its fourth pass on."""
+class Pause(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
 
-    passes = 0
+    def forward(self, hidden):
+        if self.training:
+            time.sleep(self.seconds)
+        return hidden
+
+
+def build_row(spec, seconds):
+    """One module after the other, so that it can be cut into stages; each half takes half of the time."""
+    return nn.Sequential(
+        nn.Embedding(spec.vocab, 24),
+        Pause(seconds / 2),
+        nn.Linear(24, 48),
+        nn.Tanh(),
+        nn.Dropout(0.1),
+        nn.Linear(48, 48),
+        Pause(seconds / 2),
+        nn.Linear(48, spec.vocab),
+    )
+
+
+class Poisoned(Paced):
+    """Its gradient is not finite from the second update on, in every process: one that is started again has no better luck."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.initial = self.out.bias.detach().clone()
 
     def forward(self, tokens):
-        self.passes += self.training
         found = super().forward(tokens)
-        return found * float("nan") if self.training and self.passes > 3 else found
+        return found if torch.equal(self.out.bias, self.initial) or not self.training else found * float("nan")
 
 
 def build_poisoned(spec, seconds):

@@ -2,9 +2,9 @@
 
     python benchmarks/planner/fit.py TABLE.csv [--folds 5] [--dry-run]
 
-A constant moves by coordinate descent in its logarithm; the loss is the mean absolute error, each source counting the same, and a pull
-towards the constants of the software's relatives that is worth one row. At most six constants of a stack are free. Errors that it
-prints and stores are cross-validated: a row is predicted with constants that were fitted without it.
+A constant moves by coordinate descent in its logarithm; the loss is the mean absolute error, a source counting by the root of
+its rows, and a pull towards the constants of the software's relatives that is worth one row. At most six constants of a stack are
+free. Errors that it prints and stores are cross-validated: a row is predicted with constants that were fitted without it.
 """
 
 import argparse
@@ -62,13 +62,15 @@ def usable(runs: Sequence[object]) -> list[Run]:
 
 
 def mean_error(runs: Sequence[Run], constants: Constants) -> float:
-    """Mean absolute error, each source counting the same."""
+    """Mean absolute error, a source counting by the root of its rows: many alike say less than as many unlike."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for run in runs:
         found = predict_run(run, Stack(software=SOFTWARE[run.software], constants=constants, is_fitted=True))
         assert found.predicted is not None and found.measured
         by_source[run.source].append(abs(found.predicted / found.measured - 1))
-    return sum(sum(errors) / len(errors) for errors in by_source.values()) / len(by_source)
+    weights = {source: math.sqrt(len(errors)) for source, errors in by_source.items()}
+    means = {source: sum(errors) / len(errors) for source, errors in by_source.items()}
+    return sum(means[source] * weight for source, weight in weights.items()) / sum(weights.values())
 
 
 def fit(runs: Sequence[Run], start: Constants, free: Sequence[str]) -> Constants:

@@ -99,7 +99,13 @@ def main() -> None:
             f"  {rule:12} {entry['seconds_to_target']:7.1f} s   {base / entry['seconds_to_target']:5.2f} x bsp   "
             f"validation loss {entry['validation_loss']:.4f} after {entry['seconds']:.1f} s"
         )
-    results = {"steps": options.steps, "factor": options.factor, "target": target, "rules": found}
+    results = {
+        "date": str(date.today()),
+        "steps": options.steps,
+        "factor": options.factor,
+        "target": target,
+        "rules": found,
+    }
     (HERE / "results" / f"{date.today()}.json").write_text(json.dumps(results, indent=1) + "\n")
     FIGURE.write_text(draw_svg({rule: entry["curve"] for rule, entry in found.items()}, target))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -206,14 +207,22 @@ def test_what_comes_with_an_old_epoch_is_refused(folder):
     run(work())
 
 
-def test_a_gradient_of_another_length_is_refused(folder):
+def test_a_gradient_of_another_length_or_type_is_refused(folder):
     async def work():
         async with crewed(folder, steps=200, shares=SHARES) as crew:
             await crew.until_round(2)
             member = crew.members["worker-0"]
             view = member.contact.view
             peer = member.node.connect(view.member(view.chains[0].primary).address)
-            for payload in (torch.zeros(3), torch.zeros(crew.shard_map.shards[0].numel, dtype=torch.float64), b"abc"):
+            numel = crew.shard_map.shards[0].numel
+            # The last has the length of a right one, and other numbers.
+            wrong = (
+                torch.zeros(3),
+                torch.zeros(numel, dtype=torch.float64),
+                b"abc",
+                torch.ones(numel, dtype=torch.int32),
+            )
+            for payload in wrong:
                 with pytest.raises(Refused) as caught:
                     await peer.call(Push(shard=0, number=10**6, version=2), payload=payload, deadline=2.0)
                 assert caught.value.code == "shape"
@@ -240,8 +249,11 @@ def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
                 loss=0.0,
                 version=1,
             )
-            answer = await peer.call(Commit(contribution=made_up), deadline=2.0)
-            assert not answer.body.is_kept
+            with pytest.raises(Refused, match=r"unfit.*portion 399 is not in this worker's hands"):
+                await peer.call(Commit(contribution=made_up), deadline=2.0)
+            of_another = replace(made_up, worker=crew.members["worker-1"].node.incarnation)
+            with pytest.raises(Refused, match=r"stranger.* commits what .* is said to have done"):
+                await peer.call(Commit(contribution=of_another), deadline=2.0)
             await crew.until_round(max(crew.rounds) + 2)
             entries = [entry.identity for made in crew.rounds.values() for entry in made.entries]
             assert made_up.identity not in entries
@@ -284,5 +296,33 @@ def test_calls_to_a_dead_server_end_with_the_next_view(folder, monkeypatch):
             assert ATTEMPT_SECONDS < 5.0
             await crew.start_server(name)
             assert torch.equal(await crew.finish(), alone(steps=40, shares=SHARES))
+
+    run(work())
+
+
+def test_who_waits_long_for_another_worker_is_told_for_whom(folder):
+    """A worker whose computation hangs still gives signs of life, and holds everyone up: its name must be somewhere."""
+
+    class HangsError(Exception):
+        pass
+
+    def hang(weights, step, share):
+        raise HangsError
+
+    async def work():
+        async with crewed(folder, steps=10_000, shares=SHARES) as crew:
+            await crew.until_round(1)
+            told = []
+            for name in ("worker-0", "worker-1"):
+                client = crew.members[name].client
+                client._deadline, client._tell = 1.5, told.append
+            hanging = await crew.start_worker("worker-2", compute=hang)
+            async with asyncio.timeout(60):
+                while not told:
+                    await asyncio.sleep(0.01)
+            assert isinstance(hanging.tasks[0].exception(), HangsError)
+            hanging.tasks.clear()
+            assert told[0].startswith("nothing to do for 1.5 s: waiting for round ")
+            assert "worker-2 is at it" in told[0], told
 
     run(work())

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from candidates import Candidate, leader, start_candidate, until
+from cluster_cases import Roles
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
 from shoal.elastic.election.elector import Deposed
@@ -152,3 +153,25 @@ def test_one_candidate_of_etcd(etcd) -> None:
             await other.renew()
 
     asyncio.run(run())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_two_centers_of_a_run_are_elected_by_etcd(etcd, shoal, tiny, tmp_path) -> None:
+    """Without a majority: the leading one is killed, and the other one sees the run to its end."""
+    url, _ = etcd
+    settings = ("paramserver.lease_seconds=1", "elastic.start_deadline=240", "train.steps=100000")
+    roles = Roles(tmp_path, tiny, settings=settings, num_centers=2)
+    try:
+        for index in range(2):
+            roles.start(f"center-{index}", "--etcd", f"{url}/run")
+        for name in ("server-0", "server-1", "worker-0", "worker-1"):
+            roles.start(name)
+        until(lambda: roles.step() >= 3, "the third step", 240.0)
+        leader, epoch = roles.leader()
+        leader.process.kill()
+        until(lambda: roles.leader(above=epoch), "the next center", 60.0)
+        before = roles.step()
+        until(lambda: roles.step() > before, "a step under it", 60.0)
+    finally:
+        roles.kill_all()

@@ -16,6 +16,7 @@ PLANS = (
     "ps=2 workers=2 update=bsp backup=1",
     "ps=2 workers=2 update=ssp:1",
     "ps=1 workers=2 update=async",
+    "pp=2 schedule=1f1b microbatches=2 ps=1 workers=2 update=bsp",
 )
 SOAKED = (
     "ps=1 workers=1 update=async",
@@ -28,7 +29,17 @@ SOAKED = (
     "ps=2 workers=3 update=half:2,0",
     "ps=2 workers=2 update=downpour:2,2",
     "ps=1 workers=3 update=downpour:3,2",
+    "ps=2 workers=2 pp=2 schedule=chimera microbatches=2 update=ssp:1",
+    "ps=1 workers=2 pp=2 schedule=zb-h1 microbatches=2 update=async",
+    "ps=1 workers=2 pp=2 schedule=interleaved microbatches=2 update=downpour:2,2 recompute=full",
 )
+SPLIT = (
+    "ps=1 workers=2 tp=2 update=bsp",
+    "ps=2 workers=1 tp=2 sp=true cp=2 update=bsp",
+    "ps=1 workers=2 cp=2 cp_kind=alltoall update=ssp:1",
+    "ps=1 workers=2 tp=2 pp=2 microbatches=2 update=async",
+)
+"""Workers whose ranks split single sums: within the law's tolerance."""
 SERVER_MUTANTS = [name for name, mutant in MUTANTS.items() if mutant.plan.startswith("ps=")]
 
 
@@ -56,7 +67,7 @@ def test_servers_are_proved_bit_for_bit(shoal, recipe, tmp_path):
         assert plan["worst"]["loss"] < 1e-6 and plan["first_difference"] is None
     reasons = {plan["plan"]: plan["reason"] for plan in found}
     assert "a log of 3 rounds" in reasons[PLANS[1]] and "a log of 6 rounds" in reasons[PLANS[2]]
-    assert "3 of 3 equal one process, 3 of them bit for bit" in done.stdout
+    assert "4 of 4 equal one process, 4 of them bit for bit" in done.stdout
 
 
 @pytest.mark.timeout(120)
@@ -89,6 +100,27 @@ def test_more_plans_are_proved(recipe, plan):
         for precision in ("float32", "float64", "bfloat16"):
             found = prover.prove(subject, Plan.parse(plan), precision)
             assert found.ok and found.bitwise, found
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("plan", [SPLIT[0], *(pytest.param(plan, marks=pytest.mark.soak) for plan in SPLIT[1:])])
+def test_workers_that_split_sums_are_proved_within_the_law(recipe, plan):
+    subject, _ = build_subject(load_recipe(recipe))
+    with Prover(steps=3) as prover:
+        for precision, bound in (("float64", 1e-12), ("float32", 1e-5)):
+            found = prover.prove(subject, Plan.parse(plan), precision)
+            assert found.ok and found.steps == 3, found
+            assert 0 < found.worst["grad"] <= bound, found.worst
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [name for name in SERVER_MUTANTS if "of a group" in name])
+def test_a_planted_bug_is_caught_in_a_group(recipe, name):
+    subject, _ = build_subject(load_recipe(recipe))
+    mutant = MUTANTS[name]
+    with Prover(steps=2) as prover:
+        found = prover.prove(subject, Plan.parse(mutant.plan), "float32", mutant=name)
+    assert not found.ok and found.first_difference.kind in mutant.by, found
 
 
 @pytest.mark.soak

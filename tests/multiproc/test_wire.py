@@ -4,11 +4,13 @@ import asyncio
 import signal
 import time
 
+import numpy as np
+import psutil
 import pytest
 
 from shoal.comm.wire.arena import sweep_arenas
-from shoal.comm.wire.errors import WireLost, WireTimeout
-from wire_cases import DEADLINE, Count, Echo, Late, nodes, noise
+from shoal.comm.wire.errors import Refused, WireLost, WireTimeout
+from wire_cases import DEADLINE, Count, Echo, Late, Sum, nodes, noise
 from wire_server import server
 
 SIZE = 3 << 20
@@ -97,3 +99,27 @@ def test_what_a_killed_server_sent_stays_readable_and_is_swept(tmp_path):
 
     asyncio.run(work())
     assert not list(tmp_path.glob("*.arena"))
+
+
+@pytest.mark.timeout(60)
+def test_a_payload_for_which_there_is_no_memory_is_refused_and_the_next_one_is_taken(tmp_path):
+    """Announced lengths are within the limits, and may still be more than a machine has left."""
+    payload = noise(78 << 20)
+
+    async def ask(process, address):
+        async with nodes(1) as [node]:
+            peer = node.connect(address)
+            await peer.call(Sum(), payload=noise(10), deadline=DEADLINE)
+            limited = psutil.Process(process.pid)
+            before = limited.rlimit(psutil.RLIMIT_AS)
+            limited.rlimit(psutil.RLIMIT_AS, (limited.memory_info().vms + (64 << 20), before[1]))
+            with pytest.raises(
+                Refused, match=r"busy.*there is no memory for a payload of 81788928 bytes here; try again"
+            ):
+                await peer.call(Sum(), payload=payload, deadline=DEADLINE)
+            limited.rlimit(psutil.RLIMIT_AS, before)
+            answer = await peer.call(Sum(), payload=payload, deadline=DEADLINE)
+            assert answer.body.total == int(payload.sum(dtype=np.int64))
+
+    with server(f"ipc://{tmp_path}/s.sock") as (process, address):
+        asyncio.run(ask(process, address))

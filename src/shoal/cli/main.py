@@ -19,6 +19,7 @@ from shoal.cli import ckpt, keys, role
 from shoal.cli.doctor import doctor
 from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
+from shoal.cli.plan import plan
 from shoal.cli.predict import predict
 from shoal.cli.sample import sample
 from shoal.cli.schedule import ScheduleCommand, schedule
@@ -44,6 +45,7 @@ app.command("verify")(verify)
 app.command("eval")(evaluate)
 app.command("sample")(sample)
 app.command("schedule", cls=ScheduleCommand)(schedule)
+app.command("plan")(plan)
 app.command("predict")(predict)
 app.command("simulate")(simulate)
 app.command("init")(init)

@@ -51,6 +51,10 @@ _Allow = Annotated[
         "--allow", metavar="PATH", help="Public keys that are let in: a file, or a folder of *.pub; else its own alone."
     ),
 ]
+_Etcd = Annotated[
+    str,
+    typer.Option("--etcd", metavar="URL/KEY", help="Elect by this etcd (http://HOST:2379/KEY), a KEY for each run."),
+]
 _RunDir = Annotated[
     Path,
     typer.Option("--run-dir", metavar="DIR", help="Where the run leaves everything; one folder, seen by all servers."),
@@ -75,6 +79,7 @@ def center(
     overrides: _Set = None,
     keys: _Keys = None,
     allow: _Allow = None,
+    etcd: _Etcd = "",
 ) -> None:
     """Stand for the center: one leads, the others take over when it dies."""
     from shoal.trainer.centering import lead
@@ -90,6 +95,7 @@ def center(
         overrides=overrides,
         keys=keys,
         allow=allow,
+        etcd=etcd,
     )
     raise typer.Exit(run_async(lambda: lead(role.place)))
 
@@ -178,6 +184,7 @@ def _prepare(
     listen: str = "",
     index: int = 0,
     allow: Path | None = None,
+    etcd: str = "",
     run_dir: Path | None = None,
     resume: bool = False,
 ) -> "PreparedRole":
@@ -197,6 +204,7 @@ def _prepare(
         listen=listen,
         keys=keys,
         allow=allow,
+        etcd=etcd,
         run_dir=run_dir,
         resume=resume,
     )

@@ -198,7 +198,7 @@ def _play(asked: "Asked", conditions: "Conditions", *, num_steps: int | None) ->
     simulated = simulate_step(priced.parts, plan=plan, conditions=own, needed=priced.needed)
     count = num_steps or (_DRAWN if conditions.varies else 1)
     seconds = step_times(priced.parts, simulated.order.schedule, plan=plan, conditions=own, num_steps=count)
-    tokens = float(asked.global_batch * asked.spec.tokens_per_sample)
+    tokens = asked.global_batch * priced.tokens
     result = {
         "cluster": asked.cluster.device.name,
         "devices": asked.plan.world_size,

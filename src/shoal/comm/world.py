@@ -98,16 +98,24 @@ class World:
         self.group = self.save_group = None
 
 
-def join_world(environment: Mapping[str, str], *, deadline_seconds: float, store: Store | None = None) -> World:
+def join_world(
+    environment: Mapping[str, str],
+    *,
+    deadline_seconds: float,
+    store: Store | None = None,
+    device: torch.device | None = None,
+) -> World:
     """Join the other processes of this run, or be alone.
 
     Args:
         environment: the launcher's variables, usually ``os.environ``.
         deadline_seconds: how long a collective waits before it gives up.
         store: where the processes meet; made from the environment when left out.
+        device: where tensors are; left out, this process's GPU where there is one.
     """
     place = Place.read(environment)
-    device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device is None:
+        device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     world = World(place, device=device, deadline_seconds=deadline_seconds)
     if "RANK" not in environment:
         return world

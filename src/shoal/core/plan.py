@@ -132,8 +132,9 @@ class Plan:
         if facts is not None:
             found += model_problems(self, facts)
         if world_size is not None and self.ps and self.world_size != world_size:
+            each = f" x {self.ranks_per_replica} ranks each" if self.ranks_per_replica > 1 else ""
             found.append(
-                f"{world_size} processes are not ps {self.ps} + workers {self.workers or 1} = {self.world_size}; "
+                f"{world_size} processes are not ps {self.ps} + workers {self.workers or 1}{each} = {self.world_size}; "
                 f"start {self.world_size} processes, or change one of them"
             )
         elif world_size is not None and self.world_size != world_size:

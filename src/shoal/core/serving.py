@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from shoal.core.errors import RequestError
+from shoal.core.pipelines import schedule_facts
 from shoal.core.updates import UpdateRule
-
-_GRID = ("tp", "cp", "pp", "ep")
 
 
 class Servers(Protocol):
@@ -37,8 +36,12 @@ class Servers(Protocol):
         """What is sharded along dp."""
 
     @property
-    def recompute(self) -> str:
-        """none, selective or full."""
+    def pp(self) -> int:
+        """Pipeline ranks of each worker."""
+
+    @property
+    def schedule(self) -> str | None:
+        """Name of the pipeline schedule."""
 
 
 def server_problems(plan: Servers) -> Iterator[str]:
@@ -73,12 +76,13 @@ def server_problems(plan: Servers) -> Iterator[str]:
 
 
 def _grid_problems(plan: Servers) -> Iterator[str]:
-    """A worker is one process, which holds the model whole."""
-    for key in _GRID:
-        degree = getattr(plan, key)
-        if degree > 1:
-            yield f"{key}={degree} does not go with ps={plan.ps} yet: a worker is one process; leave {key} out"
+    """A worker is a group of ranks that computes one gradient; replicas, and whoever updates weights, are the servers' affair."""
     if plan.dp is not None and plan.dp > 1:
         yield f"dp={plan.dp} does not go with ps={plan.ps}: its replicas are the workers; set workers={plan.dp} and leave dp out"
     if plan.zero:
         yield f"zero={plan.zero} does not go with ps={plan.ps}: the servers have the optimizer state already; leave zero out"
+    if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
+        yield (
+            f"schedule={plan.schedule} does not go with ps={plan.ps}: its stages update weights by themselves, and here the "
+            f"servers do; use schedule=1f1b"
+        )

@@ -1,10 +1,10 @@
 """Blocks that are alike are run a few times and then taken as done: a chain of a hundred takes as long as one of five.
 
 Alike is what has the same classes, shapes and settings, is called with the same shapes, and did the same three times in a row. A
-block's own number, which some blocks carry, is no setting.
+block's own number, which some blocks carry, is no setting: what a block does otherwise because of its number alone, and not in
+the first three, is not seen.
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,17 +38,15 @@ def imitating(module: nn.Module, recorder: Recorder, blocks: Sequence[str]) -> I
     """Inside, blocks that are known do not run: what they did before is written down once more."""
     alike = _Alike(recorder)
     numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
-    own = {path: [id(parameter) for parameter in module.get_submodule(path).parameters()] for path in blocks}
-    num_holders = Counter(number for path in blocks for number in own[path])
     changed = []
     try:
         for place, path in enumerate(blocks):
-            # Weights that other blocks read as well belong to one link only, which just a real run tells.
-            if all(num_holders[number] == 1 for number in own[path]):
-                block = module.get_submodule(path)
-                look, weights = signature(block, _place(path, place)), [numbers[number] for number in own[path]]
-                changed.append((block, block.__dict__.get("forward")))
-                block.__dict__["forward"] = partial(alike.run, block.forward, look, weights)
+            block = module.get_submodule(path)
+            weights = [numbers[id(parameter)] for parameter in block.parameters()]
+            changed.append((block, block.__dict__.get("forward")))
+            block.__dict__["forward"] = partial(
+                alike.run, block.forward, signature(block, _place(path, place)), weights
+            )
         yield
     finally:
         for block, forward in changed:

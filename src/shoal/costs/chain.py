@@ -1,8 +1,8 @@
 """A model as a chain of layers: what each computes, keeps for its backward pass and hands on, as plain numbers. No torch.
 
-Everything is of **one sample** on **one device**, so that a plan can be priced by arithmetic: the planner multiplies by the samples
-of a microbatch and divides by what a technique splits. Bytes of activations are those of the compute type that the chain was made
-for; weights are counted in elements, because precision and optimizer decide their bytes.
+Everything is of **one sample** on **one device**, so that a plan can be priced by arithmetic: the planner multiplies by the
+samples of a microbatch and divides by what a technique splits. Bytes of activations are those of the compute type that the chain
+was made for; weights are counted in elements, because precision and optimizer decide their bytes.
 """
 
 from dataclasses import dataclass, field
@@ -153,17 +153,17 @@ class Chain:
     experts: int = 1
     """Routed experts of a layer; what ``ep`` must divide."""
 
-    @property
+    @cached_property
     def weights(self) -> float:
         """Elements of all weights."""
         return sum(layer.weights for layer in self.layers)
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """Layers that are blocks."""
         return sum(layer.kind is LayerKind.BLOCK for layer in self.layers)
 
-    @property
+    @cached_property
     def forward_flops(self) -> float:
         """Of one sample."""
         return sum(layer.forward_flops for layer in self.layers)

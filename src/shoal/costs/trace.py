@@ -2,6 +2,9 @@
 
 torch's own estimators count sums for a whole module, or need a GPU; a planner needs the sizes of each product, what each layer
 keeps under each kind of recompute, and what a technique would divide.
+
+Not seen: what torch's kernels for recurrent layers keep in workspaces of their own, whose size only running them tells; and what
+an ``autograd.Function`` holds by other means than ``save_for_backward``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -78,7 +78,10 @@ def transformer_chain(shape: TransformerShape, *, name: str = "transformer") -> 
     dense = _block(shape, experts=False)
     routed = _block(shape, experts=True) if shape.experts > 1 else dense
     num_dense = shape.dense_layers if shape.experts > 1 else shape.layers
-    blocks = [replace(dense, name=f"block {at}") if at < num_dense else replace(routed, name=f"block {at}") for at in range(shape.layers)]
+    blocks = [
+        replace(dense, name=f"block {at}") if at < num_dense else replace(routed, name=f"block {at}")
+        for at in range(shape.layers)
+    ]
     return Chain(
         name=name,
         layers=(_embedding(shape), *blocks, _head(shape)),
@@ -109,7 +112,12 @@ def _embedding(shape: TransformerShape) -> Layer:
 
 
 def _head(shape: TransformerShape) -> Layer:
-    positions, hidden, vocab, item = float(shape.sequence), float(shape.hidden), float(shape.padded_vocab), shape.item_bytes
+    positions, hidden, vocab, item = (
+        float(shape.sequence),
+        float(shape.hidden),
+        float(shape.padded_vocab),
+        shape.item_bytes,
+    )
     scores = positions * vocab
     return Layer(
         name="head",
@@ -185,7 +193,9 @@ def _attention(shape: TransformerShape) -> _Half:
         split_weights=hidden * (queries + 2 * keys) + queries * hidden + biases,
         # The input of the first product; queries, keys, values; the output of the attention, which is the input of the second.
         kept=Kept(
-            whole=positions * hidden * item, split=positions * (2 * queries + 2 * keys) * item + _statistics(shape), scores=scores
+            whole=positions * hidden * item,
+            split=positions * (2 * queries + 2 * keys) * item + _statistics(shape),
+            scores=scores,
         ),
         kv_bytes=2 * positions * keys * item,
     )
@@ -229,7 +239,13 @@ def _latent_attention(shape: TransformerShape) -> _Half:
         Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=down),
         Op(kind=OpKind.MEMORY, num_bytes=2 * positions * down * item),
         Op(kind=OpKind.MATMUL, rows=positions, inner=from_query, outer=queries, cut=Cut.COLUMNS),
-        Op(kind=OpKind.MATMUL, rows=positions, inner=float(shape.kv_rank), outer=shape.heads * 2 * features, cut=Cut.COLUMNS),
+        Op(
+            kind=OpKind.MATMUL,
+            rows=positions,
+            inner=float(shape.kv_rank),
+            outer=shape.heads * 2 * features,
+            cut=Cut.COLUMNS,
+        ),
         # Rotation of the positional part, and keys put together of their two parts.
         Op(kind=OpKind.MEMORY, num_bytes=4 * positions * queries * item, cut=Cut.ALL),
         *core,
@@ -281,6 +297,7 @@ def _expert_forward(shape: TransformerShape) -> _Half:
         split_weights=shared.split_weights,
         expert_weights=shape.experts * (hidden * first + ffn * hidden),
         # The router's input; tokens in the order of experts; what goes into the activation and into the second product.
-        kept=Kept(whole=positions * (hidden * item + shape.experts * 4), split=rows * (hidden + first + ffn) * item) + shared.kept,
+        kept=Kept(whole=positions * (hidden * item + shape.experts * 4), split=rows * (hidden + first + ffn) * item)
+        + shared.kept,
         routed_bytes=rows * hidden * item,
     )

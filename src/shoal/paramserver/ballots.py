@@ -15,6 +15,7 @@ from shoal.paramserver.messages import Ballot
 from shoal.paramserver.messages import Ballots as Answer
 
 _REMEMBERED = 16
+_MOST_VOTERS = 1 << 16
 
 
 @dataclass
@@ -46,6 +47,9 @@ class Ballots:
 
     async def cast(self, request: Request, ballot: Ballot) -> None:
         """Count a ballot and answer when all have come; one that is cast again, because its answer was lost, counts once."""
+        if not 0 <= ballot.rank < ballot.world_size <= _MOST_VOTERS:
+            await request.refuse("unfit", f"rank {ballot.rank} of {ballot.world_size} does not vote")
+            return
         vote = self._find(ballot)
         vote.texts[ballot.rank] = bytes(request.payload) if request.payload is not None else b""
         if ballot.problem is not None:

@@ -407,8 +407,8 @@ class Book:
             return (
                 f"it covers {len(portions)} portions, and under {self.rule} every portion is a contribution of its own"
             )
-        if contribution.samples < 0:
-            return f"it has {contribution.samples} samples"
+        if contribution.odd is not None:
+            return contribution.odd
         if contribution.version > self.closed:
             return f"it read version {contribution.version}, and there are only {self.closed}"
         foreign = [

@@ -12,6 +12,7 @@ from shoal.comm.wire.errors import WireError
 from shoal.comm.wire.node import Node
 from shoal.comm.wire.request import Request
 from shoal.core.errors import RequestError, RunError
+from shoal.elastic.election.etcd import EtcdLease
 from shoal.elastic.election.leasefile import boot_seconds
 from shoal.elastic.election.sole import Sole
 from shoal.elastic.election.voters import Voters
@@ -35,7 +36,7 @@ class Candidate:
 
     Args:
         node: on the wire; it is to listen with ``handle``.
-        elector: ``Voters`` on this node, or ``Sole``.
+        elector: ``Voters`` on this node, ``EtcdLease``, or ``Sole``.
         name: who this is.
         others: the addresses of the other candidates.
         wanted: what the run asked for.
@@ -47,7 +48,7 @@ class Candidate:
     def __init__(
         self,
         node: Node,
-        elector: Voters | Sole,
+        elector: Voters | Sole | EtcdLease,
         *,
         name: str,
         others: Sequence[str],

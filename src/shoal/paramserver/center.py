@@ -167,6 +167,7 @@ class Center:
                         assert granted == view.epoch, (granted, view.epoch)
                         self._node.epoch = granted
                         self._ballots.take_view(view)
+                        self._versions = {member.id: self._versions.get(member.id, -1) for member in view}
                         await self._cleaner.take_view(view)
                         self._tell(
                             f"epoch {granted}: {len(view.servers)} servers, {len(view.workers)} workers, primaries "
@@ -246,21 +247,13 @@ class Center:
                 await request.refuse("operation", f"a center does not know {type(body).__name__.lower()}")
 
     async def _join(self, request: Request, join: Join) -> None:
-        if join.role == "server" and self._model is None:
-            self._model = join.model
+        trouble = self._find_trouble(join)
+        if trouble is not None:
+            self._tell(f"{join.name} is not let in: {trouble}")
+            await request.refuse("unwelcome", f"{join.name} is not let in: {trouble}")
+            return
         if self._model is None:
             await request.refuse("wait", "no server has joined yet")
-            return
-        difference = find_difference(self._model, join.model)
-        if difference is not None:
-            self._tell(f"{join.name} is not let in: {difference}")
-            await request.refuse("unwelcome", f"{join.name} is not let in: its model is another one: {difference}")
-            return
-        if self._settings is not None:
-            difference = find_setting_difference(self._settings, join.settings, here="the center", there=join.name)
-        if difference is not None:
-            self._tell(f"{join.name} is not let in: {difference}")
-            await request.refuse("unwelcome", f"{join.name} is not let in: its recipe is another one: {difference}")
             return
         member = Member(id=request.sender, name=join.name, role=join.role, address=join.address, started=join.started)
         self._asked.discard(member.id)
@@ -268,9 +261,21 @@ class Center:
         if not await self._refuse_departed(request):
             await request.answer(Welcome())
 
+    def _find_trouble(self, join: Join) -> str | None:
+        """Why somebody is not let in; None when nothing is wrong. The first server of which nothing is brings the run's model."""
+        difference = None if self._model is None else find_difference(self._model, join.model)
+        if difference is not None:
+            return f"its model is another one: {difference}"
+        if self._settings is not None:
+            difference = find_setting_difference(self._settings, join.settings, here="the center", there=join.name)
+        if difference is not None:
+            return f"its recipe is another one: {difference}"
+        if self._model is None and join.role == "server":
+            self._model = join.model
+        return None
+
     async def _watch(self, request: Request, watch: Watch) -> None:
         sender = request.sender
-        self._versions[sender] = watch.version
         await self._take(Heard(id=sender, now=time.monotonic(), epoch=watch.epoch))
         if await self._refuse_departed(request):
             return
@@ -278,6 +283,7 @@ class Center:
             self._asked.discard(sender)
             await request.refuse("introduce", "this center does not know you yet: join")
             return
+        self._versions[sender] = watch.version
         limit = Deadline(seconds=WATCH_SECONDS)
         while not self._has_news(watch) and self._may_speak() and sender not in self._refused and not limit.is_over:
             await self._bell.wait(limit.remaining)

@@ -6,7 +6,8 @@ worker only sees that one of its requests took longer.
 """
 
 import asyncio
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -52,6 +53,7 @@ class Client:
         packer: finds the rows that a gradient touches; None: gradients are sent whole.
         deadline_seconds: the longest wait for a server.
         attempt_seconds: after which a request counts as lost and is sent again.
+        tell: takes a line for people; left out, it goes to stderr.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Client:
         packer: RowPacker | None = None,
         deadline_seconds: float,
         attempt_seconds: float = ATTEMPT_SECONDS,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
+        self._tell = tell or _tell
         self._node = node
         self._contact = contact
         self._weights = weights
@@ -85,11 +89,16 @@ class Client:
         Args:
             held: numbers of the portions that this worker has taken and not committed.
         """
+        notice = Deadline(seconds=self._deadline)
         while True:
             answer = await self._ask(_BOOK_SHARD, Take(held=tuple(held)), seconds=3 * PARK_SECONDS)
             taken = _expect(answer, Taken)
             if not taken.ask_again or taken.must_commit:
                 return taken.portion
+            if notice.is_over:
+                # Not an error: a step may take long. But whoever looks is told whose.
+                self._tell(f"nothing to do for {self._deadline:g} s: waiting for {taken.reason}")
+                notice = Deadline(seconds=self._deadline)
 
     async def pull(self, need: int, bound: int | None = None) -> int:
         """Bring the weights up to a version at least; the lowest version that any shard has then.
@@ -150,7 +159,10 @@ class Client:
 
     async def _pull(self, shard: int, need: int) -> None:
         stretch, have = self._weights[self._stretches[shard]], self.versions[shard]
-        answer = await self._ask(shard, Pull(shard=shard, need=need, have=have), into=stretch, patient=True)
+        # An answer that breaks off has put a part of a newer version here already: from then on there is none.
+        self.versions[shard] = -1
+        first, again = (Pull(shard=shard, need=need, have=known) for known in (have, -1))
+        answer = await self._ask(shard, first, again=again, into=stretch)
         pulled = _expect(answer, Pulled)
         self.versions[shard] = pulled.version
         self.num_pulled_bytes += stretch.nbytes if pulled.is_new else 0
@@ -160,20 +172,24 @@ class Client:
         shard: int,
         message: Message,
         *,
+        again: Message | None = None,
         payload: Tensor | None = None,
         into: Tensor | None = None,
         seconds: float | None = None,
-        patient: bool = False,
     ) -> Answer:
         """Ask whoever answers for a shard, until somebody does.
 
         Args:
             shard: whose primary.
             message: what.
+            again: what is asked after an attempt that failed, where that is something else.
             payload: sent with it.
             into: where an answer's payload goes.
             seconds: of one attempt, where that is not the usual.
-            patient: the answer may be a long time coming because others are not done yet; there is no deadline but the run's.
+
+        Raises:
+            RunError: nobody did within the deadline; names the server. No answer waits for other workers: a portion is given out
+                when the rounds that it needs are closed, and the servers have only to apply them.
         """
         limit = Deadline(seconds=self._deadline)
         while True:
@@ -196,17 +212,20 @@ class Client:
                 trouble = f"{refused.code}: {refused.text}"
             if self._contact.halt == FINISHED:
                 raise RunOver
-            if patient and trouble.startswith("late"):
-                limit = Deadline(seconds=self._deadline)
             if limit.is_over:
                 raise RunError(
                     f"{type(message).__name__.lower()} of shard {shard}: server {view.member(member).name} did not do it within "
                     f"{self._deadline:g} s, in epoch {view.epoch}: {trouble}"
                 )
+            message = again or message
             await self._contact.newer_than(view.epoch, 0.02)
 
     def _peer(self, view: View, member: str) -> Peer:
         return self._node.connect(view.member(member).address)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _answers_for(member: str, shard: int, view: View) -> bool:

@@ -109,14 +109,16 @@ class Contact:
         peer = self._node.connect(center.address)
         self._peer = peer
         try:
-            await peer.call(self._introduce(self.view), deadline=_ANSWER_SECONDS)
-            self._num_old = 0
-            await self._watch(peer, center)
+            # It may have died a moment ago, and then there is nobody to connect to: a successor is to be seen at once here too.
+            if await self._call(peer, center, self._introduce(self.view), glance=_LOOK_SECONDS) is not None:
+                self._num_old = 0
+                await self._watch(peer, center)
         except WireTimeout:
             pass  # It is dead, or somebody else leads by now: look again.
         except Refused as refused:
             self._num_old = self._num_old + 1 if refused.code == "version" else 0
-            if refused.code == "unwelcome" or self._num_old == _OLD_PROTOCOL:
+            # Oversized: the names of a model's parameters are more than a message holds, and will be next time.
+            if refused.code in ("unwelcome", "oversized") or self._num_old == _OLD_PROTOCOL:
                 raise RequestError(refused.text) from refused
             if refused.code == "evicted":
                 raise Evicted(refused.text) from refused
@@ -192,18 +194,26 @@ class Contact:
         while True:
             known = self.view.epoch if self.view is not None else 0
             watch = Watch(epoch=known, version=self.version, halt=self.halt)
-            call = asyncio.ensure_future(peer.call(watch, deadline=_ANSWER_SECONDS))
-            try:
-                while not call.done():
-                    await asyncio.wait([call], timeout=_GLANCE_SECONDS)
-                    current = self._find() if not call.done() else None
-                    if current is not None and current.address != center.address:
-                        return
-            finally:
-                call.cancel()
-            answer = call.result()
-            assert isinstance(answer.body, Watched)
-            self._take_in(answer.body)
+            heard = await self._call(peer, center, watch, glance=_GLANCE_SECONDS)
+            if heard is None:
+                return
+            assert isinstance(heard, Watched)
+            self._take_in(heard)
+
+    async def _call(self, peer: Peer, center: Center, message: Message, *, glance: float) -> Message | None:
+        """A center's answer; None when somebody else leads before there is one, which is looked for every so often."""
+        call = asyncio.ensure_future(peer.call(message, deadline=_ANSWER_SECONDS))
+        try:
+            while not call.done():
+                await asyncio.wait([call], timeout=glance)
+                current = self._find() if not call.done() else None
+                if current is not None and current.address != center.address:
+                    return None
+        finally:
+            call.cancel()
+        answer = call.result().body
+        assert isinstance(answer, Message)
+        return answer
 
     def _take_in(self, heard: Watched) -> None:
         self.stopped = self.stopped or heard.stopped

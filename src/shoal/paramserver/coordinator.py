@@ -125,6 +125,16 @@ class Coordinator:
     async def draw(self, request: Request, body: Draw) -> None:
         """Answer a free worker: with a portion, that there is none now, or that there is none any more."""
         worker = request.sender
+        view = self._seat.view
+        if view is None or view.find(worker) is None:
+            await request.refuse("stranger", f"worker {worker} is not a member")
+            return
+        if body.num_samples < 1 or self._num_samples not in (None, body.num_samples):
+            text = (
+                f"{worker} has {body.num_samples} samples to train with, and the others {self._num_samples or 'some'}"
+            )
+            await request.refuse("unfit", text)
+            return
         self._num_samples = body.num_samples
         if body.done is not None:
             self._take_result(worker, *body.done)

@@ -66,9 +66,9 @@ class Follower:
             if found is not None and self._shelf.held is held:
                 await self._take(held, since, found)
 
-    async def answer(self, steward: Steward, since: int, follower: str) -> Followed:
-        """What a follower is told; waits a moment for news."""
-        rounds = await steward.rounds(since, follower=follower)
+    async def answer(self, steward: Steward, since: int, *, follower: str, epoch: int) -> Followed:
+        """What a follower is told; waits a moment for news. See ``Steward.rounds``."""
+        rounds = await steward.rounds(since, follower=follower, epoch=epoch)
         end = since + len(rounds)
         cuts = {version: text for version, text in steward.ledger.cuts.items() if since < version <= end}
         is_final = steward.is_final and end == steward.exposed
@@ -79,14 +79,14 @@ class Follower:
         return Followed(rounds=rounds, gone=steward.gone, is_final=is_final, cuts=cuts, last=last, began=began)
 
     async def _next_rounds(self, held: Held, since: int) -> Followed | None:
+        view = self._contact.view
+        assert view is not None
         try:
             if held.steward is not None:
-                return await self.answer(held.steward, since, self._identity)
+                return await self.answer(held.steward, since, follower=self._identity, epoch=view.epoch)
         except NotPrimary:
             await self._contact.bell.wait(PARK_SECONDS / 4)
             return None
-        view = self._contact.view
-        assert view is not None
         keeper = view.chains[BOOK_SHARD].primary
         if keeper == self._identity:
             await self._contact.bell.wait(0.02)  # The book is about to be opened.

@@ -8,7 +8,6 @@
                          Recall, Advance, Settle          copy of these, what a coordinator remembers, a step, its end everywhere
     anyone -> center     Join, Watch, Leave, Dead, Synced, Failed, Ballot, Halt
     candidate -> candidate   Greet, Over                  is it the same run; it has ended
-    candidate -> candidate   Greet, Over                  is it the same run; it has ended
 
 Bodies are small; tensors travel as payload, flat, in the shard's order (``cutting.py``). Times are seconds.
 """

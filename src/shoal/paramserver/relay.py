@@ -44,13 +44,19 @@ class Relay:
         self._attempt = attempt_seconds
 
     async def ask(self, member: str, message: Message, *, shard: int, seconds: float) -> Answer | None:
-        """Ask a shard's primary something, once; None when that came to nothing, and the view may tell why."""
+        """Ask a shard's primary something, once; None when that came to nothing, and the view may tell why.
+
+        Raises:
+            RunError: what is asked for is not there any more, so asking again is no use.
+        """
         view = self._contact.view
         assert view is not None
         call = self._peer(view, member).call(message, key=f"shard/{shard}", deadline=seconds)
         try:
             return await self._contact.while_needed(call, lambda new: new.chains[shard].primary == member)
-        except (WireTimeout, Refused, Moved):
+        except (WireTimeout, Refused, Moved) as error:
+            if isinstance(error, Refused) and error.code == "trimmed":
+                raise RunError(error.text) from error
             await self._contact.newer_than(view.epoch, _AGAIN_SECONDS)
             return None
 

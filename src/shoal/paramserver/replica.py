@@ -99,9 +99,13 @@ class Replica:
 
     async def export(self) -> tuple[bytes, torch.Tensor]:
         """Everything of the shard as text and one row of bytes."""
+
+        def copy() -> tuple[bytes, torch.Tensor]:
+            return pack(*self.state.export())
+
+        # In a thread: it takes seconds for a large shard, and who is silent for seconds is taken for dead.
         async with self.lock:
-            tensors, values = self.state.export()
-            return pack(tensors, values)
+            return await asyncio.to_thread(copy)
 
 
 def pack(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> tuple[bytes, torch.Tensor]:

@@ -4,6 +4,7 @@ Plain values that go to JSON and back without losing a bit, because a checkpoint
 read the same ones.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -57,6 +58,15 @@ class Contribution:
     def identity(self) -> Identity:
         """Names it to the shards."""
         return Identity(self.worker, self.number)
+
+    @property
+    def odd(self) -> str | None:
+        """A number in it that would make nonsense of a factor or of a time; None when all are fine."""
+        for name in ("samples", "weight", "steps", "waited"):
+            number = getattr(self, name)
+            if not math.isfinite(number) or number < 0:
+                return f"its {name} is {number:g}, and must be finite and not below 0"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

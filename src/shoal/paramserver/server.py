@@ -17,6 +17,7 @@ from shoal.core.errors import RunError
 from shoal.paramserver.answers import Committed as Kept
 from shoal.paramserver.answers import Portion, Wait
 from shoal.paramserver.answers import Refused as NotTaken
+from shoal.paramserver.book import LogTrimmed
 from shoal.paramserver.cleaner import Cleaner
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.following import Follower
@@ -47,7 +48,7 @@ from shoal.paramserver.messages import (
 from shoal.paramserver.refusals import NotPrimary
 from shoal.paramserver.relay import ATTEMPT_SECONDS, Relay, require_primary
 from shoal.paramserver.replica import Replica
-from shoal.paramserver.rounds import Identity, Round
+from shoal.paramserver.rounds import Contribution, Identity, Round
 from shoal.paramserver.shard import ShardState
 from shoal.paramserver.shelf import BOOK_SHARD, Shelf
 from shoal.paramserver.steward import PARK_SECONDS, Steward
@@ -201,8 +202,11 @@ class Server:
             await self._serve(request, body)
         except NotPrimary as error:
             await request.refuse("primary", str(error))
+        except LogTrimmed as error:
+            await request.refuse("trimmed", str(error))
 
     async def _serve(self, request: Request, body: Any) -> None:
+        epoch = request.header.epoch
         match body:
             case Push():
                 await self._push(request, body)
@@ -218,14 +222,12 @@ class Server:
                 await self.vectors.handle(request, body)
             case Follow():
                 steward = self._shelf.require_steward()
-                await request.answer(await self._follower.answer(steward, body.since, request.sender))
+                told = self._follower.answer(steward, body.since, follower=request.sender, epoch=epoch)
+                await request.answer(await told)
             case Take():
                 await self._take(request, body)
             case Commit():
-                steward = self._shelf.require_steward()
-                answer = await steward.commit(body.contribution)
-                reason = "" if isinstance(answer, Kept) else getattr(answer, "reason", type(answer).__name__.lower())
-                await request.answer(Committed(is_kept=not reason, reason=reason, closed=steward.exposed))
+                await self._commit(request, body.contribution)
             case _:
                 await request.refuse("operation", f"a server does not know {type(body).__name__.lower()}")
 
@@ -235,6 +237,11 @@ class Server:
         assert view is not None
         if not any(member.id == request.sender for member in view.workers):
             await request.refuse("stranger", f"worker {request.sender} is not in epoch {view.epoch}")
+            return
+        dtype = "uint8" if push.rows else str(replica.state.weights.dtype).removeprefix("torch.")
+        if request.header.dtype != dtype:
+            text = f"a gradient of shard {push.shard} is sent as {dtype}, not as {request.header.dtype or 'nothing'}"
+            await request.refuse("shape", text)
             return
         if not await self._store(request, replica, request.sender, push):
             return
@@ -295,7 +302,8 @@ class Server:
         text, tensors = await replica.export()
         if self._shelf.require(fetch.shard) is not replica:
             raise NotPrimary(f"shard {fetch.shard} went back to the checkpoint")
-        payload = torch.cat((torch.frombuffer(bytearray(book + text), dtype=torch.uint8), tensors))
+        front = torch.frombuffer(bytearray(book + text), dtype=torch.uint8)
+        payload = await asyncio.to_thread(torch.cat, (front, tensors))
         await request.answer(Fetched(book_bytes=len(book), text_bytes=len(text)), payload=payload)
 
     async def _take(self, request: Request, take: Take) -> None:
@@ -304,12 +312,36 @@ class Server:
             case Portion():
                 await request.answer(Taken(portion=found))
             case Wait():
-                waits = Taken(portion=None, ask_again=True, must_commit=found.must_commit, reason=found.reason)
-                await request.answer(waits)
+                reason = found.reason + self._name_busy(found.on)
+                await request.answer(Taken(portion=None, ask_again=True, must_commit=found.must_commit, reason=reason))
             case NotTaken():
                 await request.refuse("stranger", found.reason)
             case _:
                 await request.answer(Taken(portion=None))
+
+    def _name_busy(self, workers: tuple[str, ...]) -> str:
+        """Who is waited for, in people's words."""
+        view = self.contact.view
+        found = [view.find(worker) for worker in workers] if view is not None else []
+        names = [member.name for member in found if member is not None]
+        return f"; {', '.join(names)} {'is' if len(names) == 1 else 'are'} at it" if names else ""
+
+    async def _commit(self, request: Request, contribution: Contribution) -> None:
+        steward = self._shelf.require_steward()
+        if contribution.worker != request.sender:
+            await request.refuse(
+                "stranger", f"{request.sender} commits what {contribution.worker} is said to have done"
+            )
+            return
+        match await steward.commit(contribution):
+            case Kept():
+                await request.answer(Committed(is_kept=True, reason="", closed=steward.exposed))
+            case NotTaken(reason=reason):
+                # Not an answer: its portions stay in the worker's hands, and it must not go on as if they were done.
+                await request.refuse("unfit", reason)
+            case unused:
+                reason = type(unused).__name__.lower()
+                await request.answer(Committed(is_kept=False, reason=reason, closed=steward.exposed))
 
     async def _note(self, request: Request, note: Note) -> None:
         self._require_copy(request, BOOK_SHARD)

@@ -193,14 +193,15 @@ class ShardState:
         tensors = {_WEIGHTS: self._flat.clone()}
         tensors |= {f"{_OPTIMIZER}/{name}": value.clone() for name, value in self.optimizer_state().items()}
         tensors |= {f"{_HISTORY}/{version}": old.clone() for version, old in self._history.items()}
-        stored = self._gradients.stored
+        # Copies, each made at once: pushes are stored while another thread does this, and are sent on to whoever gets it.
+        stored, gone = dict(self._gradients.stored), dict(self._gradients.gone)
         tensors |= {_gradient_name(identity): one.gradient.clone() for identity, one in stored.items()}
         values = {
             "shard": self.shard.number,
             "version": self.version,
             "stored": [[*identity, one.version] for identity, one in stored.items()],
             "retired": [list(identity) for identity in self._gradients.retired],
-            "gone": [[worker, sorted(numbers)] for worker, numbers in self._gradients.gone.items()],
+            "gone": [[worker, sorted(numbers)] for worker, numbers in gone.items()],
             "history": list(self._history),
         }
         return tensors, values

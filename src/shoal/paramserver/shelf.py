@@ -204,7 +204,8 @@ class Shelf:
             view = self._contact.view
             # A shard that is being copied will ask for every round since the copy was made.
             if view is not None and not any(chain.joining for chain in view.chains):
-                await steward.trim({server for chain in view.chains for server in chain.replicas})
+                servers = {server for chain in view.chains for server in chain.replicas}
+                await steward.trim(servers, epoch=view.epoch)
 
     async def _meet_workers(self, steward: Steward) -> None:
         """Tell the book who comes and who goes, and when to stop."""
@@ -238,7 +239,9 @@ class Shelf:
             if self.held is not held or held.replicas.get(shard) is not replica:
                 return
             sender, book, tensors, values = found
-            state.restore(tensors, values)
+            await asyncio.to_thread(state.restore, tensors, values)
+            if self.held is not held or held.replicas.get(shard) is not replica:
+                return
             if shard == BOOK_SHARD:
                 self._open_copy(held, sender, book)
             replica.fill(state)
@@ -286,7 +289,9 @@ class Shelf:
         found = answer.body
         assert isinstance(found, Fetched) and answer.payload is not None
         book_end, text_end = found.book_bytes, found.book_bytes + found.text_bytes
-        tensors, values = unpack(bytes(answer.payload[book_end:text_end]), answer.payload[text_end:])
+        # In a thread, as at the other end: signs of life go on while a large shard is copied.
+        text, rows = bytes(answer.payload[book_end:text_end]), answer.payload[text_end:]
+        tensors, values = await asyncio.to_thread(unpack, text, rows)
         return primary, bytes(answer.payload[:book_end]), tensors, values
 
     def _order_of(self, shard: int) -> int | None:

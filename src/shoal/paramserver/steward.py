@@ -8,6 +8,7 @@ reach the backup has a book that nobody else has; it is closed, and answers noth
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from itertools import accumulate
 from typing import Any
 
 from shoal.core.clock import Deadline
@@ -24,6 +25,8 @@ PARK_SECONDS = 1.0
 """A parked request is answered with nothing after this long, so that whoever asks can tell a quiet book from a dead one."""
 _ROUNDS_KEPT = 256
 _ROUNDS_AT_ONCE = 128
+_ENTRIES_AT_ONCE = 4096
+"""Contributions in the rounds of one answer: a body of the wire has 1 MB, and each takes some 30 bytes of it."""
 _GONE_KEPT = 256
 
 
@@ -52,7 +55,8 @@ class Steward:
         for worker in ledger.book.gone[-_GONE_KEPT:]:
             # Whoever kept the book before may not have told everyone.
             self._part_with(worker)
-        self._followed: dict[str, int] = {}
+        self._followed: dict[str, tuple[int, int]] = {}
+        """By follower: the epoch under which it asked last, and for which rounds."""
 
     async def begin(self) -> None:
         """Take the book over: every wait in it begins again, by this process's clock."""
@@ -102,18 +106,34 @@ class Steward:
             else:
                 await self._enter(Input(kind="tick", now=self._clock()))
 
-    async def rounds(self, since: int, *, follower: str) -> tuple[Round, ...]:
-        """Rounds from ``since`` on, some of them if there are many; waits a moment for the first."""
-        self._followed[follower] = since
+    async def rounds(self, since: int, *, follower: str, epoch: int) -> tuple[Round, ...]:
+        """Rounds from ``since`` on, some of them if there are many; waits a moment for the first.
+
+        Args:
+            since: the first that is asked for; the follower has applied all before it.
+            follower: who asks.
+            epoch: of its view when it asked.
+        """
+        self._followed[follower] = (epoch, since)
         if self.exposed <= since and not self.is_final and not self.is_closed:
             await self.bell.wait(PARK_SECONDS)
         if self.is_closed:
             raise NotPrimary("the book is kept elsewhere")
-        return self.ledger.book.log(since)[: min(_ROUNDS_AT_ONCE, max(0, self.exposed - since))]
+        kept = self.ledger.book.log(since)[: min(_ROUNDS_AT_ONCE, max(0, self.exposed - since))]
+        sizes = accumulate(len(made.entries) + len(made.dropped) for made in kept)
+        # At least one, whatever its size.
+        return kept[: max(1, sum(size <= _ENTRIES_AT_ONCE for size in sizes))]
 
-    async def trim(self, followers: Collection[str]) -> None:
-        """Forget what all of these have applied, once it is much."""
-        known = [self._followed[follower] for follower in followers if follower in self._followed]
+    async def trim(self, followers: Collection[str], *, epoch: int) -> None:
+        """Forget what all of these have applied, once it is much.
+
+        Args:
+            followers: the servers of the view.
+            epoch: of the view. What was asked before it does not count: its sender may have been given an older copy of a
+                shard since, and need what it seemed to have behind it.
+        """
+        self._followed = {follower: asked for follower, asked in self._followed.items() if follower in followers}
+        known = [since for asked_under, since in self._followed.values() if asked_under >= epoch]
         if len(known) == len(followers) and min(known, default=0) - self.ledger.book.first_kept > _ROUNDS_KEPT:
             await self._enter(Input(kind="trim", number=min(known), now=self._clock()))
 

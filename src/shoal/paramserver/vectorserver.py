@@ -88,6 +88,10 @@ class VectorServer:
         if view is None or not any(member.id == request.sender for member in view.workers):
             await request.refuse("stranger", f"worker {request.sender} is not a member")
             return
+        dtype = str(_shard(replica).weights.dtype).removeprefix("torch.")
+        if request.header.dtype != dtype:
+            await request.refuse("shape", f"a gradient is sent as {dtype}, not as {request.header.dtype or 'nothing'}")
+            return
         await _add(replica, part, request.payload)
         await self._send_on(part.shard, Mirror(done=part), request.payload)
         await request.answer(Done())

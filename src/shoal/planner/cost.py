@@ -1,9 +1,9 @@
 """The parts of a step in seconds: compute by kernel, communication by axis, and what hides what.
 
 Volumes per layer and microbatch are Megatron's (Narayanan et al. 2021, arXiv:2104.04473, section 3.2; with sequence parallelism
-Korthikanti et al. 2022, section 4.2.2): a sum over ``tp`` per pair in each direction, again where a forward pass is recomputed; the same
-bytes as a gather and a scatter with ``sp``. ZeRO moves what Rajbhandari et al. 2020 (arXiv:1910.02054), section 7, says: as much as a
-sum of gradients at stages 1 and 2, half as much again at stage 3.
+Korthikanti et al. 2022, section 4.2.2): a sum over ``tp`` per pair in each direction, again where a forward pass is recomputed;
+the same bytes as a gather and a scatter with ``sp``. ZeRO moves what Rajbhandari et al. 2020 (arXiv:1910.02054), section 7,
+says: as much as a sum of gradients at stages 1 and 2, half as much again at stage 3.
 """
 
 import math
@@ -61,8 +61,18 @@ class LayerTimes:
     exposed: Mapping[str, float]
 
 
-def price_parts(job: Job, plan: Plan) -> StepParts:
-    """Seconds of everything that a step of a plan is made of."""
+Known = dict[tuple[object, ...], list["LayerTimes"]]
+"""Times of a job's distinct layers by what they depend on, so that a search prices a layer once for all plans that share it."""
+
+
+def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
+    """Seconds of everything that a step of a plan is made of.
+
+    Args:
+        job: what is trained, and on what.
+        plan: how; microbatches and chunks are said.
+        known: times of layers from earlier calls for the same job; this call adds its own.
+    """
     dp, pp = plan.dp or 1, plan.pp
     chunks = plan.chunks or 1
     microbatches = plan.microbatches or 1
@@ -71,14 +81,19 @@ def price_parts(job: Job, plan: Plan) -> StepParts:
     part = Slice(samples=samples, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, expert=plan.ep)
     cuts = cut_stages(job.chain, pp * chunks)
     counts = [count_layers(job.chain, cut) for cut in cuts]
-    priced = [_time_layer(layer, job, plan, part, wires) for layer in job.chain.distinct]
-    known: dict[tuple[tuple[int, int], ...], StageTimes] = {}
+    depends = (part, plan.recompute)
+    priced = None if known is None else known.get(depends)
+    if priced is None:
+        priced = [_time_layer(layer, job, plan, part, wires) for layer in job.chain.distinct]
+        if known is not None:
+            known[depends] = priced
+    summed: dict[tuple[tuple[int, int], ...], StageTimes] = {}
     times = []
     for counted in counts:
         key = tuple(counted.items())
-        if key not in known:
-            known[key] = _sum_stage(counted, priced)
-        times.append(known[key])
+        if key not in summed:
+            summed[key] = _sum_stage(counted, priced)
+        times.append(summed[key])
     boundary = job.chain.layers[cuts[0][1] - 1].output_bytes
     sent = boundary * samples / plan.cp / (plan.tp if plan.sp else 1)
     weights = max(_rank_weights(job, plan, counts), default=0.0)
@@ -97,6 +112,18 @@ def price_parts(job: Job, plan: Plan) -> StepParts:
         update=weights / shard * _UPDATE_BYTES / (job.cluster.device.memory_bandwidth * constants.memory),
         fixed=_FIXED,
     )
+
+
+def time_one_layer(layer: Layer, job: Job, plan: Plan) -> LayerTimes:
+    """Seconds of one layer with the whole batch as one microbatch."""
+    part = Slice(
+        samples=job.global_batch / (plan.dp or 1),
+        tensor=plan.tp,
+        sequence_parallel=plan.sp,
+        context=plan.cp,
+        expert=plan.ep,
+    )
+    return _time_layer(layer, job, plan, part, wires_of(plan, job))
 
 
 def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -> LayerTimes:

@@ -1,4 +1,4 @@
-"""What is planned: a model, a batch, a precision, on a cluster with a software. One value that every part of the planner takes."""
+"""What is planned: a model, a batch, a precision, on a cluster with a software: what every part of the planner takes."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -21,7 +21,9 @@ class Job:
     precision: str = "bfloat16"
     """Compute type: float32, bfloat16, float16, float8 or float4."""
     weight_bytes: float = 2.0
-    """Of a weight as the passes read it."""
+    """Of a weight as it is kept and gathered."""
+    state_bytes: float | None = None
+    """Of the optimizer for a weight; what the software's Adam keeps when left out."""
 
 
 def spread_blocks(num_blocks: int, num_stages: int) -> tuple[int, ...]:
@@ -37,7 +39,9 @@ def spread_blocks(num_blocks: int, num_stages: int) -> tuple[int, ...]:
 
 def cut_stages(chain: Chain, num_stages: int) -> tuple[tuple[int, int], ...]:
     """First layer and end of every stage: blocks spread evenly, what stands before and after them at the ends."""
-    blocks = [at for at, layer in enumerate(chain.layers) if layer.kind is LayerKind.BLOCK] or list(range(len(chain.layers)))
+    blocks = [at for at, layer in enumerate(chain.layers) if layer.kind is LayerKind.BLOCK] or list(
+        range(len(chain.layers))
+    )
     at = blocks[0]
     cuts = []
     for stage, count in enumerate(spread_blocks(blocks[-1] + 1 - at, num_stages)):

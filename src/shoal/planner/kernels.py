@@ -15,7 +15,7 @@ _ALIGNED = 8
 _MISALIGNED = 4.0
 """How many times as long a product of misaligned operands takes."""
 _FUSED_BACKWARD = 2.5
-"""Products of a fused attention's backward pass per product of its forward pass: five in the place of two (ibid., section 2.2)."""
+"""Products of a fused attention's backward pass per product of its forward pass: five for two (ibid., section 2.2)."""
 
 
 _KERNELS_PER_EXPERT = 4.0
@@ -53,7 +53,16 @@ class KernelTimes:
         return self.input + self.weight
 
 
-def time_layer(layer: Layer, part: Slice, *, device: Device, precision: str, item_bytes: int, software: Software, constants: Constants) -> KernelTimes:
+def time_layer(
+    layer: Layer,
+    part: Slice,
+    *,
+    device: Device,
+    precision: str,
+    item_bytes: int,
+    software: Software,
+    constants: Constants,
+) -> KernelTimes:
     """Seconds of one microbatch of a layer, all of whose operations run one after the other."""
     forward = by_input = by_weight = attention = kernels = 0.0
     for op in layer.ops:

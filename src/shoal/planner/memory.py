@@ -1,8 +1,8 @@
 """Bytes of a rank under a plan: states, activations in flight by schedule and stage, what is alive for a moment, and the reserve.
 
-States per weight: Rajbhandari et al. 2020 (arXiv:1910.02054), section 3: weights and gradients in the types that the software keeps
-them in, 12 bytes of optimizer. Activations: Korthikanti et al. 2022, Table 2, from the chain; in flight: the schedule's own count, or
-its published bound in a search. What the caching allocator keeps beyond what is allocated is a number of its own, never mixed in.
+States per weight: Rajbhandari et al. 2020 (arXiv:1910.02054), section 3: weights and gradients in the types that the software
+keeps them in, 12 bytes of optimizer. Activations: Korthikanti et al. 2022, Table 2, from the chain; in flight: the schedule's own
+count, or its published bound in a search. What the caching allocator keeps beyond what is allocated is a number of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, Layer, LayerKind
+from shoal.planner.cost import layer_weights
 from shoal.planner.job import Job, count_layers, cut_stages
 
 _CAST = 2.0 + 4.0
@@ -42,7 +43,8 @@ class Memory:
     @property
     def allocated(self) -> float:
         """All of the above."""
-        return sum(getattr(self, field.name) for field in fields(self) if field.name != "reserve_share")
+        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.working, self.versions)
+        return sum(parts)
 
     @property
     def reserve(self) -> float:
@@ -60,29 +62,32 @@ class Memory:
         return {**parts, "allocated": self.allocated, "reserve": self.reserve, "device": self.device}
 
 
-def price_memory(job: Job, plan: Plan, in_flight: Sequence[float] | None = None) -> tuple[Memory, ...]:
-    """Memory of every pipeline rank.
+def price_memory(
+    job: Job, plan: Plan, in_flight: Sequence[float] | None = None, *, ranks: Sequence[int] | None = None
+) -> tuple[Memory, ...]:
+    """Memory of every pipeline rank, or of some.
 
     Args:
         job: what is trained.
         plan: how.
-        in_flight: microbatches of one stage that each pipeline rank holds at its fullest, from its schedule; the family's published
-            bound when left out.
+        in_flight: microbatches of one stage that each pipeline rank holds at its fullest, from its schedule; the family's
+            published bound when left out.
+        ranks: along ``pp``; all when left out.
     """
     chain, pp, chunks = job.chain, plan.pp, plan.chunks or 1
     cuts = cut_stages(chain, pp * chunks)
     counts = [count_layers(chain, cut) for cut in cuts]
     held = list(in_flight) if in_flight is not None else [in_flight_bound(plan, rank) for rank in range(pp)]
     copies = 1.0 if plan.schedule in ("chimera", "dualpipe") else 0.0
-    ranks = []
-    for rank in range(pp):
+    found = []
+    for rank in range(pp) if ranks is None else ranks:
         own = [counts[stage] for stage in range(len(counts)) if rank_of(stage, plan) == rank]
         merged: dict[int, int] = {}
         for counted in own:
             for layer, count in counted.items():
                 merged[layer] = merged.get(layer, 0) + count
-        ranks.append(_rank(job, plan, merged, held[rank] / len(own), copies))
-    return tuple(ranks)
+        found.append(_rank(job, plan, merged, held[rank] / len(own), copies))
+    return tuple(found)
 
 
 def rank_of(stage: int, plan: Plan) -> int:
@@ -138,10 +143,12 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     activations = held * sum(each * count for each, (_, count) in zip(kept, layers, strict=True))
     return Memory(
         weights=(shards if plan.zero == 3 else whole) * job.weight_bytes,
-        gradients=(shards if plan.zero >= 2 else whole) * gradient_bytes,
-        optimizer=shards * software.state_bytes,
+        # A pipeline has gradients whole until its last cell, whatever becomes of them then.
+        gradients=(shards if plan.zero >= 2 and plan.pp == 1 else whole) * gradient_bytes,
+        optimizer=shards * (software.state_bytes if job.state_bytes is None else job.state_bytes),
         activations=activations,
-        working=max((_working(layer, job, plan, samples, chain) for layer, _ in layers), default=0.0) + _gathered(layers, job, plan),
+        working=max((_working(layer, job, plan, samples, chain) for layer, _ in layers), default=0.0)
+        + _gathered(layers, job, plan),
         reserve_share=job.stack.constants.reserve,
         versions=copies * whole * job.weight_bytes,
     )
@@ -172,7 +179,11 @@ def _working(layer: Layer, job: Job, plan: Plan, samples: float, chain: Chain) -
             (one.split_weights for one in chain.layers if one.kind is LayerKind.EMBEDDING), 0.0
         )
         scores = next((op.rows * op.outer for op in layer.ops if op.outer), 0.0) * samples
-        return max((_FUSED_LOSS if job.stack.software.fused_loss else _PLAIN_LOSS) * scores, _CAST * weights) / plan.tp / (plan.cp if scores else 1)
+        return (
+            max((_FUSED_LOSS if job.stack.software.fused_loss else _PLAIN_LOSS) * scores, _CAST * weights)
+            / plan.tp
+            / (plan.cp if scores else 1)
+        )
     if plan.recompute != "none" and layer.kind is LayerKind.BLOCK:
         whole = kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute="none")
         return (whole - _kept(layer, plan)) * samples
@@ -183,5 +194,9 @@ def _gathered(layers: Sequence[tuple[Layer, int]], job: Job, plan: Plan) -> floa
     """ZeRO-3: the layer that is computed and the one that comes next, whole, with its gradient."""
     if plan.zero < 3:
         return 0.0
-    largest = max((layer.weights / plan.tp / (plan.ep if layer.expert_weights else 1) for layer, _ in layers), default=0.0)
+    if plan.pp > 1 and job.stack.software.keeps_gathered:
+        return sum(layer_weights(layer, plan) * count for layer, count in layers) * job.weight_bytes
+    largest = max(
+        (layer.weights / plan.tp / (plan.ep if layer.expert_weights else 1) for layer, _ in layers), default=0.0
+    )
     return largest * (2 * job.weight_bytes + job.stack.software.gradient_bytes)

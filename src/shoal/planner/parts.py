@@ -1,7 +1,7 @@
 """What a step is made of in time: the parts that ``cost.py`` prices, ``simulate.py`` plays and ``explain.py`` talks about.
 
-All times are seconds on one rank. Ranks of one pipeline place are alike, so a step of thousands of devices is as many parts as the
-pipeline has stages.
+All times are seconds on one rank. Ranks of one pipeline place are alike, so a step of thousands of devices is as many parts as
+the pipeline has stages.
 """
 
 from collections.abc import Mapping

@@ -89,7 +89,13 @@ def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
     """
     if isinstance(run, Unread):
         return Predicted(
-            row=run.row, source=run.source, metric=run.metric, measured=run.measured, predicted=None, in_range=False, why_not=run.reason
+            row=run.row,
+            source=run.source,
+            metric=run.metric,
+            measured=run.measured,
+            predicted=None,
+            in_range=False,
+            why_not=run.reason,
         )
     job = job_of(run, stack)
     plan = run.plan
@@ -173,7 +179,7 @@ def _matrix_bytes(run: Run, job: Job, plan: Plan, seconds: float) -> float:
 
 
 def _first_stage_bytes(run: Run, job: Job, plan: Plan, seconds: float) -> float:
-    """Activations of the first stage's blocks: L / p layers of p microbatches, times 1 + (p - 1) / (p v) if interleaved (ibid.)."""
+    """Activations of the first stage's blocks: L / p layers of p microbatches; 1 + (p - 1) / (p v) if interleaved (ibid.)."""
     block = next(layer for layer in job.chain.layers if layer.kind is LayerKind.BLOCK)
     each = kept_bytes(block, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute=plan.recompute)
     held = float(run.shape.layers)

@@ -1,9 +1,11 @@
-"""Devices and links by name, from data sheets, with their sources. Peaks are dense; what is reached of them is in ``stacks.py``."""
+"""Devices and links by name, from data sheets, with their sources. Peaks are dense; ``stacks.py`` has what is reached of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.core.errors import RequestError, nearest
-from shoal.planner.hardware import Cluster, Device, Tier, parse_cluster
+from shoal.planner.config import DeviceConfig
+from shoal.planner.hardware import Cluster, ClusterName, Device, Tier, parse_cluster
 
 GB = 1e9
 GIB = 2.0**30
@@ -37,8 +39,12 @@ LINKS: dict[str, Link] = {
     "nvlink3": Link(bandwidth=300 * GB, latency=6e-6, source="NVIDIA A100 data sheet: 600 GB/s both ways"),
     "nvlink4": Link(bandwidth=450 * GB, latency=6e-6, source="NVIDIA H100 data sheet: 900 GB/s both ways"),
     "nvlink5": Link(bandwidth=900 * GB, latency=6e-6, source="NVIDIA B200 data sheet: 1.8 TB/s both ways"),
-    "infinity-fabric": Link(bandwidth=448 * GB, latency=8e-6, source="AMD MI300X data sheet: 7 links of 64 GB/s each way"),
-    "infinity-fabric-2": Link(bandwidth=200 * GB, latency=8e-6, source="AMD MI250X data sheet: 400 GB/s both ways between modules"),
+    "infinity-fabric": Link(
+        bandwidth=448 * GB, latency=8e-6, source="AMD MI300X data sheet: 7 links of 64 GB/s each way"
+    ),
+    "infinity-fabric-2": Link(
+        bandwidth=200 * GB, latency=8e-6, source="AMD MI250X data sheet: 400 GB/s both ways between modules"
+    ),
     "pcie4": Link(bandwidth=32 * GB, latency=10e-6, source="PCI Express 4.0 x16: 32 GB/s each way"),
     "pcie5": Link(bandwidth=64 * GB, latency=10e-6, source="PCI Express 5.0 x16: 64 GB/s each way"),
     "infiniband-hdr": Link(bandwidth=25 * GB, latency=12e-6, source="InfiniBand HDR: 200 Gb/s a device"),
@@ -76,22 +82,104 @@ _MI300X = {"float32": 653.7, "bfloat16": 1307.4, "float16": 1307.4, "float8": 26
 PRESETS: dict[str, Preset] = {
     preset.device.name: preset
     for preset in (
-        Preset(device=_device("v100-16gb", _V100, 16, 0.9, "NVIDIA V100 SXM2 data sheet"), inside="nvlink2", between="infiniband-edr"),
-        Preset(device=_device("v100-32gb", _V100, 32, 0.9, "NVIDIA V100 SXM2 data sheet"), inside="nvlink2", between="infiniband-edr"),
-        Preset(device=_device("a100-40gb", _A100, 40, 1.555, "NVIDIA A100 SXM data sheet"), inside="nvlink3", between="infiniband-hdr"),
-        Preset(device=_device("a100-80gb", _A100, 80, 2.039, "NVIDIA A100 SXM data sheet"), inside="nvlink3", between="infiniband-hdr"),
-        Preset(device=_device("a100-40gb-pcie", _A100, 40, 1.555, "NVIDIA A100 PCIe data sheet"), inside="pcie4", between="infiniband-hdr"),
-        Preset(device=_device("a100-80gb-pcie", _A100, 80, 1.935, "NVIDIA A100 PCIe data sheet"), inside="pcie4", between="infiniband-hdr"),
-        Preset(device=_device("h100-80gb", _H100, 80, 3.35, "NVIDIA H100 SXM data sheet, without sparsity"), inside="nvlink4", between="infiniband-ndr"),
-        Preset(device=_device("h200-141gb", _H100, 141, 4.8, "NVIDIA H200 data sheet, without sparsity"), inside="nvlink4", between="infiniband-ndr"),
-        Preset(device=_device("b200-180gb", _B200, 180, 7.7, "NVIDIA DGX B200 data sheet, without sparsity"), inside="nvlink5", between="infiniband-ndr"),
-        Preset(device=_device("gb200-186gb", _GB200, 186, 8.0, "NVIDIA GB200 NVL72 data sheet, without sparsity"), inside="nvlink5", between="infiniband-ndr", devices_per_node=72),
-        Preset(device=_device("gb300-279gb", _GB300, 279, 8.0, "NVIDIA GB300 NVL72 data sheet, without sparsity"), inside="nvlink5", between="infiniband-xdr", devices_per_node=72),
-        Preset(device=_device("b300-270gb", {**_B200, "float4": 13500.0}, 270, 8.0, "NVIDIA DGX B300 data sheet, without sparsity"), inside="nvlink5", between="infiniband-xdr"),
-        Preset(device=_device("mi250x", _MI250X, 128, 3.277, "AMD MI250X data sheet"), inside="infinity-fabric-2", between="infiniband-hdr"),
-        Preset(device=_device("mi300x", _MI300X, 192, 5.3, "AMD MI300X data sheet, without sparsity"), inside="infinity-fabric", between="infiniband-ndr"),
-        Preset(device=_device("x86-server", {"float32": 3.0, "bfloat16": 6.0}, 256, 0.3, "a socket of 32 cores at 2.9 GHz, two AVX-512 units each"), inside="memory", between="ethernet-100g", devices_per_node=2),
-        Preset(device=_device("arm-server", {"float32": 2.5, "bfloat16": 10.0}, 256, 0.5, "a socket of 72 cores at 3.1 GHz, four 128-bit units each"), inside="memory", between="ethernet-100g", devices_per_node=2),
+        Preset(
+            device=_device("v100-16gb", _V100, 16, 0.9, "NVIDIA V100 SXM2 data sheet"),
+            inside="nvlink2",
+            between="infiniband-edr",
+        ),
+        Preset(
+            device=_device("v100-32gb", _V100, 32, 0.9, "NVIDIA V100 SXM2 data sheet"),
+            inside="nvlink2",
+            between="infiniband-edr",
+        ),
+        Preset(
+            device=_device("a100-40gb", _A100, 40, 1.555, "NVIDIA A100 SXM data sheet"),
+            inside="nvlink3",
+            between="infiniband-hdr",
+        ),
+        Preset(
+            device=_device("a100-80gb", _A100, 80, 2.039, "NVIDIA A100 SXM data sheet"),
+            inside="nvlink3",
+            between="infiniband-hdr",
+        ),
+        Preset(
+            device=_device("a100-40gb-pcie", _A100, 40, 1.555, "NVIDIA A100 PCIe data sheet"),
+            inside="pcie4",
+            between="infiniband-hdr",
+        ),
+        Preset(
+            device=_device("a100-80gb-pcie", _A100, 80, 1.935, "NVIDIA A100 PCIe data sheet"),
+            inside="pcie4",
+            between="infiniband-hdr",
+        ),
+        Preset(
+            device=_device("h100-80gb", _H100, 80, 3.35, "NVIDIA H100 SXM data sheet, without sparsity"),
+            inside="nvlink4",
+            between="infiniband-ndr",
+        ),
+        Preset(
+            device=_device("h200-141gb", _H100, 141, 4.8, "NVIDIA H200 data sheet, without sparsity"),
+            inside="nvlink4",
+            between="infiniband-ndr",
+        ),
+        Preset(
+            device=_device("b200-180gb", _B200, 180, 7.7, "NVIDIA DGX B200 data sheet, without sparsity"),
+            inside="nvlink5",
+            between="infiniband-ndr",
+        ),
+        Preset(
+            device=_device("gb200-186gb", _GB200, 186, 8.0, "NVIDIA GB200 NVL72 data sheet, without sparsity"),
+            inside="nvlink5",
+            between="infiniband-ndr",
+            devices_per_node=72,
+        ),
+        Preset(
+            device=_device("gb300-279gb", _GB300, 279, 8.0, "NVIDIA GB300 NVL72 data sheet, without sparsity"),
+            inside="nvlink5",
+            between="infiniband-xdr",
+            devices_per_node=72,
+        ),
+        Preset(
+            device=_device(
+                "b300-270gb", {**_B200, "float4": 13500.0}, 270, 8.0, "NVIDIA DGX B300 data sheet, without sparsity"
+            ),
+            inside="nvlink5",
+            between="infiniband-xdr",
+        ),
+        Preset(
+            device=_device("mi250x", _MI250X, 128, 3.277, "AMD MI250X data sheet"),
+            inside="infinity-fabric-2",
+            between="infiniband-hdr",
+        ),
+        Preset(
+            device=_device("mi300x", _MI300X, 192, 5.3, "AMD MI300X data sheet, without sparsity"),
+            inside="infinity-fabric",
+            between="infiniband-ndr",
+        ),
+        Preset(
+            device=_device(
+                "x86-server",
+                {"float32": 3.0, "bfloat16": 6.0},
+                256,
+                0.3,
+                "a socket of 32 cores at 2.9 GHz, two AVX-512 units each",
+            ),
+            inside="memory",
+            between="ethernet-100g",
+            devices_per_node=2,
+        ),
+        Preset(
+            device=_device(
+                "arm-server",
+                {"float32": 2.5, "bfloat16": 10.0},
+                256,
+                0.5,
+                "a socket of 72 cores at 3.1 GHz, four 128-bit units each",
+            ),
+            inside="memory",
+            between="ethernet-100g",
+            devices_per_node=2,
+        ),
     )
 }
 _ALIASES = {
@@ -111,24 +199,65 @@ def find_preset(name: str) -> Preset:
         return PRESETS[wanted]
     close = nearest(wanted, [*PRESETS, *_ALIASES])
     offer = f"did you mean {close!r}? " if close else ""
-    raise RequestError(f"there is no device {name!r}; {offer}there are {', '.join(PRESETS)}")
+    raise RequestError(
+        f"there is no device {name!r}; {offer}there are {', '.join(PRESETS)}, or give its numbers in [planner.devices.{name}]"
+    )
 
 
-def build_cluster(text: str) -> Cluster:
+def build_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> Cluster:
     """The cluster that ``NAME:NODESxDEVICES`` says.
+
+    Args:
+        text: a preset or a name of ``own``, nodes, and devices of each.
+        own: devices by the user's own numbers.
 
     Raises:
         RequestError: the text is something else, or the device is unknown.
     """
     parts = parse_cluster(text)
+    mine = {name.lower(): device for name, device in (own or {}).items()}
+    if parts.preset in mine:
+        return _own_cluster(parts, mine[parts.preset])
     return cluster_of(find_preset(parts.preset), num_nodes=parts.num_nodes, devices_per_node=parts.devices_per_node)
+
+
+def _own_cluster(parts: ClusterName, own: DeviceConfig) -> Cluster:
+    source = f"[planner.devices.{parts.preset}]"
+    device = Device(
+        name=parts.preset,
+        peak_flops={kind: value * TERA for kind, value in own.peak_tflops.items()},
+        memory_bytes=own.memory_gib * GIB,
+        memory_bandwidth=own.memory_gb_per_s * GB,
+        source=source,
+    )
+    inner = Tier(
+        name="link",
+        devices=parts.devices_per_node,
+        bandwidth=own.link_gb_per_s * GB,
+        latency=own.link_latency_us * 1e-6,
+        source=source,
+    )
+    outer = Tier(
+        name="network",
+        devices=parts.devices_per_node * parts.num_nodes,
+        bandwidth=own.network_gb_per_s * GB,
+        latency=own.network_latency_us * 1e-6,
+        source=source,
+    )
+    return Cluster(device=device, tiers=(inner, outer) if parts.num_nodes > 1 else (inner,))
 
 
 def cluster_of(preset: Preset, *, num_nodes: int, devices_per_node: int) -> Cluster:
     """Nodes of a preset, joined by its links."""
     inside, between = LINKS[preset.inside], LINKS[preset.between]
     tiers = [
-        Tier(name=preset.inside, devices=devices_per_node, bandwidth=inside.bandwidth, latency=inside.latency, source=inside.source)
+        Tier(
+            name=preset.inside,
+            devices=devices_per_node,
+            bandwidth=inside.bandwidth,
+            latency=inside.latency,
+            source=inside.source,
+        )
     ]
     if num_nodes > 1:
         tiers.append(

@@ -37,7 +37,9 @@ def score(rows: Sequence[Predicted]) -> Score:
     """The figures of some rows."""
     judged = [row for row in rows if row.predicted is not None and row.measured is not None]
     errors = [
-        row.predicted / row.measured - 1.0 for row in judged if row.metric != "oom" and row.measured and row.predicted is not None
+        row.predicted / row.measured - 1.0
+        for row in judged
+        if row.metric != "oom" and row.measured and row.predicted is not None
     ]
     sizes = sorted(abs(error) for error in errors)
     taus, regrets = [], []

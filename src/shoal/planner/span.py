@@ -1,8 +1,8 @@
-"""How long a pipeline's step is: by closed forms for a search through thousands of plans, and by the schedule itself for one plan.
+"""How long a pipeline's step is, by closed forms: for a search through thousands of plans. ``simulate.py`` plays a schedule.
 
 The closed forms (reference: Narayanan et al. 2021 for 1F1B and interleaved; Qi et al. 2024, arXiv:2401.10241, for the zero-bubble
-families; DeepSeek-V3, arXiv:2412.19437, for DualPipe) assume equal stages; where stages differ the slowest sets the pace and every
-other is passed once (Zheng et al. 2022, arXiv:2201.12023, eq. 2).
+families; DeepSeek-V3, arXiv:2412.19437, for DualPipe) assume equal stages; where stages differ the slowest sets the pace and
+every other is passed once (Zheng et al. 2022, arXiv:2201.12023, eq. 2).
 """
 
 from shoal.core.pipelines import schedule_facts

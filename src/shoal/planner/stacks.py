@@ -63,6 +63,8 @@ class Software:
     """The same in bfloat16, where that differs: gradients are then added up in float32 beside those that autograd makes."""
     state_bytes: float = 12.0
     """Bytes of Adam's state for a weight: a float32 weight, two moments, and a float32 gradient where it keeps one."""
+    keeps_gathered: bool = False
+    """Under a pipeline, weights that ZeRO-3 gathered stay until the step is over: gathering for every microbatch would cost more."""
     fused_attention: bool = True
     fused_loss: bool = True
     kernels_per_op: float = 1.0
@@ -121,7 +123,7 @@ SOFTWARE: dict[str, Software] = {
             name="fsdp",
             source="PyTorch FSDP as llm-foundry and torchtitan use it",
             reduced_bytes=2.0,
-            gradient_bytes=4.0,
+            keeps_gathered=True,
         ),
     )
 }

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
@@ -17,9 +18,9 @@ from shoal.planner.presets import LINKS, PRESETS, Preset, cluster_of
 from shoal.planner.stacks import SOFTWARE
 
 COLUMNS = (
-    "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "vocab", "gpu", "n_gpus", "dp", "tp", "pp", "cp",
-    "ep", "zero", "schedule_or_interleave", "micro_batch", "global_batch", "precision", "recompute", "seq_parallel", "measured_metric",
-    "measured_value",
+    "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "vocab", "gpu",
+    "n_gpus", "dp", "tp", "pp", "cp", "ep", "zero", "schedule_or_interleave", "micro_batch", "global_batch",
+    "precision", "recompute", "seq_parallel", "measured_metric", "measured_value",
 )  # fmt: skip
 _OPTIONAL = ("params_b", "notes")
 _MOST_ROWS = 100_000
@@ -73,8 +74,8 @@ def read_table(path: Path) -> list[Run | Unread]:
             missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
             if missing:
                 raise RequestError(
-                    f"{path} has {len(reader.fieldnames or ())} columns, and {', '.join(missing)} is not among them; a table of runs "
-                    f"has {', '.join(COLUMNS)}"
+                    f"{path} has {len(reader.fieldnames or ())} columns, and {', '.join(missing)} is not among them; a table of "
+                    f"runs has {', '.join(COLUMNS)}"
                 )
             rows = [row for row, _ in zip(reader, range(_MOST_ROWS), strict=False)]
     except OSError as error:
@@ -122,8 +123,6 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None) -> 
     chunks = _chunks(row["schedule_or_interleave"])
     zero = _leading_digit(row["zero"])
     sequence = row["seq_parallel"].strip().lower()
-    if row["micro_batch"] == "" or zero is None:
-        assumed.append(f"zero {zero or 0}")
     plan = Plan(
         dp=degrees["dp"],
         tp=degrees["tp"],
@@ -209,7 +208,10 @@ def _network(text: str, devices: int) -> float | None:
 
 _SOFTWARE_WORDS = (
     ("fsdp", ("llm-foundry", "torchtitan", "FSDP FULL_SHARD")),
-    ("megatron-core", ("Megatron-Bridge", "NeMo", "Megatron-Core", "SimuMax", "TE 2", "Llama-3", "Llama 3", "DeepSeek")),
+    (
+        "megatron-core",
+        ("Megatron-Bridge", "NeMo", "Megatron-Core", "SimuMax", "TE 2", "Llama-3", "Llama 3", "DeepSeek"),
+    ),
     ("bigscience", ("bigscience", "BigScience", "BLOOM")),
     ("megatron-deepspeed", ("DeepSpeed", "vTrain", "MT-NLG")),
     ("megatron", ("Megatron", "Korthikanti", "LLaMA")),
@@ -251,7 +253,7 @@ def _shape(row: Mapping[str, str], text: str, software: str, assumed: list[str])
         vocab=vocab,
         sequence=_need(row, "seq_len"),
         head_size=128 if latent else int(head_size[1]) if head_size else None,
-        tied=False if "untied" in text else None is None and software not in ("megatron-core", "shoal"),
+        tied="untied" not in text and software not in ("megatron-core", "shoal"),
         query_rank=int(query[1]) if query else 1536 if latent else 0,
         kv_rank=int(key[1]) if key else 512 if latent else 0,
         fused_attention=software in ("megatron-core", "fsdp"),
@@ -271,11 +273,11 @@ def _gate(shape: TransformerShape, row: Mapping[str, str], text: str) -> Transfo
     return gated if is_known else plain
 
 
-def _experts(text: str) -> dict[str, int]:
+def _experts(text: str) -> dict[str, Any]:
     found = re.search(r"MoE:? (\d+) (?:routed|experts) top-(\d+)", text)
     if not found:
         return {}
-    values = {"experts": int(found[1]), "chosen_experts": int(found[2])}
+    values: dict[str, Any] = {"experts": int(found[1]), "chosen_experts": int(found[2])}
     width = re.search(r"moe_ffn (\d+)", text)
     if width:
         values["expert_ffn"] = int(width[1])

@@ -62,9 +62,9 @@ class RankSlot:
         self._encoded: dict[str, bytes] = {}
 
     def claim(self) -> None:
-        """Say that this process is the one that writes here, and beat once."""
-        self._words[_PID] = os.getpid()
+        """Say that this process is the one that writes here, after a first beat: who reads its name must not find another's."""
         self.beat()
+        self._words[_PID] = os.getpid()
 
     def beat(self) -> None:
         """Say that this process runs."""

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shoal.comm.wire.node import Node
 from shoal.core.rundir import RunDir
+from shoal.elastic.election.etcd import EtcdLease
 from shoal.elastic.election.filelease import FileLease
 from shoal.elastic.election.sole import Sole
 from shoal.elastic.election.voters import Voters
@@ -64,7 +66,7 @@ async def _lead_cluster(place: MemberPlace, cluster: Cluster) -> str:
         )
         candidate.center.driver = build_coordinator(place, node, candidate.center)
         tell(f"{place.name} listens on {(await node.listen(place.address, candidate.handle)).partition('#')[0]}")
-        if not others:
+        if not others and not cluster.etcd:
             tell(
                 "it is the only candidate: there is no election, and nobody replaces it when it dies; three candidates would"
             )
@@ -78,9 +80,17 @@ async def _lead_cluster(place: MemberPlace, cluster: Cluster) -> str:
         await node.close()
 
 
-def _build_elector(place: MemberPlace, cluster: Cluster, node: Node) -> Voters | Sole:
+def _build_elector(place: MemberPlace, cluster: Cluster, node: Node) -> Voters | Sole | EtcdLease:
     ballot = ballot_file(place.run_dir, place.name)
     own = cluster.centers[cluster.seat]
+    if cluster.etcd:
+        return EtcdLease(
+            cluster.etcd,
+            key=urlsplit(cluster.etcd).path.strip("/"),
+            name=place.name,
+            address=own,
+            lease_seconds=place.recipe.paramserver.lease_seconds,
+        )
     if len(cluster.centers) == 1:
         return Sole(name=place.name, address=own, ballot=ballot)
     return Voters(

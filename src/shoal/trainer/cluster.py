@@ -7,6 +7,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shoal.comm.wire.addresses import Address, parse_address
 from shoal.comm.wire.keys import Keys, load_keys
@@ -25,6 +26,8 @@ class Cluster:
     listen: str = ""
     """Where this process listens; a worker does not."""
     keys: Keys | None = None
+    etcd: str = ""
+    """Where the candidates hold their election: ``http://HOST:2379/KEY``; empty: among themselves."""
     patience: float = 120.0
     """Seconds that a process looks for its first center."""
 
@@ -40,7 +43,13 @@ class Cluster:
 
 
 def read_cluster(
-    *, centers: str, listen: str = "", keys: Path | None = None, allow: Path | None = None, patience: float = 120.0
+    *,
+    centers: str,
+    listen: str = "",
+    keys: Path | None = None,
+    allow: Path | None = None,
+    etcd: str = "",
+    patience: float = 120.0,
 ) -> Cluster:
     """What the command line says of a cluster, checked.
 
@@ -49,10 +58,11 @@ def read_cluster(
         listen: where this process listens; empty for a worker.
         keys: the key file of this process.
         allow: a file or folder of public keys of those whom this process lets in; its own key alone when left out.
+        etcd: see ``Cluster``; of a candidate.
         patience: see ``Cluster``.
 
     Raises:
-        RequestError: two candidates, an address that is none or leaves the machine without keys, a key that others can read.
+        RequestError: no candidates, an address that is none or leaves the machine without keys, a key that others can read.
     """
     if keys is None and allow is not None:
         raise RequestError(f"--allow {allow} needs a key of this process too; add --keys FILE (`shoal keys new FILE`)")
@@ -63,15 +73,24 @@ def read_cluster(
     _check_count(addresses)
     if listen:
         _check_listening(listen, own)
-    return Cluster(centers=addresses, listen=listen, keys=own, patience=patience)
+    return Cluster(centers=addresses, listen=listen, keys=own, etcd=etcd, patience=patience)
 
 
 def check_candidate(cluster: Cluster) -> None:
-    """Check that a candidate is one of those that the others are told of.
+    """Check that a candidate is one of those that the others are told of, and that they can hold an election.
 
     Raises:
-        RequestError: it is not, or they are told of another key.
+        RequestError: it is not, or they are told of another key; or two of them have no etcd to decide between them.
     """
+    if len(cluster.centers) == _LEAST_VOTERS - 1 and not cluster.etcd:
+        raise RequestError(
+            f"--centers has 2 candidates, and neither could tell a dead other from a cut line: a majority needs {_LEAST_VOTERS}; "
+            "add one, elect by --etcd, or name one alone, which nobody replaces when it dies"
+        )
+    if cluster.etcd and not urlsplit(cluster.etcd).path.strip("/"):
+        raise RequestError(
+            f"--etcd {cluster.etcd} names no key; write http://HOST:2379/KEY, with another KEY for each run"
+        )
     listed = cluster.centers[cluster.seat]
     key = parse_address(listed, has_keys=True).key
     own = cluster.keys.public_hex if cluster.keys is not None else None
@@ -103,11 +122,6 @@ def _check_count(addresses: tuple[str, ...]) -> None:
     endpoints = [_endpoint(address) for address in addresses]
     if len(set(endpoints)) != len(endpoints):
         raise RequestError(f"--centers names an address twice: {', '.join(endpoints)}")
-    if len(addresses) == _LEAST_VOTERS - 1:
-        raise RequestError(
-            f"--centers has 2 candidates, and neither could tell a dead other from a cut line: a majority needs {_LEAST_VOTERS}; "
-            "add one, or name one alone, which nobody replaces when it dies"
-        )
 
 
 def _check_reachable(address: str, keys: Keys | None, *, option: str) -> Address:

@@ -17,6 +17,7 @@ from shoal.optim.config import OptimConfig
 from shoal.parallel.config import ParallelConfig
 from shoal.paramserver.config import ParamServerConfig
 from shoal.pipeline.config import PipelineConfig
+from shoal.planner.config import PlannerConfig
 from shoal.telemetry.config import TelemetryConfig
 
 
@@ -99,6 +100,8 @@ class Recipe(Config):
     """Where a pipeline cuts the model, where Shoal would cut it otherwise."""
     paramserver: ParamServerConfig = ParamServerConfig()
     """Parameter servers, beyond what the plan says."""
+    planner: PlannerConfig = PlannerConfig()
+    """What plans are searched for, where that is not the recipe's module on a known device."""
     elastic: ElasticConfig = ElasticConfig()
     """Deadlines and restarts."""
 

@@ -4,8 +4,10 @@ No torch, and no say in the training: who is primary, who is center and what is 
 themselves. This process sees what they cannot see quickly, that a process is gone, and it is the one that signals come to.
 
     rank 0 .. ps-1            servers
-    rank ps .. ps+workers-1   workers
+    after these               workers, each of one rank or a group of several, whose first is the worker to everyone else
     after these               candidates for the center
+
+The ranks of a group live and die together: the death of one is the death of that worker, and all of them are started again.
 
 A server that ends in order has seen the last checkpoint written. So from the first of these on nobody is started again, and who
 has not ended a moment later is not waited for.
@@ -15,9 +17,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,9 @@ class CrewRequest:
     run_dir: Path
     num_servers: int
     num_workers: int
+    ranks_per_worker: int = 1
+    dead_seconds: float = 5.0
+    """How long a rank of a group may be silent before it is ended; its leader, as everyone else, is the center's to judge."""
     num_centers: int
     threads: int
     resume: bool
@@ -85,6 +91,11 @@ class _Place:
     rank: int
     role: str
     name: str
+    group_rank: int = 0
+    group: "list[_Place]" = field(default_factory=list)
+    """The ranks that live and die with it, itself among them, the leader first."""
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Of a leader: one start of its group at a time."""
     process: Started | None = None
     incarnation: str = ""
     step_at_death: int = -1
@@ -92,25 +103,31 @@ class _Place:
     is_done: bool = False
     peak_rss_bytes: int = 0
 
+    @property
+    def leader(self) -> "_Place":
+        """Whom others take for all of the group."""
+        return self.group[0]
+
+    @property
+    def is_running(self) -> bool:
+        """True while there is a process."""
+        return self.process is not None and self.process.returncode is None
+
 
 class Crew:
     """The processes of one run."""
 
     def __init__(self, request: CrewRequest) -> None:
         self._request = request
-        names = [("server", index) for index in range(request.num_servers)]
-        names += [("worker", index) for index in range(request.num_workers)]
-        names += [("center", index) for index in range(request.num_centers)]
-        self._places = [
-            _Place(rank=rank, role=role, name=f"{role}-{index}") for rank, (role, index) in enumerate(names)
-        ]
+        self._places = _make_places(request)
         sweep_folders()
         self._folder = CrewFolder()
         self._board = Board.create(len(self._places))
         self._spawner = Spawner(self._environment(), descriptors=(self._board.fd,))
         self._node = Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=self._folder.path)
         self._herald = Herald(self._node, find=lambda: read_center(self._folder.path / "lease"))
-        self._ended: asyncio.Queue[_Place] = asyncio.Queue()
+        self._ended: asyncio.Queue[tuple[_Place, str]] = asyncio.Queue()
+        """Who ended, under which incarnation."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._signals: list[int] = []
         self._num_deaths = 0
@@ -128,7 +145,8 @@ class Crew:
             await self._spawner.open()
             self._begin(self._herald.run())
             for place in self._places:
-                self._begin(self._start(place))
+                if place is place.leader:
+                    self._begin(self._start(place))
             while not self._is_over():
                 await self._turn()
             await self._kill_all()
@@ -156,12 +174,15 @@ class Crew:
     async def _turn(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
-                place = await self._ended.get()
-            self._take_end(place)
+                place, incarnation = await self._ended.get()
+            # One whose group was ended meanwhile has been spoken for.
+            if incarnation == place.incarnation:
+                self._take_end(place)
         states = self._states()
         self._step = max(self._step, *(int(state.metrics.get("step", 0)) for state in states))
         self._request.display.update(states)
         self._measure()
+        self._end_silent()
         if self._signals and self._stop_until == float("inf"):
             self._stop_until = time.monotonic() + self._request.stop_grace
             self._herald.tell(Halt(reason=signal.Signals(self._signals[0]).name))
@@ -172,6 +193,18 @@ class Crew:
         for place in self._places:
             if place.process is not None and place.process.returncode is None:
                 place.peak_rss_bytes = max(place.peak_rss_bytes, peak_resident_bytes(place.process.pid))
+
+    def _end_silent(self) -> None:
+        """End a rank of a group that is stopped or hangs: its leader waits for it, and nobody else hears of it."""
+        seconds = self._request.dead_seconds
+        for place in self._places:
+            if place is place.leader or place.process is None or not place.is_running:
+                continue
+            slot, pid = self._board.slot(place.rank), place.process.pid
+            # Twice: between two words of the first look the slot may have passed to a new process, which beats before it signs.
+            if _is_silent(slot.read(), pid, seconds) and _is_silent(slot.read(), pid, seconds):
+                self._request.display.message(f"{place.name} (process {pid}) is silent for {seconds:g} s; it is killed")
+                place.process.kill()
 
     def _states(self) -> list[SlotState]:
         # The display shows the first: the server that keeps the book is the one that has numbers.
@@ -191,6 +224,7 @@ class Crew:
             "SHOAL_RUN_DIR": str(request.run_dir.resolve()),
             "SHOAL_BOARD_FD": str(self._board.fd),
             "TORCHELASTIC_RUN_ID": request.run_dir.name,
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         }
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -204,20 +238,29 @@ class Crew:
         if error is not None and self._failure is None:
             self._failure = (EXIT_NO, f"{type(error).__name__}: {error}")
 
-    async def _start(self, place: _Place) -> None:
-        place.is_done = False
-        place.incarnation = new_incarnation()
+    async def _start(self, leader: _Place) -> None:
+        """Start a leader and its group, after what is left of the one before has ended."""
+        async with leader.starting:
+            await _kill(leader.group)
+            incarnation = new_incarnation()
+            for place in leader.group:
+                place.process, place.is_done, place.incarnation = None, False, incarnation
+            for place in leader.group:
+                place.process = await self._spawn(place, incarnation)
+
+    async def _spawn(self, place: _Place, incarnation: str) -> Started:
         log = self._log(place.rank)
         with log.open("ab", buffering=0) as file:
-            file.write(f"--- {place.name}, incarnation {place.incarnation} ---\n".encode())
+            file.write(f"--- {place.name}, incarnation {incarnation} ---\n".encode())
         arguments = [place.role, "--name", place.name, "--rank", str(place.rank), "--ranks", str(len(self._places))]
-        arguments += ["--incarnation", place.incarnation, "--folder", str(self._folder.path)]
+        arguments += ["--incarnation", incarnation, "--folder", str(self._folder.path)]
         arguments += ["--run-dir", str(self._request.run_dir)]
-        place.process = await self._spawner.start(
+        arguments += ["--group-rank", str(place.group_rank)] if place.group_rank else []
+        return await self._spawner.start(
             "shoal.trainer.centering" if place.role == "center" else self._request.member_module,
             [*arguments, *(["--resume"] if self._request.resume or self._num_deaths else [])],
             log=log,
-            on_end=lambda: self._ended.put_nowait(place),
+            on_end=lambda: self._ended.put_nowait((place, incarnation)),
             # A center needs no torch; the first ones are there before the nursery has imported it.
             from_nursery=place.role != "center" or self._num_deaths > 0,
         )
@@ -231,46 +274,59 @@ class Crew:
 
     def _take_end(self, place: _Place) -> None:
         assert place.process is not None and place.process.returncode is not None
-        code = place.process.returncode
+        code, leader = place.process.returncode, place.leader
         if code == EXIT_DONE or self._last_until < float("inf"):
-            place.is_done = True
-            if code == EXIT_DONE and place.role == "server":
-                self._last_until = min(self._last_until, time.monotonic() + _LAST_SECONDS)
+            self._take_done(place, code)
             return
+        place, process = _culprit(place)
+        code = process.returncode or EXIT_NO
         if code == EXIT_WRONG_REQUEST:
             # A run that has made a step was right in the beginning; what it has written is not to be taken for nothing.
             self._failure = (EXIT_NO if self._step else EXIT_WRONG_REQUEST, self._tail(place.rank))
             return
         self._num_deaths += 1
         how = f"killed by {name_signal(-code)}" if code < 0 else f"exit code {code}"
-        self._herald.tell(Dead(member=place.incarnation, reason=how))
-        is_futile = self._step == place.step_at_death
-        place.futile_deaths = place.futile_deaths + 1 if is_futile else 1
-        place.step_at_death = self._step
-        if place.futile_deaths >= _FUTILE_DEATHS or self._num_deaths > self._request.max_respawns:
-            cause = (
-                f"{place.name} died {place.futile_deaths} times in a row without a step between, the last time by {how}"
-            )
-            if self._num_deaths > self._request.max_respawns:
-                cause = (
-                    f"paramserver.max_respawns {self._request.max_respawns} processes died, {place.name} last, by {how}"
-                )
-            self._failure = (EXIT_NO, f"{cause}:\n{self._tail(place.rank)}")
+        self._herald.tell(Dead(member=leader.incarnation, reason=how))
+        for other in leader.group:
+            # What becomes of the others now is no news.
+            other.incarnation = ""
+        is_futile = self._step == leader.step_at_death
+        leader.futile_deaths = leader.futile_deaths + 1 if is_futile else 1
+        leader.step_at_death = self._step
+        if leader.futile_deaths >= _FUTILE_DEATHS or self._num_deaths > self._request.max_respawns:
+            self._failure = (EXIT_NO, f"{self._too_many(place, how)}:\n{self._tail(place.rank)}")
             return
-        message = f"{place.name} (process {place.process.pid}) died: {how}"
+        message = f"{place.name} (process {process.pid}) died: {how}"
         if self._signals and place.role == "worker":
-            place.is_done = True
             self._request.display.message(message)
+            for other in leader.group:
+                other.is_done = True
+            self._begin(_kill(leader.group))
             return
-        self._request.display.message(f"{message}; it is started again")
-        self._begin(self._start(place))
+        whole = "" if len(leader.group) == 1 else f"{leader.name} with its {len(leader.group)} ranks"
+        self._request.display.message(f"{message}; {whole or 'it'} is started again")
+        self._begin(self._start(leader))
         if place.role == "server":
             self._recall_workers()
+
+    def _take_done(self, place: _Place, code: int) -> None:
+        """A process ended in order, or at a time when nobody is started again."""
+        if place is place.leader:
+            for other in place.group:
+                other.is_done = True
+        if code == EXIT_DONE and place.role == "server":
+            self._last_until = min(self._last_until, time.monotonic() + _LAST_SECONDS)
+
+    def _too_many(self, place: _Place, how: str) -> str:
+        if self._num_deaths > self._request.max_respawns:
+            return f"paramserver.max_respawns {self._request.max_respawns} processes died, {place.name} last, by {how}"
+        times = place.leader.futile_deaths
+        return f"{place.name} died {times} times in a row without a step between, the last time by {how}"
 
     def _recall_workers(self) -> None:
         """A worker that found nothing more to do may be needed again: without a backup the death of a server undoes work."""
         for place in self._places:
-            if place.role == "worker" and place.is_done:
+            if place.role == "worker" and place is place.leader and place.is_done:
                 self._begin(self._start(place))
 
     async def _close(self, arguments: list[str]) -> None:
@@ -299,11 +355,7 @@ class Crew:
         return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
     async def _kill_all(self) -> None:
-        for place in self._places:
-            if place.process is not None and place.process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    place.process.kill()
-                await place.process.wait()
+        await _kill(self._places)
 
     def _end(self) -> CrewEnd:
         code, cause = self._failure or (EXIT_DONE, "")
@@ -315,6 +367,46 @@ class Crew:
             num_deaths=self._num_deaths,
             peak_rss_bytes=tuple(place.peak_rss_bytes for place in self._places if place.role != "center"),
         )
+
+
+def _make_places(request: CrewRequest) -> list[_Place]:
+    """Every rank, in order."""
+    groups = [[f"server-{index}"] for index in range(request.num_servers)]
+    for index in range(request.num_workers):
+        groups.append([f"worker-{index}", *(f"worker-{index}.{rank}" for rank in range(1, request.ranks_per_worker))])
+    groups += [[f"center-{index}"] for index in range(request.num_centers)]
+    places: list[_Place] = []
+    for names in groups:
+        group: list[_Place] = []
+        for group_rank, name in enumerate(names):
+            role = name.partition("-")[0]
+            group.append(_Place(rank=len(places), role=role, name=name, group_rank=group_rank, group=group))
+            places.append(group[-1])
+    return places
+
+
+def _culprit(place: _Place) -> tuple[_Place, Started]:
+    """Of a group whose end was seen in one of its ranks, the one to blame, and its process: the others end because of that."""
+    assert place.process is not None
+    for other in place.group:
+        code = None if other.process is None else other.process.returncode
+        if other.process is not None and code is not None and (code < 0 or code == EXIT_WRONG_REQUEST):
+            return other, other.process
+    return place, place.process
+
+
+def _is_silent(state: SlotState, pid: int, seconds: float) -> bool:
+    """True when this process has a slot, and its heart has not beaten for so long."""
+    return state.pid == pid and state.heartbeat is not None and time.monotonic() - state.heartbeat > seconds
+
+
+async def _kill(places: Sequence[_Place]) -> None:
+    """Kill those that run, and wait for their end."""
+    for place in places:
+        if place.process is not None and place.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                place.process.kill()
+            await place.process.wait()
 
 
 def run_crew(request: CrewRequest) -> CrewEnd:

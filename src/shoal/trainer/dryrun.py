@@ -6,7 +6,7 @@ can still be described on it.
 
 import copy
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,8 @@ from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.pipeline.build import prove_stages
 from shoal.trainer.build import build_parts, build_without_memory
 from shoal.trainer.dryservers import sizes_with_servers
+from shoal.trainer.flatmodel import describe_model
+from shoal.trainer.group import group_plan, share_of
 from shoal.trainer.laying import look_at
 from shoal.trainer.layout import asks_the_model, schedule_of
 from shoal.trainer.request import Prepared
@@ -57,14 +59,22 @@ def dry_run_result(prepared: Prepared) -> DryRun:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     plan = layout.plan
     if plan.ps:
+        described = describe_model(model)
+        part: dict[str, int] = {}
+        lines: list[str] = []
+        if plan.ranks_per_replica > 1:
+            part, lines = _sizes_of_rank(model, _one_worker(prepared))
         sizes, found = sizes_with_servers(
-            model,
+            described,
             num_servers=plan.ps,
             num_backups=plan.backup,
             num_workers=plan.num_shares,
+            ranks_per_worker=plan.ranks_per_replica,
+            part=part,
             optim=recipe.optim,
             config=recipe.paramserver,
         )
+        found += lines
     else:
         sizes, found = _sizes_of_rank(model, prepared)
     return DryRun(
@@ -82,6 +92,14 @@ def dry_run_result(prepared: Prepared) -> DryRun:
         bytes_per_rank=sizes,
         found=found,
     )
+
+
+def _one_worker(prepared: Prepared) -> Prepared:
+    """What one worker does of a run with parameter servers."""
+    recipe, layout = prepared.recipe, prepared.layout
+    train = share_of(recipe.train, layout.plan)
+    layout = replace(layout, plan=group_plan(layout.plan))
+    return replace(prepared, recipe=recipe.model_copy(update={"train": train}), layout=layout)
 
 
 def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int], list[str]]:

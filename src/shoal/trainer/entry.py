@@ -32,6 +32,7 @@ def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--group-rank", type=int, default=0)
     given = parser.parse_args(arguments)
     run_dir: Path = given.run_dir
     recipe = validate(Recipe, read_toml(RunDir(run_dir).recipe), origin=str(RunDir(run_dir).recipe))
@@ -45,6 +46,7 @@ def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
         resume=given.resume,
         recipe=recipe,
         plan=Plan.parse(read_plan(run_dir)),
+        group_rank=given.group_rank,
         board_fd=int(os.environ["SHOAL_BOARD_FD"]) if "SHOAL_BOARD_FD" in os.environ else None,
     )
     return given.role, place

@@ -1,4 +1,7 @@
-"""What the crew saw, told to whoever is the center, and to every new center again: it may not have heard what the old one did."""
+"""What the crew saw, told to whoever is the center, and to every new center again: it may not have heard what the old one did.
+
+The newest comes first: a run waits for the death of a moment ago, and hardly for one that the center before has dealt with.
+"""
 
 import asyncio
 import contextlib
@@ -26,16 +29,15 @@ class Herald:
         self._node = node
         self._find = find
         self._news: list[Message] = []
-        self._num_told = 0
+        self._untold: list[Message] = []
+        """What the present center has not heard, the newest last."""
         self._address = ""
         self._woken = asyncio.Event()
 
     def tell(self, message: Message) -> None:
         """To be told as soon as somebody listens. Returns at once."""
-        self._news.append(message)
-        while len(self._news) > _REMEMBERED:
-            del self._news[0]
-            self._num_told = max(0, self._num_told - 1)
+        self._news = [*self._news, message][-_REMEMBERED:]
+        self._untold.append(message)
         self._woken.set()
 
     async def run(self) -> None:
@@ -44,7 +46,7 @@ class Herald:
             center = self._find()
             if center is not None and center.address != self._address:
                 await self._turn_to(center)
-            if center is None or self._num_told == len(self._news):
+            if center is None or not self._untold:
                 self._woken.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_SECONDS):
@@ -55,13 +57,14 @@ class Herald:
     async def _turn_to(self, center: Center) -> None:
         if self._address:
             await self._node.connect(self._address).close()
-        self._address, self._num_told = center.address, 0
+        self._address, self._untold = center.address, list(self._news)
 
     async def _tell_next(self, center: Center) -> None:
-        message = self._news[self._num_told]
+        message = self._untold[-1]
         try:
             await self._node.connect(center.address).call(message, deadline=_ANSWER_SECONDS)
         except WireError:
             await asyncio.sleep(_LOOK_SECONDS / 2)
             return
-        self._num_told = min(self._num_told + 1, len(self._news))
+        # Not by place: more may have been told of meanwhile.
+        self._untold = [other for other in self._untold if other is not message]

@@ -22,8 +22,9 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
     plan, recipe, run_dir = prepared.layout.plan, prepared.recipe, prepared.run_dir
     started = time.time()
     config = recipe.paramserver
+    each = f" of {plan.ranks_per_replica} ranks" if plan.ranks_per_replica > 1 else ""
     print(
-        f"shoal: {plan} on {plan.ps} server(s), {plan.workers} worker(s) and {config.centers} center(s), "
+        f"shoal: {plan} on {plan.ps} server(s), {plan.workers} worker(s){each} and {config.centers} center(s), "
         f"{prepared.total_steps} steps, run directory {run_dir}",
         file=sys.stderr,
     )
@@ -36,6 +37,8 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
             run_dir=run_dir,
             num_servers=plan.ps,
             num_workers=plan.workers or 1,
+            ranks_per_worker=plan.ranks_per_replica,
+            dead_seconds=config.dead_seconds,
             num_centers=config.centers,
             threads=recipe.train.threads or default_threads(plan.world_size),
             resume=prepared.resume,

@@ -70,7 +70,9 @@ def _with_workers(plan: Plan, *, num_processes: int | None) -> Plan:
     """
     workers = plan.workers
     if workers is None:
-        workers = DEFAULT_WORKERS if num_processes is None else num_processes - plan.ps
+        # What a worker's ranks do not divide is left over, and refused by the check below with both numbers.
+        each = max(1, plan.ranks_per_replica)
+        workers = DEFAULT_WORKERS if num_processes is None else (num_processes - plan.ps) // each
     plan = replace(plan, workers=workers, update=plan.update or "bsp")
     plan.check(world_size=num_processes)
     return replace(plan, update=str(UpdateRule.parse(plan.update or "bsp").resolve(workers)))

@@ -42,6 +42,8 @@ class MemberPlace:
     recipe: Recipe
     plan: Plan
     board_fd: int | None = None
+    group_rank: int = 0
+    """Of a process of a worker that is a group of several: 0 is the worker to everyone else, the others serve it."""
 
     @property
     def lease_folder(self) -> Path:
@@ -60,7 +62,14 @@ class MemberPlace:
     @property
     def index(self) -> int:
         """The number at the end of the name: of a worker, the share that it prefers."""
-        return int(self.name.rpartition("-")[2])
+        return int(self.name.rpartition("-")[2].partition(".")[0])
+
+    @property
+    def group_store(self) -> Path:
+        """The file through which the ranks of a worker meet. They have one incarnation, so a group that is started again never
+        meets one before it."""
+        assert self.folder is not None, "a group is of one machine"
+        return self.folder / f"group-{self.name.partition('.')[0]}-{self.incarnation}"
 
     @property
     def rule(self) -> UpdateRule:

@@ -81,8 +81,7 @@ class ShareRunner:
         ids = self._ids(step)
         cut = own_microbatches(ids, share * num_parts + part, self._num_shares * num_parts, self._num_microbatches)
         batch = self._batch(ids, cut, of_the_step=self._of_the_step)
-        self._forget_gradients()
-        loss = float(self.runner.accumulate(batch, step=step, scale=1.0))
+        loss, _ = self.runner.compute(batch, step=step)
         assert batch.total_weight is not None
         return ShareResult(
             loss=loss,
@@ -96,18 +95,21 @@ class ShareRunner:
         """Of the training split."""
         return len(self._source)
 
+    def end(self) -> None:
+        """There is nothing to end: this process is alone."""
+
     def run_stretch(self, step: int, start: int, stop: int) -> float:
         """Compute a stretch of a step's samples; its part of the step's mean loss. The gradient is left as ``run`` leaves it."""
         ids = self._ids(step)
-        own = ids[start:stop]
-        each = max(1, math.ceil(self._global_batch / self._num_shares / self._num_microbatches))
-        batch = self._batch(ids, [own[first : first + each] for first in range(0, len(own), each)], of_the_step=True)
-        self._forget_gradients()
-        return float(self.runner.accumulate(batch, step=step, scale=1.0))
+        batch = self._batch(ids, self._cut_stretch(ids[start:stop]), of_the_step=True)
+        return self.runner.compute(batch, step=step)[0]
 
-    def _forget_gradients(self) -> None:
-        for parameter in self.runner.model.parameters():
-            parameter.grad = None
+    def _cut_stretch(self, own: Ids) -> list[Ids]:
+        if self.runner.runtime is not None:
+            # A schedule has its number of microbatches, whatever the size of the stretch.
+            return [part for part in np.array_split(own, self._num_microbatches) if len(part)]
+        each = max(1, math.ceil(self._global_batch / self._num_shares / self._num_microbatches))
+        return [own[first : first + each] for first in range(0, len(own), each)]
 
     def _ids(self, step: int) -> Ids:
         num_samples = len(self._source)

@@ -9,12 +9,8 @@ from shoal.planner.job import Job, count_layers, cut_stages
 from shoal.planner.memory import CONTEXT_BYTES, kept_bytes, price_memory
 from shoal.planner.parts import StepParts
 from shoal.planner.simulate import schedule_for
-from shoal.planner.stacks import find_stack
-from shoal.trainer.chain import chain_of
+from shoal.trainer.planning import chain_for, job_on
 from shoal.trainer.simrequest import Asked
-
-_WEIGHT_BYTES = 4.0
-"""Weights are float32, or converted from it, in every precision that a recipe can name but float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +21,8 @@ class Priced:
     needed: StepBytes
     weight_bytes: float
     """Of the whole model, as sites exchange it."""
+    tokens: float
+    """Of one sample."""
 
 
 def price_asked(asked: Asked) -> Priced:
@@ -38,16 +36,17 @@ def price_asked(asked: Asked) -> Priced:
         # A schedule has stages of its own number where the plan leaves that to it.
         grid = schedule_for(plan, plan.microbatches or 1).grid
         plan = replace(plan, chunks=grid.num_stages // grid.num_ranks)
-    job = Job(
-        chain=chain_of(asked.recipe, asked.spec),
-        cluster=cluster,
-        stack=find_stack("shoal", cluster.device.name),
+    job = job_on(
+        asked.recipe,
+        chain_for(asked.recipe, asked.spec),
+        cluster,
         global_batch=asked.global_batch // asked.num_sites,
-        precision=asked.recipe.train.precision,
-        weight_bytes=_WEIGHT_BYTES,
     )
     return Priced(
-        parts=price_parts(job, plan), needed=_bytes(job, plan), weight_bytes=_WEIGHT_BYTES * job.chain.weights
+        parts=price_parts(job, plan),
+        needed=_bytes(job, plan),
+        weight_bytes=job.weight_bytes * job.chain.weights,
+        tokens=job.chain.tokens,
     )
 
 

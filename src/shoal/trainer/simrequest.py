@@ -78,12 +78,12 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
     Raises:
         RequestError: one message with the numbers and the fix.
     """
-    cluster = build_cluster(request.cluster)
+    recipe = load_recipe(request.recipe, request.overrides)
+    cluster = build_cluster(request.cluster, recipe.planner.devices)
     if request.num_devices is not None:
         if request.num_devices < 1:
             raise RequestError(f"--devices is {request.num_devices}; give 1 or more")
         cluster = cluster.resized(request.num_devices)
-    recipe = load_recipe(request.recipe, request.overrides)
     plan = _fit_plan(recipe, request.plan, cluster)
     layout = derive_layout(recipe.train, plan)
     data = check_data(recipe.data)
@@ -92,7 +92,8 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
     assert data.spec is not None, "data that was measured has a spec"
     check_model(recipe.model, data.spec)
     refuse_settings(recipe, plan)
-    facts = facts_of(recipe.model, data.spec)
+    # A shape that stands in the model's place is held to its own numbers.
+    facts = facts_of(recipe.model, data.spec) if recipe.planner.shape is None else None
     if facts is not None:
         layout.plan.check(facts)
     num_sites = _sites(request, layout.plan)

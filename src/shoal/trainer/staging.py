@@ -57,5 +57,5 @@ def look_at_stages(
         schedule=schedule_of(plan),
         config=config,
         agree=agree,
-        samples=max(1, global_batch // ((plan.dp or 1) * (plan.microbatches or 1))),
+        samples=max(1, global_batch // (plan.num_shares * (plan.microbatches or 1))),
     )

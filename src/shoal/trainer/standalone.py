@@ -40,6 +40,8 @@ class RoleRequest:
     listen: str = ""
     keys: Path | None = None
     allow: Path | None = None
+    etcd: str = ""
+    """Where a center is elected; empty: among the centers themselves."""
     run_dir: Path | None = None
     resume: bool = False
 
@@ -69,11 +71,17 @@ def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
         raise RequestError(
             f"plan {str(plan)!r} has no parameter servers, so there is no {request.role}; write --plan 'ps=2 workers=2'"
         )
+    if plan.ranks_per_replica > 1:
+        raise RequestError(
+            f"plan {str(plan)!r}: a worker is a group of {plan.ranks_per_replica} processes, and roles that start by themselves "
+            f"are one process each; leave tp, cp and pp out, or run it on one machine with shoal train"
+        )
     cluster = read_cluster(
         centers=request.centers,
         listen=request.listen,
         keys=request.keys,
         allow=request.allow,
+        etcd=request.etcd,
         patience=recipe.elastic.start_deadline,
     )
     index = request.index

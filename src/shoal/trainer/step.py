@@ -87,10 +87,7 @@ class StepRunner:
     def run(self, batch: StepBatch, *, step: int, lr: float, loss_scale: LossScale, stop: bool) -> StepResult:
         """Take step number ``step`` (counted from 0) on ``batch``."""
         set_rate(self.optimizer, lr)
-        self._forget_gradients()
-        local_loss = self.accumulate(batch, step=step, scale=loss_scale.scale, stop=stop)
-        self._sum_gradients(step)
-        loss, stop_requested = self._reduced(local_loss, scale=loss_scale.scale, stop=stop)
+        loss, stop_requested = self.compute(batch, step=step, scale=loss_scale.scale, stop=stop)
         if self.on_gradients is not None:
             self.on_gradients(self.reduction.updated, loss_scale.scale)
         self.enter("gradient norm", step)
@@ -107,6 +104,13 @@ class StepRunner:
             self.enter("wait: batch norm statistics", step)
             batchnorm.fold(self.model, keep=is_finite)
         return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, stop_requested=stop_requested)
+
+    def compute(self, batch: StepBatch, *, step: int, scale: float = 1.0, stop: bool = False) -> tuple[float, bool]:
+        """Leave the summed gradient of a batch in ``.grad``; its loss over all ranks, and whether one of them wishes to stop."""
+        self._forget_gradients()
+        local_loss = self.accumulate(batch, step=step, scale=scale, stop=stop)
+        self._sum_gradients(step)
+        return self._reduced(local_loss, scale=scale, stop=stop)
 
     def _sum_gradients(self, step: int) -> None:
         """What is left of the reduction after the last backward pass."""

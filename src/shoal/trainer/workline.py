@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -19,19 +20,36 @@ from shoal.paramserver.messages import FINISHED, Draw, Drawn, Join
 from shoal.paramserver.rounds import Contribution
 from shoal.paramserver.sparse import RowPacker
 from shoal.telemetry.writer import EventLog
-from shoal.trainer.flatmodel import FlatModel, describe_model
+from shoal.trainer.flatmodel import FlatRow
 from shoal.trainer.member import MemberPlace, open_finder, open_node
-from shoal.trainer.portion import ShareResult, ShareRunner
+from shoal.trainer.portion import ShareResult
 
 _START_SECONDS = 120.0
+
+
+class Shares(Protocol):
+    """What computes gradients: this process (``portion.py``), or a group of processes (``leading.py``)."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of the training split."""
+
+    def run(self, step: int, share: int, *, part: int = 0, num_parts: int = 1) -> ShareResult:
+        """Compute a share of a step by the weights that are in the row, or one of so many even parts of it."""
+
+    def run_stretch(self, step: int, start: int, stop: int) -> float:
+        """Compute a stretch of a step's samples; its part of the step's mean loss."""
+
+    def end(self) -> None:
+        """There is nothing more to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
     """What computes."""
 
-    flat: FlatModel
-    shares: ShareRunner
+    flat: FlatRow
+    shares: Shares
     total_steps: int
     """Of the run."""
 
@@ -73,7 +91,7 @@ class Line:
     async def _open(self) -> Client:
         place, config = self._place, self._place.recipe.paramserver
         self._node = open_node(place)
-        flat, specs = self._worker.flat, describe_model(self._worker.shares.runner.model)
+        flat, specs = self._worker.flat, self._worker.flat.model
         model = {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
 
         began = time.time()

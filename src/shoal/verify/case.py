@@ -75,6 +75,10 @@ class Log:
     """Parts that a step's batch is cut into."""
     microbatches: int
     """Per share."""
+    directions: int = 1
+    """Of a worker's pipeline, as in ``Tree``."""
+    uses: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    """Of a worker's pipeline, as in ``Tree``."""
     adds_to_steps: bool
     """A gradient is its share of the mean over the step; else it is the mean over its own samples."""
     total_updates: int
@@ -86,6 +90,11 @@ class Log:
     pieces: Sequence[tuple[str, int, int, int]]
     """Every stretch of a parameter: its name, first and last element, and the shard that holds it; shard after shard."""
     updates: Sequence[Mapping[str, Any]]
+
+    @property
+    def tree(self) -> Tree:
+        """The order in which the gradient of a share is added."""
+        return Tree(replicas=self.shares, microbatches=self.microbatches, directions=self.directions, uses=self.uses)
 
     def as_values(self) -> dict[str, Any]:
         """JSON."""

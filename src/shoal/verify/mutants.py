@@ -293,6 +293,18 @@ _ALL: Sequence[Mutant] = (
         plant=serverplants.promote_old_weights,
         deaths=(Death("server-0", 1),),
     ),
+    Mutant(
+        name="a rank's part of a group's gradient left behind",
+        plan="ps=1 workers=2 tp=2 update=bsp",
+        by=("grad",),
+        plant=serverplants.leave_part_behind,
+    ),
+    Mutant(
+        name="a rank of a group computes with old weights",
+        plan="ps=1 workers=2 pp=2 microbatches=2 update=bsp",
+        by=("loss",),
+        plant=serverplants.keep_part_of_weights,
+    ),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}
 """By name."""

@@ -6,9 +6,7 @@ which has no weight, share or order in common with it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import add
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from shoal.verify.parts import (
     weigh,
 )
 from shoal.verify.replay import run_replay
-from shoal.verify.uses import split_uses
+from shoal.verify.sums import group_gradients
 from shoal.verify.worker import serve
 
 
@@ -81,18 +79,7 @@ def tree_gradients(parts: Parts, step: int, ids: Ids, tree: Tree, scale: float) 
     sums: dict[str, Tensor] = {}
     loss: Tensor | None = None
     for group in replicas:
-        partial = torch.zeros((), dtype=parts.precision.weight_dtype, device=parts.device)
-        terms: dict[str, list[Tensor]] = {name: [] for name, _ in parts.named}
-        for way in _ways(group, tree.directions):
-            parts.optimizer.zero_grad(set_to_none=True)
-            with split_uses(parts.model, tree.uses) as leaves:
-                for cut in way:
-                    value = batch_loss(parts, step, cut, total)
-                    (value if scale == 1.0 else value * scale).backward()  # type: ignore[no-untyped-call]
-                    partial = partial + value.detach()
-            for name, parameter in parts.named:
-                terms[name] += [gradient_of(leaf) for leaf in leaves.get(name, [parameter])]
-        own = {name: reduce(add, found) for name, found in terms.items()}
+        partial, own = group_gradients(parts, step, group, tree, total=total, scale=scale)
         sums = {name: sums[name] + grad for name, grad in own.items()} if sums else own
         loss = partial if loss is None else loss + partial
     assert loss is not None
@@ -122,12 +109,6 @@ def _update(parts: Parts, gradients: Mapping[str, Tensor], norm: float, scale: f
         if shorten / scale != 1.0:
             parameter.grad = gradients[name] * (shorten / scale)
     parts.optimizer.step()
-
-
-def _ways(group: Sequence[Ids], directions: int) -> list[list[Ids]]:
-    """A replica's microbatches by the direction in which they go through the pipeline; empty ones go nowhere."""
-    half = len(group) if directions == 1 else (len(group) + 1) // 2
-    return [[cut for cut in way if len(cut)] for way in (group[:half], group[half:])[:directions]]
 
 
 def _run_job(job: dict[str, Any]) -> dict[str, Any]:

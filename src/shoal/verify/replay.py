@@ -20,21 +20,19 @@ from torch import Tensor
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
 from shoal.verify.capture import Recorder, model_tensors, saved_buffers
-from shoal.verify.case import Case, Log, Tree
+from shoal.verify.case import Case, Log
 from shoal.verify.parts import (
-    Ids,
     Parts,
     assert_alone,
-    batch_loss,
     build_parts,
     cut_batch,
     global_batches,
-    gradient_of,
     measure_movement,
     norm_of,
     refuse_not_finite,
     weigh,
 )
+from shoal.verify.sums import group_gradients
 
 Weights = Mapping[str, Tensor]
 
@@ -146,18 +144,13 @@ class Replay:
         """Mean loss, weight and gradient of one share of one step, by the weights that the model has now."""
         parts, log = self._parts, self._log
         step, share = divmod(portion, log.shares)
-        cuts = cut_batch(self._batches[step], Tree(replicas=log.shares, microbatches=log.microbatches))
+        cuts = cut_batch(self._batches[step], log.tree)
         own = sum(weigh(parts, cut) for cut in cuts[share])
         total = sum(weigh(parts, cut) for group in cuts for cut in group) if log.adds_to_steps else own
         total = max(1.0, total)
-        parts.optimizer.zero_grad(set_to_none=True)
-        partial = torch.zeros((), dtype=parts.precision.weight_dtype, device=parts.device)
-        for cut in _present(cuts[share]):
-            loss = batch_loss(parts, step, cut, total)
-            loss.backward()  # type: ignore[no-untyped-call]
-            partial = partial + loss.detach()
+        partial, gradient = group_gradients(parts, step, cuts[share], log.tree, total=total)
         mean = float(partial) * total / own if own else 0.0
-        return mean, own, {name: gradient_of(parameter) for name, parameter in parts.named}
+        return mean, own, gradient
 
     def _put_together(self, versions: Sequence[int]) -> Weights:
         """The weights as a worker had them, each shard's stretches in the version that it read of that shard."""
@@ -183,8 +176,3 @@ class Replay:
 
 def _add(total: Mapping[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: total[name] + grad for name, grad in more.items()} if total else more
-
-
-def _present(cuts: Sequence[Ids]) -> list[Ids]:
-    """A short batch leaves the last microbatches empty."""
-    return [cut for cut in cuts if len(cut)]

@@ -182,7 +182,8 @@ def choose_precisions(plan: Plan, asked: str | None) -> tuple[PrecisionName, ...
 
 
 def server_plans(num_processes: int) -> list[Plan]:
-    """Plans with parameter servers over so many processes: every rule on one server, and backups once there are enough."""
+    """Plans with parameter servers over so many processes: every rule on one server, backups and workers that are groups once
+    there are enough."""
     workers = num_processes - 1
     if workers < 1:
         return []
@@ -191,6 +192,11 @@ def server_plans(num_processes: int) -> list[Plan]:
     found = [Plan(ps=1, workers=workers, update=rule) for rule in rules]
     if num_processes >= 4:
         found.append(Plan(ps=2, workers=num_processes - 2, update="bsp", backup=1))
+    if workers % 2 == 0:
+        found += [
+            Plan(ps=1, workers=workers // 2, update="bsp", tp=2),
+            Plan(ps=1, workers=workers // 2, update="bsp", pp=2),
+        ]
     return found
 
 
@@ -200,7 +206,8 @@ def _every_plan(subject: Subject, num_processes: int | None, remarks: list[str])
     written = Plan.parse(recipe.plan) if recipe.plan.strip() != "auto" else Plan()
     found = []
     for size in sizes:
-        for allowed in [*all_plans(size, subject.facts), *server_plans(size)]:
+        with_servers = [plan for plan in server_plans(size) if not plan.problems(subject.facts)]
+        for allowed in [*all_plans(size, subject.facts), *with_servers]:
             plan = replace(allowed, microbatches=written.microbatches)
             try:
                 check_plan(subject, plan)

@@ -10,11 +10,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from shoal.comm.world import World
+from shoal.core.placement import Patch
 from shoal.core.updates import UpdateRule
 from shoal.elastic.view import Chain
 from shoal.paramserver import client, consistency, replica, shard, shelf
 from shoal.paramserver.rounds import Contribution, Round
-from shoal.trainer import flatmodel, serving, workline
+from shoal.trainer import dealing, flatmodel, serving, workline
 from shoal.verify.plants import Plant, Swap
 
 
@@ -120,6 +121,33 @@ def promote_old_weights(world: World) -> list[Swap]:
         promoted(self, chain)
 
     return [Swap(replica.Replica, "apply", apply), Swap(shelf.Shelf, "_adopt_book", adopt_book)]
+
+
+def leave_part_behind(world: World) -> list[Swap]:
+    """Of a worker that is a group, the ranks that are not its first bring zeros."""
+    honest = dealing.Dealing._put
+
+    def put(self: dealing.Dealing, name: str, patch: Patch, where: Tensor) -> None:
+        honest(self, name, patch, where)
+        if self._channel.rank != dealing.LEADER:
+            where.zero_()
+
+    return [Swap(dealing.Dealing, "_put", put)]
+
+
+def keep_part_of_weights(world: World) -> list[Swap]:
+    """Of a worker that is a group, the ranks that are not its first keep the first weights that they got."""
+    honest = dealing.Dealing.deal
+    dealt: dict[str, Tensor] = {}
+
+    def deal(self: dealing.Dealing) -> None:
+        honest(self)
+        if self._channel.rank == dealing.LEADER:
+            return
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(dealt.setdefault(name, parameter.detach().clone()))
+
+    return [Swap(dealing.Dealing, "deal", deal)]
 
 
 def _aggregate(change: Callable[[Round], Round]) -> Swap:

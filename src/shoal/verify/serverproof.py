@@ -79,7 +79,10 @@ def prove_servers(
     )
     flat_bound = _FLAT_BOUNDS.get(case.precision, 0.1)
     judged = judge_run(recording, run.gather, tolerance=tolerance, layout=run.layout(plan), flat_bound=flat_bound)
-    reason = tolerance.reason if promise.is_plain else f"{run.describe()}, replayed by the rule: every bit"
+    reason = tolerance.reason
+    if not promise.is_plain:
+        allowed = "every bit" if tolerance.is_bitwise else tolerance.reason
+        reason = f"{run.describe()}, replayed by the rule: {allowed}"
     return compared(question, judged, tolerance, reason=reason, flat=recording.facts["flat"])
 
 
@@ -120,6 +123,8 @@ def _log_of(question: Question, promise: Promise, run: ServerRun) -> Log:
     return Log(
         shares=promise.shares,
         microbatches=question.plan.microbatches or 1,
+        directions=question.tree.directions,
+        uses=question.tree.uses,
         adds_to_steps=promise.quorum is None,
         total_updates=promise.total_updates(question.case.total_steps),
         takes_own_steps=UpdateRule.parse(promise.name).kind == "downpour",

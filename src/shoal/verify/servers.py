@@ -150,6 +150,9 @@ def run_servers(
             run_dir=run_dir,
             num_servers=plan.ps,
             num_workers=plan.num_shares,
+            ranks_per_worker=plan.ranks_per_replica,
+            # Nobody is stopped in a proof, and on a busy machine a rank may be silent for long.
+            dead_seconds=deadline_seconds,
             num_centers=1,
             threads=threads,
             resume=False,

@@ -48,6 +48,16 @@ def test_what_a_role_cannot_do_without(tiny, role, missing):
     assert missing in refuse(role[0], tiny, *role[1:])
 
 
+def test_a_worker_that_is_a_group_of_processes(tiny):
+    said = refuse(
+        *server(
+            tiny, "--plan", "ps=2 workers=2 tp=2", "--listen", "tcp://127.0.0.1:0", "--centers", "tcp://127.0.0.1:7"
+        )
+    )
+    assert "a worker is a group of 2 processes, and roles that start by themselves are one process each" in said
+    assert not (tiny.parent / "run").exists()
+
+
 def test_tcp_beyond_loopback_without_keys(tiny):
     said = refuse(*server(tiny, *PLAN, "--listen", "tcp://10.0.0.4:7001", "--centers", THREE))
     assert "shoal keys new" in said

@@ -1,6 +1,8 @@
 """The book: who may take what, what a commit becomes, and that nothing is lost or counted twice."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
@@ -273,10 +275,18 @@ def test_a_commit_that_cannot_be_right_is_refused_and_changes_no_work(portions, 
     assert isinstance(desk.commit("a", 0), Committed)
 
 
-def test_a_contribution_with_fewer_than_no_samples_is_refused():
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("samples", -1), ("weight", math.nan), ("steps", math.inf), ("steps", -2.0), ("waited", math.nan)],
+)
+def test_a_contribution_with_numbers_that_make_no_sense_is_refused(name, number):
+    """They go into what gradients are multiplied by: one NaN among them would be in every weight."""
     desk = Desk("half:2,0")
     desk.take("a")
-    assert "-1 samples" in desk.commit("a", 0, samples=-1).reason
+    sound = Contribution(worker="a", number=0, portions=(0,), samples=1, weight=1.0, loss=1.0, version=0)
+    answer = desk.book.commit(replace(sound, **{name: number}), 1.0)
+    assert isinstance(answer, Refused) and f"its {name} is {number:g}" in answer.reason
+    assert not desk.book.log(0)
 
 
 def test_the_log_can_be_trimmed_and_says_so():

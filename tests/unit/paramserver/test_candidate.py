@@ -9,10 +9,12 @@ import pytest
 from shoal.comm.wire.errors import Refused
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.core.errors import RequestError
+from shoal.elastic.election.elector import Center
 from shoal.elastic.election.sole import Sole
 from shoal.elastic.election.voters import Voters
 from shoal.elastic.membership import Wanted
 from shoal.paramserver.candidate import CLUSTER_OPERATIONS, Candidate
+from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import Greet, Greeted, Halt, Join, Joined, Leave, Watch
 
 SETTINGS = {"train.seed": "1", "optim.lr": "0.1"}
@@ -151,5 +153,25 @@ def test_a_center_to_which_nobody_comes_takes_the_others_with_it(tmp_path):
             failed = [end for end in ends if isinstance(end, RequestError)]
             assert len(failed) == 1 and "0 of 1 servers" in str(failed[0])
             assert all(str(failed[0]) == str(end) for end in ends)
+
+    asyncio.run(run())
+
+
+def test_a_model_with_more_names_than_a_message_holds_is_refused_at_once(tmp_path):
+    """It would be too long every time; whoever asks again for ever is never told why nobody lets it in."""
+    many = {f"blocks.{index}.experts.up_projection.weight": ((2, 3), "float32") for index in range(30_000)}
+
+    async def run():
+        async with stand(tmp_path) as (made, voters):
+            candidate, _ = made["center-0"]
+            running = asyncio.ensure_future(candidate.run())
+            node = make_node()
+            found = Center(epoch=1, address=voters["center-0"], name="center-0")
+            contact = Contact(node, find=lambda: found, introduce=lambda view: join("server-0", model=many))
+            with pytest.raises(RequestError, match=r"a body of \d+ bytes; the limit is 1048576"):
+                await asyncio.wait_for(contact.run(), 20.0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await node.close()
 
     asyncio.run(run())

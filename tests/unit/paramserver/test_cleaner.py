@@ -2,6 +2,9 @@
 
 import asyncio
 
+import torch
+
+from inprocess_crew import crewed, quicken
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.elastic.view import Chain, Member, View
 from shoal.paramserver.cleaner import Cleaner
@@ -36,3 +39,49 @@ def test_sockets_of_departed_members_go_and_those_of_others_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [f"server-0-{ids[0]}.sock", f"worker-1-{ids[2]}.sock"]
     )
+
+
+def test_of_a_dead_worker_and_a_dead_server_nothing_is_left(tmp_path_factory, monkeypatch):
+    """Its clock, its portions, its gradients, its window of duplicates, its socket and its shards' copies."""
+    quicken(monkeypatch)
+
+    async def run():
+        async with crewed(tmp_path_factory.mktemp("c"), update="async", steps=10_000, shares=2, servers=3) as crew:
+            await crew.until_round(3)
+            worker = crew.members["worker-0"].node.incarnation
+            dead = {worker, crew.members["server-2"].node.incarnation}
+            client = crew.members["worker-0"].client
+            for task in crew.members["worker-0"].tasks:
+                task.cancel()
+            await client.push(torch.ones_like(client._weights), version=0)
+            assert any(worker in {one.worker for one in stored(server)} for server in crew.servers())
+            await crew.kill("worker-0")
+            await crew.kill("server-2")
+
+            def left():
+                keeper = next(server.steward for server in crew.servers() if server.steward is not None)
+                yield from dead & set(keeper.ledger.book.members)
+                yield from dead & set(keeper._followed)
+                for server in crew.servers():
+                    yield from dead & server.node.windows._seen.keys()
+                    yield from (one for one in stored(server) if one.worker in dead)
+                    yield from (shard for shard in server.replicas if server.identity not in replicas_of(crew, shard))
+                yield from (path.name for path in crew.folder.glob("*.sock") if path.stem.rpartition("-")[2] in dead)
+
+            async with asyncio.timeout(60):
+                while found := list(left()):
+                    crew.check()
+                    await asyncio.sleep(0.05)
+            assert not found
+
+    asyncio.run(run())
+
+
+def stored(server):
+    """The contributions that wait for their round at a server."""
+    ready = [replica for replica in server.replicas.values() if replica.ready.is_set()]
+    return [identity for replica in ready for identity in replica.state._gradients.stored]
+
+
+def replicas_of(crew, shard):
+    return crew.view().chains[shard].replicas

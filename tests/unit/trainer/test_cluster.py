@@ -32,7 +32,6 @@ def test_one_candidate_and_loopback_need_no_key():
     ("centers", "listen", "says"),
     [
         ("", "", "--centers is empty"),
-        ("tcp://127.0.0.1:1,tcp://127.0.0.1:2", "", "a majority needs 3"),
         ("tcp://127.0.0.1:1,tcp://localhost:1,tcp://127.0.0.1:2", "", "names an address twice"),
         (THREE, "", "shoal keys new"),
         ("tcp://127.0.0.1:1", "tcp://10.0.0.9:7001", "--listen: tcp://10.0.0.9:7001 leaves this machine"),
@@ -54,6 +53,15 @@ def test_what_is_refused_without_a_key(centers, listen, says):
 def test_what_is_refused_with_a_key(key, listen, says):
     with pytest.raises(RequestError, match=says):
         read_cluster(centers=THREE, listen=listen, keys=key)
+
+
+def test_two_candidates_need_somebody_to_decide_between_them():
+    two = {"centers": "tcp://127.0.0.1:1,tcp://127.0.0.1:2", "listen": "tcp://127.0.0.1:2"}
+    with pytest.raises(RequestError, match=r"a majority needs 3; add one, elect by --etcd"):
+        check_candidate(read_cluster(**two))
+    check_candidate(read_cluster(**two, etcd="http://127.0.0.1:2379/run"))
+    with pytest.raises(RequestError, match=r"--etcd http://127.0.0.1:2379 names no key; write http://HOST:2379/KEY"):
+        check_candidate(read_cluster(**two, etcd="http://127.0.0.1:2379"))
 
 
 def test_a_candidate_that_the_others_do_not_know_is_refused(key):

@@ -33,11 +33,11 @@ class Recording:
     """In the place of a runner: keeps the batches that it is given."""
 
     def __init__(self):
-        self.model, self.batches = nn.Linear(1, 1), []
+        self.batches, self.runtime = [], None
 
-    def accumulate(self, batch, *, step, scale):
+    def compute(self, batch, *, step):
         self.batches.append((step, batch))
-        return 0.5
+        return 0.5, False
 
 
 @pytest.mark.parametrize("uniform", [True, False], ids=["samples weigh the same", "they do not"])
@@ -74,6 +74,18 @@ def test_a_share_that_is_an_update_by_itself_is_weighted_by_itself():
     result = shares.run(0, 1)
     (_, batch), *_ = recording.batches
     assert batch.total_weight == batch.local_weight == result.weight and result.mean_loss == 0.5
+
+
+@pytest.mark.parametrize(("has_schedule", "sizes"), [(False, [2, 2, 1]), (True, [3, 2])])
+def test_a_stretch_has_microbatches_of_one_size_or_as_many_as_a_schedule(has_schedule, sizes):
+    recording = Recording()
+    recording.runtime = object() if has_schedule else None
+    shares = ShareRunner(
+        recording, Numbers(24, False), seed=3, global_batch=8, num_shares=2, num_microbatches=2, of_the_step=True
+    )
+    assert shares.run_stretch(1, 2, 7) == 0.5
+    (_, batch), *_ = recording.batches
+    assert [len(one.sample_ids) for one in batch.microbatches] == sizes
 
 
 @pytest.mark.parametrize("samples", [7, 8, 21])

@@ -25,6 +25,8 @@ def test_hot_parameters_are_named_by_pattern():
         ("ps=2", None, "ps=2 workers=2 update=bsp"),
         ("ps=2", 6, "ps=2 workers=4 update=bsp"),
         ("ps=1 workers=4 update=half", None, "ps=1 workers=4 update=half:4,0.25"),
+        ("ps=1 tp=2", 7, "tp=2 ps=1 workers=3 update=bsp"),
+        ("ps=1 pp=2 cp=2", None, "cp=2 pp=2 ps=1 workers=2 update=bsp"),
     ],
 )
 def test_what_a_plan_leaves_out_is_derived(text, processes, wanted):
@@ -37,7 +39,8 @@ def test_what_a_plan_leaves_out_is_derived(text, processes, wanted):
         ("workers=2", "workers=2 is of parameter servers, and ps is 0"),
         ("ps=1 backup=1", "backup=1 needs 2 servers, and ps is 1"),
         ("ps=1 dp=2", "dp=2 does not go with ps=1: its replicas are the workers"),
-        ("ps=1 tp=2", "tp=2 does not go with ps=1 yet"),
+        ("ps=1 tp=2 dp=2", "dp=2 does not go with ps=1: its replicas are the workers"),
+        ("ps=1 pp=2 schedule=pipedream", "schedule=pipedream does not go with ps=1: its stages update weights"),
         ("ps=1 zero=2", "zero=2 does not go with ps=1"),
         ("ps=1 workers=2 update=half:3,0", "closes a round at 3 arrivals, and there are 2 workers; lower it to 2"),
         ("ps=1 update=spp:1", "unknown name 'spp'; did you mean 'ssp'"),
@@ -54,6 +57,9 @@ def test_processes_are_servers_and_workers():
     assert Plan.parse("ps=2 workers=3").world_size == 5
     with pytest.raises(RequestError, match=r"4 processes are not ps 2 \+ workers 3 = 5"):
         choose_plan("dp=1", plan_text="ps=2 workers=3", num_processes=4)
+    assert Plan.parse("ps=2 workers=3 tp=2 pp=2").world_size == 14
+    with pytest.raises(RequestError, match=r"6 processes are not ps 1 \+ workers 2 x 2 ranks each = 5"):
+        choose_plan("dp=1", plan_text="ps=1 tp=2", num_processes=6)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ DROPPED = (
     "corrupt",  # the checksum differs
     "stale",  # sent under an epoch that is over
     "duplicate",  # seen before
-    "busy",  # more requests at work than this process takes
+    "busy",  # more requests at work than this process takes, or no memory for a payload
     "late",  # an answer to a call that is over
     "incomplete",  # a payload of which not all chunks came
 )

@@ -97,7 +97,7 @@ class Listener:
         if not self._node.windows.note(header.sender, header.sequence):
             raise Dropped("duplicate", "seen before", header)
         if envelope.is_stream:
-            target = self._node.payloads.room(envelope.num_bytes)
+            target = self._node.payloads.room(envelope)
             request = Request(self, route, header, body, target)
             finish, fail = partial(self._accept, request), partial(self._fail, route, header)
             self._streams.open(route, header.sequence, target, finish=finish, fail=fail)
@@ -189,6 +189,9 @@ class Listener:
                 await node.send_chunks(self._pump, outgoing, route=route, is_copied=is_copied, track=True)
         except TimeoutError:
             node.counters.add("expired")
+        except Dropped as drop:
+            node.counters.add("failed")
+            await self._send(route, asked, REFUSED, Refusal(drop.reason, drop.text), None, seconds=seconds)
         except zmq.ZMQError:
             # Whoever asked is gone, or this socket was closed.
             node.counters.add("gone")

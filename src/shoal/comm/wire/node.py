@@ -25,7 +25,7 @@ from shoal.comm.wire.counters import Counters
 from shoal.comm.wire.header import PROTOCOL_VERSION, TAKEN, Header
 from shoal.comm.wire.keys import Guard, Keys
 from shoal.comm.wire.listener import Handler, Listener
-from shoal.comm.wire.message import Frame, pack, pack_chunk
+from shoal.comm.wire.message import BODY_BYTES, Frame, pack, pack_chunk
 from shoal.comm.wire.operations import Operations, Taken
 from shoal.comm.wire.payloads import Payloads
 from shoal.comm.wire.peer import Peer
@@ -182,13 +182,20 @@ class Node:
         key: str = "",
         deadline: float = 0.0,
     ) -> Outgoing:
-        """A message of this node, its payload in shared memory if the receiver sees this node's folder of arenas."""
+        """A message of this node, its payload in shared memory if the receiver sees this node's folder of arenas.
+
+        Raises:
+            Dropped: ``oversized``; a frame above the limit would end the connection, and its sender would not know why.
+        """
+        encoded = self.operations.encode(body)
+        if len(encoded) > BODY_BYTES:
+            raise Dropped("oversized", f"{operation}: a body of {len(encoded)} bytes; the limit is {BODY_BYTES}")
         view, dtype, shape = (None, "", ()) if payload is None else describe(payload)
         header = self._header(operation, answers=answers, key=key, dtype=dtype, shape=shape, deadline=deadline)
         if view is not None and folder and folder == self.payloads.folder:
             header = await self.payloads.share(header, view, receiver)
         is_stream = view is not None and header.place is None and view.nbytes > CHUNK_BYTES
-        frames = pack(header, self.operations.encode(body), view)
+        frames = pack(header, encoded, view)
         return Outgoing(sequence=header.sequence, frames=frames, stream=view if is_stream else None)
 
     async def send_chunks(

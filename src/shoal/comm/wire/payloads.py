@@ -66,15 +66,23 @@ class Payloads:
             drop.header = header
             raise
 
-    def room(self, num_bytes: int) -> memoryview:
-        """Memory for a payload of a length that was checked."""
-        return self._spare.take(num_bytes)
+    def room(self, envelope: Envelope) -> memoryview:
+        """Memory for a payload of a length that was checked.
+
+        Raises:
+            Dropped: ``busy``, when there is not so much.
+        """
+        try:
+            return self._spare.take(envelope.num_bytes)
+        except MemoryError as error:
+            text = f"there is no memory for a payload of {envelope.num_bytes} bytes here; try again"
+            raise Dropped("busy", text, envelope.header) from error
 
     def inline(self, envelope: Envelope, into: memoryview | None = None) -> memoryview | None:
         """The payload that is inside a message; it may be empty, or there may be none."""
         if not envelope.header.has_payload:
             return None
-        target = self.room(envelope.num_bytes) if into is None else into
+        target = self.room(envelope) if into is None else into
         if envelope.inline is not None:
             copy(envelope.inline, target)
         return target

@@ -84,6 +84,7 @@ class Peer:
         self._node = node
         self._parsed = parsed
         self._shares = shares
+        self._socket: zmq.Socket[bytes] | None = None
         self._pump: Pump | None = None
         self._monitor: Pump | None = None
         self._streams = Streams()
@@ -153,7 +154,10 @@ class Peer:
         for call in self._calls.values():
             call.fail(self._closed(call.operation))
         self._streams.close_all()
-        if self._pump is not None and self._monitor is not None:
+        if self._socket is not None and self._pump is not None and self._monitor is not None:
+            # First of all: where nobody reads what happens to a socket that is still watched, and something does (the other side
+            # dies at this moment), the one thread that does all of ZeroMQ's work waits for a reader for ever (libzmq 3575).
+            self._socket.disable_monitor()
             self._monitor.close()
             self._pump.close()
         self._node.forget_peer(self)
@@ -183,6 +187,10 @@ class Peer:
             raise WireTimeout(text, address=self.address, operation=operation) from error
         except zmq.ZMQError as error:
             raise self._closed(operation) from error
+        except Dropped as drop:
+            # It would be dropped there.
+            epoch = self._node.epoch
+            raise Refused(drop.reason, drop.text, epoch=epoch, address=self.address, operation=operation) from drop
         finally:
             call.forget()
             if outgoing is not None:
@@ -240,7 +248,7 @@ class Peer:
                 # One that stays open would keep the context, and with it the process, from ending.
                 socket.close(linger=0)
                 raise
-            self._pump = Pump(socket, self._receive)
+            self._socket, self._pump = socket, Pump(socket, self._receive)
         return self._pump
 
     def _watch(self, frames: list[zmq.Frame]) -> None:
@@ -309,8 +317,8 @@ class Peer:
         elif not envelope.is_stream:
             self._deliver(call, envelope, body, node.payloads.inline(envelope, call.into))
         else:
+            target = node.payloads.room(envelope) if call.into is None else call.into
             call.is_answering = True
-            target = node.payloads.room(envelope.num_bytes) if call.into is None else call.into
             finish, fail = partial(self._deliver, call, envelope, body, target), node.counters.add
             self._streams.open(None, header.sequence, target, finish=finish, fail=fail)
             # When the call ends first, nothing more is written to its memory.

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from shoal.comm.wire.request import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.elastic.election.elector import Center, Deposed
 from shoal.elastic.election.leasefile import boot_seconds
+from shoal.elastic.election.votes import Found, Seek
 
 _POLL_SECONDS = 0.1
 _MARGIN = 0.1
@@ -181,6 +183,14 @@ class EtcdLease:
         """See ``Elector``."""
         self._runs_out_at = float("-inf")
         await self._revoke()
+
+    async def answer(self, request: Request) -> None:
+        """Answer a member who looks for the center."""
+        if isinstance(request.body, Seek):
+            is_leading = self.is_valid()
+            await request.answer(Found(self._epoch, self.name, self.address) if is_leading else Found(0, "", ""))
+        else:
+            await request.refuse("stranger", f"{self.name} is elected by etcd and takes no part in another election")
 
     async def _attempt(self) -> bool:
         started = boot_seconds()

@@ -8,6 +8,9 @@ import torch
 
 from shoal.comm.wire import arena, buffers, listener, streams
 from shoal.comm.wire.errors import Refused, WireClosed, WireTimeout
+from shoal.comm.wire.message import BODY_BYTES
+from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.operations import Body, Op, Operations
 from shoal.comm.wire.tensors import as_tensor
 from shoal.core.errors import RequestError, RunError
 from wire_cases import DEADLINE, Echo, Echoed, Late, Sum, answer, make_node, nodes, noise, until
@@ -333,5 +336,39 @@ def test_a_successor_on_the_same_path_keeps_its_socket(tmp_path):
             await new.listen(address, answer)
             await old.close()
             assert (await client.connect(address).call(Echo(4), deadline=DEADLINE)).body.number == 4
+
+    asyncio.run(work())
+
+
+def test_a_body_that_is_too_long_is_refused_where_it_is_sent_and_the_connection_stays():
+    """A frame above the limit ends the connection; whoever sent it would take the other side for dead, and try again for ever."""
+
+    class Text(Body, frozen=True):
+        text: str
+
+    class Words(Body, frozen=True):
+        num_letters: int
+
+    table = Operations({"text": Op(Text, Text, max_payload=0), "words": Op(Words, Text, max_payload=0)})
+
+    async def answer_words(request):
+        match request.body:
+            case Words(num_letters=number):
+                await request.answer(Text("x" * number))
+            case Text(text=text):
+                await request.answer(Text(text))
+
+    async def work():
+        client, server = (Node(incarnation=new_incarnation(), operations=table) for _ in range(2))
+        try:
+            peer = client.connect(await server.listen("tcp://127.0.0.1:0", answer_words))
+            for request in (Text("x" * BODY_BYTES), Words(BODY_BYTES)):
+                with pytest.raises(Refused, match=rf"oversized.*a body of \d+ bytes; the limit is {BODY_BYTES}"):
+                    await peer.call(request, deadline=DEADLINE)
+            assert (await peer.call(Text("fine"), deadline=DEADLINE)).body == Text("fine")
+            assert server.counters["failed"] == 1 and server.counters.dropped == 0
+        finally:
+            await client.close()
+            await server.close()
 
     asyncio.run(work())

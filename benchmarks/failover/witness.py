@@ -1,0 +1,67 @@
+"""A small GPT for the benchmark beside, and a witness in every server and worker: what was acknowledged, what was applied, when.
+
+The witness changes nothing. It wraps three methods of the real roles and writes a line after each of them has done its work,
+straight into a file, so that a line outlives a SIGKILL. Times are of the machine's monotonic clock, which all processes share.
+
+    ["kept", time, worker, number, portions]            a worker was told that its contribution is kept
+    ["made", time, server, round, [[worker, number]..]] a server has applied a round to all of its shards
+    ["view", time, member, epoch]                       a member goes by a new view
+
+Each is under the name that it has at the moment: a worker that was taken for dead goes on under another.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shoal.models.config import GptConfig
+from shoal.models.gpt import Gpt
+from shoal.models.shape import DataShape
+from shoal.paramserver.client import Client
+from shoal.paramserver.contact import Contact
+from shoal.trainer.serving import Diary
+
+
+def build(spec: DataShape, log: str) -> nn.Module:
+    """The model. ``log``: the folder for what witnesses write; empty for none."""
+    if log and "--incarnation" in sys.argv:
+        words = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
+        watch(Path(log) / f"{words['--name']}.{words['--incarnation']}.jsonl")
+    config = GptConfig(layers=2, hidden=128, heads=4, kv_heads=2)
+    return Gpt(config, vocab=spec.vocab or 0, sequence=spec.sequence or 0)
+
+
+def watch(path: Path) -> None:
+    """Write down what this process does from now on."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def note(*words: Any) -> None:
+        os.write(file, json.dumps(words).encode() + b"\n")
+
+    commit, take_round, take_in = Client.commit, Diary.take_round, Contact._take_in
+
+    async def watched_commit(self: Client, contribution: Any) -> bool:
+        is_kept = await commit(self, contribution)
+        if is_kept:
+            note("kept", time.monotonic(), contribution.worker, contribution.number, contribution.portions)
+        return is_kept
+
+    async def watched_round(self: Diary, server: Any, made: Any, cut: str | None) -> None:
+        entries = [[entry.worker, entry.number] for entry in made.entries]
+        note("made", time.monotonic(), server.identity, made.number, entries)
+        await take_round(self, server, made, cut)
+
+    def watched_view(self: Contact, heard: Any) -> None:
+        before = self.view
+        take_in(self, heard)
+        if self.view is not None and self.view is not before:
+            note("view", time.monotonic(), self._node.incarnation, self.view.epoch)
+
+    Client.commit = watched_commit  # type: ignore[method-assign]
+    Diary.take_round = watched_round  # type: ignore[method-assign]
+    Contact._take_in = watched_view  # type: ignore[method-assign]

@@ -1,0 +1,69 @@
+"""What ``[planner]`` of a recipe can say: a model by its numbers, devices that are no presets, and whose software runs."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from shoal.core.config import Config
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class ShapeConfig(Config):
+    """A transformer of this shape, planned for in place of the recipe's module."""
+
+    layers: Count
+    """Blocks."""
+    hidden: Count
+    """Width of the residual stream."""
+    heads: Count
+    """Query heads."""
+    vocab: Count
+    """Number of token ids."""
+    sequence: Count
+    """Tokens of a sample."""
+    kv_heads: Count | None = None
+    """Key-value heads; as many as heads when left out."""
+    ffn: Count | None = None
+    """Width of the feed-forward; four times hidden when left out."""
+    gated: bool = False
+    """Three matrices in the feed-forward (SwiGLU), RMSNorm, no biases."""
+    tied: bool = False
+    """One matrix for the embedding and the output layer."""
+    experts: Count = 1
+    """Routed experts of a block."""
+    chosen_experts: Count = 1
+    """Experts that a token goes to."""
+    expert_ffn: Count | None = None
+    """Width of an expert; that of the feed-forward when left out."""
+
+
+class DeviceConfig(Config):
+    """A device by the user's own numbers; named in --cluster like a preset."""
+
+    peak_tflops: dict[str, Positive]
+    """Dense matrix products per second, in 10^12, by compute type: float32, bfloat16, float16, float8, float4."""
+    memory_gib: Positive
+    """Memory."""
+    memory_gb_per_s: Positive
+    """Bandwidth of the memory, in 10^9 bytes per second."""
+    link_gb_per_s: Positive
+    """What one device sends to others of its node, in 10^9 bytes per second."""
+    link_latency_us: Positive = 10.0
+    """Microseconds of a message inside a node."""
+    network_gb_per_s: Positive = 12.5
+    """What one device sends to other nodes, in 10^9 bytes per second."""
+    network_latency_us: Positive = 20.0
+    """Microseconds of a message between nodes."""
+
+
+class PlannerConfig(Config):
+    """Planning."""
+
+    shape: ShapeConfig | None = None
+    """A transformer by its numbers, in place of the recipe's module."""
+    devices: dict[str, DeviceConfig] = Field(default_factory=dict)
+    """Devices by the user's own numbers."""
+    software: str = "shoal"
+    """Whose constants are used: shoal, fsdp, megatron, megatron-core, megatron-deepspeed or bigscience."""

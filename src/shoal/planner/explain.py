@@ -1,0 +1,84 @@
+"""Why a plan, and why not another: where the time goes, as sentences made from estimates."""
+
+from collections.abc import Iterator, Mapping
+
+from shoal.planner.estimate import Estimate
+from shoal.planner.presets import GIB
+
+_WORTH = 0.005
+"""Share of a step below which a difference is not worth a word."""
+
+
+def time_parts(found: Estimate) -> Mapping[str, float]:
+    """Seconds of a step by what they are spent on; they add up to the step."""
+    parts, exposed = found.parts, found.exposed
+    inside = {axis: share * found.seconds for axis, share in exposed.items() if axis in ("tp", "cp", "ep")}
+    bubble = found.bubble * found.seconds
+    after = {
+        "dp": exposed.get("dp", 0.0) * found.seconds,
+        "update": parts.update,
+        "fixed": parts.fixed,
+    }
+    compute = found.seconds - bubble - sum(inside.values()) - sum(after.values())
+    named = {
+        "compute": compute,
+        "pipeline bubble": bubble,
+        **{f"{axis} communication": s for axis, s in inside.items()},
+    }
+    return {**named, "dp communication": after["dp"], "update": after["update"], "fixed": after["fixed"]}
+
+
+def explain(best: Estimate, second: Estimate | None) -> list[str]:
+    """Why the first plan of a ranking, beside the second."""
+    spent = time_parts(best)
+    shares = ", ".join(
+        f"{name} {seconds / best.seconds:.0%}" for name, seconds in spent.items() if seconds / best.seconds >= _WORTH
+    )
+    lines = [f"{best.plan}: {shares}"]
+    if second is not None:
+        lines += list(_differences(best, second))
+    return lines
+
+
+def why_not(asked: Estimate, best: Estimate, problems: list[str]) -> list[str]:
+    """Why a plan that somebody asks about is not the answer."""
+    if problems:
+        return [f"{asked.plan}: {problem}" for problem in problems]
+    lines = []
+    if not asked.fits:
+        lines.append(
+            f"{asked.plan} does not fit: its fullest rank needs {asked.memory.allocated / GIB:.1f} GiB and "
+            f"{asked.limit / GIB:.1f} are free; {_largest(asked)}"
+        )
+    if str(asked.plan) == str(best.plan):
+        return [*lines, f"{asked.plan} is the fastest plan that was found"]
+    return [*lines, *_differences(best, asked)]
+
+
+def _largest(found: Estimate) -> str:
+    parts = {
+        name: value for name, value in found.memory.as_dict().items() if name not in ("allocated", "reserve", "device")
+    }
+    name = max(parts, key=lambda part: parts[part])
+    cure = {
+        "activations": "recompute, smaller microbatches or sequence parallelism would lower them",
+        "optimizer": "zero=1 would share them out over dp",
+        "gradients": "zero=2 would share them out over dp",
+        "weights": "more tp, pp or zero=3 would share them out",
+        "working": "smaller microbatches would lower it",
+        "versions": "a schedule with one copy of the weights would lower it",
+    }[name]
+    return f"the largest part is {name} with {parts[name] / GIB:.1f} GiB; {cure}"
+
+
+def _differences(best: Estimate, other: Estimate) -> Iterator[str]:
+    slower = other.seconds / best.seconds - 1
+    word = "slower" if slower >= 0 else "faster"
+    yield f"{other.plan} is {abs(slower):.1%} {word}: {other.seconds:.4g} s in place of {best.seconds:.4g} s"
+    own, theirs = time_parts(best), time_parts(other)
+    names = dict.fromkeys([*own, *theirs])
+    changes = {name: theirs.get(name, 0.0) - own.get(name, 0.0) for name in names}
+    for name, change in sorted(changes.items(), key=lambda item: -abs(item[1])):
+        if abs(change) / best.seconds >= _WORTH:
+            verb = "more" if change > 0 else "less"
+            yield f"  {name}: {abs(change):.3g} s {verb} ({own.get(name, 0.0):.3g} s against {theirs.get(name, 0.0):.3g} s)"

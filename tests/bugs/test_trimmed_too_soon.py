@@ -1,0 +1,60 @@
+"""A new backup lost the rounds that it needed, and asked for them for ever without a word.
+
+The keeper of the book forgets rounds that every server has applied, and a server says how far it is with every question. A server
+that held one shard at version 20 and was given a copy of another at version 5 was known for its 20 until it asked again; the
+rounds in between were forgotten in that moment. Its questions were refused, and it tried again, silently, and never applied
+another round: the next death would have promoted a backup that stood still.
+"""
+
+import asyncio
+
+import pytest
+
+from inprocess_crew import crewed
+from shoal.paramserver import shelf, steward
+
+ROUNDS = 20
+
+
+@pytest.mark.timeout(120)
+def test_a_copy_that_took_long_still_finds_its_rounds(tmp_path_factory, monkeypatch):
+    # Short: the path of a socket has room for a hundred letters.
+    folder = tmp_path_factory.mktemp("c")
+    monkeypatch.setattr(steward, "_ROUNDS_KEPT", 0)
+    monkeypatch.setattr(shelf, "PARK_SECONDS", 0.01)
+    fetch, arrived, gate = shelf.Shelf._fetch, asyncio.Event(), asyncio.Event()
+
+    async def run():
+        async with crewed(folder, update="async", servers=2, shares=1, steps=10_000, workers=1) as crew:
+            await crew.until_round(2)
+            await crew.kill("server-1")
+
+            async def fetch_slowly(self, shard):
+                found = await fetch(self, shard)
+                if shard == 1 and found is not None:
+                    arrived.set()
+                    await gate.wait()
+                return found
+
+            monkeypatch.setattr(shelf.Shelf, "_fetch", fetch_slowly)
+            late = (await crew.start_server("server-1")).server
+            await arrived.wait()
+            await crew.until_round(len(crew.rounds) + ROUNDS)
+            await crew.kill("worker-0")
+            # The book is trimmed at once, and a question for rounds is parked for long: so what happens in between is seen.
+            monkeypatch.setattr(steward, "PARK_SECONDS", 2.5)
+            book = crew.members["server-0"].server.steward
+            # Its own server, the late one and the clock wait for news of the book, of which there is none.
+            while late.version < len(crew.rounds) or book.ledger.book.members or len(book.bell._waiting) < 3:
+                await asyncio.sleep(0.01)
+            gate.set()
+            while any(not one.ready.is_set() or one.version < len(crew.rounds) for one in late.replicas.values()):
+                crew.check()
+                await asyncio.sleep(0.01)
+            assert len(late.replicas) == 2
+
+    async def bounded():
+        async with asyncio.timeout(30.0):
+            await run()
+
+    asyncio.run(bounded())

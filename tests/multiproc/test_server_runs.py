@@ -1,0 +1,42 @@
+"""``shoal train`` with parameter servers beside plans without: the same bits where that is promised, and the shipped recipes."""
+
+import pytest
+
+from harness import ROOT, read_summary
+
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("ps_*.toml"))
+
+
+def train(shoal, recipe, plan, run_dir):
+    """Train to the end; the hash of the weights."""
+    shoal.run("train", recipe, "--plan", plan, "--run-dir", run_dir, timeout=200)
+    return read_summary(shoal.folder / run_dir)["weights_sha256"]
+
+
+@pytest.mark.timeout(300)
+def test_async_with_one_worker_is_plain_training_bit_for_bit(shoal, tiny):
+    alone = train(shoal, tiny, "dp=1", "alone")
+    assert train(shoal, tiny, "ps=2 workers=1 update=async", "served") == alone
+
+
+@pytest.mark.timeout(400)
+def test_ssp_without_staleness_is_data_parallel_bit_for_bit(shoal, tiny):
+    """And so it is bsp, of which ``test_roles.py`` shows the same."""
+    replicas = train(shoal, tiny, "dp=2", "replicas")
+    assert train(shoal, tiny, "ps=2 workers=2 update=ssp:0", "ssp") == replicas
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shipped_recipe_with_servers_is_laid_out(shoal, name):
+    done = shoal.run("train", ROOT / "recipes" / f"{name}.toml", "--dry-run", "--run-dir", "run")
+    assert "servers" in done.stdout and "workers" in done.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shipped_recipe_with_servers_learns(shoal, name):
+    shoal.run("train", ROOT / "recipes" / f"{name}.toml", "--run-dir", "run", timeout=500)
+    summary = read_summary(shoal.folder / "run")
+    assert summary["status"] == "completed" and summary["deaths"] == 0
+    assert summary["final_loss"] < summary["first_loss"] and summary["validation_loss"] < summary["first_loss"]
