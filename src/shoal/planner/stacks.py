@@ -64,7 +64,7 @@ class Software:
     state_bytes: float = 12.0
     """Bytes of Adam's state for a weight: a float32 weight, two moments, and a float32 gradient where it keeps one."""
     keeps_gathered: bool = False
-    """Under a pipeline, weights that ZeRO-3 gathered stay until the step is over: gathering for every microbatch would cost more."""
+    """Under a pipeline, weights that ZeRO-3 gathered stay until the step is over, so as not to be gathered for every microbatch."""
     fused_attention: bool = True
     fused_loss: bool = True
     kernels_per_op: float = 1.0
