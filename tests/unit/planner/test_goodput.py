@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import RequestError
+from shoal.core.seeding import derive_key
 from shoal.planner.goodput import (
     Failures,
     best_interval,
@@ -96,6 +97,36 @@ def test_the_parts_of_a_run_are_all_of_it(mtbf, checkpoint, restart, interval, n
         # Nothing that was lost is longer than what lies between two checkpoints.
         assert 0 <= before.lost <= run.interval_steps * 2.0 + checkpoint + 1e-6
     assert run.stretches[-1].failed_rank is None and run.stretches[-1].end == run.wall_seconds
+
+
+def play_segment_by_segment(
+    found: Failures, step_seconds: float, interval: int, num_steps: int, seed: int
+) -> tuple[float, int]:
+    """Wall seconds and checkpoints of the same draws, without the jump over whole segments."""
+    random = np.random.default_rng(derive_key("goodput", seed))
+    now, done, saved, fails_at = 0.0, 0, 0, random.exponential(found.mtbf)
+    while done < num_steps:
+        steps = min(interval, num_steps - done)
+        until = now + steps * step_seconds + found.checkpoint
+        if until <= fails_at:
+            now, done, saved = until, done + steps, saved + 1
+            continue
+        now = fails_at
+        random.integers(found.num_devices)
+        while (gap := random.exponential(found.mtbf)) < found.restart:
+            now += gap
+        now, fails_at = now + found.restart, now + gap
+    return now, saved
+
+
+@pytest.mark.parametrize("num_steps", [7, 100, 103, 1001])
+@pytest.mark.parametrize("seed", range(12))
+def test_jumping_to_the_next_failure_misses_nothing(num_steps, seed):
+    """Also where the last segment is shorter than the others, and a failure falls into it."""
+    found = failures(200.0, checkpoint=3.0, restart=40.0, num_devices=4)
+    run = simulate_goodput(found, step_seconds=2.0, interval_steps=9, num_steps=num_steps, seed=seed)
+    wall, saved = play_segment_by_segment(found, 2.0, run.interval_steps, num_steps, seed)
+    assert run.wall_seconds == pytest.approx(wall, rel=1e-9) and run.num_checkpoints == saved
 
 
 def test_a_device_that_never_fails_costs_checkpoints_alone():

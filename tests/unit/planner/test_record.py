@@ -115,6 +115,26 @@ def test_a_run_with_failures_has_a_generation_for_each_and_repeats_lost_steps(tm
     assert events[-1]["t"] == pytest.approx(goodput.wall_seconds, abs=1e-6)
 
 
+def test_a_failure_during_a_save_finds_no_steps_after_it(tmp_path, step):
+    """Saves take so long here that most failures fall into one: the rank stands still then."""
+    failures = Failures(device_mtbf=800.0, num_devices=8, restart=1.0, checkpoint=30.0)
+    goodput = simulate_goodput(failures, step_seconds=2.0, interval_steps=4, num_steps=40, seed=4)
+    numbers = RunNumbers(samples=1, tokens=1, checkpoint_seconds=30.0)
+    write_run(tmp_path, step, np.full(40, 2.0), numbers=numbers, goodput=goodput)
+    highest: dict[int, int] = {}
+    generation = -1
+    for event in lines_of(RunDir(tmp_path).events(0)):
+        generation += event["kind"] == "run_started"
+        if event["kind"] == "step":
+            highest[generation] = event["step"]
+    hit = 0
+    for number, stretch in enumerate(goodput.stretches):
+        kept = stretch.first_step + stretch.num_steps
+        assert highest.get(number, kept) <= min(40, kept + 4)
+        hit += stretch.lost > 4 * 2.0
+    assert hit > 3
+
+
 def test_a_folder_with_a_run_is_refused(tmp_path, step):
     write_run(tmp_path, step, np.array([3.0]), numbers=NUMBERS)
     with pytest.raises(RequestError, match="holds a run already"):
