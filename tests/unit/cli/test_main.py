@@ -12,7 +12,10 @@ import pytest
 
 from shoal.cli.main import lift_debug, wants_json_alone
 
-VERBS = ("train", "verify", "eval", "sample", "schedule", "predict", "simulate", "init", "ckpt", "keys", "doctor")
+VERBS = (
+    "train", "verify", "eval", "sample", "schedule", "plan", "predict", "simulate", "init", "ckpt",
+    "keys", "role", "doctor",
+)  # fmt: skip
 
 # The real main() with one more verb, which does what its argument says.
 WITH_A_VERB = """
