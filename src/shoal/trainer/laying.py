@@ -1,6 +1,6 @@
 """Puts a model where its plan wants it and binds what a step needs: the one place where plan, mesh, model and optimizer meet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,8 +110,23 @@ def place_model(
     parallel: ParallelConfig,
     pipeline: PipelineConfig,
     world: World,
+    anatomy: Anatomy | None = None,
+    rehearsed: Sequence[torch.Tensor] = (),
 ) -> Placed:
     """Lay a whole model, as one process builds it, out on this rank.
+
+    Args:
+        model: changed in place.
+        data: what it will be trained on.
+        loss: of its output and the targets.
+        plan: derived.
+        train: the recipe's section, as the next three.
+        optim: see ``train``.
+        parallel: see ``train``.
+        pipeline: see ``train``.
+        world: the ranks.
+        anatomy: what was found in the model, where that is known already.
+        rehearsed: inputs of the microbatches to come, in a world without other processes.
 
     Raises:
         RequestError: the plan does not fit the model, or settings of ``train`` do not fit the plan.
@@ -119,14 +134,15 @@ def place_model(
     check_settings(train, plan)
     precision = Precision.named(train.precision)
     mesh = build_mesh(world, plan)
-    anatomy = Anatomy()
-    if asks_the_model(plan):
+    if anatomy is None and asks_the_model(plan):
         anatomy = look_at(model, data, parallel)
         plan.check(describe_facts(anatomy, model))
+    anatomy = anatomy or Anatomy()
     stages = None
     if mesh.has(Axis.PIPELINE):
         batch = train.global_batch
-        stages = look_at_stages(model, data, anatomy, plan=plan, config=pipeline, global_batch=batch, world=world)
+        asked = None if world.is_rehearsed else world
+        stages = look_at_stages(model, data, anatomy, plan=plan, config=pipeline, global_batch=batch, world=asked)
     if not is_known(loss):
         # A loss of the user's own may look at all positions at once.
         anatomy = replace(anatomy, tail_is_pointwise=False)
@@ -143,7 +159,7 @@ def place_model(
     if stages is not None:
         example = tuple(precision.cast_input(tensor.to(world.device)) for tensor in example_of(data))
         with precision.autocast(world.device.type):
-            cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout)
+            cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout, rehearsed=rehearsed)
     wrapped, reduction, runtime = _reduce(
         objective, cut, plan=plan, mesh=mesh, anatomy=anatomy, laid=laid, train=train, world=world
     )

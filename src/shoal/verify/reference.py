@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.elastic.jobs import serve
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
 from shoal.verify.capture import Recorder, model_tensors, saved_buffers
@@ -37,7 +38,6 @@ from shoal.verify.parts import (
 )
 from shoal.verify.replay import run_replay
 from shoal.verify.uses import split_uses
-from shoal.verify.worker import serve
 
 
 def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
