@@ -32,7 +32,7 @@ def rehearsed_world(rank: int, size: int) -> Iterator[World]:
         yield world
         return
     hook = sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         world.group = dist.group.WORLD
         yield world

@@ -120,10 +120,7 @@ def place_model(
         data: what it will be trained on.
         loss: of its output and the targets.
         plan: derived.
-        train: the recipe's section, as the next three.
-        optim: see ``train``.
-        parallel: see ``train``.
-        pipeline: see ``train``.
+        train: the recipe's section, as ``optim``, ``parallel`` and ``pipeline`` are.
         world: the ranks.
         anatomy: what was found in the model, where that is known already.
         rehearsed: inputs of the microbatches to come, in a world without other processes.
@@ -154,7 +151,6 @@ def place_model(
     if plan.zero == 0 and mesh.replicas.size == world.size > 1:
         objective.board_passengers()
     outline, groups = draw_outline(model), decide_groups(optim, model)
-    shapes = {entry.parameter: entry.shape for entry in outline.values() if entry.parameter and entry.is_trained}
     cut = None
     if stages is not None:
         example = tuple(precision.cast_input(tensor.to(world.device)) for tensor in example_of(data))
@@ -163,20 +159,7 @@ def place_model(
     wrapped, reduction, runtime = _reduce(
         objective, cut, plan=plan, mesh=mesh, anatomy=anatomy, laid=laid, train=train, world=world
     )
-    norms = None
-    # Where stages update by themselves, a norm that waits for the others would stop them all.
-    updates_alone = cut is not None and cut.schedule.updates.flows
-    if (laid.placements or plan.zero > 0 or cut is not None) and not updates_alone:
-        norms = build_norms(
-            model,
-            mesh=mesh,
-            placements=laid.placements,
-            updated=reduction.placements,
-            is_sharded=plan.zero > 0,
-            shapes=shapes,
-            entered=None if cut is None else [name for name in shapes if cut.is_first_keeper(name)],
-            device=world.device,
-        )
+    norms = _whole_norms(model, outline, cut, plan=plan, mesh=mesh, laid=laid, reduction=reduction, device=world.device)
     optimizer = build_optimizer(optim, model, updated=reduction.updated, norms=norms, groups=groups)
     initialise_state(optimizer)
     return Placed(
@@ -194,6 +177,35 @@ def place_model(
         outline=outline,
         pipeline=cut,
         runtime=runtime,
+    )
+
+
+def _whole_norms(
+    model: nn.Module,
+    outline: Outline,
+    cut: Pipeline | None,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    laid: Laid,
+    reduction: Reduction,
+    device: torch.device,
+) -> WholeNorms | None:
+    """How the parts of tensors make whole norms; None where every rank holds them whole."""
+    # Where stages update by themselves, a norm that waits for the others would stop them all.
+    updates_alone = cut is not None and cut.schedule.updates.flows
+    if updates_alone or not (laid.placements or plan.zero > 0 or cut is not None):
+        return None
+    shapes = {entry.parameter: entry.shape for entry in outline.values() if entry.parameter and entry.is_trained}
+    return build_norms(
+        model,
+        mesh=mesh,
+        placements=laid.placements,
+        updated=reduction.placements,
+        is_sharded=plan.zero > 0,
+        shapes=shapes,
+        entered=None if cut is None else [name for name in shapes if cut.is_first_keeper(name)],
+        device=device,
     )
 
 
