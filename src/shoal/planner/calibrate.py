@@ -87,7 +87,7 @@ def fit_runs(runs: Sequence[PastRun]) -> Fit:
         raise RequestError("there is nothing to fit: none of the runs has a step that could be used")
     rows = [[run.compute / run.measured, run.communication / run.measured, 1.0 / run.measured] for run in runs]
     typical = _median(run.measured for run in runs)
-    pull = np.diag([_PRIOR, _PRIOR, _PRIOR / typical * 100])
+    pull = np.diag([_PRIOR, _PRIOR, _PRIOR / typical * 10])
     left = np.vstack([np.array(rows), pull])
     right = np.concatenate([np.ones(len(runs)), pull @ np.array([1.0, 1.0, 0.0])])
     free = [0, 1, 2]
