@@ -9,6 +9,7 @@ import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from datetime import date
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     started, load = time.perf_counter(), os.getloadavg()
-    machine = arguments.machine or Path(__file__).parent / "results" / ".machine.json"
+    machine = arguments.machine or Path(tempfile.gettempdir()) / "shoal-planner-local-machine.json"
     if arguments.machine is None:
         say("measuring the machine")
         write_machine(machine, measure_machine(tell=say))

@@ -40,10 +40,13 @@ def build_machine(found: Iterable[Measured], provenance: Provenance) -> Machine:
             matmuls.append(MatmulTime(processes=group.processes, threads=group.threads, seconds=seconds, **shape))
         seconds = _median(answer["copy"]["seconds"] for answer in group.answers)
         copies.append(CopyTime(processes=group.processes, num_bytes=first["copy"]["num_bytes"], seconds=seconds))
-        together = max(answer["together"] for answer in group.answers)
-        sharing.append(
-            Sharing(processes=group.processes, threads=group.threads, slow_down=max(0.5, together / first["alone"]))
-        )
+        turns = [
+            max(answer["together"][turn] for answer in group.answers) / alone
+            for turn, alone in enumerate(first["alone"])
+        ]
+        # Company never makes a process faster; where it seems to, something else ran while the first was alone.
+        slow_down = max(1.0, _median(turns))
+        sharing.append(Sharing(processes=group.processes, threads=group.threads, slow_down=slow_down))
         for number, timed in enumerate(first["collectives"]):
             seconds = max(answer["collectives"][number]["seconds"] for answer in group.answers)
             collectives.append(CollectiveTime(**{**timed, "processes": group.processes, "seconds": seconds}))

@@ -13,8 +13,8 @@ def answer(*, alone=1.0, together=1.0, seconds=1.0, rank_bytes=10):
     timed = {"operation": "sum", "ranks": 2, "num_bytes": 4096, "seconds": seconds}
     return {
         "rank_bytes": rank_bytes,
-        "alone": alone,
-        "together": together,
+        "alone": [alone, 2 * alone, alone],
+        "together": [together, together, 100 * together],
         "matmuls": [0.1 * (number + 1) for number in range(len(SHAPES))],
         "copy": {"num_bytes": 100, "seconds": 0.5},
         "collectives": [timed],
@@ -27,6 +27,7 @@ def test_the_slowest_rank_counts_and_the_first_was_alone():
         answer(alone=0.0, together=5.0, seconds=0.4, rank_bytes=30),
     ]
     machine = build_machine([Measured(processes=2, threads=1, answers=answers)], PROVENANCE)
+    # Of three turns, 2.5, 1.25 and one in which something else ran, the median.
     assert machine.sharing[0].slow_down == pytest.approx(2.5)
     assert [time.seconds for time in machine.collectives] == [0.4]
     assert machine.rank_bytes == 30
