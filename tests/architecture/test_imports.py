@@ -15,7 +15,21 @@ import pytest
 HEAVY = ("torch", "numpy", "pydantic")
 HELP_SECONDS = 0.2
 HELP_TO_BARE = 2.0
-VERBS = ("train", "verify", "eval", "sample", "schedule", "predict", "simulate", "init", "ckpt", "keys", "doctor")
+VERBS = (
+    "train",
+    "verify",
+    "eval",
+    "sample",
+    "schedule",
+    "plan",
+    "predict",
+    "simulate",
+    "init",
+    "ckpt",
+    "keys",
+    "role",
+    "doctor",
+)
 
 # Runs one line, then says on stdout's last line which of the heavy packages were loaded on the way.
 PROBE = """
