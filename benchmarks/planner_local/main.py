@@ -146,7 +146,8 @@ def main() -> None:
     for count, found in counts.items():
         for row in found["plans"]:
             say(
-                f"{count}: {row['measured_ms']:8.1f} ms measured {row['predicted_ms']:8.1f} predicted {row['error']:+7.1%}  {row['plan']}"
+                f"{count}: {row['measured_ms']:8.1f} ms measured {row['predicted_ms']:8.1f} predicted "
+                f"{row['error']:+7.1%}  {row['plan']}"
             )
     assert all(Plan.parse(found["picked"]) for found in counts.values())
 

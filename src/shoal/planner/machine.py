@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def _line(points: Sequence[tuple[float, float]], at: float) -> float:
     """Between two points on their line; outside on that of the two nearest; one point is its own line through nothing."""
     if len(points) == 1:
         return points[0][1]
-    pairs = list(zip(points, points[1:], strict=False))
+    pairs = list(pairwise(points))
     (x0, y0), (x1, y1) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 

@@ -1,7 +1,7 @@
 """What a run really did, beside a forecast: looked at while it trains, on every rank, for next to nothing.
 
-One step's ledger is read, every step is timed, and with a pipeline every cell is asked how long it waited. Runs without a forecast
-have none of this.
+One step's ledger is read, every step is timed, and with a pipeline every cell is asked how long it waited. Runs without a
+forecast have none of this.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""One rank without peers: the ledger of a rehearsal counts, what comes out is finite, and nothing is left of it in the process."""
+"""One rank without peers: its ledger counts, what comes out is finite, and nothing is left of it in the process."""
 
 import sys
 
