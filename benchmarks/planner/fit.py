@@ -127,9 +127,10 @@ def main() -> None:
     parser.add_argument("table", type=Path)
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--software", choices=list(FREE), help="fit only this one, and keep the others as they are")
     arguments = parser.parse_args()
     runs = usable(read_table(arguments.table))
-    entries: dict[str, dict[str, object]] = {}
+    entries: dict[str, dict[str, object]] = json.loads(TARGET.read_text())["stacks"] if arguments.software else {}
 
     def record(name: str, found: Fitted, own: Sequence[Run]) -> None:
         sources = sorted({run.source.split(" [")[0] for run in own})
@@ -142,7 +143,7 @@ def main() -> None:
         validated = "" if found.validated is None else f", cross-validated {found.validated:.1%}"
         print(f"{name:32} {found.rows:4} rows, error {found.error:.1%}{validated}", flush=True)
 
-    for software in dict.fromkeys(run.software for run in runs):
+    for software in dict.fromkeys(run.software for run in runs if arguments.software in (None, run.software)):
         own = [run for run in runs if run.software == software]
         free = FREE[software]
         joint = fit_stack(own, START.get(software, Constants()), free, folds=0)

@@ -1,6 +1,6 @@
 """Predicts a table of published runs, and times the search for the best plan of a large model.
 
-    python benchmarks/planner/main.py TABLE.csv
+python benchmarks/planner/main.py TABLE.csv
 """
 
 import argparse
@@ -35,7 +35,9 @@ def time_search(cluster: str, global_batch: int) -> dict[str, object]:
     found = search(job)
     seconds = time.process_time() - start
     best = found.ranked[0]
-    print(f"{cluster}: {found.num_plans} plans in {seconds:.1f} s of processor time; best {best.plan}, {best.seconds:.3g} s")
+    print(
+        f"{cluster}: {found.num_plans} plans in {seconds:.1f} s of processor time; best {best.plan}, {best.seconds:.3g} s"
+    )
     return {"cluster": cluster, "plans": found.num_plans, "processor_s": seconds, "best": best.as_dict()}
 
 

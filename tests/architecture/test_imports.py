@@ -16,9 +16,20 @@ HEAVY = ("torch", "numpy", "pydantic")
 HELP_SECONDS = 0.2
 HELP_TO_BARE = 2.0
 VERBS = (
-    "train", "verify", "eval", "sample", "schedule", "plan", "predict", "simulate", "init", "ckpt",
-    "keys", "role", "doctor",
-)  # fmt: skip
+    "train",
+    "verify",
+    "eval",
+    "sample",
+    "schedule",
+    "plan",
+    "predict",
+    "simulate",
+    "init",
+    "ckpt",
+    "keys",
+    "role",
+    "doctor",
+)
 
 # Runs one line, then says on stdout's last line which of the heavy packages were loaded on the way.
 PROBE = """

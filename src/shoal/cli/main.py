@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shoal.cli import ckpt, keys, role
+from shoal.cli.calibrate import calibrate
 from shoal.cli.doctor import doctor
 from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
@@ -26,6 +27,7 @@ from shoal.cli.schedule import ScheduleCommand, schedule
 from shoal.cli.simulate import simulate
 from shoal.cli.startup import LightGroup, prepare_completion
 from shoal.cli.train import train
+from shoal.cli.tune import tune
 from shoal.cli.verify import verify
 from shoal.core.errors import EXIT_NO, EXIT_SIGINT, ShoalError
 
@@ -42,6 +44,8 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("verify")(verify)
+app.command("tune")(tune)
+app.command("calibrate")(calibrate)
 app.command("eval")(evaluate)
 app.command("sample")(sample)
 app.command("schedule", cls=ScheduleCommand)(schedule)

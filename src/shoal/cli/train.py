@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from shoal.trainer.config import Recipe
 
 _Recipe = Annotated[Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
-_Plan = Annotated[str | None, typer.Option("--plan", metavar="TEXT", help="Lay the run out like this, such as 'dp=2'.")]
+_Plan = Annotated[
+    str | None, typer.Option("--plan", metavar="TEXT", help="Lay the run out like this, such as 'dp=2'; auto picks.")
+]
 _Processes = Annotated[int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes to start.")]
 _Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
@@ -26,8 +28,15 @@ _Restarts = Annotated[
     int | None, typer.Option("--max-restarts", metavar="N", min=0, help="Restart dead ranks this many times.")
 ]
 _Profile = Annotated[str | None, typer.Option("--profile", metavar="A:B", help="Trace steps A to B-1 for Perfetto.")]
+_Forecast = Annotated[
+    bool, typer.Option("--forecast", help="Predict the step beforehand and compare at the end, as with --plan auto.")
+]
 _HelpRecipe = Annotated[bool, typer.Option("--help-recipe", help="Print every key of a recipe with its default.")]
 _Schema = Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a recipe, for editors.")]
+_NO_AUTO = (
+    "plan 'auto' is picked for this machine, and a launcher has started the ranks already; name a plan "
+    "(`shoal tune RECIPE` says which is fastest)"
+)
 
 
 def train(
@@ -41,6 +50,7 @@ def train(
     dry_run: _DryRun = False,
     max_restarts: _Restarts = None,
     profile: _Profile = None,
+    forecast: _Forecast = False,
     help_recipe: _HelpRecipe = False,
     schema: _Schema = False,
     json_file: JsonFile = None,
@@ -64,6 +74,14 @@ def train(
     if profile is not None:
         changes.append(f'telemetry.profile="{profile}"')
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    from shoal.trainer.deciding import asks_auto, decide, decide_for_run
+
+    decision = None
+    if asks_auto(recipe, plan, changes):
+        if launched:
+            raise RequestError(_NO_AUTO)
+        plan, decision = decide_for_run(recipe, overrides=changes, num_processes=nproc, run_dir=run_dir, resume=resume)
+        nproc = None
     request = TrainRequest(
         recipe=recipe,
         plan=plan,
@@ -91,7 +109,10 @@ def train(
         return
     from shoal.trainer.launch import describe_summary, train_supervised
 
-    ended = train_supervised(prepared, debug=context.obj["debug"])
+    if forecast and decision is None and not resume:
+        decision = decide(prepared.recipe, prepared.layout.world_size, plans=[str(prepared.layout.plan)])
+    page = None if decision is None else decision.page()
+    ended = train_supervised(prepared, debug=context.obj["debug"], forecast=page)
     if ended.was_orderly:
         print(describe_summary(ended.summary, prepared.run_dir))
     write_result(json_file, ended.summary)

@@ -245,6 +245,44 @@ class TorchTransport:
         dist.broadcast(tensor, self.ranks[source], group=self.group)
 
 
+class EchoTransport:
+    """No peers: every operation does as if all ranks had what this one has, so that numbers stay finite. For rehearsals."""
+
+    def sum_(self, tensor: Tensor) -> None:
+        """See ``Transport``. The sum of equal shares would grow from step to step; one of them is left."""
+
+    def largest_(self, tensor: Tensor) -> None:
+        """See ``Transport``."""
+
+    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        """See ``Transport``. Whose stretch it is cannot be told from here; that of the first of its size will do."""
+        first = next(part for part in torch.split(whole, list(counts)) if part.numel() == own.numel())
+        if own.numel() and own.data_ptr() != first.data_ptr() and not _overlap(own, whole):
+            own.copy_(first)
+
+    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
+        """See ``Transport``."""
+        kept = own.clone() if _overlap(own, whole) else own
+        for part in torch.split(whole, list(counts)):
+            _pretend(kept, part)
+
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """See ``Transport``."""
+        for outgoing, incoming in zip(sent, received, strict=True):
+            _pretend(outgoing, incoming)
+
+    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+        """See ``Transport``."""
+        received.copy_(sent)
+
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        """See ``Transport``."""
+
+
+def _overlap(part: Tensor, whole: Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
 class SilentTransport:
     """Nothing moves: for tracing one rank of a plan on meta tensors, where only shapes matter."""
 

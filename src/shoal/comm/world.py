@@ -67,6 +67,8 @@ class World:
         self.group: dist.ProcessGroup | None = None
         self.save_group: dist.ProcessGroup | None = None
         self.owns_group = True
+        self.is_rehearsed = False
+        """There are no other processes: see ``comm/rehearsal.py``."""
 
     @property
     def is_first(self) -> bool:

@@ -27,6 +27,11 @@ class RunDir:
         return self.root / "summary.json"
 
     @property
+    def forecast(self) -> Path:
+        """What was predicted of the run before it started, where that was asked for."""
+        return self.root / "forecast.json"
+
+    @property
     def lock(self) -> Path:
         """Held, by ``flock``, by the process that runs here; its text is that process's id."""
         return self.root / "run.lock"

@@ -1,6 +1,6 @@
 """One rank's part in a pipeline: the model cut where the plan wants it, and the ways to the other stages."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from shoal.pipeline.choose import Agree, choose_starts
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.mail import Mail
+from shoal.pipeline.rehearse import RehearsedMail, learn_forms
 from shoal.pipeline.share import Shared, places_of
 from shoal.pipeline.units import Unit, find_units
 from shoal.schedules.schedule import Schedule
@@ -122,6 +123,7 @@ def build_pipeline(
     mesh: Mesh,
     world: World,
     dropout: DropoutKey,
+    rehearsed: Sequence[Tensor] = (),
 ) -> Pipeline:
     """Cut a model in place and let go of what belongs to other ranks.
 
@@ -132,16 +134,21 @@ def build_pipeline(
         mesh: the ranks.
         world: where tensors arrive, and how long to wait for a neighbour.
         dropout: of the model.
+        rehearsed: inputs of the microbatches to come, where the world has no other processes: what they would send is like
+            what this one sees of all stages before it lets go of the others.
 
     Raises:
         RequestError: the model cannot be cut there; or weights are tied across stages that are not updated together.
     """
     chain, holders, keepers = _cut(model, example, stages, dropout)
     grid, rank = stages.schedule.grid, mesh.coordinate(Axis.PIPELINE)
+    forms = learn_forms(chain, rehearsed) if world.is_rehearsed else {}
     own = chain.keep(grid.stages_of(rank))
     group = mesh.group(Axis.PIPELINE.value)
     assert group is not None, "a pipeline has at least two ranks"
     mail = Mail(group, ledger=mesh.ledger, device=world.device, deadline_seconds=world.deadline_seconds)
+    if world.is_rehearsed:
+        mail = RehearsedMail(mail, forms)
     trained = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
     shared = Shared(trained, holders, grid=grid, rank=rank, mail=mail)
     return Pipeline(

@@ -95,7 +95,7 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
             summed[key] = _sum_stage(counted, priced)
         times.append(summed[key])
     boundary = job.chain.layers[cuts[0][1] - 1].output_bytes
-    sent = boundary * samples / plan.cp / (plan.tp if plan.sp else 1)
+    sent = boundary * samples / plan.cp / (plan.tp if plan.sp or job.stack.software.scatters_transfer else 1)
     weights = max(_rank_weights(job, plan, counts), default=0.0)
     compute = microbatches * max(times[at].forward + times[at].backward for at in range(len(times))) * chunks
     reduce, reduce_hidden, gathered, gather_hidden = _replicas(job, plan, wires, weights, microbatches, compute)

@@ -102,7 +102,9 @@ def _product(op: Op, part: Slice, device: Device, precision: str, item_bytes: in
     if precision in _NARROW:
         # The left operand is read in 16 bit and written in 8, as it is and transposed for the backward pass.
         moved += rows * inner * (2 + 1 + 1)
-    return op.count * num_products * (compute + moved / (device.memory_bandwidth * constants.memory))
+    # Of an attention that is not fused, every head has a product of its own.
+    count = op.count / part.tensor if op.cut is Cut.ALL else op.count
+    return count * num_products * (compute + moved / (device.memory_bandwidth * constants.memory))
 
 
 def _num_experts(op: Op, part: Slice) -> float:

@@ -53,6 +53,8 @@ class Software:
     """Sharded weights are gathered ahead of the layer that needs them."""
     overlaps_transfer: bool = False
     """Activations travel between stages while the next microbatch is computed."""
+    scatters_transfer: bool = False
+    """Tensor-parallel ranks, which all have the same activation, each send a part of it (Narayanan et al. 2021, section 4.1)."""
     overlaps_tensor: float = 0.0
     """Share of tensor-parallel communication that is hidden behind matrix products."""
     reduced_bytes: float = 4.0
@@ -109,6 +111,7 @@ SOFTWARE: dict[str, Software] = {
             name="megatron",
             source="NVIDIA/Megatron-LM until 2022: local DDP reduces float32 gradients after the last microbatch",
             overlaps_reduce=False,
+            scatters_transfer=True,
             fused_attention=False,
             fused_loss=False,
             kernels_per_op=1.5,
@@ -117,6 +120,7 @@ SOFTWARE: dict[str, Software] = {
             name="megatron-core",
             source="NVIDIA/Megatron-LM core with Transformer Engine",
             overlaps_transfer=True,
+            scatters_transfer=True,
             overlaps_tensor=0.5,
         ),
         Software(

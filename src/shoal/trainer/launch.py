@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,21 @@ from shoal.elastic.supervisor import supervise
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
 from shoal.trainer.ended import Ended
+from shoal.trainer.foretold import describe_forecast, keep_forecast, with_forecast
 from shoal.trainer.launchcrew import train_with_servers
 from shoal.trainer.layout import default_threads
 from shoal.trainer.request import Prepared
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
 
 
-def train_supervised(prepared: Prepared, *, debug: bool = False) -> Ended:
-    """Run a prepared request to its end."""
+def train_supervised(prepared: Prepared, *, debug: bool = False, forecast: Mapping[str, Any] | None = None) -> Ended:
+    """Run a prepared request to its end.
+
+    Args:
+        prepared: the request.
+        debug: show tracebacks.
+        forecast: what was predicted of it; the summary then says beside it what was measured.
+    """
     run_dir = prepared.run_dir
     finished = already_finished(prepared)
     if finished is not None:
@@ -40,12 +48,13 @@ def train_supervised(prepared: Prepared, *, debug: bool = False) -> Ended:
     before = read_summary(run_dir)
     try:
         claim.write(prepared.recipe, prepared.layout.plan)
+        page = keep_forecast(run_dir, forecast, resume=prepared.resume)
         with_servers = prepared.layout.plan.ps > 0
         ended = train_with_servers(prepared, before) if with_servers else _supervise(prepared, before, debug=debug)
         if ended.exit_code == EXIT_WRONG_REQUEST and was_empty:
             # Nothing ran, so nothing is left that a later --resume could take for a run.
             shutil.rmtree(run_dir, ignore_errors=True)
-        return ended
+        return ended if page is None else with_forecast(ended, page, run_dir)
     finally:
         claim.release()
 
@@ -140,5 +149,6 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         f"peak memory      {', '.join(format_bytes(peak) for peak in summary['peak_rss_bytes'])} by rank",
         f"weights          sha256 {summary['weights_sha256'][:16]}...",
         f"run directory    {run_dir}",
+        *describe_forecast(summary),
     ]
     return "\n".join(lines)

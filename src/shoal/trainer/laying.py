@@ -1,6 +1,6 @@
 """Puts a model where its plan wants it and binds what a step needs: the one place where plan, mesh, model and optimizer meet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,8 +110,20 @@ def place_model(
     parallel: ParallelConfig,
     pipeline: PipelineConfig,
     world: World,
+    anatomy: Anatomy | None = None,
+    rehearsed: Sequence[torch.Tensor] = (),
 ) -> Placed:
     """Lay a whole model, as one process builds it, out on this rank.
+
+    Args:
+        model: changed in place.
+        data: what it will be trained on.
+        loss: of its output and the targets.
+        plan: derived.
+        train: the recipe's section, as ``optim``, ``parallel`` and ``pipeline`` are.
+        world: the ranks.
+        anatomy: what was found in the model, where that is known already.
+        rehearsed: inputs of the microbatches to come, in a world without other processes.
 
     Raises:
         RequestError: the plan does not fit the model, or settings of ``train`` do not fit the plan.
@@ -119,14 +131,15 @@ def place_model(
     check_settings(train, plan)
     precision = Precision.named(train.precision)
     mesh = build_mesh(world, plan)
-    anatomy = Anatomy()
-    if asks_the_model(plan):
+    if anatomy is None and asks_the_model(plan):
         anatomy = look_at(model, data, parallel)
         plan.check(describe_facts(anatomy, model))
+    anatomy = anatomy or Anatomy()
     stages = None
     if mesh.has(Axis.PIPELINE):
         batch = train.global_batch
-        stages = look_at_stages(model, data, anatomy, plan=plan, config=pipeline, global_batch=batch, world=world)
+        asked = None if world.is_rehearsed else world
+        stages = look_at_stages(model, data, anatomy, plan=plan, config=pipeline, global_batch=batch, world=asked)
     if not is_known(loss):
         # A loss of the user's own may look at all positions at once.
         anatomy = replace(anatomy, tail_is_pointwise=False)
@@ -138,29 +151,15 @@ def place_model(
     if plan.zero == 0 and mesh.replicas.size == world.size > 1:
         objective.board_passengers()
     outline, groups = draw_outline(model), decide_groups(optim, model)
-    shapes = {entry.parameter: entry.shape for entry in outline.values() if entry.parameter and entry.is_trained}
     cut = None
     if stages is not None:
         example = tuple(precision.cast_input(tensor.to(world.device)) for tensor in example_of(data))
         with precision.autocast(world.device.type):
-            cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout)
+            cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout, rehearsed=rehearsed)
     wrapped, reduction, runtime = _reduce(
         objective, cut, plan=plan, mesh=mesh, anatomy=anatomy, laid=laid, train=train, world=world
     )
-    norms = None
-    # Where stages update by themselves, a norm that waits for the others would stop them all.
-    updates_alone = cut is not None and cut.schedule.updates.flows
-    if (laid.placements or plan.zero > 0 or cut is not None) and not updates_alone:
-        norms = build_norms(
-            model,
-            mesh=mesh,
-            placements=laid.placements,
-            updated=reduction.placements,
-            is_sharded=plan.zero > 0,
-            shapes=shapes,
-            entered=None if cut is None else [name for name in shapes if cut.is_first_keeper(name)],
-            device=world.device,
-        )
+    norms = _whole_norms(model, outline, cut, plan=plan, mesh=mesh, laid=laid, reduction=reduction, device=world.device)
     optimizer = build_optimizer(optim, model, updated=reduction.updated, norms=norms, groups=groups)
     initialise_state(optimizer)
     return Placed(
@@ -178,6 +177,35 @@ def place_model(
         outline=outline,
         pipeline=cut,
         runtime=runtime,
+    )
+
+
+def _whole_norms(
+    model: nn.Module,
+    outline: Outline,
+    cut: Pipeline | None,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    laid: Laid,
+    reduction: Reduction,
+    device: torch.device,
+) -> WholeNorms | None:
+    """How the parts of tensors make whole norms; None where every rank holds them whole."""
+    # Where stages update by themselves, a norm that waits for the others would stop them all.
+    updates_alone = cut is not None and cut.schedule.updates.flows
+    if updates_alone or not (laid.placements or plan.zero > 0 or cut is not None):
+        return None
+    shapes = {entry.parameter: entry.shape for entry in outline.values() if entry.parameter and entry.is_trained}
+    return build_norms(
+        model,
+        mesh=mesh,
+        placements=laid.placements,
+        updated=reduction.placements,
+        is_sharded=plan.zero > 0,
+        shapes=shapes,
+        entered=None if cut is None else [name for name in shapes if cut.is_first_keeper(name)],
+        device=device,
     )
 
 

@@ -43,7 +43,10 @@ def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int |
     """
     text = plan_text if plan_text is not None else recipe_plan
     if text.strip() == "auto":
-        raise RequestError("plan 'auto' is not there yet: this version has no planner; write a plan such as dp=2")
+        raise RequestError(
+            "plan 'auto' is picked by `shoal train` for this machine alone; name a plan here, such as dp=2 "
+            "(`shoal tune RECIPE` says which is fastest)"
+        )
     plan = Plan.parse(text)
     if plan.ps:
         return _with_workers(plan, num_processes=num_processes)

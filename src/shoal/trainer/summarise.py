@@ -6,10 +6,12 @@ import torch
 
 from shoal.telemetry.memory import peak_rss_bytes
 from shoal.trainer.loop import Trainer
+from shoal.trainer.witness import Witness
 
 
-def summarise(trainer: Trainer, *, wall_seconds: float) -> dict[str, Any]:
+def summarise(trainer: Trainer, *, wall_seconds: float, witness: Witness | None = None) -> dict[str, Any]:
     """The summary of a run that ended in an orderly way. All ranks call it together; each gets the same answer."""
+    seen = {} if witness is None else {"forecast": {"measured": witness.measured()}}
     progress = trainer.progress
     peak = torch.tensor([peak_rss_bytes()], dtype=torch.int64, device=trainer.world.device)
     peaks = [int(tensor) for tensor in trainer.world.gather(peak)]
@@ -30,4 +32,5 @@ def summarise(trainer: Trainer, *, wall_seconds: float) -> dict[str, Any]:
         "peak_rss_bytes": peaks,
         "weights_sha256": trainer.hash_weights(),
         "checkpoint_error": trainer.persistence.failure,
+        **seen,
     }

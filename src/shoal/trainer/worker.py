@@ -36,6 +36,7 @@ from shoal.trainer.layout import default_threads
 from shoal.trainer.loop import Trainer
 from shoal.trainer.summarise import summarise
 from shoal.trainer.summary import write_summary
+from shoal.trainer.witness import Witness
 
 
 def run_rank(
@@ -66,8 +67,9 @@ def run_rank(
         trainer = build_trainer(recipe, plan=plan, run_dir=run_dir, resume=resume, world=world, slot=slot)
         stack.enter_context(trainer)
         stop_wish.tell(trainer.request_stop)
+        witness = Witness(trainer) if run.forecast.exists() and trainer.stream is None else None
         _train_explaining_memory(trainer)
-        summary = summarise(trainer, wall_seconds=time.monotonic() - started)
+        summary = summarise(trainer, wall_seconds=time.monotonic() - started, witness=witness)
         if world.is_first:
             write_summary(run_dir, summary)
         world.barrier()

@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
+from shoal.elastic.pool import Pool
 from shoal.optim.config import PrecisionName
 from shoal.trainer.config import Recipe, dump_recipe
 from shoal.trainer.layout import derive_layout
@@ -25,7 +26,6 @@ from shoal.verify.gather import gather_step
 from shoal.verify.judge import Difference, judge_run, judge_sizes, judge_traffic
 from shoal.verify.mutants import Death
 from shoal.verify.pattern import Layout
-from shoal.verify.pool import Pool
 from shoal.verify.question import Question, Subject
 from shoal.verify.result import PlanResult, compared, failed
 from shoal.verify.serverproof import prove_servers

@@ -21,16 +21,17 @@ from shoal.comm.mesh import GRID
 from shoal.comm.shared import SharedTransport
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
+from shoal.elastic.jobs import serve
 from shoal.models.build import Loss
 from shoal.pipeline.build import Pipeline
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
+from shoal.trainer.sizes import measure_state, predict_state
 from shoal.verify.capture import Recorder, model_tensors, placement_values, saved_buffers
 from shoal.verify.mutants import MUTANTS, planted
-from shoal.verify.sizes import ActivationMeter, measured_state, predict_activations, predict_state
+from shoal.verify.sizes import ActivationMeter, predict_activations
 from shoal.verify.survey import TrafficSurvey
-from shoal.verify.worker import serve
 
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
         precision=trainer.precision,
         stages=None if cut is None else _names_of(cut),
     )
-    measured = measured_state(trainer)
+    measured = measure_state(trainer.placed, is_asynchronous=trainer.stream is not None)
     predicted = {what: size for what, size in predicted.items() if what in measured}
     # Stage 3 keeps weights out of what autograd saves with hooks of its own, which would hide from the count what is inside them.
     if meter.microbatch is not None and meter.num_bytes is not None and plan.zero < 3:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.elastic.jobs import serve
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
 from shoal.verify.capture import Recorder, model_tensors, saved_buffers
@@ -35,7 +36,6 @@ from shoal.verify.parts import (
 )
 from shoal.verify.replay import run_replay
 from shoal.verify.sums import group_gradients
-from shoal.verify.worker import serve
 
 
 def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:

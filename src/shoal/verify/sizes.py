@@ -1,83 +1,29 @@
-"""Memory of one rank: what the plan predicts, beside what the rank really holds.
+"""Activations of one rank: what the plan predicts, beside what the rank really holds; its state is in ``trainer/sizes.py``.
 
-State (weights, gradients, optimizer) is predicted from shapes and must agree to the byte. Activations are predicted by running
-one rank's forward pass without data, on fake tensors and a mesh without peers, and counting what autograd keeps; measured, by
-the same count around the real forward pass.
+They are predicted by running one rank's forward pass without data, on fake tensors and a mesh without peers, and counting what
+autograd keeps; measured, by the same count around the real forward pass.
 """
 
 import copy
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import pretend_mesh
-from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.costs.faked import faked
 from shoal.costs.saved import measure_saved
 from shoal.data.loader import Microbatch
 from shoal.models.build import Loss
 from shoal.models.dropout import apply_keyed_dropout
-from shoal.optim.config import OptimizerName
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.apply import apply_to_model
-from shoal.parallel.sizes import measure_sizes as measure_state
-from shoal.parallel.sizes import predict_sizes
-from shoal.pipeline.reduction import StageReduction
 from shoal.trainer.loop import Trainer
 from shoal.trainer.scoring import Scoring
-
-STATE = ("weights", "gradients", "optimizer")
-
-
-def predict_state(
-    model: nn.Module,
-    *,
-    anatomy: Anatomy,
-    plan: Plan,
-    rank: int,
-    optimizer: OptimizerName,
-    precision: Precision,
-    stages: Collection[str] | None = None,
-) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer state of one rank, from the plain model and the plan.
-
-    ``stages`` are the parameters of the rank's pipeline stages; None where it has all.
-    """
-    mesh = pretend_mesh(plan, rank)
-    # In memory, not on the meta device: moving there would untie tied weights.
-    own = copy.deepcopy(model).to(dtype=precision.weight_dtype)
-    dropout = apply_keyed_dropout(own, 0)
-    apply_to_model(own, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm="local")
-    for name, parameter in own.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and (stages is None or name in stages))
-    sizes = predict_sizes(
-        own,
-        anatomy=anatomy,
-        stage=plan.zero,
-        num_data_ranks=plan.dp or 1,
-        data_rank=mesh.coordinate(Axis.DATA),
-        # A pipeline keeps gradients whole until its step is over.
-        num_microbatches=max(2, plan.microbatches or 1) if plan.pp > 1 else plan.microbatches or 1,
-        optimizer=optimizer,
-    )
-    return {name: value for name, value in asdict(sizes).items() if name in STATE}
-
-
-def measured_state(trainer: Trainer) -> dict[str, int]:
-    """Bytes that this rank really keeps from step to step."""
-    reduction = trainer.reduction
-    if isinstance(reduction, StageReduction) and reduction.sharded is not None:
-        reduction = reduction.sharded
-    sizes = measure_state(trainer.model, reduction, trainer.optimizer)
-    # An asynchronous stage has given its gradients back by the time it is looked at.
-    kept = STATE if trainer.stream is None else ("weights", "optimizer")
-    return {name: value for name, value in asdict(sizes).items() if name in kept}
 
 
 def predict_activations(

@@ -13,9 +13,20 @@ import pytest
 from shoal.cli.main import lift_debug, wants_json_alone
 
 VERBS = (
-    "train", "verify", "eval", "sample", "schedule", "plan", "predict", "simulate", "init", "ckpt",
-    "keys", "role", "doctor",
-)  # fmt: skip
+    "train",
+    "verify",
+    "eval",
+    "sample",
+    "schedule",
+    "plan",
+    "predict",
+    "simulate",
+    "init",
+    "ckpt",
+    "keys",
+    "role",
+    "doctor",
+)
 
 # The real main() with one more verb, which does what its argument says.
 WITH_A_VERB = """
@@ -52,7 +63,9 @@ def test_help_lists_every_verb(shoal):
     assert sorted(names) == sorted(VERBS)
 
 
-@pytest.mark.parametrize("verb", [verb for verb in (*VERBS, "keys new", "keys show") if verb not in ("ckpt", "keys", "role")])
+@pytest.mark.parametrize(
+    "verb", [verb for verb in (*VERBS, "keys new", "keys show") if verb not in ("ckpt", "keys", "role")]
+)
 def test_every_verb_takes_json(shoal, verb):
     done = shoal(*verb.split(), "--help")
     assert done.returncode == 0 and "--json FILE" in done.stdout

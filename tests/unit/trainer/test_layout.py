@@ -35,8 +35,8 @@ def test_a_plan_on_the_command_line_must_match_the_processes():
         chosen(plan_text="dp=2", num_processes=4)
 
 
-def test_auto_is_refused_until_there_is_a_planner():
-    with pytest.raises(RequestError, match="no planner"):
+def test_auto_is_picked_by_the_command_and_refused_everywhere_else():
+    with pytest.raises(RequestError, match="picked by `shoal train`"):
         chosen("auto")
 
 

@@ -109,7 +109,7 @@ def test_stages_that_share_a_module_are_refused():
 def test_every_part_of_a_tree_goes_to_the_reference(monkeypatch):
     """Two trees that differ in one field have two references; the same tree, read back from JSON, has one."""
     jobs = []
-    monkeypatch.setattr("shoal.verify.pool.Pool.run", lambda pool, job, **options: jobs.append(job))
+    monkeypatch.setattr("shoal.elastic.pool.Pool.run", lambda pool, job, **options: jobs.append(job))
     fields = {"directions": 2, "uses": USES, "delay": "pipedream", "stages": (("a",), ("b",))}
     trees = [Tree(replicas=1, microbatches=2, **{name: value}) for name, value in fields.items()]
     with Prover(steps=1) as prover:

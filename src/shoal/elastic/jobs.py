@@ -1,7 +1,7 @@
-"""The loop of a process that a proof keeps: jobs come in as lines of JSON, and each is answered by one line.
+"""The loop of a process that is kept for many jobs: they come in as lines of JSON, and each is answered by one line.
 
-Importing torch takes two seconds and a proof has dozens of plans, so ranks and the reference are started once and serve many
-jobs. Whatever a job prints goes to the log: the reply line is the only thing on the pipe.
+Importing torch takes two seconds and a proof or a calibration has dozens of jobs, so processes are started once and serve many
+of them. Whatever a job prints goes to the log: the reply line is the only thing on the pipe.
 """
 
 import gc

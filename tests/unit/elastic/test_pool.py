@@ -5,13 +5,13 @@ import os
 import pytest
 
 from shoal.core.errors import RequestError, RunError
-from shoal.verify.pool import Pool
+from shoal.elastic.pool import Pool
 
 ECHO = '''
 """Answers with its rank, or misbehaves as the job says."""
 import os, signal, sys, time
 from shoal.core.errors import RequestError
-from shoal.verify.worker import serve
+from shoal.elastic.jobs import serve
 
 def handle(job):
     rank = int(os.environ["RANK"])

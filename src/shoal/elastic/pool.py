@@ -1,4 +1,4 @@
-"""The processes of a proof, seen from the parent: started together, given the same job, answered or ended by a deadline.
+"""Processes that are kept for many jobs, seen from the parent: started together, given one job, answered or ended by a deadline.
 
 Ranks that failed are never used again: one that raised has left its peers inside a collective. The pool then ends all of them,
 and the next job starts fresh ones. They die with the parent (``elastic/child.py``), and every job has a store of its own, a
@@ -61,7 +61,7 @@ class Pool:
             raise
 
     def _start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="shoal-verify-logs-")
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-pool-logs-")
         for rank in range(self.size):
             log = Path(self._folder.name) / f"{self.called}-{rank}.txt"
             self._logs.append(log)

@@ -1,0 +1,112 @@
+"""From measurements to a machine, and from past runs to better constants: pure functions over numbers. No torch.
+
+What measures is ``trainer/calibrating.py``.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.core.errors import RequestError
+from shoal.planner.machine import CollectiveTime, CopyTime, Fit, Machine, MatmulTime, Provenance, Sharing
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
+"""Bytes of the collectives that are timed."""
+SHAPES = ((64, 64, 256), (512, 128, 512), (1024, 512, 1024))
+"""Matrix products that are timed: rows, inner, outer."""
+_PRIOR = 0.05
+"""Weight of the constants as they were measured, against one run whose measured step is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the processes of one size measured: one answer per rank."""
+
+    processes: int
+    threads: int
+    answers: Sequence[Mapping[str, Any]]
+
+
+def build_machine(found: Iterable[Measured], provenance: Provenance) -> Machine:
+    """Put measurements together. Of an operation that all ranks do together the slowest rank's time counts."""
+    matmuls, copies, sharing, collectives, rank_bytes = [], [], [], [], 0
+    for group in found:
+        first = group.answers[0]
+        rank_bytes = max(rank_bytes, *(int(answer["rank_bytes"]) for answer in group.answers))
+        for number, (rows, inner, outer) in enumerate(SHAPES):
+            seconds = _median(answer["matmuls"][number] for answer in group.answers)
+            shape = {"rows": rows, "inner": inner, "outer": outer}
+            matmuls.append(MatmulTime(processes=group.processes, threads=group.threads, seconds=seconds, **shape))
+        seconds = _median(answer["copy"]["seconds"] for answer in group.answers)
+        copies.append(CopyTime(processes=group.processes, num_bytes=first["copy"]["num_bytes"], seconds=seconds))
+        turns = [
+            max(answer["together"][turn] for answer in group.answers) / alone
+            for turn, alone in enumerate(first["alone"])
+        ]
+        # Company never makes a process faster; where it seems to, something else ran while the first was alone.
+        slow_down = max(1.0, _median(turns))
+        sharing.append(Sharing(processes=group.processes, threads=group.threads, slow_down=slow_down))
+        for number, timed in enumerate(first["collectives"]):
+            seconds = max(answer["collectives"][number]["seconds"] for answer in group.answers)
+            collectives.append(CollectiveTime(**{**timed, "processes": group.processes, "seconds": seconds}))
+    return Machine(
+        provenance=provenance,
+        matmuls=matmuls,
+        copies=copies,
+        sharing=sharing,
+        collectives=collectives,
+        rank_bytes=rank_bytes,
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(statistics.median(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastRun:
+    """A run that was measured, beside what the machine's constants say of it without any fit."""
+
+    name: str
+    compute: float
+    communication: float
+    measured: float
+    """Median seconds of its steps."""
+
+
+def fit_runs(runs: Sequence[PastRun]) -> Fit:
+    """The three constants that make past runs come out best, in relative error; few runs leave them near what was measured.
+
+    A least-squares fit of ``compute * c + communication * m + f`` over measured time, with a weak pull towards 1, 1 and 0.
+
+    Raises:
+        RequestError: there is no run with a measured step.
+    """
+    # Only this needs it, and `shoal train` reads this file on its way.
+    import numpy as np
+
+    if not runs:
+        raise RequestError("there is nothing to fit: none of the runs has a step that could be used")
+    rows = [[run.compute / run.measured, run.communication / run.measured, 1.0 / run.measured] for run in runs]
+    typical = _median(run.measured for run in runs)
+    pull = np.diag([_PRIOR, _PRIOR, _PRIOR / typical * 10])
+    left = np.vstack([np.array(rows), pull])
+    right = np.concatenate([np.ones(len(runs)), pull @ np.array([1.0, 1.0, 0.0])])
+    free = [0, 1, 2]
+    solution = np.array([1.0, 1.0, 0.0])
+    for _ in range(3):
+        solution = np.zeros(3)
+        solution[free] = np.linalg.lstsq(left[:, free], right, rcond=None)[0]
+        negative = [place for place in free if solution[place] < 0]
+        if not negative:
+            break
+        # A negative constant means that the runs do not tell it from the others.
+        free = [place for place in free if place not in negative]
+    floor = 1e-3
+    return Fit(
+        compute=max(floor, float(solution[0])),
+        communication=max(floor, float(solution[1])),
+        fixed_seconds=max(0.0, float(solution[2])),
+        runs=[run.name for run in runs],
+    )

@@ -1,0 +1,243 @@
+"""A machine as ``shoal calibrate`` measured it: a file that is read once, checked, and asked what things take. No torch.
+
+Numbers that were measured are not edited: the file carries a checksum of itself, and one of another machine or another torch is
+refused, because a wrong constant would show as a wrong plan and nowhere else.
+"""
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from shoal.core.config import Config, validate
+from shoal.core.errors import RequestError
+from shoal.core.rundir import replace_text
+
+FORMAT = "shoal-machine-1"
+
+
+class Provenance(Config):
+    """Where the numbers of a machine file are from."""
+
+    date: str
+    """When they were measured, UTC."""
+    cpu: str
+    """The processor's name."""
+    cores: int = Field(ge=1)
+    """Cores that a process of the user may use."""
+    torch: str
+    """Version of torch."""
+    seconds: float = Field(ge=0)
+    """How long measuring took."""
+    what: str
+    """What was measured, in words."""
+    load: float = Field(default=0.0, ge=0)
+    """Load of the machine when measuring began, in processes; others' work makes numbers worse."""
+
+
+class MatmulTime(Config):
+    """A matrix product of (rows, inner) by (inner, outer) in float32."""
+
+    processes: int = Field(ge=1)
+    """Processes that did it at once."""
+    threads: int = Field(ge=1)
+    """Threads of each."""
+    rows: int
+    inner: int
+    outer: int
+    seconds: float = Field(gt=0)
+
+
+class CopyTime(Config):
+    """A copy in memory."""
+
+    processes: int = Field(ge=1)
+    num_bytes: int
+    seconds: float = Field(gt=0)
+
+
+class CollectiveTime(Config):
+    """One operation of a channel, or a message of a pipeline."""
+
+    operation: str
+    """A word of the ledger: sum, scatter_sum, gather, exchange, shift, send."""
+    ranks: int = Field(ge=2)
+    """Ranks of the channel."""
+    processes: int = Field(ge=2)
+    """Processes of the run; more than ``ranks`` where several channels worked at once."""
+    num_bytes: int = Field(gt=0)
+    """As the ledger counts them."""
+    seconds: float = Field(gt=0)
+
+
+class Sharing(Config):
+    """How much longer a process takes when others compute beside it."""
+
+    processes: int = Field(ge=1)
+    threads: int = Field(ge=1)
+    slow_down: float = Field(gt=0)
+    """Of a training step of a small transformer, against one process alone with as many threads."""
+
+
+class Fit(Config):
+    """What past runs taught: predictions are multiplied by these."""
+
+    compute: float = Field(default=1.0, gt=0)
+    communication: float = Field(default=1.0, gt=0)
+    fixed_seconds: float = Field(default=0.0, ge=0)
+    """Of every step, whatever its size: the loop, events, waking up."""
+    runs: list[str] = Field(default_factory=list)
+    """The runs that it was fitted to; empty where there was none."""
+
+
+class Machine(Config):
+    """A measured machine."""
+
+    format: str = FORMAT
+    provenance: Provenance
+    matmuls: list[MatmulTime]
+    copies: list[CopyTime]
+    sharing: list[Sharing]
+    collectives: list[CollectiveTime]
+    rank_bytes: int = Field(ge=0)
+    """Resident memory of a rank before it has a model."""
+    fit: Fit = Fit()
+
+    def slow_down(self, active: float, threads: int = 1) -> float:
+        """What a process's time is multiplied by while so many compute; between measured numbers by a straight line."""
+        points = {1: 1.0}
+        points |= {
+            point.processes: point.slow_down
+            for point in self.sharing
+            if point.threads == threads and point.processes > 1
+        }
+        if len(points) == 1:
+            points |= {point.processes: point.slow_down for point in self.sharing if point.processes > 1}
+        return max(1.0, _line(sorted(points.items()), active)) if active > 1 else 1.0
+
+    def collective_seconds(self, operation: str, num_bytes: float, *, ranks: int, processes: int) -> float:
+        """What one call takes, by a straight line between measured sizes.
+
+        A channel of as many ranks in as large a run is looked for first, then one of as many ranks, then the nearest.
+        """
+        if ranks < 2 or num_bytes <= 0:
+            return 0.0
+        name = operation if any(time.operation == operation for time in self.collectives) else "sum"
+        known = [time for time in self.collectives if time.operation == name]
+        if not known:
+            return 0.0
+        best = min({(time.ranks, time.processes) for time in known}, key=lambda pair: _distance(pair, ranks, processes))
+        points = sorted((time.num_bytes, time.seconds) for time in known if (time.ranks, time.processes) == best)
+        return max(points[0][1] * 0.5, _line(points, num_bytes))
+
+
+def _distance(pair: tuple[int, int], ranks: int, processes: int) -> tuple[float, float]:
+    return abs(math.log(pair[0] / ranks)), abs(math.log(pair[1] / processes))
+
+
+def _line(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Between two points on their line; outside on that of the two nearest; one point is its own line through nothing."""
+    if len(points) == 1:
+        return points[0][1]
+    pairs = list(pairwise(points))
+    (x0, y0), (x1, y1) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+
+
+def default_path() -> Path:
+    """Where ``shoal calibrate`` writes when it is not told: in ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shoal" / "machine.json"
+
+
+def cpu_name() -> str:
+    """The processor's name as the system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def torch_version() -> str:
+    """The version of torch that is installed, without importing it."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "none"
+
+
+def write_machine(path: Path, machine: Machine) -> None:
+    """Write a machine file, whole or not at all.
+
+    Raises:
+        RequestError: it cannot be written there.
+    """
+    values = machine.model_dump(mode="json")
+    page = {**values, "sha256": _checksum(values)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(page, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise RequestError(f"cannot write the machine file {path}: {error}") from error
+
+
+def read_machine(path: Path, *, is_here: bool = True) -> Machine:
+    """A machine file, checked.
+
+    Args:
+        path: the file.
+        is_here: refuse one that was measured on another machine, with other cores or with another torch.
+
+    Raises:
+        RequestError: it is missing, no machine file, edited by hand, or of another machine; says which and the fix.
+    """
+    try:
+        page = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RequestError(f"no such file: {path}; `shoal calibrate {path}` makes it") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be read as JSON: {error}; make it anew with `shoal calibrate`") from error
+    if not isinstance(page, dict) or page.get("format") != FORMAT:
+        found = page.get("format") if isinstance(page, dict) else type(page).__name__
+        raise RequestError(f"{path} is no machine file of this version: its format is {found!r}, not {FORMAT!r}")
+    told = page.pop("sha256", None)
+    machine = validate(Machine, page, origin=str(path))
+    if told != _checksum(page):
+        raise RequestError(
+            f"{path} was changed after it was measured: its checksum does not fit its numbers; "
+            "measure again with `shoal calibrate`, or refit with --from-runs"
+        )
+    if is_here:
+        _refuse_foreign(machine, path)
+    return machine
+
+
+def _refuse_foreign(machine: Machine, path: Path) -> None:
+    origin = machine.provenance
+    here: dict[str, tuple[Any, Any]] = {
+        "processor": (origin.cpu, cpu_name()),
+        "cores": (origin.cores, num_cores()),
+        "torch": (origin.torch, torch_version()),
+    }
+    other = [f"{name} {theirs} there and {ours} here" for name, (theirs, ours) in here.items() if theirs != ours]
+    if other:
+        raise RequestError(f"{path} was measured on another machine: {', '.join(other)}; run `shoal calibrate` here")
+
+
+def _checksum(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,199 @@
+"""One rank of a plan, rehearsed: laid out as on its place in the plan, with steps taken without peers and looked at.
+
+Nothing of the run is imitated. The model, the techniques, the reduction, the schedule's cells and the optimizer are those of
+``trainer/laying.py`` and ``trainer/step.py``; only the channels echo (``comm/rehearsal.py``). What the ledger has counted and
+what the rank then holds is what it will count and hold in the run, and what its passes took is what they take on this machine.
+"""
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shoal.comm.ledger import Account
+from shoal.comm.world import World
+from shoal.core.errors import RequestError
+from shoal.core.pipelines import schedule_facts
+from shoal.core.plan import Plan
+from shoal.data.loader import Loader, StepBatch
+from shoal.data.splits import Splits
+from shoal.models.build import Loss
+from shoal.optim.precision import Precision
+from shoal.optim.rates import rate
+from shoal.parallel.anatomy import Anatomy
+from shoal.pipeline.build import Stages
+from shoal.schedules.action import Action
+from shoal.trainer.build import build_parts
+from shoal.trainer.config import Recipe
+from shoal.trainer.laying import Placed, build_runner, look_at, place_model
+from shoal.trainer.layout import asks_the_model, derive_layout
+from shoal.trainer.sizes import measure_state
+from shoal.trainer.staging import look_at_stages
+from shoal.trainer.step import StepRunner
+
+_STEPS = 1000
+"""Of the run that the rehearsed steps are taken to begin; it decides their learning rate and nothing else."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is rehearsed, built once for many plans and ranks."""
+
+    recipe: Recipe
+    model: nn.Module
+    """As one process builds it; every rehearsal changes a copy."""
+    loss: Loss
+    data: Splits
+    _anatomy: list[Anatomy] = field(default_factory=list)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """What was found in the model; looked for once."""
+        if not self._anatomy:
+            self._anatomy.append(look_at(copy.deepcopy(self.model), self.data, self.recipe.parallel))
+        return self._anatomy[0]
+
+    def stages(self, plan: Plan) -> Stages:
+        """Where a derived plan cuts the model."""
+        return look_at_stages(
+            copy.deepcopy(self.model),
+            self.data,
+            self.anatomy,
+            plan=plan,
+            config=self.recipe.pipeline,
+            global_batch=self.recipe.train.global_batch,
+        )
+
+
+def build_subject(recipe: Recipe) -> Subject:
+    """Model, loss and data of a recipe."""
+    model, loss, data = build_parts(recipe)
+    return Subject(recipe, model, loss, data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellTime:
+    """What one action of a pipeline took."""
+
+    action: Action
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """One step of one rank."""
+
+    account: Account
+    """Calls and bytes by axis and operation."""
+    seconds: float
+    """From its first microbatch to the end of its update, without loading data."""
+    cells: tuple[CellTime, ...] = ()
+    """With a pipeline: its cells, in their order."""
+
+    @property
+    def cell_seconds(self) -> float:
+        """All cells together."""
+        return sum(cell.seconds for cell in self.cells)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """Some steps of one rank, and what it holds after them."""
+
+    steps: tuple[StepTrace, ...]
+    state: Mapping[str, int]
+    """Bytes of weights, gradients and optimizer state."""
+
+
+def trace_rank(subject: Subject, plan: Plan, *, world: World, num_steps: int = 2) -> RankTrace:
+    """Lay a rank out and take steps on it: rehearsed or, where the world has its processes, for real.
+
+    Two steps at least, to see one that is like all that follow: DDP cuts its buckets anew after the first.
+
+    Args:
+        subject: model, loss and data.
+        plan: derived.
+        world: this rank among the others.
+        num_steps: how many steps.
+
+    Raises:
+        RequestError: the plan is asynchronous, whose steps have no end of their own, or does not fit the model.
+    """
+    if plan.ps or (plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous):
+        raise RequestError(f"plan {str(plan)!r} is not synchronous, and only the steps of those can be rehearsed")
+    recipe = subject.recipe
+    plan = derive_layout(recipe.train, plan).plan
+    batches = _batches(subject, plan, world.rank, num_steps)
+    placed = _place(subject, plan, world, batches[0])
+    try:
+        runner = build_runner(placed, subject.data, train=recipe.train, optim=recipe.optim, world=world, slot=None)
+        placed.objective.train()
+        steps = tuple(_step(subject, placed, runner, batch, number) for number, batch in enumerate(batches))
+        return RankTrace(steps=steps, state=measure_state(placed))
+    finally:
+        placed.mesh.close()
+
+
+def _place(subject: Subject, plan: Plan, world: World, batch: StepBatch) -> Placed:
+    recipe, precision = subject.recipe, Precision.named(subject.recipe.train.precision)
+    pipeline = recipe.pipeline
+    if plan.pp > 1 and world.is_rehearsed and pipeline.balance == "measured" and not pipeline.stages:
+        # What is measured differs from time to time, and all ranks of one rehearsal must be cut alike.
+        stages = subject.stages(plan)
+        pipeline = replace_stages(recipe, stages).pipeline
+    inputs = batch.microbatches[0].inputs if batch.microbatches else ()
+    return place_model(
+        copy.deepcopy(subject.model),
+        subject.data,
+        subject.loss,
+        plan=plan,
+        train=recipe.train,
+        optim=recipe.optim,
+        parallel=recipe.parallel,
+        pipeline=pipeline,
+        world=world,
+        anatomy=subject.anatomy if asks_the_model(plan) else None,
+        rehearsed=[precision.cast_input(tensor) for tensor in inputs],
+    )
+
+
+def replace_stages(recipe: Recipe, stages: Stages) -> Recipe:
+    """The recipe with its stages said by name."""
+    named = [stages.units[start].path for start in stages.starts[1:]]
+    return recipe.model_copy(update={"pipeline": recipe.pipeline.model_copy(update={"stages": named})})
+
+
+def _batches(subject: Subject, plan: Plan, rank: int, num_steps: int) -> Sequence[StepBatch]:
+    train, share = subject.recipe.train, plan.dp or 1
+    replica = rank // (plan.cp * plan.tp) % share
+    loader = Loader(
+        subject.data.train,
+        global_batch=train.global_batch,
+        micro_batch=train.global_batch // share // (plan.microbatches or 1),
+        replica=replica,
+        num_replicas=share,
+        seed=train.seed,
+        prefetch=0,
+    )
+    try:
+        return [loader.next() for _ in range(num_steps)]
+    finally:
+        loader.close()
+
+
+def _step(subject: Subject, placed: Placed, runner: StepRunner, batch: StepBatch, number: int) -> StepTrace:
+    optim, precision = subject.recipe.optim, Precision.named(subject.recipe.train.precision)
+    cells: list[CellTime] = []
+    if placed.runtime is not None:
+        placed.runtime.observe = lambda action, begin, waited, end: cells.append(
+            CellTime(action=action, seconds=end - begin - waited)
+        )
+    with placed.mesh.ledger.counting() as account:
+        started = time.perf_counter()
+        runner.run(
+            batch, step=number, lr=rate(optim, number, _STEPS), loss_scale=precision.first_loss_scale, stop=False
+        )
+        seconds = time.perf_counter() - started
+    return StepTrace(account=dict(account), seconds=seconds, cells=tuple(cells))

@@ -1,0 +1,69 @@
+"""State of one rank, weights, gradients and optimizer: bytes predicted from shapes and a plan, and bytes really held.
+
+Both must agree to the byte; ``shoal verify`` compares them, and a forecast says them before a run.
+"""
+
+import copy
+from collections.abc import Collection
+from dataclasses import asdict
+
+from torch import nn
+
+from shoal.comm.mesh import pretend_mesh
+from shoal.core.axes import Axis
+from shoal.core.plan import Plan
+from shoal.models.dropout import apply_keyed_dropout
+from shoal.optim.config import OptimizerName
+from shoal.optim.precision import Precision
+from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.apply import apply_to_model
+from shoal.parallel.sizes import measure_sizes, predict_sizes
+from shoal.pipeline.reduction import StageReduction
+from shoal.trainer.laying import Placed
+
+STATE = ("weights", "gradients", "optimizer")
+
+
+def predict_state(
+    model: nn.Module,
+    *,
+    anatomy: Anatomy,
+    plan: Plan,
+    rank: int,
+    optimizer: OptimizerName,
+    precision: Precision,
+    stages: Collection[str] | None = None,
+) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state of one rank, from the plain model and the plan.
+
+    ``stages`` are the parameters of the rank's pipeline stages; None where it has all.
+    """
+    mesh = pretend_mesh(plan, rank)
+    # In memory, not on the meta device: moving there would untie tied weights.
+    own = copy.deepcopy(model).to(dtype=precision.weight_dtype)
+    dropout = apply_keyed_dropout(own, 0)
+    apply_to_model(own, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm="local")
+    for name, parameter in own.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and (stages is None or name in stages))
+    sizes = predict_sizes(
+        own,
+        anatomy=anatomy,
+        stage=plan.zero,
+        num_data_ranks=plan.dp or 1,
+        data_rank=mesh.coordinate(Axis.DATA),
+        # A pipeline keeps gradients whole until its step is over.
+        num_microbatches=max(2, plan.microbatches or 1) if plan.pp > 1 else plan.microbatches or 1,
+        optimizer=optimizer,
+    )
+    return {name: value for name, value in asdict(sizes).items() if name in STATE}
+
+
+def measure_state(placed: Placed, *, is_asynchronous: bool = False) -> dict[str, int]:
+    """Bytes that a rank really keeps from step to step."""
+    reduction = placed.reduction
+    if isinstance(reduction, StageReduction) and reduction.sharded is not None:
+        reduction = reduction.sharded
+    sizes = measure_sizes(placed.model, reduction, placed.optimizer)
+    # An asynchronous stage has given its gradients back by the time it is looked at.
+    kept = ("weights", "optimizer") if is_asynchronous else STATE
+    return {name: value for name, value in asdict(sizes).items() if name in kept}

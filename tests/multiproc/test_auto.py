@@ -1,0 +1,95 @@
+"""``shoal calibrate``, ``shoal train --plan auto`` and ``shoal tune`` from outside, with a cache folder of their own."""
+
+import json
+
+import pytest
+
+from harness import read_summary
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A machine file that is measured once for all tests here."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def at(cache):
+    return {"XDG_CACHE_HOME": str(cache)}
+
+
+def test_without_a_machine_file_auto_measures_shortly_and_picks(shoal, tiny, at, cache):
+    done = shoal.run("train", tiny, "--plan", "auto", "--nproc", "2", "--dry-run", environment=at, timeout=110)
+    machine = json.loads((cache / "shoal" / "machine.json").read_text())
+    assert machine["provenance"]["cores"] >= 1 and len(machine["sha256"]) == 64
+    assert "timing this machine shortly" in done.stderr and "never picked" in done.stderr
+    assert "runner-up" in done.stderr and "on 2 process(es)" in done.stdout
+
+
+def test_auto_runs_its_pick_and_compares(shoal, tiny, at):
+    done = shoal.run("train", tiny, "--plan", "auto", "--nproc", "2", "--run-dir", "run", environment=at, timeout=110)
+    summary = read_summary(shoal.folder / "run")
+    told = summary["forecast"]
+    assert told["plan"] == summary["plan"] and summary["world_size"] == 2
+    assert told["traffic_is_equal"] and told["state_is_equal"]
+    assert told["step_seconds"]["predicted"] > 0 and told["step_seconds"]["measured"] > 0
+    assert len(told["ranks"]) == 2 and told["ranks"][0]["peak_bytes"]["measured"] > 0
+    assert "predicted beside measured" in done.stdout
+
+
+def test_a_run_that_goes_on_keeps_its_plan(shoal, tiny, at):
+    (shoal.folder / "auto.toml").write_text((shoal.folder / "tiny.toml").read_text().replace('"dp=1"', '"auto"', 1))
+    chosen = ("--set", "train.steps=4", "--run-dir", "run")
+    shoal.run("train", "auto.toml", "--plan", "dp=1 tp=2", *chosen, environment=at)
+    done = shoal.run("train", "auto.toml", "--set", "train.steps=6", "--run-dir", "run", "--resume", environment=at)
+    assert "going on with the plan of the run, dp=1 tp=2" in done.stderr
+    assert read_summary(shoal.folder / "run")["plan"] == "dp=1 tp=2"
+
+
+def test_a_named_plan_can_be_forecast_too(shoal, tiny, at):
+    done = shoal.run(
+        "train", tiny, "--plan", "dp=1 pp=2", "--forecast", "--run-dir", "run", environment=at, timeout=110
+    )
+    told = read_summary(shoal.folder / "run")["forecast"]
+    assert told["traffic_is_equal"] and told["state_is_equal"]
+    assert 0 < told["bubble"]["predicted"] < 1 and 0 <= told["bubble"]["measured"] < 1
+    assert "bubble" in done.stdout
+
+
+def test_tune_tries_the_best_plans_for_real(shoal, tiny, at):
+    done = shoal.run(
+        "tune", tiny, "--nproc", "2", "--top", "3", "--steps", "4", "--json", "out.json", environment=at, timeout=110
+    )
+    found = json.loads((shoal.folder / "out.json").read_text())
+    assert len(found["plans"]) == 3 and found["plan"] == found["plans"][0]["plan"]
+    times = [plan["measured_seconds"] for plan in found["plans"]]
+    assert times == sorted(times) and all(time > 0 for time in times)
+    assert found["regret"] >= 0 and f"fastest: {found['plan']}" in done.stdout
+
+
+def test_constants_are_refitted_to_a_run(shoal, tiny, at, cache):
+    shoal.run("train", tiny, "--plan", "dp=2", "--run-dir", "run", environment=at)
+    shoal.run("calibrate", "--from-runs", "run", "--json", "out.json", environment=at, timeout=110)
+    fit = json.loads((shoal.folder / "out.json").read_text())["fit"]
+    assert fit["runs"] == ["run"] and fit["compute"] > 0
+    assert json.loads((cache / "shoal" / "machine.json").read_text())["fit"] == fit
+
+
+def test_what_cannot_be_fitted_to_is_refused(shoal, at):
+    (shoal.folder / "empty").mkdir()
+    done = shoal.run("calibrate", "--from-runs", "empty", expect=2, environment=at)
+    assert "not a run directory" in done.stderr
+
+
+def test_an_edited_machine_file_is_refused_by_name(shoal, tiny, at, cache):
+    page = json.loads((cache / "shoal" / "machine.json").read_text())
+    page["rank_bytes"] += 1
+    (shoal.folder / "mine.json").write_text(json.dumps(page))
+    done = shoal.run("tune", tiny, "--nproc", "2", "--machine", "mine.json", expect=2, environment=at)
+    assert "changed after it was measured" in done.stderr
+
+
+def test_a_launched_rank_has_no_say(shoal, tiny):
+    launched = {"RANK": "0", "WORLD_SIZE": "1"}
+    done = shoal.run("train", tiny, "--plan", "auto", expect=2, environment=launched)
+    assert "a launcher has started the ranks already" in done.stderr

@@ -1,0 +1,65 @@
+"""Measurements to a machine, and past runs to constants, on numbers that are known."""
+
+import pytest
+
+from shoal.core.errors import RequestError
+from shoal.planner.calibrate import SHAPES, Measured, PastRun, build_machine, fit_runs
+from shoal.planner.machine import Provenance
+
+PROVENANCE = Provenance(date="2026-01-01", cpu="a", cores=2, torch="2", seconds=1.0, what="a test")
+
+
+def answer(*, alone=1.0, together=1.0, seconds=1.0, rank_bytes=10):
+    timed = {"operation": "sum", "ranks": 2, "num_bytes": 4096, "seconds": seconds}
+    return {
+        "rank_bytes": rank_bytes,
+        "alone": [alone, 2 * alone, alone],
+        "together": [together, together, 100 * together],
+        "matmuls": [0.1 * (number + 1) for number in range(len(SHAPES))],
+        "copy": {"num_bytes": 100, "seconds": 0.5},
+        "collectives": [timed],
+    }
+
+
+def test_the_slowest_rank_counts_and_the_first_was_alone():
+    answers = [
+        answer(alone=2.0, together=3.0, seconds=0.1),
+        answer(alone=0.0, together=5.0, seconds=0.4, rank_bytes=30),
+    ]
+    machine = build_machine([Measured(processes=2, threads=1, answers=answers)], PROVENANCE)
+    # Of three turns, 2.5, 1.25 and one in which something else ran, the median.
+    assert machine.sharing[0].slow_down == pytest.approx(2.5)
+    assert [time.seconds for time in machine.collectives] == [0.4]
+    assert machine.rank_bytes == 30
+    assert [(time.rows, time.inner, time.outer) for time in machine.matmuls] == list(SHAPES)
+
+
+def run(compute, communication, measured):
+    return PastRun(name="run", compute=compute, communication=communication, measured=measured)
+
+
+def test_runs_give_the_constants_back_that_made_them():
+    parts = [(0.1, 0.01), (0.2, 0.1), (0.05, 0.2), (0.4, 0.02), (0.3, 0.3), (0.02, 0.01)]
+    runs = [run(compute, moved, 1.3 * compute + 0.8 * moved + 0.004) for compute, moved in parts]
+    fit = fit_runs(runs)
+    for one in runs:
+        predicted = fit.compute * one.compute + fit.communication * one.communication + fit.fixed_seconds
+        assert predicted == pytest.approx(one.measured, rel=0.03)
+    assert fit.compute == pytest.approx(1.3, rel=0.05)
+    assert fit.communication == pytest.approx(0.8, rel=0.15)
+
+
+def test_one_run_moves_mostly_what_it_is_made_of():
+    fit = fit_runs([run(0.1, 0.001, 0.15)])
+    assert fit.compute == pytest.approx(1.5, rel=0.02)
+    assert fit.communication == pytest.approx(1.0, abs=0.05)
+
+
+def test_no_constant_becomes_negative():
+    fit = fit_runs([run(0.1, 0.05, 0.1), run(0.2, 0.01, 0.2), run(0.1, 0.1, 0.08)])
+    assert fit.compute > 0 and fit.communication > 0 and fit.fixed_seconds >= 0
+
+
+def test_nothing_cannot_be_fitted():
+    with pytest.raises(RequestError, match="nothing to fit"):
+        fit_runs([])
