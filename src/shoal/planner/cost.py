@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shoal.core.plan import Plan
 from shoal.costs.chain import Layer
 from shoal.planner.collectives import Group, Wire, all_reduce, exchange, gather, send, wire_of
-from shoal.planner.job import Job, count_stages, cut_stages
+from shoal.planner.job import Job, count_stages, cut_stages, rank_of
 from shoal.planner.kernels import Slice, time_layer
 from shoal.planner.parts import StageTimes, StepParts
 
@@ -191,7 +191,7 @@ def _rank_weights(job: Job, plan: Plan, counts: Sequence[Mapping[int, int]]) -> 
     ranks = [0.0] * plan.pp
     each = [layer_weights(layer, plan) for layer in job.chain.distinct]
     for stage, counted in enumerate(counts):
-        ranks[stage % plan.pp] += sum(each[layer] * count for layer, count in counted.items())
+        ranks[rank_of(stage, plan)] += sum(each[layer] * count for layer, count in counted.items())
     return ranks
 
 

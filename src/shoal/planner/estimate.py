@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.planner.cost import Known, price_parts
-from shoal.planner.job import Job
+from shoal.planner.job import Job, rank_of
 from shoal.planner.memory import CONTEXT_BYTES, Memory, price_memory
 from shoal.planner.parts import StepParts
 from shoal.planner.simulate import schedule_for, simulate_step
@@ -127,7 +127,7 @@ def _made(
     peak = job.cluster.device.flops(job.precision) * plan.world_size
     ranks = [0.0] * plan.pp
     for at, stage in enumerate(parts.stages):
-        ranks[at % plan.pp] += stage.forward + stage.backward
+        ranks[rank_of(at, plan)] += stage.forward + stage.backward
     return Estimate(
         plan=plan,
         seconds=seconds,

@@ -5,9 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shoal.core.pipelines import DEFAULT_SCHEDULE
+from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
 from shoal.planner.hardware import Cluster
 from shoal.planner.stacks import Stack
+from shoal.schedules.catalogue import FAMILIES
+from shoal.schedules.grid import Fold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,14 @@ class Job:
     """Of a weight as it is kept and gathered."""
     state_bytes: float | None = None
     """Of the optimizer for a weight; what the software's Adam keeps when left out."""
+
+
+def rank_of(stage: int, plan: Plan) -> int:
+    """The pipeline rank that works on a stage; of the two of a bidirectional schedule, the one of the way down."""
+    family = FAMILIES.get(plan.schedule or DEFAULT_SCHEDULE)
+    if family is not None and family.fold is Fold.VEE and stage >= plan.pp:
+        return 2 * plan.pp - 1 - stage
+    return stage % plan.pp
 
 
 def spread_blocks(num_blocks: int, num_stages: int) -> tuple[int, ...]:

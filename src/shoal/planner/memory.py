@@ -12,7 +12,9 @@ from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, Layer, LayerKind
 from shoal.planner.cost import layer_weights
-from shoal.planner.job import Job, count_stages
+from shoal.planner.job import Job, count_stages, rank_of
+from shoal.schedules.catalogue import FAMILIES
+from shoal.schedules.family import Size
 
 _CAST = 2.0 + 4.0
 """Bytes of an output layer's gradient for a moment: in 16 bit as it comes, and in float32 as it is added up."""
@@ -89,37 +91,17 @@ def price_memory(
     return tuple(found)
 
 
-def rank_of(stage: int, plan: Plan) -> int:
-    """The pipeline rank of a stage."""
-    if plan.schedule in ("zbv", "v-half", "v-min", "dualpipev"):
-        return stage if stage < plan.pp else 2 * plan.pp - 1 - stage
-    return stage % plan.pp
-
-
 def in_flight_bound(plan: Plan, rank: int) -> float:
-    """Microbatches of one stage that a pipeline rank holds at its fullest (planner reference, section 2.2)."""
-    pp, chunks, microbatches = plan.pp, plan.chunks or 1, plan.microbatches or 1
-    if pp == 1:
+    """Microbatches of one stage that a pipeline rank holds at its fullest, as its family of schedules promises."""
+    if plan.pp == 1:
         return 1.0
-    name = plan.schedule or DEFAULT_SCHEDULE
-    if name == "gpipe":
-        return microbatches
-    if name in ("interleaved",):
-        # 2 (p - 1 - i) + (v - 1) p + 1 chunks (Narayanan et al. 2021, section 2.2).
-        return min(microbatches * chunks, 2 * (pp - 1 - rank) + (chunks - 1) * pp + 1)
-    if name == "looped-bfs":
-        return microbatches * chunks
-    if name == "zb-h2":
-        return min(microbatches, 2 * pp - 1 - rank)
-    if name in ("zbv", "dualpipev"):
-        return min(2 * microbatches, 2 * pp + (1 if name == "dualpipev" else 0))
-    if name == "v-half":
-        return min(2 * microbatches, pp + 2)
-    if name == "v-min":
-        return min(2 * microbatches, 2 * pp / 3 + 4)
-    if name in ("dualpipe", "chimera"):
-        return min(microbatches, pp + 1)
-    return min(microbatches, pp - rank)
+    # A schedule of the user's own says what it holds only when it is read.
+    family = FAMILIES.get(plan.schedule or DEFAULT_SCHEDULE, FAMILIES["gpipe"])
+    microbatches = plan.microbatches or 1
+    if family.updates.flows:
+        # The next step's microbatches follow at once.
+        microbatches = max(microbatches, plan.pp)
+    return float(family.activations(Size(plan.pp, microbatches, plan.chunks or 1), rank))
 
 
 def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies: float) -> Memory:

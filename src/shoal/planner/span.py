@@ -1,53 +1,64 @@
 """How long a pipeline's step is, by closed forms: for a search through thousands of plans. ``simulate.py`` plays a schedule.
 
-The closed forms (reference: Narayanan et al. 2021 for 1F1B and interleaved; Qi et al. 2024, arXiv:2401.10241, for the zero-bubble
-families; DeepSeek-V3, arXiv:2412.19437, for DualPipe) assume equal stages; where stages differ the slowest sets the pace and
-every other is passed once (Zheng et al. 2022, arXiv:2201.12023, eq. 2).
+The forms assume equal stages; where stages differ the slowest rank sets the pace and every other is passed once (Zheng et al.
+2022, arXiv:2201.12023, eq. 2). They are for the schedules of ``shoal.schedules``, whose step ends with an update of all ranks: a
+zero-bubble schedule has no idle rank *between* its first and last cell, and yet the last rank begins p - 1 forwards late.
 """
 
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
+from shoal.planner.job import rank_of
 from shoal.planner.parts import StepParts
 
 
 def pipeline_seconds(parts: StepParts, plan: Plan, *, overlaps_transfer: bool = True) -> float:
     """Seconds from the first cell of a step to its last, by the family's closed form."""
-    pp, chunks, microbatches = plan.pp, plan.chunks or 1, parts.microbatches
+    pp, microbatches = plan.pp, parts.microbatches
     if pp == 1:
         return microbatches * sum(stage.forward + stage.backward for stage in parts.stages)
-    moved = 0.0 if overlaps_transfer else 2 * parts.transfer
+    moved = 0.0 if overlaps_transfer else parts.transfer
     ranks = [0.0] * pp
-    forward, weight = [0.0] * pp, [0.0] * pp
     for at, stage in enumerate(parts.stages):
-        rank = _rank_of(at, pp, plan.schedule)
-        ranks[rank] += stage.forward + stage.backward + moved
-        forward[rank] += stage.forward
-        weight[rank] += stage.weight
-    slowest, mean = max(ranks), sum(ranks) / pp
-    # Filling and emptying passes every other rank once, a chunk of it at a time.
-    fill = (sum(ranks) - slowest) / chunks + 2 * (pp - 1) * (parts.transfer - moved / 2)
-    name = plan.schedule or "1f1b"
-    if name in ("zb-h1",):
-        fill = max(0.0, fill - 2 * (pp - 1) * max(weight))
-    elif name in ("zb-h2", "zbv"):
-        fill = 0.0
-    elif name in ("v-half",):
-        fill /= 2
-    elif name in ("v-min",):
-        fill *= 2 / 3
-    elif name in ("dualpipe", "dualpipev"):
-        fill = max(0.0, (pp / 2 - 1) * (2 * mean - 3 * max(weight)) / chunks)
-    elif name == "chimera":
-        fill = (pp - 2) / 2 * mean
-    elif name in ("interleaved", "looped-bfs") and microbatches % pp:
-        # A last round that is not full takes as long as a full one (Calculon, llm.py; planner reference, section 2.2).
-        fill += (chunks - 1) * (pp - microbatches % pp) * mean / chunks
-    elif schedule_facts(plan.schedule).is_asynchronous:
-        fill = 0.0
-    return microbatches * slowest + fill
+        ranks[rank_of(at, plan)] += stage.forward + stage.backward + 2 * moved
+    if schedule_facts(plan.schedule).is_asynchronous:
+        return microbatches * max(ranks)
+    # An activation and its gradient each pass all ranks, where nothing else is there to be done meanwhile.
+    transfers = 2 * (pp - 1) * (parts.transfer - moved)
+    return microbatches * max(ranks) + _idle(parts, plan, ranks, moved) + transfers
 
 
-def _rank_of(stage: int, pp: int, schedule: str | None) -> int:
-    if schedule in ("zbv", "v-half", "v-min", "dualpipev"):
-        return stage if stage < pp else 2 * pp - 1 - stage
-    return stage % pp
+def _idle(parts: StepParts, plan: Plan, ranks: list[float], moved: float) -> float:
+    """Seconds of a step beyond the work of its slowest rank; for weights' gradients that take no longer than a forward."""
+    name, others, microbatches = plan.schedule or "1f1b", plan.pp - 1, parts.microbatches
+    num_stages = len(parts.stages)
+    chunks = num_stages // plan.pp
+    forward = sum(stage.forward for stage in parts.stages) / num_stages + moved
+    by_input = sum(stage.input for stage in parts.stages) / num_stages + moved
+    weight = sum(stage.weight for stage in parts.stages) / num_stages
+    is_long = microbatches >= 2 * plan.pp - 1
+    if name == "zb-h1" or (name == "zb-h2" and not is_long):
+        # Qi et al. 2024 (arXiv:2401.10241), section 2.2: weights' gradients fill what they can.
+        return others * (forward + by_input) - min(others, microbatches - 1) * weight
+    if name == "zb-h2":
+        return others * max(forward, forward + by_input - 2 * weight)
+    if name == "zbv":
+        return others * max(forward, by_input, 2 * by_input - (2 if is_long else 1) * weight)
+    if name in ("v-half", "v-min"):
+        return _vee_idle(name, others, microbatches, forward, by_input, weight)
+    if name in ("dualpipe", "dualpipev"):
+        # (S/2 - 1)(F&B + B - 3W) for S stages, a pair taking as long as its parts (DeepSeek-V3, arXiv:2412.19437, Table 2).
+        return max(0.0, (num_stages / 2 - 1) * (forward + 2 * by_input - weight))
+    if name == "chimera":
+        return (plan.pp - 2) / 2 * sum(ranks) / plan.pp
+    # Filling and emptying passes every other rank once, a chunk of it at a time; a round of fewer microbatches than ranks waits.
+    late = (chunks - 1) * max(0, plan.pp - microbatches) * (forward + by_input + weight)
+    return (sum(ranks) - max(ranks)) / chunks + late
+
+
+def _vee_idle(name: str, others: int, microbatches: int, forward: float, by_input: float, weight: float) -> float:
+    """V-Half and V-Min (Qi et al. 2024, arXiv:2405.15362): blocks follow each other at the pace of their longest cells."""
+    longest, work = max(forward, by_input), 2 * (forward + by_input + weight)
+    fill, period = 2 * (forward + by_input), 6 * longest
+    if name == "v-half":
+        fill, period = fill - weight, 4 * longest + weight
+    return others * fill + microbatches * max(0.0, period - work)
