@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shoal.core.plan import Plan
 from shoal.costs.chain import Layer
 from shoal.planner.collectives import Group, Wire, all_reduce, exchange, gather, send, wire_of
-from shoal.planner.job import Job, count_stages, cut_stages, rank_of
+from shoal.planner.job import Job, count_ranks, count_stages, cut_stages
 from shoal.planner.kernels import Slice, time_layer
 from shoal.planner.parts import StageTimes, StepParts
 
@@ -45,7 +45,8 @@ def wires_of(plan: Plan, job: Job) -> Wires:
     return Wires(
         tensor=wire_of(Group(tp, 1), cluster, constants),
         context=wire_of(Group(cp, tp), cluster, constants),
-        data=wire_of(Group(dp, tp * cp), cluster, constants),
+        # Ranks that share a sequence have the same weights, and their gradients are summed too.
+        data=wire_of(Group(dp * cp, tp), cluster, constants),
         pipeline=wire_of(Group(2 if plan.pp > 1 else 1, tp * cp * dp), cluster, constants),
         expert=wire_of(Group(plan.ep, tp), cluster, constants),
     )
@@ -96,7 +97,7 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
         times.append(summed[key])
     boundary = job.chain.layers[cuts[0][1] - 1].output_bytes
     sent = boundary * samples / plan.cp / (plan.tp if plan.sp or job.stack.software.scatters_transfer else 1)
-    weights = max(_rank_weights(job, plan, counts), default=0.0)
+    weights = max(_rank_weights(job, plan))
     compute = microbatches * max(times[at].forward + times[at].backward for at in range(len(times))) * chunks
     reduce, reduce_hidden, gathered, gather_hidden = _replicas(job, plan, wires, weights, microbatches, compute)
     shard = dp if plan.zero else 1
@@ -186,13 +187,10 @@ def _sum_stage(counted: Mapping[int, int], priced: Sequence[LayerTimes]) -> Stag
     return StageTimes(forward=forward, input=by_input, weight=by_weight, exposed=exposed)
 
 
-def _rank_weights(job: Job, plan: Plan, counts: Sequence[Mapping[int, int]]) -> list[float]:
+def _rank_weights(job: Job, plan: Plan) -> list[float]:
     """Weights of every pipeline rank, in elements, on one tensor-parallel rank."""
-    ranks = [0.0] * plan.pp
     each = [layer_weights(layer, plan) for layer in job.chain.distinct]
-    for stage, counted in enumerate(counts):
-        ranks[rank_of(stage, plan)] += sum(each[layer] * count for layer, count in counted.items())
-    return ranks
+    return [sum(each[layer] * count for layer, count in counted.items()) for counted in count_ranks(job.chain, plan)]
 
 
 def layer_weights(layer: Layer, plan: Plan) -> float:
@@ -204,8 +202,8 @@ def _replicas(
     job: Job, plan: Plan, wires: Wires, weights: float, microbatches: int, compute: float
 ) -> tuple[float, float, float, float]:
     """Seconds of reducing gradients and of gathering weights along dp, each with the part that compute hides."""
-    software, dp = job.stack.software, plan.dp or 1
-    if dp == 1:
+    software = job.stack.software
+    if wires.data.size == 1:
         return 0.0, 0.0, 0.0, 0.0
     of_gradients, of_weights = weights * software.reduced_bytes, weights * job.weight_bytes
     if plan.zero == 0:

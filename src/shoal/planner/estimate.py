@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.planner.cost import Known, price_parts
-from shoal.planner.job import Job, rank_of
+from shoal.planner.job import Job, count_ranks, rank_of
 from shoal.planner.memory import CONTEXT_BYTES, Memory, price_memory
 from shoal.planner.parts import StepParts
 from shoal.planner.simulate import schedule_for, simulate_step
@@ -55,9 +54,12 @@ class Estimate:
     def exposed(self) -> Mapping[str, float]:
         """Share of the step that nothing hides of the communication of each axis."""
         parts = self.parts
-        slowest = max(parts.stages, key=lambda stage: stage.forward + stage.backward)
-        per_rank = len(parts.stages) / self.plan.pp * parts.microbatches
-        shares = {axis: seconds * per_rank / self.seconds for axis, seconds in slowest.exposed.items() if seconds > 0}
+        busiest = _busiest(parts, self.plan)
+        shares: dict[str, float] = {}
+        for at, stage in enumerate(parts.stages):
+            for axis, seconds in stage.exposed.items() if rank_of(at, self.plan) == busiest else ():
+                if seconds > 0:
+                    shares[axis] = shares.get(axis, 0.0) + seconds * parts.microbatches / self.seconds
         along_data = max(0.0, parts.reduce - parts.reduce_hidden) + max(0.0, parts.gather - parts.gather_hidden)
         if along_data > 0:
             shares["dp"] = along_data / self.seconds
@@ -93,8 +95,10 @@ def estimate(job: Job, plan: Plan, known: Known | None = None) -> Estimate:
     seconds = (
         pipeline_seconds(parts, plan, overlaps_transfer=job.stack.software.overlaps_transfer) + parts.after_pipeline
     )
-    ends = sorted({0, min(1, plan.pp - 1), plan.pp - 1})
-    return _made(job, plan, parts, seconds, price_memory(job, plan, ranks=ends), by_schedule=False)
+    # Of ranks with the same layers the first holds the most microbatches.
+    layers = [tuple(sorted(counted.items())) for counted in count_ranks(job.chain, plan)]
+    unlike = [rank for rank, own in enumerate(layers) if layers.index(own) == rank]
+    return _made(job, plan, parts, seconds, price_memory(job, plan, ranks=unlike), by_schedule=False)
 
 
 def estimate_by_schedule(job: Job, plan: Plan, *, most_cells: int = _MOST_CELLS) -> Estimate:
@@ -104,16 +108,16 @@ def estimate_by_schedule(job: Job, plan: Plan, *, most_cells: int = _MOST_CELLS)
         job: what is trained, and on what.
         plan: how.
         most_cells: stages times microbatches of a schedule that is worked through; a larger one keeps its closed form.
+
+    Raises:
+        RequestError: the schedule cannot be had in this size.
     """
     if plan.pp == 1:
         return estimate(job, plan)
     if plan.pp * (plan.chunks or 1) * (plan.microbatches or 1) > most_cells:
         return estimate(job, plan)
     parts = price_parts(job, plan)
-    try:
-        schedule = schedule_for(plan, parts.microbatches)
-    except RequestError:
-        return estimate(job, plan)
+    schedule = schedule_for(plan, parts.microbatches)
     seconds = simulate_step(parts, schedule, plan=plan).step_seconds
     held = peak_activations(schedule)
     return _made(job, plan, parts, seconds, price_memory(job, plan, held), by_schedule=True)
@@ -125,17 +129,27 @@ def _made(
     tokens = job.global_batch * job.chain.tokens
     flops = 3.0 * job.chain.forward_flops * job.global_batch
     peak = job.cluster.device.flops(job.precision) * plan.world_size
-    ranks = [0.0] * plan.pp
-    for at, stage in enumerate(parts.stages):
-        ranks[rank_of(at, plan)] += stage.forward + stage.backward
     return Estimate(
         plan=plan,
         seconds=seconds,
         parts=parts,
         memory=max(memory, key=lambda one: one.allocated),
         limit=job.cluster.device.memory_bytes - CONTEXT_BYTES,
-        busy=parts.microbatches * max(ranks),
+        busy=parts.microbatches * max(_work(parts, plan)),
         tokens_per_second=tokens / seconds,
         utilisation=flops / (peak * seconds),
         by_schedule=by_schedule,
     )
+
+
+def _work(parts: StepParts, plan: Plan) -> list[float]:
+    """Seconds of one microbatch in all cells of each pipeline rank."""
+    ranks = [0.0] * plan.pp
+    for at, stage in enumerate(parts.stages):
+        ranks[rank_of(at, plan)] += stage.forward + stage.backward
+    return ranks
+
+
+def _busiest(parts: StepParts, plan: Plan) -> int:
+    work = _work(parts, plan)
+    return work.index(max(work))

@@ -40,10 +40,8 @@ def explain(best: Estimate, second: Estimate | None) -> list[str]:
     return lines
 
 
-def why_not(asked: Estimate, best: Estimate, problems: list[str]) -> list[str]:
+def why_not(asked: Estimate, best: Estimate) -> list[str]:
     """Why a plan that somebody asks about is not the answer."""
-    if problems:
-        return [f"{asked.plan}: {problem}" for problem in problems]
     lines = []
     if not asked.fits:
         lines.append(

@@ -79,7 +79,8 @@ class Cluster:
         return replace(self, tiers=(*inner, replace(last, devices=num_devices)))
 
 
-_CLUSTER = re.compile(r"(?P<name>[^:]+):(?:(?P<nodes>\d+)x)?(?P<devices>\d+)")
+_CLUSTER = re.compile(r"(?P<name>[^:]+):(?:(?P<nodes>[0-9]{1,9})x)?(?P<devices>[0-9]{1,9})")
+_MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ def parse_cluster(text: str) -> ClusterName:
         RequestError: the text is something else.
     """
     found = _CLUSTER.fullmatch(text.strip())
-    if found is None or int(found["nodes"] or 1) < 1 or int(found["devices"]) < 1:
+    if found is None:
         raise RequestError(f"cluster {text!r} is not NAME:NODESxDEVICES; write for example a100-80gb:16x8")
-    return ClusterName(found["name"].strip().lower(), int(found["nodes"] or 1), int(found["devices"]))
+    nodes, devices = int(found["nodes"] or 1), int(found["devices"])
+    if not 1 <= nodes * devices <= _MOST:
+        raise RequestError(f"cluster {text!r} has {nodes} x {devices} devices; give 1 to {_MOST:,} in all")
+    return ClusterName(found["name"].strip().lower(), nodes, devices)

@@ -60,6 +60,13 @@ def count_stages(chain: Chain, num_stages: int) -> tuple[Mapping[int, int], ...]
     return _count(chain.numbers, cut_stages(chain, num_stages))
 
 
+def count_ranks(chain: Chain, plan: Plan) -> tuple[Mapping[int, int], ...]:
+    """Layers of every pipeline rank: how many of each of ``chain.distinct``."""
+    stages = plan.pp * (plan.chunks or 1)
+    fold = tuple(rank_of(stage, plan) for stage in range(stages))
+    return _merge(chain.numbers, cut_stages(chain, stages), fold)
+
+
 # A search asks for the same few numbers of stages thousands of times.
 @lru_cache(maxsize=1024)
 def _cut(blocks: tuple[int, int], num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
@@ -75,3 +82,13 @@ def _cut(blocks: tuple[int, int], num_layers: int, num_stages: int) -> tuple[tup
 @lru_cache(maxsize=1024)
 def _count(numbers: tuple[int, ...], cuts: tuple[tuple[int, int], ...]) -> tuple[Mapping[int, int], ...]:
     return tuple(Counter(numbers[begin:end]) for begin, end in cuts)
+
+
+@lru_cache(maxsize=1024)
+def _merge(
+    numbers: tuple[int, ...], cuts: tuple[tuple[int, int], ...], fold: tuple[int, ...]
+) -> tuple[Mapping[int, int], ...]:
+    ranks: list[Counter[int]] = [Counter() for _ in range(max(fold) + 1)]
+    for rank, counted in zip(fold, _count(numbers, cuts), strict=True):
+        ranks[rank].update(counted)
+    return tuple(ranks)

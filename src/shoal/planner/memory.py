@@ -12,7 +12,7 @@ from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, Layer, LayerKind
 from shoal.planner.cost import layer_weights
-from shoal.planner.job import Job, count_stages, rank_of
+from shoal.planner.job import Job, count_ranks
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.family import Size
 
@@ -76,18 +76,13 @@ def price_memory(
             published bound when left out.
         ranks: along ``pp``; all when left out.
     """
-    chain, pp, chunks = job.chain, plan.pp, plan.chunks or 1
-    counts = count_stages(chain, pp * chunks)
+    pp, chunks = plan.pp, plan.chunks or 1
+    counts = count_ranks(job.chain, plan)
     held = list(in_flight) if in_flight is not None else [in_flight_bound(plan, rank) for rank in range(pp)]
     copies = 1.0 if plan.schedule in ("chimera", "dualpipe") else 0.0
     found = []
     for rank in range(pp) if ranks is None else ranks:
-        own = [counts[stage] for stage in range(len(counts)) if rank_of(stage, plan) == rank]
-        merged: dict[int, int] = {}
-        for counted in own:
-            for layer, count in counted.items():
-                merged[layer] = merged.get(layer, 0) + count
-        found.append(_rank(job, plan, merged, held[rank] / len(own), copies))
+        found.append(_rank(job, plan, counts[rank], held[rank] / chunks, copies))
     return tuple(found)
 
 

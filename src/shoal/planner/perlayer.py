@@ -7,13 +7,12 @@ Galvatron's (Miao et al. 2023, arXiv:2211.13878, eq. 1) without its memory axis.
 this finds is how much a split of each layer's own could gain at most.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.core.combine import divisors
 from shoal.core.plan import Plan
-from shoal.costs.chain import Layer
+from shoal.costs.chain import Chain, Layer
 from shoal.planner.collectives import Group, all_reduce, exchange, wire_of
 from shoal.planner.cost import layer_weights, time_one_layer
 from shoal.planner.job import Job
@@ -59,7 +58,7 @@ def possible_splits(job: Job, layer: Layer, num_devices: int) -> list[Split]:
     found = []
     for parameters in divisors(num_devices):
         # What has no pair of matrices to cut has nothing to split by parameters.
-        if parameters > 1 and (not layer.num_pairs or (chain.heads and layer.kv_bytes and chain.heads % parameters)):
+        if parameters > 1 and not (layer.num_pairs and _divides_heads(chain, layer, parameters)):
             continue
         for positions in divisors(num_devices // parameters):
             samples = num_devices // (parameters * positions)
@@ -69,8 +68,13 @@ def possible_splits(job: Job, layer: Layer, num_devices: int) -> list[Split]:
     return found
 
 
-def choose_splits(job: Job, *, num_devices: int | None = None) -> Choices:
-    """The fastest split of every layer, redistributions included.
+def _divides_heads(chain: Chain, layer: Layer, parameters: int) -> bool:
+    heads = [count for count in (chain.heads, chain.kv_heads) if count and layer.kv_bytes]
+    return all(count % parameters == 0 for count in heads)
+
+
+def choose_splits(job: Job, *, num_devices: int | None = None) -> Choices | None:
+    """The fastest split of every layer, redistributions included; None where no one split is possible for all layers.
 
     Args:
         job: what is trained, and on what; one microbatch is the whole batch.
@@ -83,8 +87,10 @@ def choose_splits(job: Job, *, num_devices: int | None = None) -> Choices:
         for number, layer in enumerate(job.chain.distinct)
     }
     rows = [tables[number] for number in job.chain.numbers]
-    splits, seconds = _shortest(job, layers, rows)
     shared = set(rows[0]).intersection(*rows[1:])
+    if not shared:
+        return None
+    splits, seconds = _shortest(job, layers, rows)
     uniform = min(sorted(shared), key=lambda split: sum(row[split] for row in rows))
     return Choices(
         splits=tuple(splits),
@@ -131,6 +137,4 @@ def _seconds(job: Job, layer: Layer, split: Split) -> float:
     replicas = split.samples * split.positions
     wire = wire_of(Group(replicas, split.parameters), job.cluster, job.stack.constants)
     gradients = all_reduce(layer_weights(layer, plan) * job.stack.software.reduced_bytes, wire)
-    found = times.forward + times.input + times.weight + gradients
-    assert math.isfinite(found)
-    return found
+    return times.forward + times.input + times.weight + gradients

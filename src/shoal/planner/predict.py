@@ -15,11 +15,11 @@ from shoal.planner.cost import price_parts
 from shoal.planner.job import Job
 from shoal.planner.memory import CONTEXT_BYTES, Memory, kept_bytes, price_memory
 from shoal.planner.parts import StepParts
+from shoal.planner.presets import GIB
 from shoal.planner.span import pipeline_seconds
 from shoal.planner.stacks import Stack, find_stack
 from shoal.planner.table import Run, Unread
 
-GIB = 2.0**30
 _STATE_BYTES = 18.0
 """Of a weight in figure 1 of Korthikanti et al. 2022: 2 of the weight, 4 of its gradient, 12 of its optimizer."""
 _INSIDE, _OUTSIDE = 1.25, 1.6
@@ -41,6 +41,8 @@ class Predicted:
     group: tuple[str, ...] = ()
     seconds: float | None = None
     """Of a step, whatever the metric: what plans are ranked by."""
+    runs_out: bool | None = None
+    """Whether the run is expected to run out of memory, whatever the metric."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -119,6 +121,7 @@ def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
         why_not="; ".join(reasons),
         group=run.group,
         seconds=seconds,
+        runs_out=None if run.metric in _COMPUTED else _runs_out(run, job, plan),
     )
 
 
@@ -188,8 +191,12 @@ def _first_stage_bytes(run: Run, job: Job, plan: Plan, seconds: float) -> float:
     return each * run.micro_batch * held / GIB
 
 
+def _runs_out(run: Run, job: Job, plan: Plan) -> bool:
+    return not fits(job, replace(plan, recompute="full") if run.recompute == "unknown" else plan)
+
+
 def _is_out_of_memory(run: Run, job: Job, plan: Plan, seconds: float) -> float:
-    return 0.0 if fits(job, plan) else 1.0
+    return float(_runs_out(run, job, plan))
 
 
 def _tokens(run: Run, job: Job, plan: Plan, seconds: float) -> float:
@@ -221,6 +228,8 @@ _METRICS: Mapping[str, Metric] = {
     "param_opt_mem_gib": _matrix_bytes,
     "oom": _is_out_of_memory,
 }
+_COMPUTED = ("activation_mem_gib", "param_opt_mem_gib")
+"""Metrics of figures that nobody measured: no run says whether it fitted."""
 TIMED = frozenset(metric for metric in _METRICS if "mem" not in metric and metric not in ("oom", "peak_reserved_gib"))
 """Metrics that say how long a step takes."""
 

@@ -104,10 +104,12 @@ def _regret(group: Sequence[Predicted]) -> list[float]:
 
 
 def _out_of_memory(rows: Sequence[Predicted]) -> tuple[float | None, float | None]:
-    """Precision and recall over the rows that say whether a run fitted: rows of ``oom``, and rows of memory, which did."""
-    told = [row for row in rows if row.metric == "oom"]
-    # A run whose memory or time was measured did not run out of it.
-    hits = sum(row.predicted == 1.0 and row.measured == 1.0 for row in told)
-    claims = sum(row.predicted == 1.0 for row in told)
-    truths = sum(row.measured == 1.0 for row in told)
+    """Precision and recall over all rows: what has a time or its memory measured did not run out of memory."""
+    truths = sum(_ran_out(row) for row in rows)
+    claims = sum(row.runs_out is True for row in rows)
+    hits = sum(row.runs_out is True and _ran_out(row) for row in rows)
     return (hits / claims if claims else None), (hits / truths if truths else None)
+
+
+def _ran_out(row: Predicted) -> bool:
+    return row.metric == "oom" and row.measured == 1.0

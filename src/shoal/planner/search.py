@@ -4,18 +4,23 @@ Degrees are divisors, so the space is small: layouts (tp, cp, ep, pp, dp) x micr
 as little recompute as fits. The times of layers are shared between plans (``cost.Known``), which makes a plan cost microseconds.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 
 from shoal.core.combine import divisors
 from shoal.core.errors import RequestError
-from shoal.core.pipelines import schedule_facts
+from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.planner.cost import Known
 from shoal.planner.estimate import Estimate, estimate, estimate_by_schedule
 from shoal.planner.job import Job
+from shoal.planner.memory import CONTEXT_BYTES
 from shoal.planner.presets import GIB
+from shoal.schedules.catalogue import find_family
+from shoal.schedules.family import Size
 
 _MOST_SAMPLES = 32
 """Samples of a microbatch that are tried at most; beyond them products get no better."""
@@ -26,6 +31,8 @@ _REFINED = 8
 _SPLIT = ("zb-h1", "zbv")
 """Schedules beside 1f1b and interleaved that every layout is tried with; the best layouts are tried with all of ``_MORE``."""
 _MORE = ("zb-h2", "v-half", "v-min", "dualpipev", "looped-bfs")
+_MOST_DEVICES = 100_000
+"""Of the smallest cluster that is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +81,10 @@ def search(job: Job, limits: Limits | None = None, *, top: int = 5) -> Found:
     num_plans = 0
     for plan in _plans(job, limits):
         for recompute in ("none", "selective", "full"):
-            found = estimate(job, replace(plan, recompute=recompute), known)
+            candidate = replace(plan, recompute=recompute)
+            if not _is_legal(candidate, limits):
+                continue
+            found = estimate(job, candidate, known)
             num_plans += 1
             if least is None or found.memory.allocated < least.memory.allocated:
                 least = found
@@ -114,7 +124,8 @@ def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int) -> 
                 candidates.setdefault(str(other), other)
     refined = []
     for plan in candidates.values():
-        if plan.pp * (plan.chunks or 1) > job.chain.num_blocks or not _is_legal(plan, limits):
+        has_stages = plan.pp * (plan.chunks or 1) <= job.chain.num_blocks and _has_size(plan)
+        if not has_stages or not _is_legal(plan, limits):
             continue
         found = estimate_by_schedule(job, plan)
         if found.fits:
@@ -123,7 +134,14 @@ def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int) -> 
 
 
 def _is_legal(plan: Plan, limits: Limits) -> bool:
-    return limits.facts is None or not replace(plan, ep=1).problems(limits.facts)
+    # Expert parallelism is priced before it is executed.
+    return not replace(plan, ep=1).problems(limits.facts)
+
+
+def _has_size(plan: Plan) -> bool:
+    """Whether the family of a pipeline's schedule can be had for its ranks and microbatches."""
+    family = find_family(plan.schedule or DEFAULT_SCHEDULE)
+    return not any(family.problems(Size(plan.pp, plan.microbatches or 1, plan.chunks or 1)))
 
 
 def _plans(job: Job, limits: Limits) -> Iterator[Plan]:
@@ -199,29 +217,46 @@ def _schedules(job: Job, limits: Limits, layout: Plan, microbatches: int) -> Ite
                 yield "interleaved", chunks
     for name in _SPLIT if wanted is None else [one for one in wanted if one not in ("1f1b", "interleaved")]:
         per_rank = schedule_facts(name).chunks
-        if pipeline * per_rank <= blocks:
-            yield name, per_rank if per_rank > 1 else None
+        own = replace(layout, schedule=name, chunks=per_rank if per_rank > 1 else None, microbatches=microbatches)
+        if pipeline * per_rank <= blocks and _has_size(own):
+            yield name, own.chunks
 
 
-def smallest_cluster(job: Job, limits: Limits | None = None) -> int | None:
-    """Devices of the smallest cluster of this kind, in whole nodes or parts of one, that the job fits on; None beyond 100,000."""
+def smallest_cluster(job: Job, limits: Limits | None = None) -> Job | None:
+    """The job on the smallest cluster of this kind, in whole nodes or parts of one, that it fits on; None beyond 100,000 devices.
+
+    A batch that the devices do not share is rounded up to one that they do.
+    """
     per_node = job.cluster.devices_per_node
-    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < per_node]
-    nodes = 1
-    while nodes * per_node <= 100_000:
-        sizes.append(nodes * per_node)
-        nodes *= 2
-    for size in sizes:
-        batch = max(job.global_batch, size)
-        batch += -batch % size
-        smaller = replace(job, cluster=job.cluster.resized(size), global_batch=batch)
-        for plan in _plans(smaller, limits or Limits(zero=(3, 1))):
-            if estimate(smaller, replace(plan, recompute="full")).fits:
-                return size
-    return None
+    limits = replace(limits or Limits(), zero=(0, 1, 3), most_tensor=per_node)
+    # No plan has less than an even share of the weights and their state.
+    states = job.chain.weights * (job.weight_bytes + (job.state_bytes or job.stack.software.state_bytes))
+    at_least = math.ceil(states / (job.cluster.device.memory_bytes - CONTEXT_BYTES))
+    parts = [part for part in divisors(per_node) if at_least <= part < per_node]
+    first = max(1, -(-at_least // per_node))
+    # Doubling finds one that does; what is smaller is looked at one by one up to there.
+    doubled = takewhile(lambda nodes: nodes * per_node <= _MOST_DEVICES, (first << shift for shift in count()))
+    last = next((nodes for nodes in doubled if _fits_on(job, limits, nodes * per_node)), None)
+    if last is None:
+        return None
+    for num_devices in (*parts, *range(first * per_node, last * per_node, per_node)):
+        smaller = _fits_on(job, limits, num_devices)
+        if smaller is not None:
+            return smaller
+    return _fits_on(job, limits, last * per_node)
 
 
-def refuse_small(job: Job, found: Found) -> RequestError:
+def _fits_on(job: Job, limits: Limits, num_devices: int) -> Job | None:
+    """The job on so many devices, where some plan fits."""
+    batch = max(job.global_batch, num_devices)
+    resized = replace(job, cluster=job.cluster.resized(num_devices), global_batch=batch + -batch % num_devices)
+    known: Known = {}
+    plans = (replace(plan, recompute=recompute) for plan in _plans(resized, limits) for recompute in ("full", "none"))
+    fits = any(_is_legal(plan, limits) and estimate(resized, plan, known).fits for plan in plans)
+    return resized if fits else None
+
+
+def refuse_small(job: Job, found: Found, limits: Limits | None = None) -> RequestError:
     """What to say when nothing fits: by how much, and the smallest cluster that would do."""
     least = found.least
     if least is None:
@@ -229,8 +264,11 @@ def refuse_small(job: Job, found: Found) -> RequestError:
             f"no plan shares out {job.cluster.num_devices} devices for a global batch of {job.global_batch}; give a batch that a "
             f"divisor of {job.cluster.num_devices} divides"
         )
-    smallest = smallest_cluster(job)
-    advice = f"it fits on {smallest} devices" if smallest else "no cluster of up to 100,000 of them holds it"
+    smallest = smallest_cluster(job, limits)
+    advice = f"no cluster of up to {_MOST_DEVICES:,} of them holds it"
+    if smallest is not None:
+        batch = "" if smallest.global_batch == job.global_batch else f" with a global batch of {smallest.global_batch}"
+        advice = f"it fits on {smallest.cluster.num_devices} devices{batch}"
     return RequestError(
         f"{job.chain.name} does not fit on {job.cluster.num_devices} x {job.cluster.device.name}: the plan that needs least, "
         f"{str(least.plan)!r}, needs {least.memory.allocated / GIB:.1f} GiB a device and {least.limit / GIB:.1f} are free, "

@@ -4,6 +4,7 @@ Nothing here depends on who published a row, except the software that ran, which
 """
 
 import csv
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ COLUMNS = (
 )  # fmt: skip
 _OPTIONAL = ("params_b", "notes")
 _MOST_ROWS = 100_000
+_MOST_LAYERS = 100_000
+_MANY = 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,8 @@ def read_table(path: Path) -> list[Run | Unread]:
         RequestError: there is no such file, or a column is missing.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        # Spreadsheets put a mark in front of UTF-8.
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
             if missing:
@@ -77,14 +81,21 @@ def read_table(path: Path) -> list[Run | Unread]:
                     f"{path} has {len(reader.fieldnames or ())} columns, and {', '.join(missing)} is not among them; a table of "
                     f"runs has {', '.join(COLUMNS)}"
                 )
-            rows = [row for row, _ in zip(reader, range(_MOST_ROWS), strict=False)]
+            rows = [_whole(row) for row, _ in zip(reader, range(_MOST_ROWS + 1), strict=False)]
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}; give a CSV file that is there") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise RequestError(f"{path} is not a CSV file in UTF-8: {error}") from error
     if not rows:
         raise RequestError(f"{path} has no rows; give a table with at least one run")
+    if len(rows) > _MOST_ROWS:
+        raise RequestError(f"{path} has more than {_MOST_ROWS} rows; give it in parts")
     return [_read_row(number, row) for number, row in enumerate(rows)]
+
+
+def _whole(row: Mapping[str | None, str | list[str] | None]) -> dict[str, str]:
+    """A row whose missing cells are empty; cells beyond the last column are nobody's."""
+    return {name: cell if isinstance(cell, str) else "" for name, cell in row.items() if name is not None}
 
 
 class _Unreadable(Exception):
@@ -95,28 +106,31 @@ def _read_row(number: int, row: Mapping[str, str]) -> Run | Unread:
     measured = _float(row, "measured_value")
     try:
         return _understand(number, row, measured)
-    except _Unreadable as why:
-        return Unread(number, row["source"], row["measured_metric"], measured, str(why))
-    except RequestError as why:
+    except (_Unreadable, RequestError) as why:
         return Unread(number, row["source"], row["measured_metric"], measured, str(why))
 
 
 def _understand(number: int, row: Mapping[str, str], measured: float | None) -> Run:
-    if measured is None:
-        raise _Unreadable("measured_value is no number")
+    if measured is None or (measured <= 0 and row["measured_metric"] != "oom"):
+        raise _Unreadable(f"measured_value is {row['measured_value']!r}, and a number above 0 is needed")
     assumed: list[str] = []
     text = " ".join(row.get(column) or "" for column in ("source", "schedule_or_interleave", "zero", "notes"))
     software = _software(text)
     shape = _shape(row, text, software, assumed)
-    degrees = {axis: _int(row, axis) or 1 for axis in ("dp", "tp", "pp", "cp", "ep")}
+    degrees = {axis: _need(row, axis) if row[axis] else 1 for axis in ("dp", "tp", "pp", "cp", "ep")}
     num_devices = _need(row, "n_gpus")
     global_batch = _need(row, "global_batch")
     micro_batch = _float(row, "micro_batch")
     if micro_batch is None:
         assumed.append("micro_batch 1")
         micro_batch = 1.0
+    if micro_batch <= 0:
+        raise _Unreadable(f"micro_batch is {row['micro_batch']!r}, and a number above 0 is needed")
+    num_ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
+    if num_ranks != num_devices:
+        assumed.append(f"{num_ranks} of {num_devices} devices")
     preset = find_device(row["gpu"])
-    recompute = row["recompute"].split()[0].lower() if row["recompute"] else "unknown"
+    recompute = next(iter(row["recompute"].lower().split()), "unknown")
     if recompute not in ("none", "selective", "full"):
         recompute = "unknown"
         assumed.append("as much recompute as memory asks for")
@@ -228,14 +242,14 @@ def _software(text: str) -> str:
 
 def _shape(row: Mapping[str, str], text: str, software: str, assumed: list[str]) -> TransformerShape:
     for column in ("layers", "hidden", "seq_len"):
-        if _int(row, column) is None:
+        if not row[column]:
             raise _Unreadable(f"{column} is missing: the model's dimensions are not known")
     hidden = _need(row, "hidden")
-    heads = _int(row, "heads")
+    heads = _given(row, "heads")
     if heads is None:
         heads = _likely_heads(hidden)
         assumed.append(f"{heads} heads")
-    vocab = _int(row, "vocab")
+    vocab = _given(row, "vocab")
     if vocab is None:
         vocab = 51200
         assumed.append("a vocabulary of 51200")
@@ -245,11 +259,11 @@ def _shape(row: Mapping[str, str], text: str, software: str, assumed: list[str])
     key = re.search(r"kv_lora (\d+)", text)
     head_size = re.search(r"head_dim (\d+)", text)
     shape = TransformerShape(
-        layers=_need(row, "layers"),
+        layers=_need(row, "layers", most=_MOST_LAYERS),
         hidden=hidden,
         heads=heads,
-        kv_heads=_int(row, "kv_heads"),
-        ffn=_int(row, "ffn_hidden"),
+        kv_heads=_given(row, "kv_heads"),
+        ffn=_given(row, "ffn_hidden"),
         vocab=vocab,
         sequence=_need(row, "seq_len"),
         head_size=128 if latent else int(head_size[1]) if head_size else None,
@@ -318,18 +332,19 @@ def _leading_digit(text: str) -> int | None:
 
 def _float(row: Mapping[str, str], column: str) -> float | None:
     try:
-        return float(row[column])
-    except (ValueError, TypeError, KeyError):
+        value = float(row.get(column, ""))
+    except ValueError:
         return None
+    return value if math.isfinite(value) else None
 
 
-def _int(row: Mapping[str, str], column: str) -> int | None:
+def _given(row: Mapping[str, str], column: str) -> int | None:
+    """A count, where there is one; a word in its place says that it is not known."""
+    return None if _float(row, column) is None else _need(row, column)
+
+
+def _need(row: Mapping[str, str], column: str, *, most: int = _MANY) -> int:
     value = _float(row, column)
-    return None if value is None else int(value)
-
-
-def _need(row: Mapping[str, str], column: str) -> int:
-    value = _int(row, column)
-    if value is None or value < 1:
-        raise _Unreadable(f"{column} is {row[column]!r}, and a whole number is needed")
-    return value
+    if value is None or not 1 <= value <= most:
+        raise _Unreadable(f"{column} is {row[column]!r}, and a whole number from 1 to {most:,} is needed")
+    return int(value)

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.core.errors import RequestError, did_you_mean
-from shoal.core.facts import ModelFacts
+from shoal.core.facts import ModelFacts, Width
+from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
 from shoal.costs.transformer import TransformerShape, transformer_chain
@@ -72,7 +73,7 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
     limits = Limits(facts=facts)
     found = search(job, limits, top=request.top)
     if not found.ranked:
-        raise refuse_small(job, found)
+        raise refuse_small(job, found, limits)
     asked: Estimate | None = None
     because: list[str] = []
     if request.why_not is not None:
@@ -129,7 +130,7 @@ def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -
 
 def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts | None]:
     if recipe.planner.shape is not None:
-        return shape_chain(recipe.planner.shape, recipe.train.precision), None
+        return shape_chain(recipe.planner.shape, recipe.train.precision), shape_facts(recipe.planner.shape)
     data = check_data(recipe.data)
     if data.spec is None:
         data = own.measure_data(recipe)
@@ -175,9 +176,26 @@ def shape_chain(shape: ShapeConfig, precision: str) -> Chain:
     )
 
 
-def _ask(job: Job, facts: ModelFacts | None, text: str, best: Estimate) -> tuple[Estimate, list[str]]:
+def shape_facts(shape: ShapeConfig) -> ModelFacts:
+    """What plans must know of a transformer by its numbers."""
+    return ModelFacts(
+        name="the shape",
+        num_blocks=shape.layers,
+        num_pairs=2 * shape.layers,
+        widths=(Width(name="ffn", size=shape.ffn or 4 * shape.hidden),),
+        heads=((shape.heads, shape.kv_heads or shape.heads),),
+        has_attention=True,
+        sequence=shape.sequence,
+        has_sequence=True,
+        num_units=shape.layers,
+    )
+
+
+def _ask(job: Job, facts: ModelFacts | None, text: str, best: Estimate) -> tuple[Estimate | None, list[str]]:
     """The estimate of a plan that somebody asks about; what it leaves open is taken from the best plan."""
     plan = Plan.parse(text)
+    if plan.ps:
+        raise RequestError(f"--why-not {text!r}: parameter servers (ps={plan.ps}) are not priced; give a plan with dp")
     devices = job.cluster.num_devices
     if plan.dp is None:
         if devices % plan.ranks_per_replica:
@@ -199,8 +217,11 @@ def _ask(job: Job, facts: ModelFacts | None, text: str, best: Estimate) -> tuple
         while per_replica % samples:
             samples -= 1
         plan = replace(plan, microbatches=max(1, per_replica // samples))
-    if plan.pp > 1 and plan.schedule is None:
-        plan = replace(plan, schedule="1f1b")
+    if plan.pp > 1:
+        chunks = plan.chunks or schedule_facts(plan.schedule).chunks
+        plan = replace(plan, schedule=plan.schedule or DEFAULT_SCHEDULE, chunks=chunks if chunks > 1 else None)
+    problems = replace(plan, ep=1).problems(facts)
+    if problems:
+        return None, [f"{plan}: {problem}" for problem in problems]
     found = estimate_by_schedule(job, plan)
-    problems = plan.problems(facts) if facts is not None else []
-    return found, why_not(found, best, problems)
+    return found, why_not(found, best)
