@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shoal.core.plan import Plan
 from shoal.planner.cost import Known, price_parts
-from shoal.planner.job import Job, count_ranks, rank_of
+from shoal.planner.job import Job, count_ranks, ranks_of_stages
 from shoal.planner.memory import CONTEXT_BYTES, Memory, price_memory
 from shoal.planner.parts import StepParts
 from shoal.planner.simulate import schedule_for, simulate_step
@@ -56,8 +56,8 @@ class Estimate:
         parts = self.parts
         busiest = _busiest(parts, self.plan)
         shares: dict[str, float] = {}
-        for at, stage in enumerate(parts.stages):
-            for axis, seconds in stage.exposed.items() if rank_of(at, self.plan) == busiest else ():
+        for rank, stage in zip(ranks_of_stages(self.plan), parts.stages, strict=True):
+            for axis, seconds in stage.exposed.items() if rank == busiest else ():
                 if seconds > 0:
                     shares[axis] = shares.get(axis, 0.0) + seconds * parts.microbatches / self.seconds
         along_data = max(0.0, parts.reduce - parts.reduce_hidden) + max(0.0, parts.gather - parts.gather_hidden)
@@ -145,8 +145,8 @@ def _made(
 def _work(parts: StepParts, plan: Plan) -> list[float]:
     """Seconds of one microbatch in all cells of each pipeline rank."""
     ranks = [0.0] * plan.pp
-    for at, stage in enumerate(parts.stages):
-        ranks[rank_of(at, plan)] += stage.forward + stage.backward
+    for rank, stage in zip(ranks_of_stages(plan), parts.stages, strict=True):
+        ranks[rank] += stage.forward + stage.backward
     return ranks
 
 

@@ -31,12 +31,10 @@ class Job:
     """Of the optimizer for a weight; what the software's Adam keeps when left out."""
 
 
-def rank_of(stage: int, plan: Plan) -> int:
-    """The pipeline rank that works on a stage; of the two of a bidirectional schedule, the one of the way down."""
+def ranks_of_stages(plan: Plan) -> tuple[int, ...]:
+    """The pipeline rank of every stage; of the two that a bidirectional schedule has, the one of the way down."""
     family = FAMILIES.get(plan.schedule or DEFAULT_SCHEDULE)
-    if family is not None and family.fold is Fold.VEE and stage >= plan.pp:
-        return 2 * plan.pp - 1 - stage
-    return stage % plan.pp
+    return _fold(plan.pp, plan.chunks or 1, turns=family is not None and family.fold is Fold.VEE)
 
 
 def spread_blocks(num_blocks: int, num_stages: int) -> tuple[int, ...]:
@@ -62,12 +60,17 @@ def count_stages(chain: Chain, num_stages: int) -> tuple[Mapping[int, int], ...]
 
 def count_ranks(chain: Chain, plan: Plan) -> tuple[Mapping[int, int], ...]:
     """Layers of every pipeline rank: how many of each of ``chain.distinct``."""
-    stages = plan.pp * (plan.chunks or 1)
-    fold = tuple(rank_of(stage, plan) for stage in range(stages))
-    return _merge(chain.numbers, cut_stages(chain, stages), fold)
+    ranks = ranks_of_stages(plan)
+    return _merge(chain.numbers, cut_stages(chain, len(ranks)), ranks)
 
 
 # A search asks for the same few numbers of stages thousands of times.
+@lru_cache(maxsize=1024)
+def _fold(pp: int, chunks: int, *, turns: bool) -> tuple[int, ...]:
+    way = range(pp)
+    return tuple(rank for chunk in range(chunks) for rank in (way[::-1] if turns and chunk % 2 else way))
+
+
 @lru_cache(maxsize=1024)
 def _cut(blocks: tuple[int, int], num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
     at, end = blocks

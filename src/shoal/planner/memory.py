@@ -8,7 +8,7 @@ count, or its published bound in a search. What the caching allocator keeps beyo
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from shoal.core.pipelines import DEFAULT_SCHEDULE
+from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, Layer, LayerKind
 from shoal.planner.cost import layer_weights
@@ -76,13 +76,12 @@ def price_memory(
             published bound when left out.
         ranks: along ``pp``; all when left out.
     """
-    pp, chunks = plan.pp, plan.chunks or 1
     counts = count_ranks(job.chain, plan)
-    held = list(in_flight) if in_flight is not None else [in_flight_bound(plan, rank) for rank in range(pp)]
-    copies = 1.0 if plan.schedule in ("chimera", "dualpipe") else 0.0
+    copies = 1.0 if schedule_facts(plan.schedule).is_bidirectional else 0.0
     found = []
-    for rank in range(pp) if ranks is None else ranks:
-        found.append(_rank(job, plan, counts[rank], held[rank] / chunks, copies))
+    for rank in range(plan.pp) if ranks is None else ranks:
+        held = in_flight_bound(plan, rank) if in_flight is None else in_flight[rank]
+        found.append(_rank(job, plan, counts[rank], held / (plan.chunks or 1), copies))
     return tuple(found)
 
 

@@ -47,6 +47,8 @@ class Limits:
     facts: object | None = None
     """What ``Plan.problems`` asks of the model; without it only divisibility by the chain's own numbers is looked at."""
     allow_experts: bool = True
+    most_samples: int = _MOST_SAMPLES
+    """Of a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,7 @@ def _filled(job: Job, limits: Limits, layout: Plan) -> Iterator[Plan]:
         # Gradients stay whole until a pipeline's step is over, so stage 2 is stage 1 there.
         stages = [stage for stage in stages if stage != 2]
     size = 1
-    while size <= min(per_replica, _MOST_SAMPLES):
+    while size <= min(per_replica, limits.most_samples):
         if per_replica % size == 0:
             microbatches = per_replica // size
             for schedule, chunks in _schedules(job, limits, layout, microbatches):
@@ -228,7 +230,10 @@ def smallest_cluster(job: Job, limits: Limits | None = None) -> Job | None:
     A batch that the devices do not share is rounded up to one that they do.
     """
     per_node = job.cluster.devices_per_node
-    limits = replace(limits or Limits(), zero=(0, 1, 3), most_tensor=per_node)
+    # What needs least: everything sharded, one sample at a time, and few of them under way.
+    limits = replace(
+        limits or Limits(), zero=(0, 1, 3), most_tensor=per_node, most_samples=1, schedules=("1f1b", "v-min")
+    )
     # No plan has less than an even share of the weights and their state.
     states = job.chain.weights * (job.weight_bytes + (job.state_bytes or job.stack.software.state_bytes))
     at_least = math.ceil(states / (job.cluster.device.memory_bytes - CONTEXT_BYTES))

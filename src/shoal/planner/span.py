@@ -7,7 +7,7 @@ zero-bubble schedule has no idle rank *between* its first and last cell, and yet
 
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
-from shoal.planner.job import rank_of
+from shoal.planner.job import ranks_of_stages
 from shoal.planner.parts import StepParts
 
 
@@ -18,8 +18,8 @@ def pipeline_seconds(parts: StepParts, plan: Plan, *, overlaps_transfer: bool = 
         return microbatches * sum(stage.forward + stage.backward for stage in parts.stages)
     moved = 0.0 if overlaps_transfer else parts.transfer
     ranks = [0.0] * pp
-    for at, stage in enumerate(parts.stages):
-        ranks[rank_of(at, plan)] += stage.forward + stage.backward + 2 * moved
+    for rank, stage in zip(ranks_of_stages(plan), parts.stages, strict=True):
+        ranks[rank] += stage.forward + stage.backward + 2 * moved
     if schedule_facts(plan.schedule).is_asynchronous:
         return microbatches * max(ranks)
     # An activation and its gradient each pass all ranks, where nothing else is there to be done meanwhile.

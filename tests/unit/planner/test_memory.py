@@ -11,7 +11,7 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import LayerKind
-from shoal.planner.job import count_ranks, cut_stages, rank_of, spread_blocks
+from shoal.planner.job import count_ranks, cut_stages, ranks_of_stages, spread_blocks
 from shoal.planner.memory import CONTEXT_BYTES, in_flight_bound, kept_bytes, price_memory
 from shoal.planner.predict import predict_run
 from shoal.planner.presets import GIB
@@ -200,7 +200,7 @@ def test_blocks_are_spread_with_fewer_at_the_ends():
 
 def test_a_schedule_that_turns_round_has_first_and_last_stage_on_one_rank():
     plan = Plan(dp=1, pp=4, schedule="zbv", chunks=2, microbatches=8)
-    assert [rank_of(stage, plan) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert [rank_of(stage, replace(plan, schedule="interleaved")) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert ranks_of_stages(plan) == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert ranks_of_stages(replace(plan, schedule="interleaved")) == (0, 1, 2, 3, 0, 1, 2, 3)
     first, *rest = count_ranks(job_of().chain, plan)
     assert sum(first.values()) == 4 and [sum(counted.values()) for counted in rest] == [2, 2, 2]

@@ -1,0 +1,159 @@
+"""The search: as good as trying everything, legal and fitting plans only, and what it says when nothing fits."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from planner_cases import job_of, shape_of
+from shoal.core.combine import divisors
+from shoal.core.errors import RequestError
+from shoal.core.facts import ModelFacts, Width
+from shoal.core.plan import Plan
+from shoal.planner.estimate import estimate, estimate_by_schedule
+from shoal.planner.presets import GIB
+from shoal.planner.search import Limits, refuse_small, search, smallest_cluster
+from shoal.planner.simulate import schedule_for
+
+
+def facts_of(shape) -> ModelFacts:
+    return ModelFacts(
+        num_blocks=shape.layers, num_pairs=2 * shape.layers, heads=((shape.heads, shape.num_kv_heads),),
+        widths=(Width(name="ffn", size=shape.ffn_size),), has_attention=True, sequence=shape.sequence, has_sequence=True,
+        num_units=shape.layers,
+    )  # fmt: skip
+
+
+def every_plan(job, facts) -> list[Plan]:
+    """All that the search may answer with here, written down without its shortcuts."""
+    found = []
+    devices, batch, blocks = job.cluster.num_devices, job.global_batch, job.chain.num_blocks
+    for tp, pp in itertools.product(divisors(devices), repeat=2):
+        if devices % (tp * pp):
+            continue
+        dp = devices // (tp * pp)
+        schedules = [("1f1b", None), ("zb-h1", None), ("zbv", 2), *(("interleaved", chunks) for chunks in range(2, 9))]
+        for (schedule, chunks), zero, recompute, size in itertools.product(
+            schedules if pp > 1 else [(None, None)], range(4), ("none", "selective", "full"), (1, 2, 4, 8, 16, 32)
+        ):
+            if batch % (dp * size) or (chunks or 1) * pp > blocks or (pp > 1 and zero == 2):
+                continue
+            microbatches = batch // (dp * size)
+            if schedule == "interleaved" and (microbatches % pp or blocks % (pp * chunks)):
+                continue
+            plan = Plan(
+                dp=dp, tp=tp, sp=tp > 1, pp=pp, schedule=schedule, chunks=chunks, microbatches=microbatches, zero=zero,
+                recompute=recompute,
+            )  # fmt: skip
+            if not plan.problems(facts):
+                found.append(plan)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cluster", "batch"),
+    [
+        ({}, "a100-40gb:8", 16),
+        ({"hidden": 4096, "heads": 32, "layers": 12}, "v100-16gb:2x4", 32),
+        ({"hidden": 5120, "heads": 40, "layers": 16}, "a100-40gb:2x4", 16),
+    ],
+)
+def test_it_finds_what_trying_everything_finds(numbers, cluster, batch):
+    shape = shape_of(**numbers)
+    job = job_of(shape, cluster=cluster, global_batch=batch)
+    facts = facts_of(shape)
+    limits = Limits(facts=facts, schedules=("1f1b", "zb-h1", "zbv", "interleaved"))
+    fitting = [one for one in (estimate(job, plan) for plan in every_plan(job, facts)) if one.fits]
+    by_hand = min(one.seconds for one in fitting)
+    found = search(job, limits, top=3)
+    best = min(estimate(job, one.plan).seconds for one in found.ranked)
+    assert best == pytest.approx(by_hand, rel=5e-4)
+    played = min(estimate_by_schedule(job, one.plan).seconds for one in fitting if one.seconds < 1.3 * by_hand)
+    assert found.ranked[0].seconds == pytest.approx(played, rel=0.02)
+
+
+@pytest.mark.parametrize("numbers", [{}, {"kv_heads": 2}, {"layers": 7, "heads": 12, "hidden": 768}, {"layers": 30}])
+@pytest.mark.parametrize("cluster", ["h100:2x8", "v100-16gb:3x4"])
+def test_every_answer_is_legal_and_fits(numbers, cluster):
+    shape = shape_of(**numbers)
+    job = job_of(shape, cluster=cluster, global_batch=48)
+    found = search(job, Limits(facts=facts_of(shape)), top=10)
+    assert [one.seconds for one in found.ranked] == pytest.approx(sorted(one.seconds for one in found.ranked), rel=1e-3)
+    for one in found.ranked:
+        assert one.plan.problems(facts_of(shape), world_size=job.cluster.num_devices) == []
+        assert one.fits and one.headroom >= 0 and one.plan.tp <= job.cluster.devices_per_node
+        assert job.global_batch % (one.plan.dp * one.plan.microbatches) == 0
+        if one.plan.pp > 1:
+            schedule_for(one.plan, one.plan.microbatches)
+
+
+def test_a_plan_that_the_rules_forbid_does_not_hide_one_that_they_allow():
+    """Without pairs nothing can be split; the fastest plans by arithmetic are all of that kind here."""
+    shape = shape_of(hidden=4096, heads=32, layers=24)
+    job = job_of(shape, cluster="a100-40gb:8", global_batch=8)
+    free = search(job)
+    assert all(one.plan.tp > 1 or one.plan.pp > 1 for one in free.ranked)
+    bound = search(job, Limits(facts=replace(facts_of(shape), num_pairs=0, heads=(), widths=())))
+    assert bound.ranked and all(one.plan.tp == 1 for one in bound.ranked)
+
+
+def test_experts_are_shared_out():
+    shape = shape_of(experts=16, chosen_experts=2, expert_ffn=4096, is_gated=True, layers=24, hidden=4096, heads=32)
+    found = search(job_of(shape, cluster="h100:4x8", global_batch=64))
+    assert found.ranked[0].plan.ep > 1
+    assert all(
+        one.plan.ep == 1 for one in search(job_of(shape, cluster="h100:4x8"), Limits(allow_experts=False)).ranked
+    )
+
+
+def test_a_long_sequence_is_cut():
+    shape = shape_of(sequence=131072, hidden=4096, heads=32, layers=32)
+    found = search(job_of(shape, cluster="h100:4x8", global_batch=4))
+    assert found.ranked and found.ranked[0].plan.cp > 1
+
+
+def test_the_fastest_plan_that_does_not_fit_is_named():
+    job = job_of(shape_of(hidden=5120, heads=40, layers=40), cluster="a100-40gb:2x8", global_batch=64)
+    found = search(job)
+    assert found.refused is not None and not found.refused.fits
+    assert found.refused.seconds < found.ranked[0].seconds and found.refused.headroom < 0
+
+
+def test_530b_on_5120_devices():
+    shape = shape_of(layers=105, hidden=20480, heads=128, sequence=2048)
+    job = job_of(shape, cluster="a100-80gb:640x8", global_batch=2560)
+    found = search(job, Limits(facts=facts_of(shape)))
+    best = found.ranked[0]
+    assert best.plan.world_size == 5120 and best.fits and found.num_plans > 1000
+    assert 0.2 < best.utilisation < 0.5 and best.plan.pp > 1
+
+
+def test_a_cluster_that_is_too_small_says_by_how_much_and_what_would_do():
+    job = job_of(shape_of(layers=96, hidden=12288, heads=96), cluster="a100-40gb:1x8", global_batch=8)
+    found = search(job)
+    assert found.ranked == () and found.least is not None
+    message = str(refuse_small(job, found))
+    needed, free = found.least.memory.allocated / GIB, found.least.limit / GIB
+    assert f"needs {needed:.1f} GiB a device and {free:.1f} are free, {needed - free:.1f} too few" in message
+    smallest = smallest_cluster(job)
+    size = smallest.cluster.num_devices
+    assert f"it fits on {size} devices" in message and size % 8 == 0 and smallest.global_batch == size
+    narrow = Limits(most_tensor=8, schedules=("1f1b", "v-min"))
+    assert search(smallest, narrow, top=1).ranked, "as it says"
+    fewer = replace(job, cluster=job.cluster.resized(size - 8), global_batch=size - 8)
+    assert not search(fewer, narrow).ranked, "and not on fewer"
+
+
+def test_no_cluster_holds_a_layer_that_no_device_holds():
+    job = job_of(shape_of(layers=1, hidden=2**18, heads=1), cluster="v100-16gb:1x1", global_batch=1)
+    assert smallest_cluster(job) is None
+    assert "no cluster of up to 100,000" in str(refuse_small(job, search(job)))
+
+
+def test_a_batch_that_nothing_divides_is_refused():
+    job = job_of(cluster="a100:7", global_batch=3)
+    job = replace(job, chain=replace(job.chain, heads=16))
+    with pytest.raises(RequestError, match="no plan shares out 7 devices for a global batch of 3"):
+        found = search(job, Limits(schedules=()))
+        assert not found.ranked
+        raise refuse_small(job, found)
