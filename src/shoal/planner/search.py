@@ -126,7 +126,7 @@ def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int) -> 
                 candidates.setdefault(str(other), other)
     refined = []
     for plan in candidates.values():
-        has_stages = plan.pp * (plan.chunks or 1) <= job.chain.num_blocks and _has_size(plan)
+        has_stages = plan.pp == 1 or (plan.pp * (plan.chunks or 1) <= job.chain.num_blocks and _has_size(plan))
         if not has_stages or not _is_legal(plan, limits):
             continue
         found = estimate_by_schedule(job, plan)
