@@ -43,6 +43,8 @@ CHAINS = {
     "alexnet": (convolution("a"), convolution("b"), dense("c"), dense("d")),
     "hourglass": (dense("a"), convolution("b"), dense("c"), convolution("d", rows=65536), dense("e", width=1024)),
     "alike": (dense("a"), dense("b"), dense("c")),
+    # What the first layer would rather have is not worth the way from there to the second.
+    "reluctant": (replace(dense("a", width=4096), output_bytes=5e7), convolution("b", rows=65536), dense("c")),
 }
 
 
