@@ -18,12 +18,16 @@ def describe_recipe() -> str:
         for choice, section in _sections(field):
             title = f"[{name}]" if choice is None else f"[{name}]  # {choice}"
             lines += ["", title, *_describe_fields(section, skip_sections=False)]
+            for key, inner in section.model_fields.items():
+                for suffix, table in _tables(inner):
+                    described = _describe_fields(table, skip_sections=False)
+                    lines += ["", f"[{name}.{key}{suffix}]  # {inner.description}", *described]
     return "\n".join(lines)
 
 
 def _describe_fields(section: type[BaseModel], *, skip_sections: bool) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        if skip_sections and _sections(field):
+        if (skip_sections and _sections(field)) or _tables(field):
             continue
         yield f"{name} = {_default_text(field)}    # {_type_text(field.annotation)}: {field.description}"
 
@@ -39,6 +43,13 @@ def _sections(field: FieldInfo) -> list[tuple[str | None, type[BaseModel]]]:
             member, *marks = get_args(option)
             found += [(mark.tag, member) for mark in marks if isinstance(mark, Tag)]
     return found
+
+
+def _tables(field: FieldInfo) -> list[tuple[str, type[BaseModel]]]:
+    """The table that a key of a section may be: one, or one for each name that the user gives."""
+    is_named = get_origin(field.annotation) is dict
+    options = [option for option in get_args(field.annotation) if isinstance(option, type)]
+    return [(".NAME" if is_named else "", option) for option in options if issubclass(option, BaseModel)]
 
 
 def _default_text(field: FieldInfo) -> str:
@@ -66,6 +77,8 @@ def _type_text(annotation: Any) -> str:
         return " | ".join(_type_text(option) for option in get_args(annotation) if option is not type(None))
     if origin in (tuple, list):
         return f"list of {_type_text(get_args(annotation)[0])}"
+    if origin is dict:
+        return f"table of {_type_text(get_args(annotation)[1])}"
     if origin is not None:
         return str(annotation).replace("typing.", "")
     return str(getattr(annotation, "__name__", annotation))

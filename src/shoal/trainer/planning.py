@@ -209,6 +209,9 @@ def _ask(job: Job, facts: ModelFacts | None, text: str, best: Estimate) -> tuple
     plan = Plan.parse(text)
     if plan.ps:
         raise RequestError(f"--why-not {text!r}: parameter servers (ps={plan.ps}) are not priced; give a plan with dp")
+    broken = replace(plan, ep=1).problems()
+    if broken:
+        return None, [f"{plan}: {problem}" for problem in broken]
     devices = job.cluster.num_devices
     if plan.dp is None:
         if devices % plan.ranks_per_replica:

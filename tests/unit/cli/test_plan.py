@@ -1,0 +1,74 @@
+"""``shoal plan`` as a command: a table, JSON, and one message for what cannot be."""
+
+import json
+
+import pytest
+
+from harness import TINY
+
+pytestmark = pytest.mark.timeout(240)
+SHAPE = "[planner.shape]\nlayers = 32\nhidden = 4096\nheads = 32\nvocab = 32000\nsequence = 2048\ngated = true\n"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(TINY + SHAPE)
+    return path
+
+
+def test_plans_as_lines_and_as_json(shoal, recipe, tmp_path):
+    done = shoal(
+        "plan", recipe, "--cluster", "a100-80gb:2x8", "--global-batch", 64, "--top", 3, "--why-not", "pp=2",
+        "--set", "train.precision=bfloat16", "--json", "out.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found["plans"]) == 3 and found["devices"] == 16 and found["global_batch"] == 64
+    assert [plan["seconds"] for plan in found["plans"]] == sorted(plan["seconds"] for plan in found["plans"])
+    for plan in found["plans"]:
+        assert plan["fits"] and plan["headroom_bytes"] > 0 and 0 < plan["mfu"] < 1 and 0 <= plan["bubble"] < 1
+        assert plan["plan"] in done.stdout
+    assert found["asked"]["plan"].startswith("dp=8 pp=2 schedule=1f1b") and found["why_not"] and found["why"]
+    for word in ("parameters on 16 x a100-80gb", "tokens/s", "MFU", "bubble", "exposed", "head room", "slower"):
+        assert word in done.stdout
+    assert "no run of shoal on a100-80gb was there to calibrate on" in done.stdout and found["in_range"] is False
+
+
+def test_json_alone_on_stdout(shoal, recipe):
+    done = shoal("plan", recipe, "--cluster", "h100:8", "--global-batch", 8, "--json", "-")
+    assert done.returncode == 0 and json.loads(done.stdout)["plans"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster", "a10:8"], "there is no device 'a10'; did you mean 'a100'?"),
+        (["--cluster", "sixteen"], "is not NAME:NODESxDEVICES; write for example a100-80gb:16x8"),
+        (["--cluster", "v100-16gb:1"], "it fits on"),
+        (["--cluster", "h100:8", "--top", "0"], "--top is 0; give 1 or more"),
+        (["--cluster", "h100:8", "--why-not", "tp=3"], "3 ranks a replica do not divide 8 devices"),
+        (["--cluster", "h100:8", "--global-batch", "-1"], "the global batch is -1"),
+        (["--cluster", "h100:8", "--json", "no/folder.json"], "there is no folder no"),
+        (["--cluster", "h100:8", "--set", "planner.softwar=x"], "softwar"),
+    ],
+)
+def test_bad_input_gets_one_message(shoal, recipe, tmp_path, arguments, message):
+    done = shoal("plan", recipe, *arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == "" and sorted(path.name for path in tmp_path.iterdir()) == ["plan.toml"]
+
+
+def test_a_recipe_that_is_not_there(shoal):
+    done = shoal("plan", "absent.toml", "--cluster", "h100:8")
+    assert done.returncode == 2 and "absent.toml" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_section_is_in_the_help_and_in_the_schema(shoal):
+    text = shoal("train", "--help-recipe").stdout
+    assert "[planner]" in text and "software" in text and "[planner.shape]" in text and "[planner.devices.NAME]" in text
+    assert "peak_tflops = (required)    # table of float: " in text and "Config" not in text
+    schema = json.loads(shoal("train", "--schema").stdout)
+    assert "planner" in schema["properties"]
+    assert {"layers", "hidden", "heads", "vocab", "sequence"} <= set(schema["$defs"]["ShapeConfig"]["required"])
+    assert "memory_gib" in schema["$defs"]["DeviceConfig"]["properties"]

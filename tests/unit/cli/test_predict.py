@@ -1,0 +1,68 @@
+"""``shoal predict`` as a command: its table, the JSON that programs read, and one message for what is no table."""
+
+import json
+
+import pytest
+
+from shoal.planner.table import COLUMNS
+from table_rows import write_table
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_the_json_that_programs_read(shoal, tmp_path):
+    rows = [
+        {},
+        {"layers": ""},
+        {"source": "another", "measured_value": 2.5},
+        {"measured_metric": "oom", "measured_value": 0},
+    ]
+    write_table(tmp_path / "runs.csv", *rows)
+    done = shoal("predict", "runs.csv", "--json", "out.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {"rows", "sources"} <= set(found) and list(found["sources"]) == ["somebody", "another"]
+    assert [row["row"] for row in found["rows"]] == [0, 1, 2, 3]
+    for row in found["rows"]:
+        assert {"row", "metric", "measured", "predicted", "in_range"} <= set(row) and type(row["in_range"]) is bool
+    first, unread, other, memory = found["rows"]
+    assert (first["metric"], first["measured"], first["in_range"]) == ("iter_time_s", 3.1, True)
+    assert first["predicted"] == other["predicted"] > 0 and memory["predicted"] == 0.0
+    assert unread["predicted"] is None and unread["measured"] == 3.1 and unread["in_range"] is False
+    assert "layers is missing" in unread["note"]
+    figures = found["sources"]["another"]
+    assert figures["count"] == 1 and figures["mape"] == pytest.approx(abs(other["predicted"] / 2.5 - 1))
+    assert {"p90", "bias", "kendall_tau", "regret", "oom_precision", "oom_recall"} <= set(figures)
+    assert "not predicted: 1 row(s), the first is 1: layers is missing" in done.stdout
+    assert "MAPE" in done.stdout and "another" in done.stdout
+
+
+def test_json_alone_on_stdout(shoal, tmp_path):
+    write_table(tmp_path / "runs.csv", {}, {"heads": "0"})
+    done = shoal("predict", "runs.csv", "--json", "-")
+    assert done.returncode == 0 and len(json.loads(done.stdout)["rows"]) == 2 and "MAPE" in done.stderr
+
+
+def test_nothing_that_can_be_predicted_is_no_failure(shoal, tmp_path):
+    write_table(tmp_path / "runs.csv", {"gpu": "abacus"})
+    done = shoal("predict", "runs.csv")
+    assert done.returncode == 0 and "there is no device 'abacus'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.csv", None, "cannot read absent.csv: No such file or directory"),
+        (".", None, "cannot read .: Is a directory"),
+        ("empty.csv", b"", "empty.csv has 0 columns"),
+        ("header.csv", ",".join(COLUMNS).encode() + b"\n", "header.csv has no rows"),
+        ("lean.csv", ",".join(COLUMNS[1:]).encode() + b"\n", "and source is not among them"),
+        ("picture.csv", b"\x89PNG\r\n\xff\x00", "picture.csv is not a CSV file in UTF-8"),
+    ],
+)
+def test_what_is_no_table_gets_one_message(shoal, tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    done = shoal("predict", name, "--json", "out.json")
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == "" and not (tmp_path / "out.json").exists()

@@ -1,0 +1,93 @@
+"""Devices, clusters and stacks: names, nearest names, numbers of one's own, and constants with their provenance."""
+
+from dataclasses import fields
+
+import pytest
+
+from shoal.core.errors import RequestError
+from shoal.planner.config import DeviceConfig
+from shoal.planner.hardware import parse_cluster
+from shoal.planner.presets import LINKS, PRESETS, build_cluster, find_preset
+from shoal.planner.stacks import SOFTWARE, Constants, _stored, find_stack
+
+OWN = DeviceConfig(peak_tflops={"bfloat16": 100.0}, memory_gib=24.0, memory_gb_per_s=900.0, link_gb_per_s=20.0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_sources_and_a_cluster(name):
+    preset = PRESETS[name]
+    assert preset.device.source and LINKS[preset.inside].source and LINKS[preset.between].source
+    cluster = build_cluster(f"{name}:3x2")
+    assert cluster.num_devices == 6 and cluster.devices_per_node == 2 and len(cluster.tiers) == 2
+    peaks = preset.device.peak_flops
+    assert peaks["float32"] <= preset.device.flops("bfloat16") and preset.device.memory_bytes >= 16 * 2**30
+    assert cluster.tier_of(2) is cluster.tiers[0] and cluster.tier_of(3) is cluster.tiers[1]
+
+
+def test_the_devices_that_were_asked_for_are_there():
+    wanted = "v100 a100 a100-40gb a100-80gb-pcie h100 h200 b200 gb200 gb300 mi250x mi300x x86 arm"
+    assert all(find_preset(name).device for name in wanted.split())
+
+
+def test_names_in_any_case_and_one_node():
+    assert build_cluster("A100-80GB:8").num_devices == 8 and build_cluster(" h100:1x4 ").devices_per_node == 4
+
+
+def test_a_wider_type_stands_in_for_one_that_a_device_lacks():
+    assert find_preset("a100").device.flops("float8") == 312e12
+    assert find_preset("v100").device.flops("bfloat16") == 15.7e12
+    with pytest.raises(RequestError, match="h100-80gb has no peak for float64 or anything wider; give one of float32"):
+        find_preset("h100").device.flops("float64")
+
+
+@pytest.mark.parametrize("text", ["", "a100", "a100:", ":8", "a100:8x", "a100:x8", "a100:-1", "a100:8x8x8", "a100:1.5"])
+def test_what_is_no_cluster_says_how_one_is_written(text):
+    with pytest.raises(RequestError, match="is not NAME:NODESxDEVICES; write for example a100-80gb:16x8"):
+        parse_cluster(text)
+
+
+@pytest.mark.parametrize("text", ["a100:0", "a100:0x8", "a100:8x0", "a100:999999x999999"])
+def test_too_few_and_too_many_devices(text):
+    with pytest.raises(RequestError, match=r"has \d+ x \d+ devices; give 1 to 1,000,000 in all"):
+        parse_cluster(text)
+
+
+@pytest.mark.parametrize(("name", "near"), [("h10", "h100"), ("a100-80", "a100-80gb"), ("mi300", "mi300x")])
+def test_an_unknown_device_gets_the_nearest_name(name, near):
+    with pytest.raises(RequestError, match=f"there is no device '{name}'; did you mean '{near}"):
+        find_preset(name)
+
+
+def test_a_device_by_ones_own_numbers():
+    cluster = build_cluster("Mine:4x2", {"mine": OWN})
+    assert cluster.device.flops("bfloat16") == 1e14 and cluster.device.memory_bytes == 24 * 2**30
+    assert [tier.bandwidth for tier in cluster.tiers] == [20e9, 12.5e9]
+    assert cluster.tiers[0].latency == pytest.approx(10e-6)
+    assert len(build_cluster("mine:8", {"mine": OWN}).tiers) == 1
+
+
+def test_a_cluster_of_another_size_keeps_its_tiers():
+    cluster = build_cluster("a100:16x8")
+    assert [tier.devices for tier in cluster.resized(256).tiers] == [8, 256]
+    assert [tier.devices for tier in cluster.resized(4).tiers] == [4]
+    assert cluster.resized(256).devices_per_node == 8
+
+
+def test_constants_are_fitted_in_at_most_six_places_and_say_on_what():
+    stored = _stored()
+    assert stored["made_by"] == "benchmarks/planner/fit.py"
+    for software, free in stored["free"].items():
+        assert software in SOFTWARE and len(free) <= 6 and set(free) <= {field.name for field in fields(Constants)}
+    for name, entry in stored["stacks"].items():
+        assert entry["fitted_on"] and entry["error"] < 0.5
+        software, _, device = name.partition("/")
+        assert (software == "*" or software in SOFTWARE) and (device == "*" or device in PRESETS)
+        untouched = set(Constants().as_dict()) - set(stored["free"].get(software, stored["free"]["fsdp"])) - {"narrow"}
+        assert all(entry["constants"][key] == Constants().as_dict()[key] for key in untouched)
+
+
+def test_a_stack_that_nobody_measured_says_so():
+    assert find_stack("fsdp", "a100-80gb").is_fitted
+    for software, device in (("fsdp", "mi300x"), ("shoal", "h100-80gb")):
+        found = find_stack(software, device)
+        assert not found.is_fitted and found.software.name == software and found.fitted_on

@@ -1,0 +1,183 @@
+"""Tables of runs: how cells are read, what each metric is, and that no row is dropped."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.errors import RequestError
+from shoal.planner.predict import fits, job_of, model_flops, predict_run, step_seconds
+from shoal.planner.table import COLUMNS, Run, Unread, find_device, read_table
+from table_rows import ROW, write_table
+
+
+def read(tmp_path, *changes):
+    return read_table(write_table(tmp_path / "runs.csv", *changes))
+
+
+def predict(tmp_path, *changes):
+    return [predict_run(run) for run in read(tmp_path, *changes)]
+
+
+def test_a_row_is_a_job_and_a_plan(tmp_path):
+    changes = {
+        "dp": 2, "tp": 4, "pp": 4, "zero": "1 (assumed)", "schedule_or_interleave": "interleaved-1F1B v=3",
+        "seq_parallel": 1, "recompute": "selective", "micro_batch": 1,
+    }  # fmt: skip
+    (run,) = read(tmp_path, changes)
+    assert isinstance(run, Run) and run.row == 0 and run.assumed == ()
+    assert str(run.plan) == (
+        "dp=2 tp=4 sp=true pp=4 schedule=interleaved chunks=3 microbatches=256 zero=1 recompute=selective"
+    )
+    assert run.cluster.num_devices == 32 and run.device == "a100-80gb" and run.precision == "float16"
+
+
+def test_every_metric_says_the_same_step(tmp_path):
+    metrics = [
+        "iter_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu_hw", "tflops_per_gpu_model", "mfu",
+    ]  # fmt: skip
+    rows = predict(tmp_path, *({"measured_metric": metric} for metric in metrics))
+    found = dict(zip(metrics, (row.predicted for row in rows), strict=True))
+    seconds, tokens = found["iter_time_s"], 512 * 2048
+    assert {row.seconds for row in rows} == {seconds}
+    assert found["tokens_per_s"] == pytest.approx(tokens / seconds)
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(tokens / seconds / 32)
+    flops = 96 * tokens * 24 * 2304**2 * (1 + 2048 / (6 * 2304) + 51200 / (16 * 24 * 2304))
+    assert found["tflops_per_gpu_hw"] == pytest.approx(flops / seconds / 32 / 1e12)
+    assert found["tflops_per_gpu_model"] == pytest.approx(found["tflops_per_gpu_hw"] * 3 / 4)
+    assert found["mfu"] == pytest.approx(found["tflops_per_gpu_model"] / 312)
+
+
+def test_memory_metrics_are_in_order(tmp_path):
+    metrics = ("peak_mem_gib", "peak_reserved_gib", "mem_gb_nvidia_smi_max")
+    allocated, reserved, device = (
+        row.predicted for row in predict(tmp_path, *({"measured_metric": metric} for metric in metrics))
+    )
+    assert 0 < allocated < reserved < device and reserved == pytest.approx(allocated * 1.05)
+    assert device == pytest.approx(reserved + 2)
+
+
+def test_running_out_of_memory_is_told(tmp_path):
+    small, large = {"measured_metric": "oom", "measured_value": 0}, {"gpu": "V100-16GB", "recompute": "none"}
+    fine, full = predict(tmp_path, small, {**small, **large, "measured_value": 1})
+    assert (fine.predicted, full.predicted) == (0.0, 1.0) and (fine.runs_out, full.runs_out) == (False, True)
+
+
+def test_unknown_recompute_is_as_much_as_memory_asks_for(tmp_path):
+    none, full, unknown, small = read(
+        tmp_path, {"recompute": "none"}, {}, {"recompute": "unknown (see recipe)"}, {"recompute": "", "micro_batch": 1}
+    )
+    seconds = [predict_run(run).seconds for run in (none, full, unknown)]
+    assert not fits(job_of(none), none.plan) and seconds[0] < seconds[2] <= seconds[1]
+    assert fits(job_of(small), small.plan) and predict_run(small).seconds == step_seconds(job_of(small), small.plan)
+    assert "as much recompute as memory asks for" in predict_run(unknown).why_not
+
+
+def test_what_is_assumed_puts_a_row_out_of_range(tmp_path):
+    inside, *outside = predict(
+        tmp_path, {}, {"heads": ""}, {"micro_batch": ""}, {"vocab": ""}, {"n_gpus": 64}, {"gpu": "MI300X"}
+    )
+    assert inside.in_range and inside.why_not == ""
+    assert not any(row.in_range for row in outside) and all(row.predicted > 0 and row.why_not for row in outside)
+    low, high = inside.interval
+    wide = outside[0].interval
+    assert low < inside.predicted < high and wide[1] / wide[0] > high / low
+
+
+BAD = {
+    "layers": ["", "many", "-3", "0", "nan", "inf", "1e9"],
+    "hidden": ["", "0"],
+    "seq_len": ["", "x"],
+    "n_gpus": ["", "0", "nan"],
+    "global_batch": ["", "-1", "1e300"],
+    "dp": ["0", "-2", "two"],
+    "tp": ["-2", "0.5"],
+    "pp": ["0"],
+    "micro_batch": ["0", "-1"],
+    "heads": ["0", "-5"],
+    "kv_heads": ["0"],
+    "ffn_hidden": ["-7"],
+    "vocab": ["0"],
+    "gpu": ["", "abacus", "H900"],
+    "measured_value": ["", "fast", "0", "-1", "nan"],
+}
+
+
+@pytest.mark.parametrize(("column", "cell"), [(column, cell) for column, cells in BAD.items() for cell in cells])
+def test_a_cell_that_cannot_be_read_is_said_and_its_row_stays(tmp_path, column, cell):
+    before, broken, after = predict(tmp_path, {}, {column: cell}, {})
+    assert [row.row for row in (before, broken, after)] == [0, 1, 2]
+    assert broken.predicted is None and not broken.in_range and broken.interval is None
+    assert column in broken.why_not or (column == "gpu" and "there is no device" in broken.why_not)
+    assert before.predicted == after.predicted is not None
+
+
+def test_an_unknown_metric_is_said_to_be_one(tmp_path):
+    (found,) = predict(tmp_path, {"measured_metric": "joules"})
+    assert found.predicted is None and "unknown metric 'joules'; known are iter_time_s" in found.why_not
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    column=st.sampled_from(COLUMNS),
+    cell=st.one_of(st.text(max_size=12), st.sampled_from(["", "nan", "-1", "0", "1e308", "٣", "v=9", "0x8", " "])),
+)
+def test_no_cell_ends_a_prediction(tmp_path_factory, column, cell):
+    path = tmp_path_factory.mktemp("fuzz") / "runs.csv"
+    if "\x00" in cell:
+        return
+    try:
+        cell.encode()
+    except UnicodeEncodeError:
+        return
+    write_table(path, {column: cell})
+    (found,) = (predict_run(run) for run in read_table(path))
+    assert found.row == 0 and (found.predicted is not None or found.why_not)
+
+
+def test_short_rows_and_long_ones_and_a_mark_in_front(tmp_path):
+    path = tmp_path / "runs.csv"
+    cells = ",".join(str(ROW[column]) for column in COLUMNS)
+    path.write_text(f"{','.join(COLUMNS)}\n{cells},one,more\nsomebody,GPT\n", encoding="utf-8-sig")
+    whole, short = read_table(path)
+    assert isinstance(whole, Run) and isinstance(short, Unread) and short.row == 1 and short.source == "somebody"
+
+
+def test_a_missing_column_is_named(tmp_path):
+    columns = tuple(column for column in COLUMNS if column not in ("heads", "zero"))
+    with pytest.raises(
+        RequestError, match="has 23 columns, and heads, zero is not among them; a table of runs has source"
+    ):
+        read_table(write_table(tmp_path / "runs.csv", columns=columns))
+
+
+def test_what_is_no_table(tmp_path):
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "header.csv").write_text(",".join(COLUMNS) + "\n")
+    (tmp_path / "picture.csv").write_bytes(b"\x89PNG\r\n\x1a\n\xff\xfe\x00")
+    for name, message in (
+        ("absent.csv", "cannot read .*absent.csv: No such file or directory; give a CSV file that is there"),
+        (".", "cannot read .*: Is a directory"),
+        ("empty.csv", "has 0 columns"),
+        ("header.csv", "has no rows"),
+        ("picture.csv", "is not a CSV file in UTF-8"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            read_table(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("A100-80GB-SXM", "a100-80gb"), ("A100 (DGX-A100)", "a100-80gb"), ("A100-40GB", "a100-40gb"),
+        ("A100-PCIe-40GB", "a100-40gb-pcie"), ("V100-SXM2-32GB", "v100-32gb"), ("V100 16GB", "v100-16gb"),
+        ("H100", "h100-80gb"), ("GB200", "gb200-186gb"), ("B200", "b200-180gb"), ("MI300X", "mi300x"),
+    ],
+)  # fmt: skip
+def test_devices_are_known_by_family_memory_and_form(text, device):
+    assert find_device(text).device.name == device
+
+
+def test_model_flops_are_three_forwards(tmp_path):
+    (run,) = read(tmp_path)
+    chain = job_of(run).chain
+    assert model_flops(chain) == 3 * chain.forward_flops
