@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("", "plan", "step", "tokens/s", "MFU", "bubble", "exposed", "memory", "head room")
 
+_WORTH = 0.005
+"""Share of a step that a split of each layer's own must gain to be spoken of."""
+
 _Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
 _Cluster = Annotated[
     str, typer.Option("--cluster", metavar="NAME:NODESxDEVICES", help="Where, such as a100-80gb:16x8.")
@@ -76,8 +79,8 @@ def _print(answer: "Answer") -> None:
         )
     for line in answer.why_not:
         print(line)
-    if answer.choices is not None:
-        gain = 1 - answer.choices.seconds / answer.choices.uniform_seconds
+    gain = 0.0 if answer.choices is None else 1 - answer.choices.seconds / answer.choices.uniform_seconds
+    if answer.choices is not None and gain >= _WORTH:
         print(f"a split of each layer's own could be {gain:.1%} faster than one for all ({answer.choices.uniform}):")
         for split, first, end in answer.choices.runs():
             print(f"  {job.chain.layers[first].name} to {job.chain.layers[end - 1].name}: {split}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.result import JsonFile, check_result_file, print_table, write_result
+from shoal.core.errors import RunError
 
 if TYPE_CHECKING:
     from shoal.planner.score import Score
@@ -44,7 +45,7 @@ def predict(table: _Table, json: JsonFile = None) -> None:
         print()
         for reason in dict.fromkeys(row.why_not for row in missing):
             numbers = [row.row for row in missing if row.why_not == reason]
-            print(f"not predicted: {len(numbers)} row(s), the first is {numbers[0]}: {reason}")
+            print(f"not predicted: {len(numbers)} row(s), the first is row {numbers[0]}, counted from 0: {reason}")
     write_result(
         json,
         {
@@ -53,6 +54,8 @@ def predict(table: _Table, json: JsonFile = None) -> None:
             "all": score(rows).as_dict(),
         },
     )
+    if len(missing) == len(rows):
+        raise RunError(f"none of the {len(rows)} row(s) of {table} could be predicted; the reasons are above")
 
 
 def _line(name: str, found: "Score") -> tuple[object, ...]:

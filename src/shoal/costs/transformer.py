@@ -51,6 +51,14 @@ class TransformerShape:
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} of a transformer is {getattr(self, name)}; give 1 or more")
+        if self.heads % self.num_kv_heads:
+            raise RequestError(
+                f"{self.num_kv_heads} key-value heads do not divide the {self.heads} heads; give a number that does"
+            )
+        if self.chosen_experts > self.experts:
+            raise RequestError(
+                f"a token goes to {self.chosen_experts} experts, and there are {self.experts}; lower the one or raise the other"
+            )
 
     @property
     def num_kv_heads(self) -> int:

@@ -28,7 +28,7 @@ class Estimate:
     limit: float
     """Bytes that a device has for it."""
     busy: float
-    """Seconds that the slowest rank computes or talks inside its cells."""
+    """Seconds that a pipeline rank computes or talks inside its cells, on the mean."""
     tokens_per_second: float
     utilisation: float
     """Model FLOPs over the peak of all devices: what is recomputed does not count (MFU)."""
@@ -47,8 +47,9 @@ class Estimate:
 
     @property
     def bubble(self) -> float:
-        """Share of the step that the slowest rank waits for others of the pipeline."""
-        return max(0.0, self.seconds - self.parts.after_pipeline - self.busy) / self.seconds
+        """Share of all ranks' time in the pipeline in which they wait for others of it; 0 without one."""
+        span = self.seconds - self.parts.after_pipeline
+        return max(0.0, 1.0 - self.busy / span) if self.plan.pp > 1 and span > 0 else 0.0
 
     @property
     def exposed(self) -> Mapping[str, float]:
@@ -135,7 +136,7 @@ def _made(
         parts=parts,
         memory=max(memory, key=lambda one: one.allocated),
         limit=job.cluster.device.memory_bytes - CONTEXT_BYTES,
-        busy=parts.microbatches * max(_work(parts, plan)),
+        busy=parts.microbatches * sum(_work(parts, plan)) / plan.pp,
         tokens_per_second=tokens / seconds,
         utilisation=flops / (peak * seconds),
         by_schedule=by_schedule,

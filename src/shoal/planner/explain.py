@@ -13,7 +13,7 @@ def time_parts(found: Estimate) -> Mapping[str, float]:
     """Seconds of a step by what they are spent on; they add up to the step."""
     parts, exposed = found.parts, found.exposed
     inside = {axis: share * found.seconds for axis, share in exposed.items() if axis in ("tp", "cp", "ep")}
-    bubble = found.bubble * found.seconds
+    bubble = found.bubble * (found.seconds - parts.after_pipeline)
     after = {
         "dp": exposed.get("dp", 0.0) * found.seconds,
         "update": parts.update,
@@ -71,8 +71,11 @@ def _largest(found: Estimate) -> str:
 
 def _differences(best: Estimate, other: Estimate) -> Iterator[str]:
     slower = other.seconds / best.seconds - 1
-    word = "slower" if slower >= 0 else "faster"
-    yield f"{other.plan} is {abs(slower):.1%} {word}: {other.seconds:.4g} s in place of {best.seconds:.4g} s"
+    if abs(slower) < _WORTH / 10:
+        yield f"{other.plan} is as fast"
+    else:
+        word = "slower" if slower >= 0 else "faster"
+        yield f"{other.plan} is {abs(slower):.1%} {word}: {other.seconds:.4g} s in place of {best.seconds:.4g} s"
     own, theirs = time_parts(best), time_parts(other)
     names = dict.fromkeys([*own, *theirs])
     changes = {name: theirs.get(name, 0.0) - own.get(name, 0.0) for name in names}

@@ -28,6 +28,8 @@ _LONG = 8192
 """Tokens from which on a sequence is worth cutting over context-parallel ranks."""
 _REFINED = 8
 """Plans of the arithmetic's ranking that are priced by their schedules."""
+_ALIKE = 0.01
+"""Share of a step by which two plans must differ for the faster one to be preferred to the simpler one."""
 _SPLIT = ("zb-h1", "zbv")
 """Schedules beside 1f1b and interleaved that every layout is tried with; the best layouts are tried with all of ``_MORE``."""
 _MORE = ("zb-h2", "v-half", "v-min", "dualpipev", "looped-bfs")
@@ -113,6 +115,15 @@ def _time(found: Estimate) -> tuple[float, int, float]:
     return (float(f"{found.seconds:.4g}"), len(str(found.plan)), found.memory.allocated)
 
 
+def _simplest_first(ranked: list[Estimate]) -> list[Estimate]:
+    """The same with the shortest plan of those as good as the best in front: times are not known to one part in a hundred."""
+    if not ranked:
+        return ranked
+    alike = [one for one in ranked if one.seconds <= ranked[0].seconds * (1 + _ALIKE)]
+    best = min(alike, key=lambda one: (len(str(one.plan).split()), one.seconds))
+    return [best, *(one for one in ranked if one is not best)]
+
+
 def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int) -> list[Estimate]:
     """The best plans by their schedules, with every other schedule that their layout could have."""
     candidates: dict[str, Plan] = {}
@@ -126,13 +137,13 @@ def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int) -> 
                 candidates.setdefault(str(other), other)
     refined = []
     for plan in candidates.values():
-        has_stages = plan.pp == 1 or (plan.pp * (plan.chunks or 1) <= job.chain.num_blocks and _has_size(plan))
+        has_stages = plan.pp * (plan.chunks or 1) <= _num_units(job) and _has_size(plan)
         if not has_stages or not _is_legal(plan, limits):
             continue
         found = estimate_by_schedule(job, plan)
         if found.fits:
             refined.append(found)
-    return sorted(refined, key=_time)
+    return _simplest_first(sorted(refined, key=_time))
 
 
 def _is_legal(plan: Plan, limits: Limits) -> bool:
@@ -160,7 +171,7 @@ def _plans(job: Job, limits: Limits) -> Iterator[Plan]:
                 continue
             for pipeline in divisors(num_devices // (tensor * context)):
                 data = num_devices // (tensor * context * pipeline)
-                if pipeline > max(1, chain.num_blocks) or job.global_batch % data:
+                if pipeline > _num_units(job) or job.global_batch % data:
                     continue
                 layout = Plan(
                     dp=data,
@@ -171,6 +182,12 @@ def _plans(job: Job, limits: Limits) -> Iterator[Plan]:
                 )
                 for expert in _experts(job, limits, data):
                     yield from _filled(job, limits, replace(layout, ep=expert))
+
+
+def _num_units(job: Job) -> int:
+    """Layers that a pipeline can share out: the blocks, or all layers of a chain that has none."""
+    first, end = job.chain.block_range
+    return end - first
 
 
 def _divides_heads(job: Job, tensor: int) -> bool:
@@ -206,7 +223,7 @@ def _filled(job: Job, limits: Limits, layout: Plan) -> Iterator[Plan]:
 
 
 def _schedules(job: Job, limits: Limits, layout: Plan, microbatches: int) -> Iterator[tuple[str | None, int | None]]:
-    pipeline, blocks = layout.pp, job.chain.num_blocks
+    pipeline, blocks = layout.pp, _num_units(job)
     if pipeline == 1:
         yield None, None
         return

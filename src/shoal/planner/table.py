@@ -129,6 +129,12 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None) -> 
     num_ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
     if num_ranks != num_devices:
         assumed.append(f"{num_ranks} of {num_devices} devices")
+    product = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
+    if product != num_devices:
+        raise _Unreadable(
+            f"dp {degrees['dp']} x tp {degrees['tp']} x pp {degrees['pp']} x cp {degrees['cp']} = {product} are not the "
+            f"{num_devices} of n_gpus"
+        )
     preset = find_device(row["gpu"])
     recompute = next(iter(row["recompute"].lower().split()), "unknown")
     if recompute not in ("none", "selective", "full"):
@@ -243,7 +249,8 @@ def _software(text: str) -> str:
 def _shape(row: Mapping[str, str], text: str, software: str, assumed: list[str]) -> TransformerShape:
     for column in ("layers", "hidden", "seq_len"):
         if not row[column]:
-            raise _Unreadable(f"{column} is missing: the model's dimensions are not known")
+            said = f"is {row[column]!r}" if row[column] else "is missing"
+            raise _Unreadable(f"{column} {said}: the model's dimensions are not known")
     hidden = _need(row, "hidden")
     heads = _given(row, "heads")
     if heads is None:

@@ -72,6 +72,14 @@ def chain_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> Chain:
     return replace(chain, tokens=float(spec.tokens_per_sample)) if spec.kind != "own" else chain
 
 
+def anatomy_of(recipe: Recipe, spec: DataSpec) -> Anatomy:
+    """What the recipe's model is made of, looked at without memory."""
+    precision = Precision.named(recipe.train.precision)
+    model = build_without_memory(recipe.model, spec).to(dtype=precision.weight_dtype)
+    inputs, _ = _example(recipe, spec)
+    return _anatomy(recipe, spec, model, tuple(precision.cast_input(tensor) for tensor in inputs))
+
+
 def _anatomy(recipe: Recipe, spec: DataSpec, model: nn.Module, inputs: tuple[Tensor, ...]) -> Anatomy:
     """What the model is made of; of a shipped one, what a copy with few blocks is made of, for looking takes time for each."""
     config = recipe.model

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.core.errors import RequestError, did_you_mean
-from shoal.core.facts import ModelFacts, Width
+from shoal.core.facts import ModelFacts, Width, model_facts
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
@@ -23,7 +23,7 @@ from shoal.planner.perlayer import Choices, choose_splits
 from shoal.planner.presets import build_cluster
 from shoal.planner.search import Found, Limits, refuse_small, search
 from shoal.planner.stacks import SOFTWARE, find_stack
-from shoal.trainer.chain import chain_of
+from shoal.trainer.chain import anatomy_of, chain_of
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.request import OwnParts
 
@@ -136,7 +136,12 @@ def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts | None]:
         data = own.measure_data(recipe)
     assert data.spec is not None, "data that was measured has a spec"
     check_model(recipe.model, data.spec)
-    return chain_for(recipe, data.spec), facts_of(recipe.model, data.spec)
+    return chain_for(recipe, data.spec), facts_for(recipe, data.spec)
+
+
+def facts_for(recipe: Recipe, spec: DataSpec) -> ModelFacts | None:
+    """What plans must know of a recipe's model: by its config, or by looking at the user's own module."""
+    return facts_of(recipe.model, spec) or model_facts(anatomy_of(recipe, spec))
 
 
 def chain_for(recipe: Recipe, spec: DataSpec) -> Chain:
@@ -151,7 +156,15 @@ def chain_for(recipe: Recipe, spec: DataSpec) -> Chain:
 
 
 def shape_chain(shape: ShapeConfig, precision: str) -> Chain:
-    """A transformer by its numbers, in a recipe's precision."""
+    """A transformer by its numbers, in a recipe's precision.
+
+    Raises:
+        RequestError: heads do not divide what they share out.
+    """
+    if shape.hidden % shape.heads:
+        raise RequestError(
+            f"planner.shape: {shape.heads} heads do not divide hidden {shape.hidden}; give a number of heads that does"
+        )
     item_bytes = {"float64": 8, "float32": 4}.get(precision, 2)
     return transformer_chain(
         TransformerShape(
