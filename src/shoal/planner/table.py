@@ -126,9 +126,6 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None) -> 
         micro_batch = 1.0
     if micro_batch <= 0:
         raise _Unreadable(f"micro_batch is {row['micro_batch']!r}, and a number above 0 is needed")
-    num_ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
-    if num_ranks != num_devices:
-        assumed.append(f"{num_ranks} of {num_devices} devices")
     product = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
     if product != num_devices:
         raise _Unreadable(
@@ -249,8 +246,7 @@ def _software(text: str) -> str:
 def _shape(row: Mapping[str, str], text: str, software: str, assumed: list[str]) -> TransformerShape:
     for column in ("layers", "hidden", "seq_len"):
         if not row[column]:
-            said = f"is {row[column]!r}" if row[column] else "is missing"
-            raise _Unreadable(f"{column} {said}: the model's dimensions are not known")
+            raise _Unreadable(f"{column} is missing: the model's dimensions are not known")
     hidden = _need(row, "hidden")
     heads = _given(row, "heads")
     if heads is None:
