@@ -3,6 +3,7 @@
 from typing import Literal
 
 import pytest
+from pydantic import Field
 
 from shoal.core.config import Config, apply_overrides, read_toml, tagged, validate
 from shoal.core.errors import RequestError
@@ -46,9 +47,9 @@ class Zoo(Config):
     """Where it lives."""
     garden: Garden | None = None
     """Where it plays."""
-    others: dict[str, Garden] = {}
+    others: dict[str, Garden] = Field(default_factory=dict)
     """Of the neighbours, by name."""
-    ages: dict[str, int] = {}
+    ages: dict[str, int] = Field(default_factory=dict)
     """Of the keepers, by name."""
 
 
