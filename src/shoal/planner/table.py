@@ -129,12 +129,6 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None) -> 
     num_ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
     if num_ranks != num_devices:
         assumed.append(f"{num_ranks} of {num_devices} devices")
-    product = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
-    if product != num_devices:
-        raise _Unreadable(
-            f"dp {degrees['dp']} x tp {degrees['tp']} x pp {degrees['pp']} x cp {degrees['cp']} = {product} are not the "
-            f"{num_devices} of n_gpus"
-        )
     preset = find_device(row["gpu"])
     recompute = next(iter(row["recompute"].lower().split()), "unknown")
     if recompute not in ("none", "selective", "full"):

@@ -27,13 +27,13 @@ from typing import Any
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST
 from shoal.core.rundir import RunDir
+from shoal.elastic.crewfolder import CrewFolder, sweep_folders
 from shoal.elastic.election.filelease import read_center
 from shoal.elastic.kernel import peak_resident_bytes
 from shoal.elastic.verdict import EXIT_INTERRUPTED, name_signal
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt
 from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.progress import Display
-from shoal.trainer.crewfolder import CrewFolder, sweep_folders
 from shoal.trainer.herald import Herald
 from shoal.trainer.spawning import Spawner, Started
 

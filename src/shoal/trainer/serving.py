@@ -337,7 +337,7 @@ class Diary:
             step=step,
             loss=loss,
             lr=self._source.rate(made.number),
-            grad_norm=math.nan,
+            grad_norm=None,
             samples=samples,
             tokens=tokens,
             seconds=seconds,

@@ -356,6 +356,11 @@ class Chosen(nn.Module):
         return x[x > 0]
 
 
+class Unfit(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Linear(15, 4))
+
+
 class Broken(nn.Module):
     def forward(self, x):
         raise KeyError("no such thing")
@@ -374,13 +379,18 @@ class ByBatch(nn.Module):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (ByValue, ["inner.1", "Gate", "_local_scalar_dense", "[planner.shape]", "layers, hidden, heads"]),
-        (Chosen, ["Chosen", "nonzero", "[planner.shape]"]),
-        (Broken, ["Broken", "KeyError", "no such thing", "[planner.shape]"]),
+        (
+            ByValue,
+            ["cannot be traced", "inner.1", "Gate", "_local_scalar_dense", "[planner.shape]", "layers, hidden, heads"],
+        ),
+        (Chosen, ["the values of tensors", "Chosen", "nonzero", "[planner.shape]"]),
+        (Unfit, ["forward pass fails: '1' (Linear)", "RuntimeError", "[2, 16] X [15, 4]; mend it there"]),
+        (Broken, ["forward pass fails: Broken", "KeyError", "no such thing", "[planner.shape]"]),
         (ByBatch, ["'linear'", "for 4 samples than for 2", "2 operations after 1", "the same for every batch"]),
     ],
 )
-def test_refusals(build, words):
+def test_refusals(build, words, caplog):
     with pytest.raises(RequestError) as refusal:
         trace_module(build(), (torch.randn(2, 8),), name="traced")
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    assert caplog.records == [], "torch's own tracebacks say nothing that the refusal does not"
