@@ -243,12 +243,11 @@ def _software(text: str) -> str:
 def _shape(row: Mapping[str, str], text: str, software: str, assumed: list[str]) -> TransformerShape:
     for column in ("layers", "hidden", "seq_len"):
         if not row[column]:
-            said = f"is {row[column]!r}" if row[column] else "is missing"
-            raise _Unreadable(f"{column} {said}: the model's dimensions are not known")
+            raise _Unreadable(f"{column} is missing: the model's dimensions are not known")
     hidden = _need(row, "hidden")
     heads = _given(row, "heads")
     if heads is None:
-        heads = _likely_heads(hidden)
+        heads = _given(row, "kv_heads") or _likely_heads(hidden)
         assumed.append(f"{heads} heads")
     vocab = _given(row, "vocab")
     if vocab is None:

@@ -121,7 +121,7 @@ def test_what_lies_between_two_rows_is_a_link():
 def test_blocks_that_are_not_run_again_are_as_if_they_were():
     chain = trace(CASES["gpt, deep"])
     first, *others = (layer for layer in chain.layers if layer.kind is LayerKind.BLOCK)
-    assert len(others) == 8 and len(list(chain.runs())) == 3
+    assert len(others) == 8 and len(chain.distinct) == 3
     assert {(layer.ops, layer.kept, layer.weights, layer.output_bytes) for layer in others} == {
         (first.ops, first.kept, first.weights, first.output_bytes)
     }
@@ -312,7 +312,7 @@ def test_a_model_that_fits_nowhere():
         model = traced_models.gpt(layers=96, hidden=12288, heads=96, kv_heads=96)
     chain = trace_module(model, traced_models.tokens(2), name="traced")
     assert chain.weights == sum(parameter.numel() for parameter in model.parameters()) > 1.7e11
-    assert [count for _, count in chain.runs()] == [1, 96, 1]
+    assert chain.numbers == (0, *[1] * 96, 2)
 
 
 class Remembering(nn.Module):
