@@ -138,6 +138,7 @@ def test_a_stopped_run_goes_on_where_it_was(crew, undisturbed, number, code):
     assert (first.run_dir / "checkpoints" / f"step-{summary['steps']:08d}").exists()
     second = crew("--resume", run_dir=first.run_dir)
     expect_same(second, undisturbed, deaths=0)
+    assert second.output.count(f"going on from step {summary['steps']}, ") == 1
 
 
 @soak
@@ -185,6 +186,7 @@ def test_without_a_backup_everyone_goes_back_to_the_checkpoint(crew, undisturbed
     run.wait_for_step(12)
     run.kill(name)
     expect_same(run, undisturbed, deaths=1)
+    assert "is started again, and everybody goes back to the newest checkpoint" in run.output
 
 
 @soak
