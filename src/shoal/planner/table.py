@@ -126,9 +126,12 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None) -> 
         micro_batch = 1.0
     if micro_batch <= 0:
         raise _Unreadable(f"micro_batch is {row['micro_batch']!r}, and a number above 0 is needed")
-    num_ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
-    if num_ranks != num_devices:
-        assumed.append(f"{num_ranks} of {num_devices} devices")
+    product = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
+    if product != num_devices:
+        raise _Unreadable(
+            f"dp {degrees['dp']} x tp {degrees['tp']} x pp {degrees['pp']} x cp {degrees['cp']} = {product} are not the "
+            f"{num_devices} of n_gpus"
+        )
     preset = find_device(row["gpu"])
     recompute = next(iter(row["recompute"].lower().split()), "unknown")
     if recompute not in ("none", "selective", "full"):

@@ -33,7 +33,7 @@ def test_the_json_that_programs_read(shoal, tmp_path):
     figures = found["sources"]["another"]
     assert figures["count"] == 1 and figures["mape"] == pytest.approx(abs(other["predicted"] / 2.5 - 1))
     assert {"p90", "bias", "kendall_tau", "regret", "oom_precision", "oom_recall"} <= set(figures)
-    assert "not predicted: 1 row(s), the first is 1: layers is missing" in done.stdout
+    assert "not predicted: 1 row(s), the first is row 1, counted from 0: layers is missing" in done.stdout
     assert "MAPE" in done.stdout and "another" in done.stdout
 
 
@@ -43,10 +43,12 @@ def test_json_alone_on_stdout(shoal, tmp_path):
     assert done.returncode == 0 and len(json.loads(done.stdout)["rows"]) == 2 and "MAPE" in done.stderr
 
 
-def test_nothing_that_can_be_predicted_is_no_failure(shoal, tmp_path):
+def test_nothing_that_can_be_predicted_is_a_failure_that_says_why(shoal, tmp_path):
     write_table(tmp_path / "runs.csv", {"gpu": "abacus"})
-    done = shoal("predict", "runs.csv")
-    assert done.returncode == 0 and "there is no device 'abacus'" in done.stdout
+    done = shoal("predict", "runs.csv", "--json", "out.json")
+    assert done.returncode == 1 and "there is no device 'abacus'" in done.stdout
+    assert "none of the 1 row(s) of runs.csv could be predicted" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["predicted"] is None
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_unknown_recompute_is_as_much_as_memory_asks_for(tmp_path):
 
 def test_what_is_assumed_puts_a_row_out_of_range(tmp_path):
     inside, *outside = predict(
-        tmp_path, {}, {"heads": ""}, {"micro_batch": ""}, {"vocab": ""}, {"n_gpus": 64}, {"gpu": "MI300X"}
+        tmp_path, {}, {"heads": "", "kv_heads": ""}, {"micro_batch": ""}, {"vocab": ""}, {"gpu": "MI300X"}
     )
     assert inside.in_range and inside.why_not == ""
     assert not any(row.in_range for row in outside) and all(row.predicted > 0 and row.why_not for row in outside)
@@ -87,7 +87,7 @@ BAD = {
     "layers": ["", "many", "-3", "0", "nan", "inf", "1e9"],
     "hidden": ["", "0"],
     "seq_len": ["", "x"],
-    "n_gpus": ["", "0", "nan"],
+    "n_gpus": ["", "0", "nan", "64"],
     "global_batch": ["", "-1", "1e300"],
     "dp": ["0", "-2", "two"],
     "tp": ["-2", "0.5"],

@@ -78,7 +78,10 @@ def test_every_answer_is_legal_and_fits(numbers, cluster):
     shape = shape_of(**numbers)
     job = job_of(shape, cluster=cluster, global_batch=48)
     found = search(job, Limits(facts=facts_of(shape)), top=10)
-    assert [one.seconds for one in found.ranked] == pytest.approx(sorted(one.seconds for one in found.ranked), rel=1e-3)
+    first, *rest = (one.seconds for one in found.ranked)
+    assert rest == pytest.approx(sorted(rest), rel=1e-3) and first <= 1.01 * rest[0], (
+        "the simplest of those that are alike"
+    )
     for one in found.ranked:
         assert one.plan.problems(facts_of(shape), world_size=job.cluster.num_devices) == []
         assert one.fits and one.headroom >= 0 and one.plan.tp <= job.cluster.devices_per_node
