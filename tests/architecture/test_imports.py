@@ -24,6 +24,8 @@ VERBS = (
     "plan",
     "predict",
     "simulate",
+    "calibrate",
+    "tune",
     "init",
     "ckpt",
     "keys",

@@ -53,6 +53,9 @@ def test_seven_commands_train_as_one_though_the_leading_center_is_killed(shoal, 
     assert found["status"] == "completed" and found["steps"] == 8
     assert found["weights_sha256"] == wanted["weights_sha256"], roles.story()
     assert found["validation_loss"] == pytest.approx(wanted["validation_loss"], rel=1e-6)
+    assert not (roles.folder / "events").exists(), (
+        "a worker has no run directory, and leaves nothing where it was started"
+    )
 
 
 @pytest.mark.soak

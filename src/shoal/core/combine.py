@@ -56,6 +56,10 @@ class Degrees(Protocol):
     def recompute(self) -> str:
         """none, selective or full."""
 
+    @property
+    def ps(self) -> int:
+        """Parameter servers."""
+
 
 def plan_problems(plan: Degrees) -> Iterator[str]:
     """What is wrong with a combination whatever the model."""
@@ -154,6 +158,11 @@ def model_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
         )
     if plan.pp > 1:
         yield from _stage_problems(plan, facts)
+    if plan.ps and facts.keeps_statistics:
+        yield (
+            f"ps={plan.ps} does not go with {facts.name}: its batch norm keeps running statistics, which parameter servers do "
+            f"not hold; use dp in the place of ps and workers, or a norm without them such as GroupNorm"
+        )
 
 
 def _stage_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:

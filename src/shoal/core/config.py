@@ -148,7 +148,14 @@ def _walk(config: type[BaseModel], location: Sequence[str]) -> tuple[list[str], 
         if not parts or section is None:
             break
         field = section.model_fields.get(part)
-        members = _members(field.annotation) if field is not None else {}
+        annotation = field.annotation if field is not None else None
+        if get_origin(annotation) is dict:
+            # A table of tables: the user chose the name of each.
+            annotation = get_args(annotation)[1]
+            keys.append(parts.pop(0))
+            if not parts:
+                break
+        members = _members(annotation)
         if "" in members:
             section = members[""]
         elif members and parts[0] in members:
@@ -164,6 +171,8 @@ def _members(annotation: Any) -> dict[str, type[BaseModel]]:
         return {"": annotation}
     found: dict[str, type[BaseModel]] = {}
     for option in get_args(annotation):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            found[""] = option
         if get_origin(option) is Annotated:
             member, *marks = get_args(option)
             found.update({mark.tag: member for mark in marks if isinstance(mark, Tag)})

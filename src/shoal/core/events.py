@@ -44,8 +44,8 @@ class StepDone(Event):
     loss: float
     """Mean over the global batch, the same on every rank."""
     lr: float
-    grad_norm: float
-    """Norm of the whole gradient before clipping."""
+    grad_norm: float | None
+    """Norm of the whole gradient before clipping; None where nobody has the whole, as under parameter servers."""
     samples: int
     tokens: int
     seconds: float

@@ -44,6 +44,8 @@ class ModelFacts:
     """Largest dropout probability inside an attention, on its weights."""
     has_batch_norm: bool = False
     """Statistics over the batch are part of the forward pass."""
+    keeps_statistics: bool = False
+    """They are kept from step to step, beside the weights."""
     num_units: int | None = None
     """Stages that the model can be cut into at most."""
     tied_ends: str = ""

@@ -53,13 +53,13 @@ def server_problems(plan: Servers) -> Iterator[str]:
         if plan.backup:
             yield f"backup={plan.backup} is of parameter servers, and ps is 0; set ps to 2 or more, or leave backup out"
         return
-    if plan.backup >= plan.ps:
+    if plan.backup > 1:
+        yield f"backup={plan.backup} is not there yet: a shard has one backup or none; set backup to 1"
+    elif plan.backup >= plan.ps:
         yield (
             f"backup={plan.backup} needs {plan.backup + 1} servers, and ps is {plan.ps}: a backup beside its primary would die "
             f"with it; set ps to {plan.backup + 1} or more, or backup to {plan.ps - 1}"
         )
-    if plan.backup > 1:
-        yield f"backup={plan.backup} is not there yet: a shard has one backup or none; set backup to 1"
     if plan.workers is not None and plan.workers < 1:
         yield f"workers={plan.workers} is below 1; set workers to 1 or more"
     yield from _grid_problems(plan)

@@ -4,6 +4,7 @@ Fake tensors and not the meta device: they say that they are on the CPU, so torc
 for their backward passes, as it does in a real run.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,16 +14,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
 
 @contextmanager
 def faked(module: nn.Module) -> Iterator[FakeTensorMode]:
     """Inside, every parameter and buffer is a fake one of the same shape and type, and tied ones are tied; then all is put back.
 
     Attributes that the forward pass sets are put back too: a fake tensor that a module remembers would be of no use to it.
+    torch logs a traceback of its own for each operation that fails on fake tensors; whoever traces says that in one sentence.
     """
     kept = [(part, dict(part.__dict__), [dict(slots) for slots in _slots(part)]) for part in module.modules()]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
+    was_silent, _TORCH_LOG.disabled = _TORCH_LOG.disabled, True
     try:
         for part, _, _ in kept:
             for slots in _slots(part)[:2]:
@@ -31,6 +36,7 @@ def faked(module: nn.Module) -> Iterator[FakeTensorMode]:
                         slots[name] = fakes.setdefault(id(tensor), _fake_slot(tensor, mode))
         yield mode
     finally:
+        _TORCH_LOG.disabled = was_silent
         for part, attributes, before in kept:
             part.__dict__.clear()
             part.__dict__.update(attributes)

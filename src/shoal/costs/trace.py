@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from shoal.core.errors import RequestError
 from shoal.costs.alike import imitating
@@ -30,6 +30,7 @@ from shoal.costs.undisturbed import undisturbed
 
 INSTEAD = "give the shape of a transformer instead: [planner.shape] with layers, hidden, heads, ffn, vocab and sequence"
 
+_WANTS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -158,11 +159,14 @@ def _run(
 def _refusal(module: nn.Module, path: str, operation: str, error: Exception) -> str:
     owner = module.get_submodule(path)
     where = f"{path!r} ({type(owner).__name__})" if path else type(owner).__name__
-    reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return (
-        f"the module cannot be traced without memory: {where} fails at {operation or 'its first operation'}, "
-        f"{type(error).__name__}: {reason}; its forward pass may not depend on the values of tensors. Or {INSTEAD}"
-    )
+    reason = next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__
+    fails = f"{where} fails at {operation or 'its first operation'}, {type(error).__name__}: {reason}"
+    if isinstance(error, _WANTS_VALUES):
+        return (
+            f"the module cannot be traced without memory: {fails}; its forward pass may not depend on the values of tensors. "
+            f"Or {INSTEAD}"
+        )
+    return f"the module's forward pass fails: {fails}; mend it there. If it runs on tensors that have values, {INSTEAD}"
 
 
 def _layers(module: nn.Module, one: _Pass, two: _Pass, *, batches: Batches) -> tuple[Layer, ...]:

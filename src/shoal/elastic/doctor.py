@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.elastic import doctor_machine, doctor_network, doctor_versions
+from shoal.elastic.crewfolder import crews_parent
 from shoal.elastic.doctor_check import Check, State
 from shoal.elastic.doctor_processes import our_processes
 from shoal.elastic.leftovers import SHARED_MEMORY, Kind, Leftover, Saves, find_leftovers, mend
@@ -50,7 +51,7 @@ def examine_leftovers(runs: Path, saves: Saves, *, fix: bool = False, whole_mach
 def _find(runs: Path, saves: Saves, *, whole_machine: bool) -> tuple[Leftover, ...]:
     processes = our_processes()
     if whole_machine:
-        return find_leftovers(runs, processes, saves, shared_memory=SHARED_MEMORY)
+        return find_leftovers(runs, processes, saves, shared_memory=SHARED_MEMORY, crews=crews_parent())
     return find_leftovers(runs, [process for process in processes if process.is_below(runs)], saves, shared_memory=None)
 
 

@@ -1,4 +1,4 @@
-"""What dead runs leave behind, and its removal: orphaned ranks, half-written checkpoints, stale locks, shared memory.
+"""What dead runs leave behind, and its removal: orphaned ranks, half-written checkpoints, stale locks, shared memory, crews.
 
 A run that ends in any way it can see cleans up after itself; this is for those that were killed. Finding is apart from mending,
 and mending looks again before it touches anything: only what belongs to this user and to a run that is dead is ours to remove.
@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from shoal.core.clock import Deadline
 from shoal.core.rundir import RunDir
 from shoal.core.runlock import release_lock, take_lock
 from shoal.core.units import format_bytes
+from shoal.elastic.crewfolder import dead_folders, is_dead
 from shoal.elastic.doctor_processes import OurProcess, is_alive, our_processes, same_user_processes
 
 END_DEADLINE_SECONDS = 5.0
@@ -46,6 +48,7 @@ class Kind(StrEnum):
     CHECKPOINT = "checkpoint"
     LOCK = "lock"
     SHARED_MEMORY = "shared memory"
+    CREW = "crew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +74,23 @@ class Mended:
 
 
 def find_leftovers(
-    runs: Path, ours: Sequence[OurProcess], saves: Saves, *, shared_memory: Path | None
+    runs: Path, ours: Sequence[OurProcess], saves: Saves, *, shared_memory: Path | None, crews: Path | None = None
 ) -> tuple[Leftover, ...]:
-    """Everything that dead runs left: among these processes, below ``runs`` (a folder of runs, or one), in shared memory."""
+    """Everything that dead runs left: among these processes, below ``runs`` (a folder of runs, or one), in shared memory.
+
+    Args:
+        runs: a folder of runs, or one of them.
+        ours: the processes to look among.
+        saves: what the checkpoint room knows.
+        shared_memory: where torch keeps its segments; None leaves them out.
+        crews: where crews of parameter servers have their folders; None leaves them out.
+    """
     return (
         *_orphans(ours),
         *_abandoned_saves(runs, ours, saves),
         *_stale_locks(runs),
         *_stale_segments(shared_memory),
+        *_dead_crews(crews),
     )
 
 
@@ -94,6 +106,8 @@ def mend(leftover: Leftover, saves: Saves) -> Mended:
                 return _remove_lock(leftover)
             case Kind.SHARED_MEMORY:
                 return _remove_segment(leftover)
+            case Kind.CREW:
+                return _remove_crew(leftover)
     except OSError as error:
         return Mended(done=False, said=f"could not remove it: {error.strerror or error}")
 
@@ -152,6 +166,20 @@ def _stale_segments(shared_memory: Path | None) -> Iterator[Leftover]:
             yield Leftover(kind=Kind.SHARED_MEMORY, what=str(path), why=why, path=path, pid=pid)
 
 
+def _dead_crews(crews: Path | None) -> Iterator[Leftover]:
+    for path in dead_folders(crews) if crews is not None else ():
+        num_bytes = sum(_size_of(file) for file in path.rglob("*"))
+        why = f"{format_bytes(num_bytes)} of parameter servers whose supervisor is dead"
+        yield Leftover(kind=Kind.CREW, what=str(path), why=why, path=path)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:  # a run that is just starting sweeps it
+        return 0
+
+
 def _run_directories(runs: Path) -> list[Path]:
     if not runs.is_dir():
         return []
@@ -208,6 +236,16 @@ def _remove_segment(leftover: Leftover) -> Mended:
     if is_alive(leftover.pid):
         return Mended(done=False, said=f"left alone: there is a process {leftover.pid} now")
     leftover.path.unlink(missing_ok=True)
+    return Mended(done=True, said="removed it")
+
+
+def _remove_crew(leftover: Leftover) -> Mended:
+    path = leftover.path
+    assert path is not None
+    if is_dead(path):
+        shutil.rmtree(path)
+    elif path.exists():
+        return Mended(done=False, said="left alone: a run holds it now")
     return Mended(done=True, said="removed it")
 
 

@@ -18,7 +18,9 @@ def facts_of(config: AnyModelConfig, spec: DataShape) -> ModelFacts | None:
         return _transformer_facts(config, spec, num_blocks=2 * config.layers, num_pairs=5 * config.layers)
     if isinstance(config, CnnConfig):
         width = Width(name="model.hidden", size=config.hidden)
-        return ModelFacts(name="the cnn", num_pairs=1, widths=(width,), has_batch_norm=True, num_units=8)
+        return ModelFacts(
+            name="the cnn", num_pairs=1, widths=(width,), has_batch_norm=True, keeps_statistics=True, num_units=8
+        )
     return _mlp_facts(config)
 
 
@@ -50,6 +52,7 @@ def _mlp_facts(config: MlpConfig) -> ModelFacts:
         num_pairs=num_pairs,
         widths=(Width(name="model.hidden", size=config.hidden),) if num_pairs else (),
         has_batch_norm=config.batch_norm,
+        keeps_statistics=config.batch_norm,
         num_units=config.layers + 1,
         note="batch norm lies between its layers" if config.batch_norm else "",
     )

@@ -54,6 +54,7 @@ def describe_facts(anatomy: Anatomy, model: nn.Module | None = None, *, sequence
         obstacle_cp=next((_mixes(stack) for stack in with_sequence if not stack.is_pointwise), ""),
         attention_dropout=max((heads.dropout for heads in anatomy.attentions), default=0.0),
         has_batch_norm=model is not None and has_batch_norm(model),
+        keeps_statistics=model is not None and _keeps_statistics(model),
         note=anatomy.replicated.get("", ""),
     )
 
@@ -73,6 +74,11 @@ def _first_obstacle(anatomy: Anatomy) -> str:
 def has_batch_norm(model: nn.Module) -> bool:
     """True when statistics over the batch are part of the forward pass."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def _keeps_statistics(model: nn.Module) -> bool:
+    norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    return any(norm.track_running_stats for norm in norms)
 
 
 def _widths(model: nn.Module, anatomy: Anatomy) -> Iterator[Width]:
@@ -140,7 +146,13 @@ _MODELS = {
         attention_dropout=0.1,
     ),
     "mlp": ModelFacts(name="the mlp", num_blocks=2, num_pairs=1, widths=(Width(name="hidden", size=64),)),
-    "cnn": ModelFacts(name="the cnn", num_pairs=1, widths=(Width(name="hidden", size=64),), has_batch_norm=True),
+    "cnn": ModelFacts(
+        name="the cnn",
+        num_pairs=1,
+        widths=(Width(name="hidden", size=64),),
+        has_batch_norm=True,
+        keeps_statistics=True,
+    ),
 }
 
 

@@ -250,7 +250,7 @@ def _shape(row: Mapping[str, str], text: str, software: str, assumed: list[str])
     hidden = _need(row, "hidden")
     heads = _given(row, "heads")
     if heads is None:
-        heads = _likely_heads(hidden)
+        heads = _given(row, "kv_heads") or _likely_heads(hidden)
         assumed.append(f"{heads} heads")
     vocab = _given(row, "vocab")
     if vocab is None:

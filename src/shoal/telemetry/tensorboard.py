@@ -15,7 +15,9 @@ from shoal.core.events import CheckpointSaved, Evaluated, Event, MemoryMeasured,
 def scalars(event: Event) -> dict[str, float]:
     """The curves that an event adds a point to, by tag; empty for events that are no curve."""
     if isinstance(event, StepDone):
-        points = {"train/loss": event.loss, "train/lr": event.lr, "train/grad_norm": event.grad_norm}
+        points = {"train/loss": event.loss, "train/lr": event.lr}
+        if event.grad_norm is not None:
+            points["train/grad_norm"] = event.grad_norm
         points["train/loss_scale"] = event.loss_scale
         points["speed/step_seconds"] = event.seconds
         points["speed/data_seconds"] = event.data_seconds

@@ -81,7 +81,7 @@ async def _lead_cluster(place: MemberPlace, cluster: Cluster) -> str:
 
 
 def _build_elector(place: MemberPlace, cluster: Cluster, node: Node) -> Voters | Sole | EtcdLease:
-    ballot = ballot_file(place.run_dir, place.name)
+    ballot = ballot_file(place.kept_dir, place.name)
     own = cluster.centers[cluster.seat]
     if cluster.etcd:
         return EtcdLease(

@@ -67,7 +67,7 @@ def conclude_run(place: MemberPlace, halt: str, *, total_steps: int, started: fl
         total_steps: that it was to take.
         started: when this server was, as ``time.time()`` tells it.
     """
-    found = close_run(place.run_dir, with_evaluation=not halt)
+    found = close_run(place.kept_dir, with_evaluation=not halt)
     summary = summarise_servers(
         found,
         plan=place.plan,
@@ -78,7 +78,7 @@ def conclude_run(place: MemberPlace, halt: str, *, total_steps: int, started: fl
         peak_rss_bytes=[peak_resident_bytes(os.getpid())],
         num_deaths=None,
     )
-    write_summary(place.run_dir, summary)
+    write_summary(place.kept_dir, summary)
     return summary
 
 

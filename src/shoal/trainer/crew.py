@@ -24,16 +24,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.layout import parse_step
+from shoal.checkpoint.whole import newest_whole
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST
 from shoal.core.rundir import RunDir
+from shoal.elastic.crewfolder import CrewFolder, sweep_folders
 from shoal.elastic.election.filelease import read_center
 from shoal.elastic.kernel import peak_resident_bytes
 from shoal.elastic.verdict import EXIT_INTERRUPTED, name_signal
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt
 from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.progress import Display
-from shoal.trainer.crewfolder import CrewFolder, sweep_folders
 from shoal.trainer.herald import Herald
 from shoal.trainer.spawning import Spawner, Started
 
@@ -53,6 +55,8 @@ class CrewRequest:
     run_dir: Path
     num_servers: int
     num_workers: int
+    has_backups: bool = True
+    """A shard outlives its server; where none does, the death of a server takes everyone back to a checkpoint."""
     ranks_per_worker: int = 1
     dead_seconds: float = 5.0
     """How long a rank of a group may be silent before it is ended; its leader, as everyone else, is the center's to judge."""
@@ -144,6 +148,8 @@ class Crew:
         try:
             await self._spawner.open()
             self._begin(self._herald.run())
+            if self._request.resume:
+                self._begin(self._say_where_from())
             for place in self._places:
                 if place is place.leader:
                     self._begin(self._start(place))
@@ -165,6 +171,17 @@ class Crew:
             self._request.display.update(self._states())
             self._board.close()
             self._folder.remove()
+
+    async def _say_where_from(self) -> None:
+        # The servers look for it by themselves, so nobody waits for this, and what is wrong with the folder they say.
+        try:
+            path = (await asyncio.to_thread(newest_whole, RunDir(self._request.run_dir).checkpoints)).path
+        except OSError:
+            return
+        if path is None:
+            self._request.display.message("there is no checkpoint to go on from; starting at step 0")
+        else:
+            self._request.display.message(f"going on from step {parse_step(path.name)}, {path}")
 
     def _is_over(self) -> bool:
         if self._failure is not None or time.monotonic() > self._last_until:
@@ -304,7 +321,10 @@ class Crew:
             self._begin(_kill(leader.group))
             return
         whole = "" if len(leader.group) == 1 else f"{leader.name} with its {len(leader.group)} ranks"
-        self._request.display.message(f"{message}; {whole or 'it'} is started again")
+        back = ""
+        if place.role == "server" and not self._request.has_backups:
+            back = ", and everybody goes back to the newest checkpoint, or to step 0 where there is none: backup=0"
+        self._request.display.message(f"{message}; {whole or 'it'} is started again{back}")
         self._begin(self._start(leader))
         if place.role == "server":
             self._recall_workers()

@@ -13,21 +13,26 @@ from shoal.trainer.config import Recipe
 
 def describe_recipe() -> str:
     """Every section and key of a recipe, as commented TOML."""
-    lines = list(_describe_fields(Recipe, skip_sections=True))
+    lines = list(_describe_fields(Recipe))
     for name, field in Recipe.model_fields.items():
         for choice, section in _sections(field):
             title = f"[{name}]" if choice is None else f"[{name}]  # {choice}"
-            lines += ["", title, *_describe_fields(section, skip_sections=False)]
-            for key, inner in section.model_fields.items():
-                for suffix, table in _tables(inner):
-                    described = _describe_fields(table, skip_sections=False)
-                    lines += ["", f"[{name}.{key}{suffix}]  # {inner.description}", *described]
+            lines += ["", title, *_describe_fields(section), *_describe_tables(name, section)]
     return "\n".join(lines)
 
 
-def _describe_fields(section: type[BaseModel], *, skip_sections: bool) -> Iterator[str]:
+def _describe_tables(path: str, section: type[BaseModel]) -> Iterator[str]:
+    """The tables inside a section, each under its whole name and with what it is for."""
     for name, field in section.model_fields.items():
-        if (skip_sections and _sections(field)) or _tables(field):
+        for suffix, table in _tables(field):
+            inner = f"{path}.{name}{suffix}"
+            yield from ("", f"[{inner}]  # {field.description}", *_describe_fields(table))
+            yield from _describe_tables(inner, table)
+
+
+def _describe_fields(section: type[BaseModel]) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if _sections(field) or _tables(field):
             continue
         yield f"{name} = {_default_text(field)}    # {_type_text(field.annotation)}: {field.description}"
 
@@ -46,10 +51,13 @@ def _sections(field: FieldInfo) -> list[tuple[str | None, type[BaseModel]]]:
 
 
 def _tables(field: FieldInfo) -> list[tuple[str, type[BaseModel]]]:
-    """The table that a key of a section may be: one, or one for each name that the user gives."""
-    is_named = get_origin(field.annotation) is dict
-    options = [option for option in get_args(field.annotation) if isinstance(option, type)]
-    return [(".NAME" if is_named else "", option) for option in options if issubclass(option, BaseModel)]
+    """The tables that a field of a section can hold, each with the end of its name: in a table of tables the user chooses it."""
+    annotation = field.annotation
+    suffix = ""
+    if get_origin(annotation) is dict:
+        annotation, suffix = get_args(annotation)[1], ".NAME"
+    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return [(suffix, option) for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
 
 
 def _default_text(field: FieldInfo) -> str:

@@ -37,6 +37,7 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
             run_dir=run_dir,
             num_servers=plan.ps,
             num_workers=plan.workers or 1,
+            has_backups=plan.backup > 0,
             ranks_per_worker=plan.ranks_per_replica,
             dead_seconds=config.dead_seconds,
             num_centers=config.centers,

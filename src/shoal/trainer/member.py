@@ -36,7 +36,8 @@ class MemberPlace:
     """Sockets, leases and arenas of this run on this machine; None in a cluster."""
     cluster: Cluster | None = None
     """None on one machine."""
-    run_dir: Path
+    run_dir: Path | None
+    """None for a worker in a cluster, which leaves nothing behind."""
     resume: bool
     """Begin with the newest whole checkpoint, if there is one."""
     recipe: Recipe
@@ -44,6 +45,12 @@ class MemberPlace:
     board_fd: int | None = None
     group_rank: int = 0
     """Of a process of a worker that is a group of several: 0 is the worker to everyone else, the others serve it."""
+
+    @property
+    def kept_dir(self) -> Path:
+        """The run directory of a role that cannot do without one."""
+        assert self.run_dir is not None, f"{self.name} needs a run directory"
+        return self.run_dir
 
     @property
     def lease_folder(self) -> Path:

@@ -159,7 +159,7 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
 def _asks_the_module(recipe: Recipe, plan: Plan, facts: ModelFacts | None) -> bool:
     """True where only building the module can tell whether the plan fits it."""
     if facts is None:
-        return asks_the_model(plan)
+        return asks_the_model(plan) or plan.ps > 0
     wishes = recipe.pipeline
     # A shipped model's numbers say whether it can be cut into so many stages, but not whether at these places.
     return plan.pp > 1 and (facts.num_units is None or bool(wishes.stages) or wishes.memory is not None)

@@ -75,7 +75,7 @@ async def serve(
     source = (make_source or ShardSource)(place)
     world = World(Place(rank=place.rank, world_size=place.num_ranks), device=torch.device("cpu"), deadline_seconds=0.0)
     reporter = Reporter(
-        place.run_dir, world=world, config=place.recipe.telemetry, slot=slot, total_steps=source.total_steps
+        place.kept_dir, world=world, config=place.recipe.telemetry, slot=slot, total_steps=source.total_steps
     )
     try:
         while True:
@@ -209,7 +209,7 @@ class ShardSource:
 
     def look(self, *, again: bool = False) -> None:
         """Find the checkpoint to go on from; ``again`` when everyone goes back to the newest one, whoever wrote it."""
-        found = read_checkpoint(self.place.run_dir) if self.place.resume or again else None
+        found = read_checkpoint(self.place.kept_dir) if self.place.resume or again else None
         self.start = None
         if found is not None:
             path, progress, book = found
@@ -282,7 +282,7 @@ class Diary:
         self._source = source
         self._reporter = reporter
         self._saver = CutSaver(
-            place.run_dir,
+            place.kept_dir,
             config=place.recipe.checkpoint,
             plan=str(place.plan),
             outline=source.outline,
@@ -337,7 +337,7 @@ class Diary:
             step=step,
             loss=loss,
             lr=self._source.rate(made.number),
-            grad_norm=math.nan,
+            grad_norm=None,
             samples=samples,
             tokens=tokens,
             seconds=seconds,

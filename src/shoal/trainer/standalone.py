@@ -88,12 +88,13 @@ def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
     if request.role == "center":
         check_candidate(cluster)
         index = cluster.seat
-    run_dir = request.run_dir or Path()
+    run_dir = request.run_dir
     if request.role == "server":
+        assert run_dir is not None, "the command asks for it"
         check_server_folder(run_dir, recipe, resume=request.resume)
     prepared = None
     if request.role != "center":
-        prepared = check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own)
+        prepared = check_parts(recipe, plan, layout, run_dir=run_dir or Path(), resume=request.resume, own=own)
     return PreparedRole(
         place=MemberPlace(
             name=f"{request.role}-{index}",

@@ -34,13 +34,13 @@ def run_server(place: MemberPlace, prepared: Prepared) -> tuple[int, dict[str, A
     """
     finished = already_finished(prepared)
     if finished is not None:
-        print(f"{place.run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
+        print(f"{place.kept_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
         return EXIT_DONE, finished
     # The folder belongs to the first server; the others write into it what all of them have agreed on.
-    claim = Claim(place.run_dir) if place.rank == 0 else None
+    claim = Claim(place.kept_dir) if place.rank == 0 else None
     if claim is not None:
         claim.write(prepared.recipe, place.plan)
-    place.run_dir.mkdir(parents=True, exist_ok=True)
+    place.kept_dir.mkdir(parents=True, exist_ok=True)
     started, written = time.time(), list[dict[str, Any]]()
 
     def conclude(halt: str) -> None:
@@ -67,7 +67,7 @@ def run_server(place: MemberPlace, prepared: Prepared) -> tuple[int, dict[str, A
         if claim is not None:
             claim.release()
     if written:
-        print(describe_summary(written[-1], place.run_dir))
+        print(describe_summary(written[-1], place.kept_dir))
     return code, written[-1] if written else None
 
 

@@ -192,9 +192,10 @@ class Line:
 
     def close(self) -> None:
         """Leave the wire, and write down what went over it."""
-        log = EventLog(self._place.run_dir, self._place.rank)
-        log.write(self.traffic())
-        log.close()
+        if self._place.run_dir is not None:
+            log = EventLog(self._place.run_dir, self._place.rank)
+            log.write(self.traffic())
+            log.close()
 
         async def leave() -> None:
             if self._place.cluster is not None:

@@ -95,6 +95,7 @@ def _record(trainer: Trainer, survey: TrafficSurvey, steps: int, folder: Path) -
         tensors = model_tensors(trainer.reduction.updated.items(), trainer.optimizer, saved_buffers(trainer.model))
         if not done.skipped:
             tensors |= gradients
+        assert done.grad_norm is not None, "a trainer has the whole gradient"
         recorder.add(loss=done.loss, norm=done.grad_norm, skipped=done.skipped, tensors=tensors)
     recorder.close(placements={name: placement_values(place) for name, place in trainer.reduction.placements.items()})
     return {

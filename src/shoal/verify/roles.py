@@ -169,7 +169,7 @@ class RecordedLine(Line):
 
 def run_recorded(role: str, place: MemberPlace) -> None:
     """Do a role's work to its end, under a mutant if the proof plants one."""
-    job = ServerJob.read(place.run_dir)
+    job = ServerJob.read(place.kept_dir)
     mutant = MUTANTS[job.mutant] if job.mutant else None
     world = World(Place(rank=place.rank, world_size=place.num_ranks), device=torch.device("cpu"), deadline_seconds=0.0)
     with planted(mutant, world):

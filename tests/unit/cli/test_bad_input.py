@@ -154,7 +154,6 @@ CASES = PIPELINES | {
     "indivisible batch": (RECIPE, ("--plan", "dp=3"), ["4", "dp 3", "3 or 6"], None),
     "processes and plan": (RECIPE, ("--plan", "dp=2", "--nproc", "4"), ["4 processes", "dp 2"], None),
     "plan of the future": (RECIPE, ("--plan", "dp=1 ep=2"), ["ep=2", "not there yet"], None),
-    "plan auto": (RECIPE, ("--plan", "auto"), ["auto", "not there yet"], None),
     "heads": (RECIPE, ("--set", "model.heads=3"), ["16", "3"], None),
     "unknown model": (RECIPE.replace('"gpt"', '"gtp"'), (), ["'gtp'", "did you mean 'gpt'?"], None),
     "unknown source": (RECIPE.replace('"stdlib"', '"stdlibs"'), (), ["'stdlibs'", "did you mean 'stdlib'?"], None),

@@ -21,6 +21,8 @@ VERBS = (
     "plan",
     "predict",
     "simulate",
+    "calibrate",
+    "tune",
     "init",
     "ckpt",
     "keys",

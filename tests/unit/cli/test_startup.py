@@ -8,7 +8,21 @@ from pathlib import Path
 
 import pytest
 
-VERBS = ("train", "verify", "eval", "sample", "schedule", "plan", "predict", "simulate", "init", "ckpt", "doctor")
+VERBS = (
+    "train",
+    "verify",
+    "eval",
+    "sample",
+    "schedule",
+    "plan",
+    "predict",
+    "simulate",
+    "calibrate",
+    "tune",
+    "init",
+    "ckpt",
+    "doctor",
+)
 ANSWER_SECONDS = 0.2
 
 QUESTIONS = {

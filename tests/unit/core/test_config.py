@@ -3,6 +3,7 @@
 from typing import Literal
 
 import pytest
+from pydantic import Field
 
 from shoal.core.config import Config, apply_overrides, read_toml, tagged, validate
 from shoal.core.errors import RequestError
@@ -32,11 +33,24 @@ class Home(Config):
     """Rooms."""
 
 
+class Garden(Config):
+    trees: int = 0
+    """How many."""
+    flowers: int = 0
+    """How many."""
+
+
 class Zoo(Config):
     pet: tagged(Cat, Dog, Own, key="kind")
     """The pet."""
     home: Home = Home()
     """Where it lives."""
+    garden: Garden | None = None
+    """Where it plays."""
+    others: dict[str, Garden] = Field(default_factory=dict)
+    """Of the neighbours, by name."""
+    ages: dict[str, int] = Field(default_factory=dict)
+    """Of the keepers, by name."""
 
 
 def refused(tables):
@@ -49,6 +63,17 @@ def test_a_misspelt_key_gets_the_nearest_name():
     assert refused({"pet": {"kind": "cat", "livez": 3}}) == "zoo.toml: unknown key 'pet.livez'; did you mean 'lives'?"
     assert refused({"pet": {"kind": "cat"}, "hone": {}}) == "zoo.toml: unknown key 'hone'; did you mean 'home'?"
     assert "did you mean 'size'?" in refused({"pet": {"kind": "cat"}, "home": {"sise": 3}})
+
+
+def test_a_misspelt_key_of_a_table_inside_a_table_gets_the_nearest_name():
+    pet = {"kind": "cat"}
+    said = refused({"pet": pet, "garden": {"flovers": 3}})
+    assert said == "zoo.toml: unknown key 'garden.flovers'; did you mean 'flowers'?"
+    said = refused({"pet": pet, "others": {"smith": {"tree": 3}}})
+    assert said == "zoo.toml: unknown key 'others.smith.tree'; did you mean 'trees'?"
+    assert "zoo.toml: garden.trees: " in refused({"pet": pet, "garden": {"trees": "many"}})
+    assert "zoo.toml: others.smith: " in refused({"pet": pet, "others": {"smith": 3}})
+    assert "zoo.toml: ages.ann: " in refused({"pet": pet, "ages": {"ann": "old"}})
 
 
 def test_a_key_of_another_choice_is_unknown_here():

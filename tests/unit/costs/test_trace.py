@@ -121,7 +121,7 @@ def test_what_lies_between_two_rows_is_a_link():
 def test_blocks_that_are_not_run_again_are_as_if_they_were():
     chain = trace(CASES["gpt, deep"])
     first, *others = (layer for layer in chain.layers if layer.kind is LayerKind.BLOCK)
-    assert len(others) == 8 and len(list(chain.runs())) == 3
+    assert len(others) == 8 and len(chain.distinct) == 3
     assert {(layer.ops, layer.kept, layer.weights, layer.output_bytes) for layer in others} == {
         (first.ops, first.kept, first.weights, first.output_bytes)
     }
@@ -312,7 +312,7 @@ def test_a_model_that_fits_nowhere():
         model = traced_models.gpt(layers=96, hidden=12288, heads=96, kv_heads=96)
     chain = trace_module(model, traced_models.tokens(2), name="traced")
     assert chain.weights == sum(parameter.numel() for parameter in model.parameters()) > 1.7e11
-    assert [count for _, count in chain.runs()] == [1, 96, 1]
+    assert chain.numbers == (0, *[1] * 96, 2)
 
 
 class Remembering(nn.Module):
@@ -356,6 +356,11 @@ class Chosen(nn.Module):
         return x[x > 0]
 
 
+class Unfit(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Linear(15, 4))
+
+
 class Broken(nn.Module):
     def forward(self, x):
         raise KeyError("no such thing")
@@ -374,13 +379,18 @@ class ByBatch(nn.Module):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (ByValue, ["inner.1", "Gate", "_local_scalar_dense", "[planner.shape]", "layers, hidden, heads"]),
-        (Chosen, ["Chosen", "nonzero", "[planner.shape]"]),
-        (Broken, ["Broken", "KeyError", "no such thing", "[planner.shape]"]),
+        (
+            ByValue,
+            ["cannot be traced", "inner.1", "Gate", "_local_scalar_dense", "[planner.shape]", "layers, hidden, heads"],
+        ),
+        (Chosen, ["the values of tensors", "Chosen", "nonzero", "[planner.shape]"]),
+        (Unfit, ["forward pass fails: '1' (Linear)", "RuntimeError", "[2, 16] X [15, 4]; mend it there"]),
+        (Broken, ["forward pass fails: Broken", "KeyError", "no such thing", "[planner.shape]"]),
         (ByBatch, ["'linear'", "for 4 samples than for 2", "2 operations after 1", "the same for every batch"]),
     ],
 )
-def test_refusals(build, words):
+def test_refusals(build, words, caplog):
     with pytest.raises(RequestError) as refusal:
         trace_module(build(), (torch.randn(2, 8),), name="traced")
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    assert caplog.records == [], "torch's own tracebacks say nothing that the refusal does not"

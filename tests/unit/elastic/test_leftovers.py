@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.elastic.crewfolder import CrewFolder
 from shoal.elastic.doctor import examine_leftovers
 from shoal.elastic.doctor_check import State
 from shoal.elastic.doctor_processes import is_alive, our_processes
@@ -27,6 +28,18 @@ rank = subprocess.Popen([sys.executable, "-c", wait], env=environment, start_new
                         stdin=int(sys.argv[2]), stdout=subprocess.PIPE, pass_fds=[int(sys.argv[2])])
 assert rank.stdout.readline() == b"up\\n"
 print(rank.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+# A crew's folder with something in it, held until this is killed.
+CREW = """
+import sys
+from pathlib import Path
+from shoal.elastic.crewfolder import CrewFolder
+folder = CrewFolder(Path(sys.argv[1]))
+(folder.path / "arena").write_bytes(bytes(1000))
+print(folder.path, flush=True)
 sys.stdin.read()
 """
 
@@ -245,6 +258,39 @@ def test_a_segment_that_somebody_still_maps_is_left_alone(tmp_path):
     with path.open("rb"):
         assert find_leftovers(tmp_path / "runs", [], SAVES, shared_memory=tmp_path) == ()
     assert len(find_leftovers(tmp_path / "runs", [], SAVES, shared_memory=tmp_path)) == 1
+
+
+def test_the_folder_of_a_crew_is_a_leftover_once_the_crew_was_killed(run, tmp_path):
+    crews = tmp_path / "memory"
+    crews.mkdir()
+    crew = subprocess.Popen(
+        [sys.executable, "-c", CREW, str(crews)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        folder = Path(crew.stdout.readline().strip())
+        assert find_leftovers(run, [], SAVES, shared_memory=None, crews=crews) == ()
+    finally:
+        crew.kill()
+        crew.communicate()
+
+    (found,) = find_leftovers(run, [], SAVES, shared_memory=None, crews=crews)
+    assert (found.kind, found.path) == (Kind.CREW, folder)
+    assert "whose supervisor is dead" in found.why
+    assert folder.is_dir(), "looking changes nothing"
+
+    assert mend(found, SAVES).done
+    assert not folder.exists()
+    assert find_leftovers(run, [], SAVES, shared_memory=None, crews=crews) == ()
+
+
+def test_the_folder_of_a_crew_that_lives_is_never_removed(tmp_path):
+    held = CrewFolder(tmp_path)
+    try:
+        stale = Leftover(kind=Kind.CREW, what="said to be dead", why="it is not", path=held.path)
+        assert not mend(stale, SAVES).done
+        assert held.path.is_dir()
+    finally:
+        held.remove()
 
 
 def test_an_orphan_of_runs_elsewhere_is_neither_reported_nor_ended(run, tmp_path):

@@ -1,5 +1,6 @@
 """Curves are written to TensorBoard files; what is no curve or no number is left out."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.core.events import Evaluated, Event, StepDone, Warned
@@ -48,3 +49,9 @@ def test_folder_that_cannot_be_written_costs_the_curves_only(tmp_path: Path) -> 
     log.close()
     assert len(warnings) == 1
     assert (tmp_path / "events/rank-000.jsonl").read_text().count("\n") == 1
+
+
+def test_a_step_without_a_norm_is_no_point_of_that_curve() -> None:
+    points = scalars(replace(step_done(1), grad_norm=None))
+    assert "train/loss" in points
+    assert "train/grad_norm" not in points

@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.core.errors import RequestError
+from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig
 from shoal.trainer.config import TrainConfig
@@ -38,6 +39,7 @@ def test_what_a_plan_leaves_out_is_derived(text, processes, wanted):
     [
         ("workers=2", "workers=2 is of parameter servers, and ps is 0"),
         ("ps=1 backup=1", "backup=1 needs 2 servers, and ps is 1"),
+        ("ps=2 backup=2", "backup=2 is not there yet"),
         ("ps=1 dp=2", "dp=2 does not go with ps=1: its replicas are the workers"),
         ("ps=1 tp=2 dp=2", "dp=2 does not go with ps=1: its replicas are the workers"),
         ("ps=1 pp=2 schedule=pipedream", "schedule=pipedream does not go with ps=1: its stages update weights"),
@@ -51,6 +53,20 @@ def test_a_plan_that_cannot_be_is_refused_with_its_fix(text, words):
     with pytest.raises(RequestError) as caught:
         choose_plan("dp=1", plan_text=text, num_processes=None)
     assert words in str(caught.value)
+
+
+def test_more_backups_than_there_can_be_are_not_met_with_more_servers():
+    (problem,) = Plan.parse("ps=2 workers=2 backup=2").problems()
+    assert problem.startswith("backup=2 is not there yet")
+
+
+def test_statistics_that_servers_do_not_hold_are_refused_and_others_are_not():
+    plan = Plan.parse("ps=1 workers=2")
+    (problem,) = plan.problems(ModelFacts(name="the cnn", has_batch_norm=True, keeps_statistics=True))
+    assert "ps=1 does not go with the cnn: its batch norm keeps running statistics" in problem
+    assert "use dp in the place of ps" in problem
+    assert plan.problems(ModelFacts(name="the net", has_batch_norm=True)) == []
+    assert Plan.parse("dp=2").problems(ModelFacts(name="the cnn", has_batch_norm=True, keeps_statistics=True)) == []
 
 
 def test_processes_are_servers_and_workers():

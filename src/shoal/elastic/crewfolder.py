@@ -1,7 +1,7 @@
 """The folder of a crew: sockets, leases and arenas of one run on this machine, in memory, for this user alone.
 
 The crew holds a lock on it for as long as it lives. A crew that was killed leaves its folder behind unlocked, and the next one
-that starts removes it.
+that starts, or the doctor, removes it.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ class CrewFolder:
     """A new folder, held until ``remove``."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        self._parent = parent or _memory()
+        self._parent = parent or crews_parent()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,15 +34,19 @@ class CrewFolder:
 
 def sweep_folders(parent: Path | None = None) -> list[Path]:
     """Remove the folders of crews that are dead; which they were."""
-    removed = []
-    for path in sorted((parent or _memory()).glob(f"{_PREFIX}*")):
-        if _is_dead(path):
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(path)
+    removed = dead_folders(parent or crews_parent())
+    for path in removed:
+        shutil.rmtree(path, ignore_errors=True)
     return removed
 
 
-def _is_dead(path: Path) -> bool:
+def dead_folders(parent: Path) -> list[Path]:
+    """The folders below ``parent`` that crews of this user left when they were killed; nothing is changed."""
+    return [path for path in sorted(parent.glob(f"{_PREFIX}*")) if is_dead(path)]
+
+
+def is_dead(path: Path) -> bool:
+    """Whether this is a crew's folder, of this user, whose crew is no more."""
     try:
         status = path.lstat()
         if status.st_uid != os.geteuid() or path.is_symlink():
@@ -53,7 +57,8 @@ def _is_dead(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Shared, and let go at once: two who look do not take each other for a crew.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     finally:
@@ -61,7 +66,7 @@ def _is_dead(path: Path) -> bool:
     return True
 
 
-def _memory() -> Path:
-    """A place in memory where the system has one."""
+def crews_parent() -> Path:
+    """Where crews have their folders: a place in memory where the system has one."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
