@@ -107,7 +107,7 @@ def test_a_tied_matrix_is_on_both_ends_of_a_pipeline():
     assert [memory.weights for memory in tied] == [memory.weights for memory in untied]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(name=st.sampled_from(sorted(FAMILIES)), ranks=st.integers(2, 8), microbatches=st.integers(1, 20), data=st.data())
 def test_no_schedule_holds_more_than_its_bound(name, ranks, microbatches, data):
     facts = schedule_facts(name)

@@ -98,7 +98,7 @@ def test_why_not_takes_what_is_left_open_from_the_best(shaped):
 )
 def test_a_why_not_that_is_no_plan_for_these_devices_is_refused(shaped, plan, message):
     with pytest.raises(RequestError, match=message):
-        ask(shaped, global_batch=64, why_not=plan)
+        ask(shaped, global_batch=16, why_not=plan)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_why_not_that_is_no_plan_for_these_devices_is_refused(shaped, plan, me
     ],
 )
 def test_a_why_not_that_breaks_a_rule_is_answered_with_the_rule(shaped, plan, message):
-    answer = ask(shaped, global_batch=64, why_not=plan)
+    answer = ask(shaped, global_batch=16, why_not=plan)
     assert answer.asked is None and message in " ".join(answer.why_not)
 
 
