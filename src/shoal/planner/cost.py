@@ -211,8 +211,10 @@ def _replicas(
     elif plan.zero in (1, 2):
         reduce, gathered = gather(of_gradients, wires.data), gather(of_weights, wires.data)
     else:
-        reduce = microbatches * gather(of_gradients, wires.data)
-        gathered = 2 * microbatches * gather(of_weights, wires.data)
+        # For every microbatch, unless a pipeline keeps what it has gathered until its step is over.
+        times = 1 if plan.pp > 1 and software.keeps_gathered else microbatches
+        reduce = times * gather(of_gradients, wires.data)
+        gathered = 2 * times * gather(of_weights, wires.data)
     # Gradients can be hidden behind the backward pass of the last microbatch only, but for stage 3.
     window = compute if plan.zero == 3 else compute * 2 / 3 / max(1, microbatches)
     reduce_hidden = min(reduce, window * 0.5) if software.overlaps_reduce else 0.0
