@@ -104,7 +104,14 @@ def test_two_ranks_count_and_hold_what_was_forecast(plans):
     compare(RECIPE, plans, 2, deadline_seconds=100)
 
 
-@pytest.mark.parametrize("plans", [FOUR[:6], FOUR[6:10], FOUR[10:]], ids=["whole", "stages", "deep"])
+@pytest.mark.parametrize(
+    "plans",
+    [
+        pytest.param(FOUR[:6], id="whole"),
+        pytest.param(FOUR[6:10], id="stages"),
+        pytest.param(FOUR[10:], id="deep", marks=pytest.mark.soak),
+    ],
+)
 def test_four_ranks_count_and_hold_what_was_forecast(plans):
     compare(RECIPE, plans, 4, deadline_seconds=100)
 

@@ -33,7 +33,7 @@ def trace(name: str, attention: str, num_samples: int = 2, cuts=None, device: st
     return trace_module(model, {"input_ids": ids}, name=name, cuts=cuts, device=device)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_weights_bytes_and_batches(name, attention):
     model = build(name, attention).train()
