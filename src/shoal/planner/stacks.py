@@ -1,7 +1,8 @@
 """What of a device's data sheet a software reaches: at most six constants for each device and software, fitted, with provenance.
 
-What a software *does* (whether it overlaps, what it keeps in which type) is written down here by hand from its documentation, as
-switches; how *fast* it does it is in ``constants.json``, written by ``benchmarks/planner/fit.py``, never by hand.
+What a software *does* (whether it overlaps, what it keeps in which type) is written down here by hand, from its documentation
+and, for bytes and kernels that no document states, from the residuals of the calibration table. How *fast* it does it is in
+``constants.json``, written by ``benchmarks/planner/fit.py``, never by hand.
 """
 
 import json
