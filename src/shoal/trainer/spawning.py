@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOM = "-" * 1024
 """An argument that means nothing: its memory holds the command line of the role, for those who look from outside."""
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _UNKNOWN_CODE = -int(signal.SIGKILL)
 
 
@@ -74,7 +74,8 @@ class Spawner:
         self._nursery: asyncio.subprocess.Process | None = None
         self._watchers: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
-        self._is_forking = sys.platform == "linux" and _adopt_orphans()
+        self._adopted_before = _adopts_orphans()
+        self._is_forking = self._adopted_before is not None and _adopt_orphans(True)
 
     async def open(self) -> None:
         """Begin to warm the nursery up; what is started meanwhile waits for it."""
@@ -123,10 +124,13 @@ class Spawner:
         return process
 
     async def close(self) -> None:
-        """End the nursery. What was started is the caller's."""
+        """End the nursery, and adopt orphans no longer. What was started is the caller's."""
         for task in list(self._watchers):
             task.cancel()
         await self._close_nursery()
+        # This process may be a user's own, which goes on: orphans of whatever it starts later are not for it to reap.
+        if self._adopted_before is not None:
+            _adopt_orphans(self._adopted_before)
 
     async def _fork(self, module: str, arguments: Sequence[str], log: Path) -> int | None:
         """The pid of a new process from the nursery; None when there is no nursery to be had."""
@@ -179,12 +183,18 @@ class Spawner:
                 os.waitpid(int(line), 0)
 
 
-def _adopt_orphans() -> bool:
-    """Ask the kernel to make this process the parent of its orphaned descendants; False when it does not."""
-    if not hasattr(os, "pidfd_open"):
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    return int(libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)) == 0
+def _adopts_orphans() -> bool | None:
+    """Whether the kernel makes this process the parent of its orphaned descendants; None where it cannot."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return None
+    answer = ctypes.c_int(0)
+    failed = ctypes.CDLL(None, use_errno=True).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0)
+    return None if failed else bool(answer.value)
+
+
+def _adopt_orphans(wanted: bool) -> bool:
+    """Ask the kernel to make, or not to make, this process that parent; False when it does not."""
+    return int(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(wanted), 0, 0, 0)) == 0
 
 
 async def _tell_end(process: asyncio.subprocess.Process, on_end: Callable[[], None]) -> None:
