@@ -21,8 +21,9 @@ def _nothing_is_left_behind():
     yield
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
     left = [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
-    # The resource tracker of multiprocessing lives as long as the test session does.
-    left = [process for process in left if "resource_tracker" not in " ".join(process.cmdline())]
+    # The resource tracker of multiprocessing and the nursery of ranks live as long as the test session does.
+    kept = ("resource_tracker", "shoal.testing.nursery")
+    left = [process for process in left if not any(name in " ".join(process.cmdline()) for name in kept)]
     for process in left:
         process.kill()
     assert not left, f"left behind: {[process.cmdline() for process in left]}"

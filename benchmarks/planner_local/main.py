@@ -32,10 +32,8 @@ def measure_count(recipe: Recipe, count: int, machine: Path, steps: int, rounds:
     """Every legal plan over so many processes, predicted and measured, and the pick."""
     plans = [str(plan) for plan in legal_plans(build_subject(recipe), count)]
     say(f"{count} processes: predicting {len(plans)} plans")
-    predicted = {
-        page["plan"]: page for page in decide(recipe, count, machine=machine, plans=plans, forecasts=False).ranked
-    }
-    picked = decide(recipe, count, machine=machine, forecasts=False)
+    predicted = {page["plan"]: page for page in decide(recipe, count, machine=machine, plans=plans).ranked}
+    picked = decide(recipe, count, machine=machine)
     say(f"picked {picked.plan} of {len(picked.ranked)} rehearsed in {picked.seconds:.0f} s; measuring all")
     with Trial(recipe, count) as trial:
         tried = trial.run(plans, steps=steps, rounds=rounds)

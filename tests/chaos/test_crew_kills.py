@@ -75,9 +75,8 @@ def test_killed_members_change_no_bit(crew, undisturbed, names):
     expect_same(run, undisturbed, deaths=len(names))
 
 
-@pytest.mark.parametrize(
-    "name", ["server-0", pytest.param("server-1", marks=soak), pytest.param("worker-0", marks=soak)]
-)
+@soak
+@pytest.mark.parametrize("name", ["server-0", "server-1", "worker-0"])
 def test_the_one_that_came_back_is_killed_again(crew, undisturbed, name):
     run = crew("--set", "train.steps=30")
     run.wait_for_step(2)
@@ -126,7 +125,8 @@ def _folder_of(members):
     return folder
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=soak)])
+@soak
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_stopped_run_goes_on_where_it_was(crew, undisturbed, number, code):
     first = crew()
     first.wait_for_step(7)
@@ -268,7 +268,8 @@ def _log(run, rank):
     return (run.run_dir / "logs" / f"rank-{rank:03d}.log").read_text()
 
 
-@pytest.mark.parametrize("update", ["async", pytest.param("ssp:2", marks=soak), pytest.param("half:2,0.2", marks=soak)])
+@soak
+@pytest.mark.parametrize("update", ["async", "ssp:2", "half:2,0.2"])
 def test_other_rules_survive_the_same(crew, update):
     run = crew(plan=f"ps=2 workers=4 update={update} backup=1")
     run.wait_for_step(3)

@@ -70,6 +70,7 @@ def test_both_groups_lose_a_rank_again_and_again(crew, undisturbed):
     expect_same(run, undisturbed, deaths=5)
 
 
+@soak
 def test_a_rank_that_is_stopped_is_ended_and_its_worker_started_again(crew, undisturbed):
     """Nobody but its leader, which waits for it, would notice: the center hears from the leader alone."""
     run = crew(plan=PLAN, recipe=ROW)

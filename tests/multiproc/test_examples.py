@@ -12,7 +12,9 @@ from harness import ROOT
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param((), id="python"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.soak)]
+)
 def test_the_library_inside_your_own_loop(launcher):
     command = [sys.executable, *launcher, str(ROOT / "examples" / "library.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

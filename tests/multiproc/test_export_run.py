@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 
+@pytest.mark.soak
 def test_a_trained_run_is_exported_as_a_program_too(shoal, tiny, tmp_path):
     shoal.run("train", tiny, "--run-dir", "run", "--set", "train.steps=4", "--set", "checkpoint.every=2")
     shoal.run("ckpt", "export", "run", "--to", "new", "--format", "all")

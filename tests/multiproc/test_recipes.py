@@ -11,7 +11,12 @@ from harness import ROOT, read_events, read_summary
         # 1,617 samples in batches of 64: the last batch has 17, and batch norm is synchronised over the unequal halves.
         ("digits", ("train.epochs=2",)),
         ("reverse", ("train.steps=20",)),
-        ("gpt", ("train.steps=8", "eval.samples=32", "eval.every=0", "data.limit_bytes=300000")),
+        # `make demo` trains it whole.
+        pytest.param(
+            "gpt",
+            ("train.steps=8", "eval.samples=32", "eval.every=0", "data.limit_bytes=300000"),
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_shipped_recipe_trains(shoal, name, changes):

@@ -21,7 +21,7 @@ STEPS = (
 )
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+@pytest.mark.parametrize("plan", [pytest.param("dp=1", marks=pytest.mark.soak), "dp=2"])
 def test_killed_and_resumed_equals_left_alone(shoal, tiny, plan):
     shoal.run("train", tiny, "--plan", plan, "--run-dir", "alone", *STEPS)
     pace = random.Random(plan)

@@ -42,6 +42,7 @@ def test_workers_that_are_pipelines_end_in_the_bits_of_replicated_pipelines(shoa
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.soak
 def test_tensor_parallel_workers_end_in_the_weights_of_tensor_parallel_replicas(shoal, tmp_path):
     settings = ("train.precision=float64", "optim.name=sgd", "optim.lr=0.1")
     alone = train(shoal, tmp_path, "dp=2 tp=2 sp=true", *settings)

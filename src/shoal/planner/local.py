@@ -1,10 +1,11 @@
 """The time of a step on this machine, from what a rank's own passes took and what collectives were measured to take. No torch.
 
-    no pipeline    compute * slow-down of all ranks + sum over collectives + fixed
+    no pipeline    compute + sum over collectives + fixed
     pipeline       the schedule played with as many cores as there are, + the update and what is summed after the last cell
 
-Ranks may outnumber the cores. A pipeline's ranks wait for each other, and while one waits the others are faster: so a schedule is
-played as an event simulation in which every rank that computes goes at the speed of so many at once (``Machine.slow_down``).
+What a rank computes was timed while all others computed too. A pipeline's ranks wait for each other, and while one waits the
+others are faster: so a schedule is played as an event simulation in which every rank that computes goes at the speed of so many
+at once (``Machine.slow_down``, scaled to what this plan's own cells were slowed down by).
 """
 
 import heapq
@@ -24,10 +25,10 @@ IN_CELLS = ("tp", "cp")
 
 @dataclass(frozen=True, kw_only=True)
 class RankWork:
-    """One pipeline place: what a rank of it computes alone, and what it asks of channels."""
+    """One pipeline place: what a rank of it computes while all others do, and what it asks of channels."""
 
     seconds: float
-    """A whole step of one process alone."""
+    """A whole step."""
     cells: Mapping[Action, float]
     """With a pipeline: what each action takes; empty without."""
     account: Account
@@ -48,7 +49,14 @@ class LocalTime:
     fixed: float
 
 
-def predict_step(plan: Plan, schedule: Schedule | None, ranks: Sequence[RankWork], machine: Machine) -> LocalTime:
+def predict_step(
+    plan: Plan,
+    schedule: Schedule | None,
+    ranks: Sequence[RankWork],
+    machine: Machine,
+    *,
+    slow_down: float | None = None,
+) -> LocalTime:
     """The time of one step.
 
     Args:
@@ -56,23 +64,23 @@ def predict_step(plan: Plan, schedule: Schedule | None, ranks: Sequence[RankWork
         schedule: of its pipeline; None without.
         ranks: one for each pipeline place.
         machine: its constants.
+        slow_down: of a pipeline's cells when all ranks compute, against one alone; the machine's when left out.
     """
-    processes, fit = plan.world_size, machine.fit
-    shared = machine.slow_down(processes, ranks[0].threads) * fit.compute
+    fit = machine.fit
     if schedule is None:
         (work,) = ranks
         moved = communication(work.account, plan, machine)
-        total = work.seconds * shared + sum(moved.values()) + fit.fixed_seconds
+        total = work.seconds * fit.compute + sum(moved.values()) + fit.fixed_seconds
         return LocalTime(
             seconds=total,
-            compute=work.seconds * shared,
+            compute=work.seconds * fit.compute,
             communication=moved,
             bubble=None,
             fixed=fit.fixed_seconds,
         )
     moved = communication(ranks[0].account, plan, machine)
-    makespan, busy = _pipeline(plan, schedule, ranks, machine)
-    tails = [max(0.0, work.seconds - sum(work.cells.values())) * shared for work in ranks]
+    makespan, busy = _pipeline(plan, schedule, ranks, machine, slow_down)
+    tails = [max(0.0, work.seconds - sum(work.cells.values())) * fit.compute for work in ranks]
     after = max(
         tail + sum(_after_cells(work.account, plan, machine).values()) for tail, work in zip(tails, ranks, strict=True)
     )
@@ -109,7 +117,9 @@ def _after_cells(account: Account, plan: Plan, machine: Machine) -> dict[str, fl
     return communication(after, plan, machine)
 
 
-def _pipeline(plan: Plan, schedule: Schedule, ranks: Sequence[RankWork], machine: Machine) -> tuple[float, list[float]]:
+def _pipeline(
+    plan: Plan, schedule: Schedule, ranks: Sequence[RankWork], machine: Machine, slow_down: float | None
+) -> tuple[float, list[float]]:
     """Length of the pipeline's part of a step, and the time in which each rank computes in it."""
     inside: dict[int, float] = {}
     transfer = 0.0
@@ -121,10 +131,15 @@ def _pipeline(plan: Plan, schedule: Schedule, ranks: Sequence[RankWork], machine
             one = machine.collective_seconds("send", num_bytes / calls, ranks=2, processes=plan.world_size)
             transfer = max(transfer, one * machine.fit.communication)
     # Every replica and every rank that shares a stage does the same at the same time.
-    beside = plan.world_size // plan.pp
+    beside, threads = plan.world_size // plan.pp, ranks[0].threads
+    by_all = machine.slow_down(plan.world_size, threads)
+    scale = max(0.0, slow_down - 1.0) / (by_all - 1.0) if slow_down is not None and by_all > 1.0 else 1.0
+
+    def slowed(processes: int) -> float:
+        return 1.0 + (machine.slow_down(processes, threads) - 1.0) * scale
 
     def speed(active: int) -> float:
-        return 1.0 / (machine.slow_down(active * beside, ranks[0].threads) * machine.fit.compute)
+        return slowed(plan.world_size) / slowed(active * beside) / machine.fit.compute
 
     def cost(rank: int, actions: Sequence[Action]) -> tuple[float, float]:
         return sum(ranks[rank].cells[action] for action in actions), inside[rank]

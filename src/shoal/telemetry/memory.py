@@ -4,10 +4,12 @@ The same table is an event during the run and part of the error when a run dies 
 the model and the optimizer that are handed in, so that the supervisor can measure itself without importing it.
 """
 
+import ctypes
 import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -73,6 +75,29 @@ def peak_rss_bytes() -> int:
     """The most resident memory this process ever had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+class GrowthMeter:
+    """How much resident memory a part of a process needs, whatever the process did before. Linux and glibc; elsewhere unknown."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+        try:
+            # What was freed and kept by the allocator would be used again, and not be seen to grow.
+            ctypes.CDLL(None).malloc_trim(0)
+            # proc(5): 5 sets the high-water mark back to what is resident now.
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = rss_bytes()
+        except (OSError, AttributeError):
+            pass
+
+    def read(self) -> int | None:
+        """Bytes between what was resident at first and the most since; None where it cannot be known."""
+        if self._before is None:
+            return None
+        status = Path("/proc/self/status").read_text()
+        highest = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")), None)
+        return None if highest is None else max(0, int(highest) * 1024 - self._before)
 
 
 def breakdown(model: "nn.Module", optimizer: "Optimizer | None" = None) -> MemoryBreakdown:

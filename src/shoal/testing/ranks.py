@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import torch
@@ -23,9 +23,12 @@ from shoal.comm.lifeline import die_with_parent
 from shoal.comm.world import join_world
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
+from shoal.testing.nursery import CAN_FORK, ForkedRank, Nursery
 
 _STARTER = "from shoal.testing.ranks import run_this_rank; run_this_rank()"
 _POLL_SECONDS = 0.02
+_NURSERY = Nursery()
+Rank = subprocess.Popen[bytes] | ForkedRank
 
 
 def run_on_ranks(
@@ -63,7 +66,7 @@ def run_on_ranks(
 
 def _start(
     function: Callable[..., Any], num_ranks: int, folder: Path, deadline_seconds: float, extra: Mapping[str, str]
-) -> list[subprocess.Popen[bytes]]:
+) -> list[Rank]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         shared = {
             **os.environ,
@@ -81,22 +84,23 @@ def _start(
             "SHOAL_TEST_DEADLINE": str(deadline_seconds),
             **extra,
         }
-        processes = []
+        processes: list[Rank] = []
         for rank in range(num_ranks):
             with (folder / f"output-{rank}.txt").open("wb") as output:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", _STARTER],
-                        env={**shared, "RANK": str(rank)},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        pass_fds=[listening.fileno()] if rank == 0 else [],
-                    )
-                )
+                environment, descriptors = {**shared, "RANK": str(rank)}, [listening.fileno()] if rank == 0 else []
+                processes.append(_start_one(environment, output, descriptors))
         return processes
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: Deadline) -> None:
+def _start_one(environment: Mapping[str, str], output: IO[bytes], descriptors: list[int]) -> Rank:
+    if CAN_FORK:
+        return _NURSERY.start(environment, output=output, descriptors=descriptors)
+    return subprocess.Popen(
+        [sys.executable, "-c", _STARTER], env=environment, stdout=output, stderr=subprocess.STDOUT, pass_fds=descriptors
+    )
+
+
+def _wait(processes: list[Rank], folder: Path, deadline: Deadline) -> None:
     waiting = set(range(len(processes)))
     while waiting:
         for rank in sorted(waiting):
@@ -116,12 +120,13 @@ def _output(folder: Path, rank: int) -> str:
     return (folder / f"output-{rank}.txt").read_text(errors="replace")
 
 
-def _end(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[int]:
+def _end(processes: list[Rank], folder: Path) -> list[int]:
     """End every rank, and then whatever still carries the ranks' environment; name the latter."""
     for process in processes:
         process.kill()
         process.wait()
-    left = [process for process in psutil.process_iter() if _was_started_by_ranks(process, folder)]
+    ranks = {process.pid for process in processes}
+    left = [process for process in psutil.process_iter() if _was_started_by_ranks(process, folder, ranks)]
     # A child that dies with its rank may need a moment.
     _, alive = psutil.wait_procs(left, timeout=2)
     for process_left in alive:
@@ -130,10 +135,11 @@ def _end(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[int]:
     return [process_left.pid for process_left in alive]
 
 
-def _was_started_by_ranks(process: psutil.Process, folder: Path) -> bool:
+def _was_started_by_ranks(process: psutil.Process, folder: Path, ranks: set[int]) -> bool:
+    """By the environment that it was started with, or, for a fork, by its session, which is named after the rank."""
     try:
-        return bool(process.environ().get("SHOAL_TEST_FOLDER") == str(folder))
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return process.environ().get("SHOAL_TEST_FOLDER") == str(folder) or os.getsid(process.pid) in ranks
+    except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
         return False
 
 

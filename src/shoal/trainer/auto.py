@@ -103,7 +103,7 @@ def pick_plan(clock: Clock, num_processes: int, *, budget_seconds: float = _BUDG
         raise RequestError(next(iter(refused.values())))
     _time_again(clock, found)
     ranked = sorted(found.values(), key=lambda timed: timed.time.seconds)
-    ranked, told = _within_memory(clock, ranked, num_processes)
+    ranked, told = _within_memory(clock, ranked)
     return Choice(
         ranked=tuple(ranked),
         num_legal=len(plans),
@@ -149,19 +149,21 @@ def _time_again(clock: Clock, found: dict[Plan, PlanTime]) -> None:
         found[timed.plan] = replace(again, time=replace(again.time, seconds=mean))
 
 
-def _within_memory(clock: Clock, ranked: list[PlanTime], num_processes: int) -> tuple[list[PlanTime], list[str]]:
-    """Plans whose state fits this machine's memory first, and what to say of the others."""
+def _within_memory(clock: Clock, ranked: list[PlanTime]) -> tuple[list[PlanTime], list[str]]:
+    """Plans that fit this machine's memory first, and what to say of the others."""
     limit = psutil.virtual_memory().available * _MEMORY_SHARE
-    fits = [timed for timed in ranked if _held_bytes(clock, timed, num_processes) <= limit]
+    fits = [timed for timed in ranked if _held_bytes(clock, timed) <= limit]
     if len(fits) == len(ranked):
         return ranked, []
     rest = [timed for timed in ranked if timed not in fits]
-    smallest = min(_held_bytes(clock, timed, num_processes) for timed in rest)
+    smallest = min(_held_bytes(clock, timed) for timed in rest)
     told = f"{len(rest)} plans need {smallest / 2**30:.1f} GiB or more, and {limit / 2**30:.1f} GiB are free"
     return (fits or rest) + (rest if fits else []), [told]
 
 
-def _held_bytes(clock: Clock, timed: PlanTime, num_processes: int) -> float:
-    """What all ranks together hold, activations left out."""
-    per_place = num_processes // timed.plan.pp
-    return num_processes * clock.machine.rank_bytes + per_place * sum(rank.state_bytes for rank in timed.first)
+def _held_bytes(clock: Clock, timed: PlanTime) -> float:
+    """What all ranks together hold at most; activations left out where the system does not say."""
+    return sum(
+        clock.machine.rank_bytes + rank.state_bytes if peak is None else peak
+        for rank, peak in zip(timed.ranks, timed.peak_bytes, strict=True)
+    )

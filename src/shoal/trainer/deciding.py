@@ -1,12 +1,14 @@
 """Asks for a plan and says what was found: the launcher's side of ``--plan auto`` and of ``shoal tune``. No torch."""
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
 from shoal.elastic.pool import Pool
 from shoal.planner.machine import default_path, num_cores
 from shoal.trainer.calibrating import find_machine
@@ -32,8 +34,6 @@ class Decision:
     remarks: tuple[str, ...]
     ranks: tuple[dict[str, Any], ...] = ()
     """Of the best plan: what every rank will move and hold."""
-    rank_bytes: int = 0
-    """Resident memory of a rank before it has a model."""
 
     @property
     def plan(self) -> str:
@@ -61,7 +61,6 @@ class Decision:
             **self.ranked[0],
             "machine": self.machine,
             "ranks": list(self.ranks),
-            "rank_bytes": self.rank_bytes,
             "runner_up": self.ranked[1] if len(self.ranked) > 1 else None,
         }
 
@@ -85,44 +84,45 @@ def decide(
     *,
     machine: Path | None = None,
     plans: Sequence[str] = (),
-    forecasts: bool = True,
     budget: float = _BUDGET,
 ) -> Decision:
     """Rank the legal plans of a recipe on this machine, or time the plans that are named.
 
     Args:
         recipe: as it would be trained.
-        num_processes: of every plan; as many as there are cores when left out.
+        num_processes: of every plan; of the plans that are named, or as many as there are cores, when left out.
         machine: the machine file; the user's own when left out.
         plans: to be timed in place of a search.
-        forecasts: work out what every rank of the best plan will move and hold.
         budget: seconds after which the search stops.
 
     Raises:
         RequestError: no plan fits, or the machine file is wrong.
-        RunError: the process that looks died.
+        RunError: a process that looks died.
     """
-    count = num_processes or num_cores()
-    found, origin = find_machine(machine, num_processes=count, tell=_tell)
-    job = {
-        "recipe": recipe.model_dump(mode="json"),
-        "machine": str(machine or default_path()),
-        "processes": count,
-        "plans": list(plans),
-        "budget": budget,
-        "forecasts": forecasts,
-    }
+    count = num_processes or (Plan.parse(plans[0]).world_size if plans else num_cores())
+    _, origin = find_machine(machine, num_processes=count, tell=_tell)
     threads = recipe.train.threads or default_threads(count)
-    with Pool("shoal.trainer.decider", 1, threads=threads, called="planner") as pool:
-        (answer,) = pool.run(job, deadline_seconds=_DEADLINE)
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-rehearsal-") as folder,
+        Pool("shoal.trainer.decider", count, threads=threads, called="planner") as pool,
+    ):
+        job = {
+            "recipe": recipe.model_dump(mode="json"),
+            "machine": str(machine or default_path()),
+            "folder": folder,
+            "plans": list(plans),
+            "budget": budget,
+        }
+        answer = pool.run(job, deadline_seconds=_DEADLINE)[0]
+    if "no_plan" in answer:
+        raise RequestError(answer["no_plan"])
     return Decision(
         ranked=tuple(answer["ranked"]),
         num_legal=answer["num_legal"],
         seconds=answer["seconds"],
         machine=origin,
         remarks=tuple(answer["remarks"]),
-        ranks=tuple(answer.get("ranks", ())),
-        rank_bytes=found.rank_bytes,
+        ranks=tuple(answer["ranks"]),
     )
 
 

@@ -50,8 +50,7 @@ def compare(page: Mapping[str, Any], measured: Mapping[str, Any], peaks: Sequenc
             {
                 "state_bytes": _pair(rank["state_bytes"], real["state_bytes"]),
                 "traffic": _pair(rank["traffic"], real["traffic"]),
-                # A rank's memory before it has a model, and its state; activations come on top of it.
-                "peak_bytes": _pair(page["rank_bytes"] + sum(rank["state_bytes"].values()), peak),
+                "peak_bytes": _pair(rank["peak_bytes"], peak),
             }
             for rank, real, peak in zip(foretold, seen, peaks or [None] * len(seen), strict=True)
         ],
@@ -87,9 +86,10 @@ def describe_forecast(summary: Mapping[str, Any]) -> list[str]:
     state = [format_bytes(sum(rank["state_bytes"]["predicted"].values())) for rank in ranks]
     held = "equal to the byte" if found["state_is_equal"] else "NOT equal: see summary.json"
     lines.append(f"  state by rank  {', '.join(state)}, {held}")
-    peaks = [rank["peak_bytes"] for rank in ranks]
-    lines.append(
-        f"  peak by rank   {', '.join(format_bytes(pair['predicted']) for pair in peaks)} without activations, "
-        f"{', '.join(format_bytes(pair['measured']) for pair in peaks if pair['measured'])} measured"
-    )
+    peaks = [rank["peak_bytes"] for rank in ranks if rank["peak_bytes"]["predicted"] and rank["peak_bytes"]["measured"]]
+    if peaks:
+        lines.append(
+            f"  peak by rank   {', '.join(format_bytes(pair['predicted']) for pair in peaks)}, "
+            f"{', '.join(format_bytes(pair['measured']) for pair in peaks)} measured"
+        )
     return lines

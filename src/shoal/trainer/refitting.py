@@ -54,7 +54,7 @@ def _past_run(run_dir: Path, machine: Path) -> PastRun:
     run = RunDir(run_dir)
     recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
     plan = read_plan(run_dir)
-    decision = decide(recipe, None, machine=machine, plans=[plan], forecasts=False)
+    decision = decide(recipe, None, machine=machine, plans=[plan])
     (page,) = decision.ranked
     moved = sum(page["communication_seconds"].values())
     # With a pipeline what is computed and waited for is one number: the schedule has put both together.

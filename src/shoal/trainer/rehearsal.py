@@ -7,7 +7,7 @@ what the rank then holds is what it will count and hold in the run, and what its
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -107,7 +107,14 @@ class RankTrace:
     """Bytes of weights, gradients and optimizer state."""
 
 
-def trace_rank(subject: Subject, plan: Plan, *, world: World, num_steps: int = 2) -> RankTrace:
+def trace_rank(
+    subject: Subject,
+    plan: Plan,
+    *,
+    world: World,
+    num_steps: int = 2,
+    go_on: Callable[[int], bool] | None = None,
+) -> RankTrace:
     """Lay a rank out and take steps on it: rehearsed or, where the world has its processes, for real.
 
     Two steps at least, to see one that is like all that follow: DDP cuts its buckets anew after the first.
@@ -117,6 +124,7 @@ def trace_rank(subject: Subject, plan: Plan, *, world: World, num_steps: int = 2
         plan: derived.
         world: this rank among the others.
         num_steps: how many steps.
+        go_on: asked before every step, by its number, whether to take it; with it, ``num_steps`` is how many batches there are.
 
     Raises:
         RequestError: the plan is asynchronous, whose steps have no end of their own, or does not fit the model.
@@ -130,8 +138,11 @@ def trace_rank(subject: Subject, plan: Plan, *, world: World, num_steps: int = 2
     try:
         runner = build_runner(placed, subject.data, train=recipe.train, optim=recipe.optim, world=world, slot=None)
         placed.objective.train()
-        steps = tuple(_step(subject, placed, runner, batch, number) for number, batch in enumerate(batches))
-        return RankTrace(steps=steps, state=measure_state(placed))
+        go_on = go_on or (lambda number: number < num_steps)
+        steps: list[StepTrace] = []
+        while go_on(len(steps)):
+            steps.append(_step(subject, placed, runner, batches[len(steps) % num_steps], len(steps)))
+        return RankTrace(steps=tuple(steps), state=measure_state(placed))
     finally:
         placed.mesh.close()
 

@@ -67,7 +67,7 @@ def tune(
         RunError: none of the plans could be tried.
     """
     count = num_processes or num_cores()
-    decision = decision or decide(recipe, count, machine=machine, forecasts=False)
+    decision = decision or decide(recipe, count, machine=machine)
     chosen = decision.ranked[:top]
     with Trial(recipe, count) as trial:
         tried = trial.run([str(page["plan"]) for page in chosen], steps=steps, tell=tell)

@@ -1,6 +1,8 @@
 """The harness itself must fail when a rank does: a harness that cannot fail proves nothing."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -52,6 +54,43 @@ def test_a_rank_that_raises_fails_the_call_with_its_traceback():
 
 
 def test_a_rank_that_hangs_is_named_at_the_deadline_and_nothing_is_left():
+    run_on_ranks(add_ranks, 1, torch.ones(1))
+    before = set(psutil.Process().children(recursive=True))
     with pytest.raises(RunError, match=r"ranks \[0, 1\] did not end within 8 s"):
         run_on_ranks(hang_on_one, 2, deadline_seconds=8.0)
-    assert not [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    assert set(psutil.Process().children(recursive=True)) == before
+
+
+def fork_a_child(world):
+    if (child := os.fork()) == 0:
+        time.sleep(3600)
+    return child
+
+
+def end_with(world, code):
+    os._exit(code)
+
+
+def kill_itself(world):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_fork_of_a_rank_is_found_too():
+    with pytest.raises(RunError, match=r"processes \[\d+\] were left behind by the ranks of fork_a_child"):
+        run_on_ranks(fork_a_child, 1)
+
+
+@pytest.mark.parametrize(("function", "arguments", "code"), [(end_with, (7,), 7), (kill_itself, (), -9)])
+def test_how_a_rank_ended_is_told(function, arguments, code):
+    with pytest.raises(RunError, match=f"rank 0 ended with code {code}"):
+        run_on_ranks(function, 1, *arguments)
+
+
+def test_ranks_outlive_a_nursery_that_was_killed():
+    run_on_ranks(add_ranks, 1, torch.ones(1))
+    for child in psutil.Process().children():
+        if "shoal.testing.nursery" in child.cmdline():
+            child.kill()
+            child.wait()
+    (result,) = run_on_ranks(add_ranks, 1, torch.ones(1))
+    assert result["rank"] == 0

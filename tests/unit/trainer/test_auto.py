@@ -41,7 +41,7 @@ class ToldClock:
             raise seconds
         time = LocalTime(seconds=seconds, compute=seconds, communication={}, bubble=None, fixed=0.0)
         rank = RankForecast(traffic={}, state={"weights": self.state})
-        return PlanTime(plan=plan, time=time, first=(rank,) * plan.pp)
+        return PlanTime(plan=plan, time=time, ranks=(rank,) * plan.world_size, peak_bytes=(None,) * plan.world_size)
 
 
 def matches(plan, text):

@@ -7,8 +7,9 @@ from shoal.trainer.foretold import compare, describe_forecast, keep_forecast, wi
 
 
 def page(**changes):
-    ranks = [{"state_bytes": {"weights": 100, "gradients": 100, "optimizer": 200}, "traffic": {"dp sum": [2, 400]}}] * 2
-    values = {"plan": "dp=2", "seconds": 0.11, "bubble": None, "machine": "m", "ranks": ranks, "rank_bytes": 1000}
+    state = {"weights": 100, "gradients": 100, "optimizer": 200}
+    ranks = [{"state_bytes": state, "traffic": {"dp sum": [2, 400]}, "peak_bytes": 1400}] * 2
+    values = {"plan": "dp=2", "seconds": 0.11, "bubble": None, "machine": "m", "ranks": ranks}
     return {**values, **changes}
 
 

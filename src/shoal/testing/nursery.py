@@ -1,0 +1,211 @@
+"""A process that has imported torch and Shoal and waits: ranks of tests are forked from it, in milliseconds instead of seconds.
+
+Importing costs some three seconds of a core for every process, and a test session starts hundreds. The nursery pays it once. It
+computes nothing and has one thread, so a fork of it is what a fresh process is after its imports. Linux only; elsewhere every
+rank has an interpreter of its own (``testing/ranks.py``).
+
+    nursery -> keeper (one for each rank: writes its pid, waits, and writes its exit code into a pipe) -> rank
+
+Each dies with the one before it, and the nursery with whoever started it.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from shoal.comm.lifeline import die_with_parent
+
+_WARM = ("shoal.testing.ranks", "shoal.testing.parity", "shoal.trainer.loop")
+_MOST_BYTES = 1 << 20
+_MOST_DESCRIPTORS = 16
+_LEAVE_SECONDS = 10.0
+CAN_FORK = hasattr(os, "pidfd_open")
+
+
+class ForkedRank:
+    """A rank of the nursery; what ``subprocess.Popen`` would offer of it."""
+
+    def __init__(self, told: int) -> None:
+        self._told, self._text = told, b""
+        self.returncode: int | None = None
+        self._keeper: int | None = None
+        self.pid = 0
+        while self.pid == 0 and self.returncode is None:
+            self._read()
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended. Its pid is its own until its keeper has told of its end."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Wait for its end."""
+        while self.returncode is None:
+            self._read()
+        return self.returncode
+
+    def _read(self) -> None:
+        data = os.read(self._told, 64)
+        self._text += data
+        lines = self._text.split(b"\n")
+        if self.pid == 0 and len(lines) > 1:
+            self.pid, keeper = map(int, lines[0].split())
+            with contextlib.suppress(ProcessLookupError):
+                self._keeper = os.pidfd_open(keeper)
+        if len(lines) > 2:
+            self._end(int(lines[1]))
+        elif not data:
+            # The keeper is dead, and it took its rank with it.
+            self._end(-int(signal.SIGKILL))
+
+    def _end(self, code: int) -> None:
+        self.returncode = code
+        os.close(self._told)
+        if self._keeper is not None:
+            # Until it has gone too: whoever counts processes now must find none of these.
+            select.select([self._keeper], [], [], _LEAVE_SECONDS)
+            os.close(self._keeper)
+
+
+class Nursery:
+    """See the module; started at the first rank, and again after a fork of the process that has it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._owner = 0
+
+    def start(self, environment: Mapping[str, str], *, output: IO[bytes], descriptors: Sequence[int]) -> ForkedRank:
+        """Fork a rank.
+
+        Args:
+            environment: all of it.
+            output: takes what it prints.
+            descriptors: open files that it finds under the same numbers.
+        """
+        line = self._open()
+        read, write = os.pipe()
+        try:
+            order = json.dumps({"environment": dict(environment), "path": sys.path, "descriptors": list(descriptors)})
+            socket.send_fds(line, [order.encode()], [write, output.fileno(), *descriptors])
+        finally:
+            os.close(write)
+        return ForkedRank(read)
+
+    def _open(self) -> socket.socket:
+        is_alive = self._process is not None and self._owner == os.getpid() and self._process.poll() is None
+        if not is_alive or self._line is None:
+            if self._line is not None:
+                self._line.close()
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "shoal.testing.nursery", str(theirs.fileno())],
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+                        "OMP_NUM_THREADS": "1",
+                        "OPENBLAS_NUM_THREADS": "1",
+                        "SHOAL_SUPERVISOR_PID": str(os.getpid()),
+                    },
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            self._line, self._owner = ours, os.getpid()
+        return self._line
+
+
+def main() -> None:
+    """Entry point: forks what is asked for until nobody asks."""
+    die_with_parent(int(os.environ["SHOAL_SUPERVISOR_PID"]))
+    line = socket.socket(fileno=int(sys.argv[1]))
+    for module in _WARM:
+        importlib.import_module(module)
+    running = len(os.listdir("/proc/self/task"))
+    assert running == 1, f"{running} threads run here: a fork would copy one of them, and the locks of all"
+    # Keepers are nobody's to wait for.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(line, _MOST_BYTES, _MOST_DESCRIPTORS)
+        if not data:
+            return
+        nursery = os.getpid()
+        if os.fork() == 0:
+            line.close()
+            _keep(json.loads(data), descriptors, nursery)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _keep(order: Mapping[str, Any], descriptors: Sequence[int], nursery: int) -> None:
+    """Be the keeper of one rank, and never return."""
+    die_with_parent(nursery)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    told, keeper = descriptors[0], os.getpid()
+    rank = os.fork()
+    if rank == 0:
+        os.close(told)
+        _become(order, descriptors[1:], keeper)
+    for descriptor in descriptors[1:]:
+        os.close(descriptor)
+    os.write(told, f"{rank} {keeper}\n".encode())
+    # Told before it is reaped: until then the pid is the rank's own.
+    ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    os.write(told, f"{code}\n".encode())
+    os.waitpid(rank, 0)
+    os._exit(0)
+
+
+def _become(order: Mapping[str, Any], descriptors: Sequence[int], keeper: int) -> None:
+    """Be the rank, and never return."""
+    die_with_parent(keeper)
+    os.setsid()
+    output, *inherited = descriptors
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # Moved out of the way first: a number that is wanted may be that of another one.
+    moved = [os.dup(descriptor) for descriptor in inherited]
+    for source, target in zip(moved, order["descriptors"], strict=True):
+        os.dup2(source, target)
+    for descriptor in {output, *inherited, *moved} - {1, 2, *order["descriptors"]}:
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(order["environment"], SHOAL_SUPERVISOR_PID=str(keeper))
+    sys.path[:] = order["path"]
+    sys.argv = ["-c"]
+    code = 1
+    try:
+        importlib.import_module("shoal.testing.ranks").run_this_rank()
+        code = 0
+    except SystemExit as asked:
+        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+    except BaseException:
+        # The end of a process that has no interpreter to print this for it.
+        traceback.print_exc()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
