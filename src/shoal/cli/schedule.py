@@ -1,5 +1,6 @@
 """``shoal schedule``: draw a pipeline schedule, say what it costs, and write it as CSV, SVG or JSON."""
 
+import dataclasses
 import shutil
 import sys
 from collections.abc import Callable
@@ -49,6 +50,14 @@ _Microbatches = Annotated[int | None, typer.Option("--microbatches", metavar="M"
 _Chunks = Annotated[
     int | None, typer.Option("--chunks", metavar="V", help="Stages per rank, where the family leaves them open.")
 ]
+_Replicas = Annotated[
+    str | None,
+    typer.Option(
+        "--replicas",
+        metavar="R-R-...",
+        help="Ranks of every stage, such as 2-1: R of them take turns at R times the work.",
+    ),
+]
 _Format = Annotated[Format, typer.Option("--format", help="What to print; csv, svg and json alone on stdout.")]
 _Forward = Annotated[float, typer.Option("--forward", metavar="TIME", help="A stage's forward.")]
 _Input = Annotated[float, typer.Option("--input", metavar="TIME", help="A stage's gradient of its input.")]
@@ -65,6 +74,7 @@ def schedule(
     pp: _Ranks = None,
     microbatches: _Microbatches = None,
     chunks: _Chunks = None,
+    replicas: _Replicas = None,
     output: _Format = Format.TEXT,
     forward: _Forward = 1.0,
     input_time: _Input = 1.0,
@@ -82,7 +92,10 @@ def schedule(
     from shoal.schedules.report import build_report
 
     costs = Costs(forward=forward, input=input_time, weight=weight, transfer=transfer, overlapped=overlapped)
-    found = _find(name, pp, microbatches, chunks)
+    found = _find(name, pp, microbatches, chunks, replicas)
+    if found.grid.replicas:
+        # What stages of several ranks are for: the cut gives a stage of R ranks R times the work.
+        costs = dataclasses.replace(costs, stages=tuple(map(float, found.grid.replicas)))
     timeline = price(found, costs)
     report = build_report(found, timeline, costs)
     # Who wants JSON there wants no drawing beside it on stderr.
@@ -91,12 +104,18 @@ def schedule(
     write_result(json, report.as_values())
 
 
-def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> "Schedule":
+def _find(
+    name: str, ranks: int | None, microbatches: int | None, chunks: int | None, replicas: str | None
+) -> "Schedule":
+    from shoal.core.pipelines import parse_replicas
     from shoal.schedules.catalogue import FAMILIES, find_family, make_schedule
 
+    turns = None if replicas is None else parse_replicas(replicas)
     if name.lower().endswith(".csv") or (name not in FAMILIES and Path(name).is_file()):
-        return _read(Path(name), {"pp": ranks, "microbatches": microbatches, "chunks": chunks})
+        return _read(Path(name), {"pp": ranks, "microbatches": microbatches, "chunks": chunks, "replicas": replicas})
     family = find_family(name)
+    if ranks is None and turns is not None:
+        ranks = sum(turns)
     if ranks is None or microbatches is None:
         missing = " and ".join(
             option for option, value in (("--pp", ranks), ("--microbatches", microbatches)) if value is None
@@ -111,15 +130,14 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
             f"{ranks} ranks with {per_rank} stage(s) each and {microbatches} microbatches make a grid of {size} cells, and at "
             f"most {_LARGEST} are drawn; ask for fewer"
         )
-    return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks, replicas=turns)
 
 
-def _read(path: Path, asked: dict[str, int | None]) -> "Schedule":
-    from shoal.schedules.find import read_schedule
+def _read(path: Path, asked: dict[str, int | str | None]) -> "Schedule":
+    from shoal.schedules.find import numbers_of, read_schedule
 
     found = read_schedule(path)
-    grid = found.grid
-    has = {"pp": grid.num_ranks, "microbatches": grid.num_microbatches, "chunks": grid.num_stages // grid.num_ranks}
+    has = numbers_of(found.grid)
     for option, value in asked.items():
         if value is not None and value != has[option]:
             raise RequestError(

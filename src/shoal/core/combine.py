@@ -10,7 +10,15 @@ from typing import Protocol
 
 from shoal.core.errors import did_you_mean
 from shoal.core.facts import ModelFacts
-from shoal.core.pipelines import SCHEDULES, is_file, schedule_facts
+from shoal.core.pipelines import (
+    SCHEDULES,
+    is_file,
+    is_row,
+    parse_replicas,
+    replica_problems,
+    schedule_facts,
+    unreadable_replicas,
+)
 
 
 class Degrees(Protocol):
@@ -49,6 +57,14 @@ class Degrees(Protocol):
         """Stages per pipeline rank."""
 
     @property
+    def replicas(self) -> str | None:
+        """Pipeline ranks of every stage where some have several."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+
+    @property
     def zero(self) -> int:
         """What is sharded along dp."""
 
@@ -74,7 +90,7 @@ def plan_problems(plan: Degrees) -> Iterator[str]:
 
 def _pipeline_problems(plan: Degrees) -> Iterator[str]:
     if plan.pp == 1:
-        for key in ("schedule", "chunks"):
+        for key in ("schedule", "chunks", "replicas"):
             if getattr(plan, key) is not None:
                 yield f"{key}={getattr(plan, key)} is of a pipeline, and pp is 1; set pp to 2 or more, or leave {key} out"
         return
@@ -88,8 +104,27 @@ def _pipeline_problems(plan: Degrees) -> Iterator[str]:
             f"schedule={name or 'the default, 1f1b,'} has {facts.chunks} stage(s) per rank, and chunks={plan.chunks} are asked "
             f"for; leave chunks out, or use schedule=interleaved"
         )
+    if plan.replicas is not None:
+        yield from _replica_problems(plan, plan.replicas)
     if facts.is_asynchronous:
         yield from _asynchronous_problems(plan)
+
+
+def _replica_problems(plan: Degrees, text: str) -> Iterator[str]:
+    if not is_row(text):
+        yield unreadable_replicas(text)
+        return
+    facts = schedule_facts(plan.schedule)
+    if facts.takes_replicas:
+        yield from replica_problems(parse_replicas(text), plan.pp)
+        if (plan.chunks or 1) > 1:
+            yield f"replicas={text} gives every rank one stage, and chunks={plan.chunks} are asked for; leave one of them out"
+        return
+    takers = ", ".join(name for name, other in SCHEDULES.items() if other.takes_replicas)
+    why = "weights change after every microbatch, which only one of the ranks of a stage has seen"
+    if not facts.is_asynchronous:
+        why = "it says which of its ranks does which stage by a rule of its own"
+    yield f"replicas={text} does not go with schedule={plan.schedule}: {why}; leave replicas out, or use one of {takers}"
 
 
 def _asynchronous_problems(plan: Degrees) -> Iterator[str]:
@@ -166,9 +201,10 @@ def model_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
 
 
 def _stage_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
-    schedule = schedule_facts(plan.schedule, plan.chunks)
-    num_stages = plan.pp * schedule.chunks
-    if 0 < facts.num_blocks < plan.pp:
+    schedule, num_stages = schedule_facts(plan.schedule, plan.chunks), plan.num_stages
+    if plan.replicas is not None:
+        yield from _replicated_stage_problems(plan, facts)
+    elif 0 < facts.num_blocks < plan.pp:
         yield (
             f"pp={plan.pp} ranks are more than the {facts.num_blocks} blocks of {facts.name}: some would have nothing to do; "
             f"lower pp to {facts.num_blocks}, or give the model more blocks"
@@ -188,6 +224,21 @@ def _stage_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
         yield (
             f"schedule={plan.schedule} has two ranks for each stage, and the batch norm of {facts.name} would take its running "
             f"statistics on both; use schedule=1f1b"
+        )
+
+
+def _replicated_stage_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
+    most = facts.num_blocks or facts.num_units
+    if most is not None and plan.num_stages > most:
+        parts = "blocks" if facts.num_blocks else "parts that it can be cut into"
+        yield (
+            f"replicas={plan.replicas} are {plan.num_stages} stages, more than the {most} {parts} of {facts.name}: some would "
+            f"have nothing to do; name {most} stages or fewer, or give the model more blocks"
+        )
+    if facts.has_batch_norm:
+        yield (
+            f"replicas={plan.replicas} has several ranks for a stage, and the batch norm of {facts.name} would take its running "
+            f"statistics on each over some of the microbatches; leave replicas out"
         )
 
 

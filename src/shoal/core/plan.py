@@ -13,12 +13,21 @@ from shoal.core.axes import Axis
 from shoal.core.combine import divisors, model_problems, plan_problems
 from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.facts import ModelFacts, model_facts
-from shoal.core.pipelines import COMBINED, SCHEDULES
+from shoal.core.pipelines import (
+    COMBINED,
+    DEFAULT_SCHEDULE,
+    SCHEDULES,
+    is_row,
+    parse_replicas,
+    schedule_facts,
+    unreadable_replicas,
+    write_replicas,
+)
 from shoal.core.serving import server_problems
 
 # What this version executes. A field that is not here is understood, printed and refused, never ignored.
 EXECUTED = frozenset(
-    {"dp", "tp", "sp", "cp", "cp_kind", "pp", "schedule", "chunks", "zero", "recompute", "microbatches"}
+    {"dp", "tp", "sp", "cp", "cp_kind", "pp", "schedule", "chunks", "replicas", "zero", "recompute", "microbatches"}
     | {"ps", "workers", "update", "backup"}
 )
 
@@ -43,6 +52,8 @@ class Plan:
     """Name of the pipeline schedule, or a CSV file that holds one."""
     chunks: int | None = None
     """Stages per pipeline rank."""
+    replicas: str | None = None
+    """Pipeline ranks of every stage where some have several, which take turns at the microbatches: 2-1."""
     microbatches: int | None = None
     """Microbatches per replica and step; derived from ``train.micro_batch`` when left out."""
     ep: int = 1
@@ -118,6 +129,22 @@ class Plan:
         """Parts that a step's batch is cut into: one for every replica, or for every worker of parameter servers."""
         return (self.workers or 1) if self.ps else (self.dp or 1)
 
+    @property
+    def stage_replicas(self) -> tuple[int, ...] | None:
+        """Pipeline ranks of every stage; None where every rank has a stage of its own.
+
+        Raises:
+            RequestError: ``replicas`` is no row of numbers.
+        """
+        return None if self.replicas is None else parse_replicas(self.replicas)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; those of a schedule in a file are what ``chunks`` says."""
+        if self.replicas is not None:
+            return len(parse_replicas(self.replicas))
+        return self.pp * schedule_facts(self.schedule, self.chunks).chunks
+
     def problems(self, model: object | None = None, *, world_size: int | None = None) -> list[str]:
         """Every reason why this plan cannot run, each with its fix; empty when it can.
 
@@ -155,6 +182,8 @@ class Plan:
         for key, choices in _CHOICES.items():
             if getattr(self, key) not in choices:
                 yield f"{key}={getattr(self, key)} is none of {', '.join(str(choice) for choice in choices)}"
+        if self.replicas is not None and not is_row(self.replicas):
+            yield unreadable_replicas(self.replicas)
         for field in fields(self):
             if field.name not in EXECUTED and getattr(self, field.name) != field.default:
                 executed = [known.name for known in fields(self) if known.name in EXECUTED]
@@ -261,7 +290,8 @@ def all_plans(num_processes: int, facts: object | None = None) -> list[Plan]:
     """The plans over exactly this many processes that ``check`` allows, in a stable order: plain ones first.
 
     Every combination without a pipeline. With one, every schedule by itself and with dp, and those of ``COMBINED`` with every
-    other technique: what a technique does to a stage does not depend on the order in which stages run.
+    other technique: what a technique does to a stage does not depend on the order in which stages run. Of replicated stages the
+    first alone, by the default schedule: which stage it is makes no difference to the sums.
     """
     found = []
     for tp, cp, pp in itertools.product(divisors(num_processes), repeat=3):
@@ -278,13 +308,14 @@ def all_plans(num_processes: int, facts: object | None = None) -> list[Plan]:
             plan = Plan(
                 dp=dp, tp=tp, sp=sp, cp=cp, cp_kind=cp_kind, pp=pp, schedule=schedule, zero=zero, recompute=recompute
             )
-            if not plan.problems(facts, world_size=num_processes):
-                found.append(plan)
-    return found
+            found.append(plan)
+            if is_plain and pp > 2 and schedule == DEFAULT_SCHEDULE:
+                found.append(replace(plan, replicas=write_replicas([2] + [1] * (pp - 2))))
+    return [plan for plan in found if not plan.problems(facts, world_size=num_processes)]
 
 
 # The keys that the search may change, the one given up first in front; each change costs the same.
-_SEARCHED = ("recompute", "zero", "cp_kind", "sp", "chunks", "schedule", "tp", "cp", "dp", "pp")
+_SEARCHED = ("recompute", "zero", "cp_kind", "sp", "chunks", "replicas", "schedule", "tp", "cp", "dp", "pp")
 _LARGEST_DEGREE = 64
 _LARGEST_WORLD = 2**20
 
@@ -297,7 +328,7 @@ def _options(plan: Plan, key: str, asked: int, *, any_degree: bool, any_choice: 
         return [] if current == default else [default]
     if key == "sp":
         return [not current]
-    if key in ("schedule", "chunks"):
+    if key in ("schedule", "chunks", "replicas"):
         return [] if current is None else [None]
     if key in _CHOICES:
         return [choice for choice in _CHOICES[key] if choice != current]

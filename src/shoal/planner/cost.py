@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.costs.chain import Layer
 from shoal.planner.collectives import Group, Wire, all_reduce, exchange, gather, send, wire_of
@@ -73,7 +74,15 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
         job: what is trained, and on what.
         plan: how; microbatches and chunks are said.
         known: times of layers from earlier calls for the same job; this call adds its own.
+
+    Raises:
+        RequestError: stages have several ranks each, of which the closed forms know nothing.
     """
+    if plan.replicas is not None:
+        raise RequestError(
+            f"plan {str(plan)!r}: stages of several ranks (replicas={plan.replicas}) are not priced on a cluster; leave replicas "
+            f"out, draw them with `shoal schedule`, or time them on this machine with `shoal train --forecast`"
+        )
     dp, pp = plan.dp or 1, plan.pp
     chunks = plan.chunks or 1
     microbatches = plan.microbatches or 1

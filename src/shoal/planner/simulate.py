@@ -115,7 +115,14 @@ def schedule_for(plan: Plan, microbatches: int) -> Schedule:
         return find_schedule(DEFAULT_SCHEDULE, ranks=1, microbatches=microbatches)
     steps = FLOWING_STEPS if schedule_facts(plan.schedule).is_asynchronous else 1
     name = plan.schedule or DEFAULT_SCHEDULE
-    return find_schedule(name, ranks=plan.pp, microbatches=microbatches, chunks=plan.chunks, steps=steps)
+    return find_schedule(
+        name,
+        ranks=plan.pp,
+        microbatches=microbatches,
+        chunks=plan.chunks,
+        replicas=plan.stage_replicas,
+        steps=steps,
+    )
 
 
 def _check_parts(parts: StepParts, schedule: Schedule, plan: Plan) -> None:

@@ -1,6 +1,9 @@
 """Every family by name, and the schedule of one for given numbers."""
 
+from collections.abc import Sequence
+
 from shoal.core.errors import RequestError, nearest
+from shoal.core.pipelines import replica_problems, write_replicas
 from shoal.schedules.families.asynchronous import PIPEDREAM, PIPEDREAM_2BW, PIPEDREAM_FLUSH, PIPEDREAM_VSYNC
 from shoal.schedules.families.chimera import CHIMERA
 from shoal.schedules.families.dual import DUALPIPE, DUALPIPEV
@@ -9,7 +12,6 @@ from shoal.schedules.families.loop import INTERLEAVED, LOOPED_BFS
 from shoal.schedules.families.vee import V_HALF, V_MIN, ZBV
 from shoal.schedules.families.zerobubble import ZB_H1, ZB_H2
 from shoal.schedules.family import Family, Size
-from shoal.schedules.grid import Grid
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Schedule
 
@@ -49,7 +51,15 @@ def find_family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def make_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | None = None, steps: int = 1) -> Schedule:
+def make_schedule(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    replicas: Sequence[int] | None = None,
+    steps: int = 1,
+) -> Schedule:
     """A legal schedule of a family.
 
     Args:
@@ -57,6 +67,7 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | Non
         ranks: ranks of the pipeline.
         microbatches: of one step.
         chunks: stages per rank; the family's own number when left out.
+        replicas: ranks of every stage, which take turns at the microbatches; every rank has stages of its own when left out.
         steps: steps that follow one another without a flush; only for families that do not flush.
 
     Raises:
@@ -65,16 +76,17 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | Non
     family = find_family(name)
     if chunks is None:
         chunks = family.default_chunks if family.chunks is None else family.chunks
-    size = Size(ranks, microbatches, chunks)
+    turns = tuple(replicas or ())
+    size = Size(ranks, microbatches, chunks, turns)
     for problem in _problems(family, size):
-        raise RequestError(f"{name} with pp={ranks}, microbatches={microbatches}, chunks={chunks}: {problem}")
+        rest = f"replicas={write_replicas(turns)}" if turns else f"chunks={chunks}"
+        raise RequestError(f"{name} with pp={ranks}, microbatches={microbatches}, {rest}: {problem}")
     if steps > 1 and not family.updates.flows:
         raise RequestError(f"{name} ends every step with a flush; ask for one step, not for {steps}")
-    stream = Size(ranks, microbatches * steps, chunks)
-    grid = Grid(family.fold, ranks, size.stages, stream.microbatches)
+    stream = Size(ranks, microbatches * steps, chunks, turns)
     schedule = Schedule(
         name=name,
-        grid=grid,
+        grid=stream.grid(family.fold),
         rows=family.rows(stream),
         updates=family.updates,
         accumulate=microbatches if family.accumulates else 1,
@@ -94,4 +106,9 @@ def _problems(family: Family, size: Size) -> list[str]:
     ]
     if family.chunks is not None and size.chunks != family.chunks:
         found.append(f"it has {family.chunks} stage(s) per rank, and {size.chunks} are asked for; leave chunks out")
+    if size.replicas and not family.takes_replicas:
+        takers = ", ".join(other.name for other in FAMILIES.values() if other.takes_replicas)
+        found.append(f"it has no stages of several ranks; leave replicas out, or use one of {takers}")
+    elif size.replicas:
+        found += replica_problems(size.replicas, size.ranks)
     return found or list(family.problems(size))

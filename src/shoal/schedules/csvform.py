@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.core.errors import RequestError
+from shoal.core.pipelines import replica_problems
 from shoal.schedules.action import Action, Cell, Kind, parse_cell, write_cell
 from shoal.schedules.grid import Fold, Grid
 from shoal.schedules.rules import IllegalSchedule, check
@@ -26,6 +27,7 @@ _FOLD_RULES = {
     Fold.LOOP: "loop: stage s on rank s mod P",
     Fold.VEE: "vee: down the ranks and back, stage s from P on on rank 2P-1-s",
     Fold.CROSS: "cross: stage s on rank s for the first half of the microbatches and on rank P-1-s for the second",
+    Fold.TURNS: "turns: a stage on one or several rows side by side, microbatch m of R rows in the one of number m mod R",
 }
 
 
@@ -142,16 +144,19 @@ def _count(placed: list[_Placed], word: str, origin: str) -> int:
 
 def _infer_grid(placed: list[_Placed], num_ranks: int, num_stages: int, num_microbatches: int, origin: str) -> Grid:
     """The fold under which every forward stands in the row of its rank."""
-    if num_stages % num_ranks:
+    if num_stages > num_ranks and num_stages % num_ranks:
         highest = next(entry for entry in placed if any(action.stage == num_stages - 1 for action in entry.cell))
         raise RequestError(
             f"{origin}, {highest}: there are {num_stages} stages and {num_ranks} rows, and stages are dealt to ranks evenly; "
             f"write {num_stages} rows, or give every rank as many stages"
         )
     folds = {1: (Fold.LINE, Fold.CROSS), 2: (Fold.LOOP, Fold.VEE)}.get(num_stages // num_ranks, (Fold.LOOP,))
+    replicas: tuple[int, ...] = ()
+    if num_stages < num_ranks:
+        folds, replicas = (Fold.TURNS,), _count_replicas(placed, num_ranks, num_stages, origin)
     wrong: list[tuple[Grid, list[tuple[_Placed, Action]]]] = []
     for fold in folds:
-        grid = Grid(fold, num_ranks, num_stages, num_microbatches)
+        grid = Grid(fold, num_ranks, num_stages, num_microbatches, replicas)
         misplaced = [
             (entry, action)
             for entry in placed
@@ -168,3 +173,28 @@ def _infer_grid(placed: list[_Placed], num_ranks: int, num_stages: int, num_micr
         f"{origin}, {entry}: {action} does not lie there in any known fold; the nearest has it in row {rank + 1} (rank {rank}). "
         f"With {num_stages} stages on {num_ranks} ranks there are {'; '.join(_FOLD_RULES[fold] for fold in folds)}"
     )
+
+
+def _count_replicas(placed: list[_Placed], num_ranks: int, num_stages: int, origin: str) -> tuple[int, ...]:
+    """Rows of every stage, each row counted for the stage of its first cell."""
+    first: dict[int, tuple[_Placed, int]] = {}
+    for entry in placed:
+        first.setdefault(entry.rank, (entry, entry.cell[0].stage))
+    counts, before = [0] * num_stages, -1
+    for rank in range(num_ranks):
+        entry, stage = first[rank]
+        if stage not in (max(before, 0), before + 1):
+            raise RequestError(
+                f"{origin}, {entry}: {entry.cell[0]} is of stage {stage}, where stage {max(before, 0)} or {before + 1} is due: "
+                f"{num_stages} stages on {num_ranks} rows take turns; write the rows of a stage side by side, stage after stage"
+            )
+        counts[stage] += 1
+        before = stage
+    if 0 in counts:
+        raise RequestError(
+            f"{origin}: no row begins with stage {counts.index(0)}, and there are {num_stages} stages on {num_ranks} rows; give "
+            f"every stage one row or several"
+        )
+    for problem in replica_problems(counts, num_ranks):
+        raise RequestError(f"{origin}: {problem}")
+    return tuple(counts)

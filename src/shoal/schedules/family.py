@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shoal.schedules.grid import Fold
+from shoal.schedules.grid import Fold, Grid
 from shoal.schedules.schedule import Row, Updates
 
 
@@ -15,11 +15,18 @@ class Size:
     microbatches: int
     chunks: int
     """Stages per rank."""
+    replicas: tuple[int, ...] = ()
+    """Ranks of every stage, which take turns at the microbatches; empty where every rank has stages of its own."""
 
     @property
     def stages(self) -> int:
         """Stages of the whole pipeline."""
-        return self.ranks * self.chunks
+        return len(self.replicas) if self.replicas else self.ranks * self.chunks
+
+    def grid(self, fold: Fold) -> Grid:
+        """Where stages lie in a family's fold, or by turns."""
+        laid = Fold.TURNS if self.replicas else fold
+        return Grid(laid, self.ranks, self.stages, self.microbatches, self.replicas)
 
 
 def no_problems(size: Size) -> Iterator[str]:
@@ -53,6 +60,8 @@ class Family:
     """Stages per rank; None where the user may choose."""
     default_chunks: int = 2
     """What ``chunks`` is when the user may choose and does not."""
+    takes_replicas: bool = False
+    """A stage may have several ranks, which take turns at the microbatches."""
     updates: Updates = Updates.FLUSH
     accumulates: bool = False
     """Weights change once per step's microbatches, without a flush."""

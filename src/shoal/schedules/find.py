@@ -1,16 +1,26 @@
 """The schedule that a plan names: one of the catalogue, or the one in a CSV file."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.core.errors import RequestError
-from shoal.core.pipelines import is_file
+from shoal.core.pipelines import is_file, write_replicas
 from shoal.schedules.catalogue import find_family, make_schedule
 from shoal.schedules.csvform import MOST_BYTES, read_csv
+from shoal.schedules.grid import Grid
 from shoal.schedules.schedule import Schedule
 
 
-def find_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | None = None, steps: int = 1) -> Schedule:
+def find_schedule(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    replicas: Sequence[int] | None = None,
+    steps: int = 1,
+) -> Schedule:
     """A legal schedule for these numbers.
 
     Args:
@@ -18,24 +28,42 @@ def find_schedule(name: str, *, ranks: int, microbatches: int, chunks: int | Non
         ranks: of the pipeline.
         microbatches: of one step.
         chunks: stages per rank; the family's or the file's own number when left out.
+        replicas: ranks of every stage, which take turns; one each, or as the file has it, when left out.
         steps: that follow one another without a flush, where the family flows.
 
     Raises:
         RequestError: there is no such schedule, it cannot be had in this size, or the file is for another size.
     """
     if not is_file(name):
-        return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks, steps=steps)
+        return make_schedule(
+            name, ranks=ranks, microbatches=microbatches, chunks=chunks, replicas=replicas, steps=steps
+        )
     schedule = read_schedule(name)
-    grid = schedule.grid
-    own = {"pp": grid.num_ranks, "microbatches": grid.num_microbatches, "chunks": grid.num_stages // grid.num_ranks}
-    asked = {"pp": ranks, "microbatches": microbatches, "chunks": own["chunks"] if chunks is None else chunks}
+    own = numbers_of(schedule.grid)
+    wished = {"chunks": chunks, "replicas": None if replicas is None else write_replicas(replicas)}
+    asked = {"pp": ranks, "microbatches": microbatches, **{key: value or own[key] for key, value in wished.items()}}
     for key, value in own.items():
         if value != asked[key]:
+            # That every stage has one rank goes without saying, and a plan does not say it.
+            fix = (
+                f"set {key}={value} in the plan" if key != "replicas" or schedule.grid.replicas else f"leave {key} out"
+            )
             raise RequestError(
-                f"schedule={name} is for {key}={value}, and {key}={asked[key]} is asked for; set {key}={value} in the plan, or "
-                f"write a file for {key}={asked[key]}"
+                f"schedule={name} is for {key}={value}, and {key}={asked[key]} is asked for; {fix}, or write a file for "
+                f"{key}={asked[key]}"
             )
     return schedule
+
+
+def numbers_of(grid: Grid) -> dict[str, int | str]:
+    """The keys of a plan that a schedule fills, with its values."""
+    ones = (1,) * grid.num_stages
+    return {
+        "pp": grid.num_ranks,
+        "microbatches": grid.num_microbatches,
+        "chunks": grid.chunks,
+        "replicas": write_replicas(grid.replicas or ones),
+    }
 
 
 def read_schedule(path: Path | str) -> Schedule:
@@ -66,7 +94,9 @@ def read_schedule(path: Path | str) -> Schedule:
     return read_csv(text, name=path.stem, origin=str(path))
 
 
-def fitting_microbatches(name: str, *, ranks: int, samples: int, chunks: int | None = None) -> int:
+def fitting_microbatches(
+    name: str, *, ranks: int, samples: int, chunks: int | None = None, replicas: Sequence[int] | None = None
+) -> int:
     """How many microbatches to cut a step's samples into when nobody says: the fewest that fill the pipeline well.
 
     At twice as many as there are ranks 1F1B has a third of its bubble at one microbatch per rank; the next number that divides
@@ -79,7 +109,7 @@ def fitting_microbatches(name: str, *, ranks: int, samples: int, chunks: int | N
     find_family(name)
     for number in ordered:
         try:
-            make_schedule(name, ranks=ranks, microbatches=number, chunks=chunks)
+            make_schedule(name, ranks=ranks, microbatches=number, chunks=chunks, replicas=replicas)
         except RequestError:
             continue
         return number

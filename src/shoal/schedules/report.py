@@ -46,6 +46,8 @@ class Report:
     microbatches: int
     chunks: int
     """Stages per rank."""
+    replicas: tuple[int, ...]
+    """Ranks that hold each stage."""
     fold: str
     updates: str
     costs: Costs
@@ -72,7 +74,8 @@ def build_report(schedule: Schedule, timeline: Timeline, costs: Costs) -> Report
         ranks=grid.num_ranks,
         stages=grid.num_stages,
         microbatches=grid.num_microbatches,
-        chunks=grid.num_stages // grid.num_ranks,
+        chunks=grid.chunks,
+        replicas=tuple(len(grid.ranks_of(stage)) for stage in range(grid.num_stages)),
         fold=grid.fold.value,
         updates=schedule.updates.value,
         costs=costs,

@@ -63,10 +63,11 @@ def _misplaced(schedule: Schedule) -> Iterator[Problem]:
             yield rank, index, f"{action} is of microbatch {action.microbatch}, and the microbatches are 0 to {last}"
         elif grid.rank_of(action.stage, action.microbatch) != rank:
             right = grid.rank_of(action.stage, action.microbatch)
+            where = f"in this {grid.fold} its stage lies on" if not grid.replicas else "it is the turn of"
             yield (
                 rank,
                 index,
-                f"{action} is in the row of rank {rank}, and in this {grid.fold} its stage lies on rank {right}; move it there",
+                f"{action} is in the row of rank {rank}, and {where} rank {right}; move it there",
             )
 
 

@@ -35,7 +35,7 @@ def price_asked(asked: Asked) -> Priced:
     if plan.pp > 1:
         # A schedule has stages of its own number where the plan leaves that to it.
         grid = schedule_for(plan, plan.microbatches or 1).grid
-        plan = replace(plan, chunks=grid.num_stages // grid.num_ranks)
+        plan = replace(plan, chunks=grid.chunks)
     job = job_on(
         asked.recipe,
         chain_for(asked.recipe, asked.spec),

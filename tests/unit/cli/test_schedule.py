@@ -54,6 +54,22 @@ def test_costs_change_the_times(shoal):
     assert result["costs"]["input"] == 3
 
 
+def test_stages_of_several_ranks_take_turns_at_as_many_times_the_work(shoal, tmp_path):
+    done = shoal("schedule", "1f1b", "--replicas", "2-1", "--microbatches", 2)
+    assert (done.returncode, done.stderr) == (0, "")
+    drawing, bubble, _ = done.stdout.split("\n\n")
+    assert drawing.splitlines() == [
+        "rank  0  0F0                 0B0",
+        "rank  1  0F1                             0B1",
+        "rank  2          1F0 1B0     1F1 1B1",
+    ]
+    assert bubble.startswith("1f1b: 50.0% idle in 12, ") and "3 ranks, 2 stages, 2 microbatches" in bubble
+    written = shoal("schedule", "1f1b", "--replicas", "2-1", "--microbatches", 2, "--format", "csv").stdout
+    (tmp_path / "turns.csv").write_text(written)
+    read = json.loads(shoal("schedule", "turns.csv", "--replicas", "2-1", "--format", "json").stdout)
+    assert (read["makespan"], read["replicas"], read["costs"]["stages"]) == (12, [2, 1], [2, 1])
+
+
 def test_an_overlap_may_cost_less_than_its_parts(shoal):
     arguments = ("schedule", "dualpipev", "--pp", 2, "--microbatches", 8, "--format", "json")
     whole, overlapped = (json.loads(shoal(*arguments, *more).stdout) for more in ((), ("--overlapped", 2)))
@@ -109,6 +125,14 @@ def test_every_family_is_drawn_and_its_csv_read_back(shoal, tmp_path, name):
         (("mine.csv", "--pp", 3), ["--pp is 3, and mine.csv has 2", "leave --pp out"]),
         (("mine.csv", "--microbatches", 4), ["--microbatches is 4, and mine.csv has 2"]),
         (("mine.csv", "--chunks", 2), ["--chunks is 2, and mine.csv has 1"]),
+        (("mine.csv", "--replicas", "2-1"), ["--replicas is 2-1, and mine.csv has 1-1"]),
+        (("1f1b", *SIZE, "--replicas", "2-1"), ["replicas=2-1 are 3 ranks, and pp is 2"]),
+        (("1f1b", "--microbatches", 2, "--replicas", "2,1"), ["replicas=2,1 is no row of numbers"]),
+        (
+            ("1f1b", "--microbatches", 2, "--replicas", "3-1"),
+            ["3 ranks that take turns, and 2 microbatches are too few"],
+        ),
+        (("zbv", "--microbatches", 2, "--replicas", "2-1"), ["no stages of several ranks", "gpipe, 1f1b"]),
         (("gone.csv",), ["cannot read gone.csv", "No such file"]),
         (("folder.csv",), ["cannot read folder.csv", "directory"]),
         (("bytes.csv",), ["bytes.csv is not text in UTF-8", "byte 0"]),

@@ -8,7 +8,7 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import DEFAULT_SCHEDULE, SCHEDULES, is_file, schedule_facts
-from shoal.core.plan import Plan, nearest_plan
+from shoal.core.plan import Plan, all_plans, nearest_plan
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.grid import Fold
 
@@ -39,6 +39,7 @@ def test_what_the_plan_knows_of_a_schedule_is_what_the_schedule_does(name):
     assert facts.is_asynchronous == family.updates.flows
     assert facts.updates_each == (family.updates.flows and not family.accumulates)
     assert facts.is_bidirectional == (family.fold is Fold.CROSS)
+    assert facts.takes_replicas == family.takes_replicas
 
 
 def test_a_file_and_no_name_have_facts_too():
@@ -78,6 +79,33 @@ REFUSED = [
     ("pp=9", CNN, ["pp=9 ranks want 9 stages, and the cnn can be cut into 8", "lower pp to 8"], "pp=8"),
     ("pp=2 schedule=chimera", CNN, ["schedule=chimera has two ranks for each stage", "batch norm"], "pp=2"),
     ("pp=2 schedule=dualpipe", CNN, ["schedule=dualpipe has two ranks for each stage", "batch norm"], "pp=2"),
+    ("replicas=2-1", GPT, ["replicas=2-1 is of a pipeline", "pp is 1", "leave replicas out"], "dp=1"),
+    ("pp=3 replicas=2+1", GPT, ["replicas=2+1 is no row of numbers", "such as replicas=2-1"], "pp=3"),
+    ("pp=3 replicas=-1-4", GPT, ["replicas=-1-4 is no row of numbers"], "pp=3"),
+    ("pp=4 replicas=2-1", GPT, ["replicas=2-1 are 3 ranks, and pp is 4", "set pp to 3"], None),
+    ("pp=3 replicas=3", GPT, ["replicas=3 is one stage on 3 ranks", "write dp=3"], "pp=3"),
+    ("pp=3 replicas=1-1-1", GPT, ["gives every stage one rank", "leave replicas out"], "pp=3"),
+    ("pp=3 replicas=3-0", GPT, ["leaves a stage without a rank", "1 or more"], "pp=3"),
+    ("pp=3 replicas=2-1 chunks=2 schedule=own.csv", GPT, ["replicas=2-1 gives every rank one stage", "chunks=2"], None),
+    (
+        "pp=4 schedule=zbv replicas=2-2",
+        GPT,
+        ["replicas=2-2 does not go with schedule=zbv", "one of gpipe, 1f1b, pipedream-flush"],
+        "pp=4 schedule=zbv",
+    ),
+    (
+        "pp=3 schedule=pipedream replicas=2-1",
+        GPT,
+        ["does not go with schedule=pipedream", "only one of the ranks of a stage has seen"],
+        "pp=3 schedule=pipedream",
+    ),
+    ("pp=3 replicas=2-1", CNN, ["replicas=2-1 has several ranks for a stage", "batch norm of the cnn"], "pp=3"),
+    (
+        "pp=6 replicas=2-1-1-1-1",
+        GPT,
+        ["are 5 stages, more than the 4 blocks of the gpt", "name 4 stages or fewer"],
+        None,
+    ),
     (
         "pp=2 schedule=pipedream",
         TIED,
@@ -107,6 +135,30 @@ def test_what_pipelines_do_go_with_is_allowed():
     Plan.parse("pp=4 schedule=zbv").check(CNN)
     Plan.parse("pp=2").check(TIED)
     Plan.parse("pp=2 schedule=own.csv chunks=2").check(GPT)
+    for text in (
+        "pp=3 replicas=2-1",
+        "dp=2 tp=2 pp=4 replicas=1-2-1 zero=3 recompute=full",
+        "pp=5 replicas=1-4 schedule=gpipe",
+    ):
+        Plan.parse(text).check(GPT)
+    # As many ranks as one likes of as many stages as there are blocks.
+    Plan.parse("pp=8 replicas=5-1-1-1").check(TIED)
+
+
+def test_replicas_are_a_key_of_the_line_and_decide_the_stages():
+    plan = Plan.parse("pp=4 replicas=1-2-1 microbatches=8")
+    assert str(plan) == "pp=4 replicas=1-2-1 microbatches=8" and Plan.parse(str(plan)) == plan
+    assert (plan.stage_replicas, plan.num_stages, plan.world_size) == ((1, 2, 1), 3, 4)
+    plain = Plan.parse("pp=4 schedule=zbv")
+    assert (plain.stage_replicas, plain.num_stages) == (None, 8)
+
+
+def test_one_plan_with_replicas_is_listed_for_three_ranks_and_more():
+    for num_processes, listed in ((2, []), (3, ["2-1"]), (4, ["2-1-1"])):
+        found = [plan for plan in all_plans(num_processes, GPT) if plan.replicas]
+        assert [plan.replicas for plan in found] == listed
+        assert all(plan.dp == 1 and plan.schedule == "1f1b" for plan in found)
+    assert not [plan for plan in all_plans(3, CNN) if plan.replicas], "batch norm"
 
 
 def test_a_plan_of_many_wrong_things_for_many_ranks_is_answered_in_a_moment():

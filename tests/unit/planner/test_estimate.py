@@ -45,6 +45,15 @@ def test_closed_forms_and_schedules_agree_within_a_twentieth(plan):
     assert short.memory.allocated >= long.memory.allocated * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("found_by", [estimate, estimate_by_schedule])
+def test_stages_of_several_ranks_are_not_priced_and_this_is_said(found_by):
+    plan = Plan(dp=4, pp=4, schedule="1f1b", replicas="2-1-1", microbatches=8)
+    with pytest.raises(
+        RequestError, match=r"replicas=2-1-1\) are not priced on a cluster; leave replicas out, .*forecast"
+    ):
+        found_by(job_of(), plan)
+
+
 @pytest.mark.parametrize("layers", [9, 17, 30])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("zbv", 2), ("zb-h1", None)])
 def test_the_fullest_rank_is_found_where_blocks_are_not_even(layers, schedule, chunks):

@@ -27,6 +27,16 @@ def test_with_a_core_for_every_rank_it_is_the_price_of_the_schedule(name, transf
     assert busy == pytest.approx([timeline.busy(rank) for rank in range(4)])
 
 
+@pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 3)])
+def test_stages_of_several_ranks_are_played_as_they_are_priced(replicas):
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8, replicas=replicas)
+    costs = Costs(forward=1.0, input=1.5, weight=0.7, transfer=0.25, stages=tuple(map(float, replicas)))
+    length, busy = play(schedule, cost_of(costs), transfer=0.25, speed=lambda active: 1.0)
+    timeline = price(schedule, costs)
+    assert length == pytest.approx(timeline.makespan)
+    assert busy == pytest.approx([timeline.busy(rank) for rank in range(4)])
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_on_one_core_all_the_work_is_done_one_after_another(name):
     schedule = make_schedule(name, ranks=4, microbatches=8, chunks=None)

@@ -61,6 +61,7 @@ def test_values_survive_json():
         "stages",
         "microbatches",
         "chunks",
+        "replicas",
         "fold",
         "updates",
         "costs",
@@ -71,6 +72,7 @@ def test_values_survive_json():
         "rows",
     ]
     assert (back["name"], back["stages"], back["chunks"], back["fold"]) == ("interleaved", 6, 3, "loop")
+    assert back["replicas"] == [1] * 6
     assert back["costs"]["transfer"] == 0.5
     assert back["per_rank"][1]["stages"] == [1, 3, 5]
     assert back["rows"][0][0] == {"cell": "0F0", "start": 0, "end": 1}

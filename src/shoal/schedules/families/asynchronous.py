@@ -26,6 +26,7 @@ PIPEDREAM = replace(
     source=_PIPEDREAM,
     # As many as there are microbatches between a rank and the end: each came in under another version.
     versions=lambda size, rank: min(size.microbatches, size.ranks - rank),
+    takes_replicas=False,
     updates=Updates.STASHED,
 )
 
@@ -36,6 +37,7 @@ PIPEDREAM_VSYNC = replace(
     source=_PIPEDREAM,
     # Later stages are ahead in updates and keep what they have overtaken, until its microbatch has passed.
     versions=lambda size, rank: min(size.microbatches + 1, size.ranks),
+    takes_replicas=False,
     updates=Updates.VERTICAL,
 )
 
@@ -46,6 +48,7 @@ PIPEDREAM_2BW = replace(
     source=_2BW,
     versions=lambda size, rank: 2,
     problems=_few_microbatches,
+    takes_replicas=False,
     updates=Updates.BUFFERED,
     accumulates=True,
 )

@@ -1,4 +1,11 @@
-"""One stage per rank: GPipe and 1F1B."""
+"""One stage per rank: GPipe and 1F1B; and stages of several ranks, which take turns at the microbatches.
+
+The turns are PipeDream's (Narayanan et al., SOSP 2019, section 3.2, "1F1B-RR"): of the R ranks of a stage, number m mod R does
+the forward and the backward of microbatch m, and each by itself alternates between the two.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
 
 from shoal.schedules.action import Action, Cell, Kind
 from shoal.schedules.family import Family, Size
@@ -15,22 +22,59 @@ def one_by_one(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 
 def line_row(size: Size, rank: int, warm_up: int) -> Row:
-    """A rank's row when its stage is its number."""
+    """A rank's row: the microbatches of its only stage that are its turn, of which ``warm_up`` go ahead at most."""
+    (stage,) = size.grid(Fold.LINE).stages_of(rank)
+    own = own_microbatches(size, rank)
     forwards, backwards = (
-        [Action(rank, kind, microbatch) for microbatch in range(size.microbatches)]
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        [Action(stage, kind, microbatch) for microbatch in own] for kind in (Kind.FORWARD, Kind.BACKWARD)
     )
-    return one_by_one(forwards, backwards, warm_up)
+    return one_by_one(forwards, backwards, min(len(own), warm_up))
+
+
+def own_microbatches(size: Size, rank: int) -> range:
+    """The microbatches that are a rank's turn: all where its stage has no other rank."""
+    if not size.replicas:
+        return range(size.microbatches)
+    grid = size.grid(Fold.LINE)
+    (stage,) = grid.stages_of(rank)
+    return range(rank - grid.ranks_of(stage)[0], size.microbatches, size.replicas[stage])
 
 
 def one_f_one_b_rows(size: Size) -> tuple[Row, ...]:
-    """As few forwards ahead as keep the last rank busy: rank i holds P-i microbatches."""
-    return tuple(line_row(size, rank, min(size.microbatches, size.ranks - 1 - rank)) for rank in range(size.ranks))
+    """As few forwards ahead as keep the last rank busy: rank i of a line holds P-i microbatches."""
+    return tuple(line_row(size, rank, one_f_one_b_ahead(size, rank)) for rank in range(size.ranks))
+
+
+def one_f_one_b_ahead(size: Size, rank: int) -> int:
+    """Forwards before the first backward: as many as the next stage has microbatches under way, shared by this stage's ranks.
+
+    With w ahead on each of R ranks a stage has (w+1) R under way, so w_s = ceil((w_(s+1) + 1) R_(s+1) / R_s), P-1-i in a line. It
+    is PipeDream's number, ceil(ranks of later stages / R_s), or more where that was rounded up on the way: without that 1-2-1
+    waits for a third of its time. No rank waits for ever: a backward of stage s+1 comes after a forward that is w_(s+1) R_(s+1)
+    microbatches later, and stage s, w_s R_s ahead, has done that forward before it waits for that backward.
+    """
+    if not size.replicas:
+        return size.ranks - 1 - rank
+    (stage,) = size.grid(Fold.LINE).stages_of(rank)
+    ahead = 0
+    for own, after in reversed(list(pairwise(size.replicas[stage:]))):
+        ahead = -(-(ahead + 1) * after // own)
+    return ahead
 
 
 def one_f_one_b_activations(size: Size, rank: int) -> int:
     """Microbatches between rank i and the end of the pipeline."""
-    return min(size.microbatches, size.ranks - rank)
+    return min(len(own_microbatches(size, rank)), one_f_one_b_ahead(size, rank) + 1)
+
+
+def idle_turns(size: Size) -> Iterator[str]:
+    """Ranks of a stage that would never have a turn."""
+    most = max(size.replicas, default=1)
+    if size.microbatches < most:
+        yield (
+            f"stage {size.replicas.index(most)} has {most} ranks that take turns, and {size.microbatches} microbatches are too "
+            f"few for all of them; set microbatches to {most} or more"
+        )
 
 
 GPIPE = Family(
@@ -39,7 +83,9 @@ GPIPE = Family(
     source="Huang et al., 2019, arXiv 1811.06965",
     fold=Fold.LINE,
     rows=lambda size: tuple(line_row(size, rank, size.microbatches) for rank in range(size.ranks)),
-    activations=lambda size, rank: size.microbatches,
+    activations=lambda size, rank: len(own_microbatches(size, rank)),
+    problems=idle_turns,
+    takes_replicas=True,
 )
 
 ONE_F_ONE_B = Family(
@@ -49,4 +95,6 @@ ONE_F_ONE_B = Family(
     fold=Fold.LINE,
     rows=one_f_one_b_rows,
     activations=one_f_one_b_activations,
+    problems=idle_turns,
+    takes_replicas=True,
 )
