@@ -77,8 +77,11 @@ def adamw(parameters):
     return torch.optim.AdamW(list(parameters), lr=1e-2, fused=True)
 
 
-def train_alone(kind: str, *, halves: bool, steps: int):
-    """Plain torch: gradients and weights of every step. Each half of the microbatches and each use of a tied weight has a sum."""
+def train_alone(kind: str, *, halves: bool, steps: int, turns=None):
+    """Plain torch: gradients and weights of every step. Each half of the microbatches and each use of a tied weight has a sum.
+
+    ``turns`` has by parameter on how many ranks each stage is that uses it: microbatches have a sum for each of them in turn.
+    """
     model = build(kind)
     key = apply_keyed_dropout(model, SEED)
     parameters = dict(model.named_parameters())
@@ -89,15 +92,35 @@ def train_alone(kind: str, *, halves: bool, steps: int):
         feed = Feed(kind, key, first=step * MICROBATCHES)
         half = MICROBATCHES // 2 if halves else MICROBATCHES
         total = {}
-        for start in range(0, MICROBATCHES, half):
+        for start in range(0, 0 if turns else MICROBATCHES, half):
             for name, parts in _sums(model, feed, range(start, start + half), uses).items():
                 for part in parts:
                     total[name] = total[name] + part if name in total else part
+        if turns:
+            total = _turned(model, feed, uses, turns)
         for name, parameter in parameters.items():
             parameter.grad = total[name]
         optimizer.step()
         found.append((total, {name: parameter.detach().clone() for name, parameter in parameters.items()}))
     return found
+
+
+def _turned(model, feed, uses, turns):
+    """The gradient with every rank's own microbatches summed first; then first ranks in the order of stages, then second ones."""
+    counts = sorted({count for own in turns.values() for count in own})
+    sums = {
+        (count, turn): _sums(model, feed, range(turn, MICROBATCHES, count), uses)
+        for count in counts
+        for turn in range(count)
+    }
+    total = {}
+    for name, own in turns.items():
+        for turn in range(max(own)):
+            for use, count in enumerate(own):
+                if turn < count:
+                    part = sums[count, turn][name][use]
+                    total[name] = total[name] + part if name in total else part
+    return total
 
 
 def _sums(model, feed, microbatches, uses):
@@ -147,7 +170,7 @@ def train_in_stages(world, kind, schedule, references, *, steps, plant=None):
     if plant is not None:
         plant(runtime, world.rank)
     optimizer = adamw(own.values())
-    reference, differences = references[grid.fold is Fold.CROSS], []
+    reference, differences = references[grid.replicas or grid.fold is Fold.CROSS], []
     for step in range(steps):
         for parameter in own.values():
             parameter.grad = None
@@ -172,6 +195,21 @@ def train_all(world, kind, names, steps):
     for name in names:
         schedule = make_schedule(name, ranks=world.size, microbatches=MICROBATCHES)
         found[name] = train_in_stages(world, kind, schedule, references, steps=steps)
+        world.barrier()
+    return found
+
+
+def train_in_turns(world, kind, cases, steps, plant=None):
+    """What ``train_in_stages`` says of each (schedule, ranks of every stage)."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, replicas in cases:
+        holders = cut(kind, len(replicas))[0].holders()
+        turns = {path: [replicas[stage] for stage in sorted(stages)] for path, stages in holders.items()}
+        references = {tuple(replicas): train_alone(kind, halves=False, steps=steps, turns=turns)}
+        schedule = make_schedule(name, ranks=world.size, microbatches=MICROBATCHES, replicas=replicas)
+        difference = train_in_stages(world, kind, schedule, references, steps=steps, plant=plant)
+        found["-".join([name, *map(str, replicas)])] = difference
         world.barrier()
     return found
 

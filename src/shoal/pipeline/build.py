@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
@@ -37,10 +38,13 @@ class Stages:
             paths = [unit.path for unit in self.units[first:end]]
             span = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
             ranks = sorted({rank for _, _, rank in places_of(grid, frozenset({stage}))})
-            lines.append(
-                f"pp: stage {stage} on pipeline rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}: {span}"
-            )
+            lines.append(f"pp: stage {stage} on pipeline rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}: {span}")
         return lines
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def find_stages(
@@ -56,8 +60,11 @@ def find_stages(
     """Cut a plain model, as one process builds it, for a schedule; ``agree`` and ``samples`` are those of ``choose_starts``.
 
     Raises:
-        RequestError: it has fewer places to be cut at than the schedule has stages; names them.
+        RequestError: it has fewer places to be cut at than the schedule has stages; names them. Or several ranks would take the
+            running statistics of one stage.
     """
+    if schedule.grid.has_copies:
+        _refuse_statistics(model, schedule)
     units = find_units(model, example, anatomy)
     if not units:
         raise RequestError(
@@ -66,6 +73,16 @@ def find_stages(
         )
     starts = choose_starts(model, units, example, schedule=schedule, config=config, agree=agree, samples=samples)
     return Stages(units=units, starts=starts, schedule=schedule)
+
+
+def _refuse_statistics(model: nn.Module, schedule: Schedule) -> None:
+    """A plan is refused before; this is for schedules in files, of which a plan does not know where stages lie."""
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            raise RequestError(
+                f"schedule {schedule.name} has several ranks for a stage, and the batch norm of {path!r} would take its running "
+                f"statistics on each over some of the microbatches; use a schedule with one rank for every stage"
+            )
 
 
 def prove_stages(model: nn.Module, example: tuple[Tensor, ...], stages: Stages) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
+from shoal.core.pipelines import write_replicas
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.estimate import estimate_work
 from shoal.pipeline.measure import measure_costs
@@ -55,19 +56,16 @@ def choose_starts(
     if samples is not None:
         costs = tuple(_scaled(cost, samples, len(example[0])) for cost in costs)
     memory = None if config.memory_bytes is None else stage_memory(schedule, config.memory_bytes)
-    chunks = grid.num_stages // grid.num_ranks
     # Whether there is a cut depends on bytes, which are alike everywhere: no rank is refused while others wait for it to agree.
-    starts = split(costs, grid.num_stages, num_chunks=chunks, memory=memory).starts
+    replicas = grid.replicas or None
+    starts = split(costs, grid.num_stages, num_chunks=grid.chunks, memory=memory, replicas=replicas).starts
     return tuple(agree(starts)) if is_measured else starts
 
 
 def stage_memory(schedule: Schedule, rank_bytes: int) -> tuple[StageMemory, ...]:
     """What each stage may hold when its rank may hold so much: the stages of a rank have equal shares."""
     activations, versions = peak_activations_by_stage(schedule), peak_versions(schedule)
-    ranks_of: list[list[int]] = [[] for _ in range(schedule.grid.num_stages)]
-    for rank in range(schedule.grid.num_ranks):
-        for stage in schedule.grid.stages_of(rank):
-            ranks_of[stage].append(rank)
+    ranks_of = [schedule.grid.ranks_of(stage) for stage in range(schedule.grid.num_stages)]
     return tuple(
         StageMemory(
             limit_bytes=min(rank_bytes // len(schedule.grid.stages_of(rank)) for rank in ranks),
@@ -81,8 +79,9 @@ def stage_memory(schedule: Schedule, rank_bytes: int) -> tuple[StageMemory, ...]
 def _named(texts: Sequence[str], units: Sequence[Unit], grid: Grid) -> tuple[int, ...]:
     starts = parse_starts(texts, units, key=_KEY)
     if len(starts) != grid.num_stages:
-        chunks = grid.num_stages // grid.num_ranks
-        wants = f"pp={grid.num_ranks}" + (f" with {chunks} chunks" if chunks > 1 else "")
+        wants = f"pp={grid.num_ranks}" + (f" with {grid.chunks} chunks" if grid.chunks > 1 else "")
+        if grid.replicas:
+            wants = f"replicas={write_replicas(grid.replicas)}"
         named, missing = len(starts) - 1, grid.num_stages - 1
         raise RequestError(
             f"{_KEY} names {named} place{'' if named == 1 else 's'} after the first, which makes {len(starts)} "

@@ -1,8 +1,8 @@
-"""Gradients of weights that several stages hold: tied ones, and the two copies of a bidirectional schedule.
+"""Gradients of weights that several ranks hold: tied ones, the two copies of a bidirectional schedule, stages of several ranks.
 
-Each use of a weight, and each direction, has a sum over microbatches of its own; these are added in the order of directions, then
-of stages. The order is the same wherever the stages lie, so every rank that holds the weight gets the same bits under every
-schedule.
+Each use of a weight, and each copy of a stage (a direction, or a rank that takes turns), has a sum over microbatches of its own;
+these are added in the order of copies, then of stages. The order is the same wherever the stages lie, so every rank that holds
+the weight gets the same bits under every schedule.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from shoal.schedules.grid import Grid
 _TAG = 1 << 20
 """Above every stage's lanes."""
 Place = tuple[int, int, int]
-"""Direction (0 down, 1 up), stage, and the rank where they are."""
+"""Which copy of the stage (of two directions 0 is down and 1 up), the stage, and the rank where they are."""
 
 
 class Shared:
@@ -128,9 +128,10 @@ class Shared:
 
 def places_of(grid: Grid, stages: frozenset[int]) -> tuple[Place, ...]:
     """Where some stages are, in the order in which their sums are added."""
-    probes = (0,) if grid.replicas == 1 else (0, grid.num_microbatches - 1)
+    ranks = {stage: grid.ranks_of(stage) for stage in sorted(stages)}
     return tuple(
-        (direction, stage, grid.rank_of(stage, probe))
-        for direction, probe in enumerate(probes)
-        for stage in sorted(stages)
+        (copy, stage, own[copy])
+        for copy in range(max(map(len, ranks.values()), default=0))
+        for stage, own in ranks.items()
+        if copy < len(own)
     )

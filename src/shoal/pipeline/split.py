@@ -12,6 +12,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from shoal.core.errors import RequestError, nearest
+from shoal.core.pipelines import write_replicas
 from shoal.core.units import format_bytes
 from shoal.pipeline.units import Unit
 
@@ -61,6 +62,7 @@ class Split:
     starts: tuple[int, ...]
     """The index of each stage's first unit; the first is 0."""
     slowest_seconds: float
+    """Time per microbatch of the slowest stage, shared by its ranks where several take turns."""
     stage_seconds: tuple[float, ...]
     stage_bytes: tuple[int, ...]
     """Weights times versions and activations times microbatches; each once where no memory was given."""
@@ -77,29 +79,41 @@ class ReplicatedSplit:
 
 
 def split(
-    costs: Sequence[UnitCost], num_stages: int, *, num_chunks: int = 1, memory: Sequence[StageMemory] | None = None
+    costs: Sequence[UnitCost],
+    num_stages: int,
+    *,
+    num_chunks: int = 1,
+    memory: Sequence[StageMemory] | None = None,
+    replicas: Sequence[int] | None = None,
 ) -> Split:
     """The cut whose slowest stage is fastest, and among those the one with the least sum of squares.
+
+    What counts is a stage's time per microbatch: its seconds over its ranks, where several take turns.
 
     Args:
         costs: the chain.
         num_stages: of the whole pipeline.
         num_chunks: stages per rank, which only the message about too many stages tells apart.
         memory: one per stage; no bound without it.
+        replicas: ranks of every stage, which take turns at the microbatches; one each when left out.
 
     Raises:
         RequestError: there are fewer places to begin than stages, or no cut is within memory.
     """
-    assert num_stages >= 1 and (memory is None or len(memory) == num_stages)
+    turns = list(replicas or [1] * num_stages)
+    assert num_stages == len(turns) >= 1 and (memory is None or len(memory) == num_stages)
     bounds = _bounds(costs)
     if len(bounds) - 1 < num_stages:
-        raise RequestError(_too_many(costs, num_stages, num_chunks))
+        raise RequestError(_too_many(costs, num_stages, num_chunks, turns))
     (ticks,), per_second = _whole([cost.seconds for cost in costs])
     until = [0, *accumulate(ticks)]
     held = _Held(costs, memory)
+    # So that the share of any stage's ranks is a whole number.
+    shares = math.lcm(*turns)
 
     def seconds(stage: int, _: int, first: int, end: int) -> int | None:
-        return until[end] - until[first] if held.over(stage, first, end) <= 0 else None
+        own = (until[end] - until[first]) * (shares // turns[stage])
+        return own if held.over(stage, first, end) <= 0 else None
 
     found = _search(bounds, num_stages, (1,), seconds, max)
     if found is None:
@@ -117,7 +131,7 @@ def split(
     spans = list(pairwise([*starts, len(costs)]))
     return Split(
         starts=tuple(starts),
-        slowest_seconds=slowest / per_second,
+        slowest_seconds=slowest / (per_second * shares),
         stage_seconds=tuple((until[end] - until[first]) / per_second for first, end in spans),
         stage_bytes=tuple(held.bytes(stage, *span) for stage, span in enumerate(spans)),
     )
@@ -262,14 +276,16 @@ def _whole(*rows: Sequence[float]) -> tuple[list[list[int]], int]:
     return [[int(value * unit) for value in row] for row in exact], unit
 
 
-def _too_many(costs: Sequence[UnitCost], num_stages: int, num_chunks: int) -> str:
+def _too_many(costs: Sequence[UnitCost], num_stages: int, num_chunks: int, turns: Sequence[int]) -> str:
     places = [cost.path for cost in costs[1:] if cost.can_start]
     named = ", ".join(places[:_NUM_NAMED]) + (", ..." if len(places) > _NUM_NAMED else "")
     wants = f"pp={num_stages // num_chunks}" + (f" with {num_chunks} chunks" if num_chunks > 1 else "")
+    if max(turns) > 1:
+        wants = f"replicas={write_replicas(turns)}"
     count = f"{len(places)} place{'' if len(places) == 1 else 's'}" + (f" ({named})" if named else "")
     return (
         f"{wants} wants {num_stages} stages, and the module can be cut at {count}, which makes {len(places) + 1}; "
-        f"lower pp{' or chunks' if num_chunks > 1 else ''}"
+        f"{'name fewer stages' if max(turns) > 1 else 'lower pp'}{' or chunks' if num_chunks > 1 else ''}"
     )
 
 

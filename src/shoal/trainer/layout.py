@@ -93,7 +93,14 @@ def schedule_of(plan: Plan, *, steps: int = 1) -> Schedule:
         RequestError: it cannot be had in this size; says why.
     """
     name, microbatches = plan.schedule or DEFAULT_SCHEDULE, plan.microbatches or 1
-    return find_schedule(name, ranks=plan.pp, microbatches=microbatches, chunks=plan.chunks, steps=steps)
+    return find_schedule(
+        name,
+        ranks=plan.pp,
+        microbatches=microbatches,
+        chunks=plan.chunks,
+        replicas=plan.stage_replicas,
+        steps=steps,
+    )
 
 
 def updates_per_step(plan: Plan) -> int:
@@ -132,7 +139,9 @@ def derive_layout(train: TrainConfig, plan: Plan) -> Layout:
         plan = replace(plan, schedule=plan.schedule or DEFAULT_SCHEDULE)
     if plan.pp > 1 and plan.microbatches is None and train.micro_batch is None:
         assert plan.schedule is not None
-        fitting = fitting_microbatches(plan.schedule, ranks=plan.pp, samples=share, chunks=plan.chunks)
+        fitting = fitting_microbatches(
+            plan.schedule, ranks=plan.pp, samples=share, chunks=plan.chunks, replicas=plan.stage_replicas
+        )
         plan = replace(plan, microbatches=fitting)
     micro_batch, count = train.micro_batch, plan.microbatches
     if micro_batch is not None and share % micro_batch:

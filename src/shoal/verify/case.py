@@ -41,8 +41,8 @@ class Case:
 class Tree:
     """The order in which one step's gradients are added.
 
-    Microbatches in order; of a replica one partial sum per direction and, where stages share a weight, per stage, added in this
-    order; then replicas in the order of ranks.
+    Microbatches in order; of a replica one partial sum per direction or per rank that takes turns and, where stages share a
+    weight, per stage, added in this order; then replicas in the order of ranks.
     """
 
     replicas: int
@@ -52,6 +52,9 @@ class Tree:
     """2 for bidirectional pipelines: the first half of the microbatches, the longer one, and the rest have a sum each."""
     uses: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     """Of a weight that several stages use, by its first name: its names in each of these stages, in their order."""
+    turns: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of a weight whose stage has several ranks, by its first name: how many, for each stage that uses it. Of R ranks, number m
+    mod R has microbatch m of a step."""
     delay: str | None = None
     """Name of an asynchronous schedule, whose weights change while microbatches are under way."""
     stages: Sequence[Sequence[str]] = ()
@@ -79,6 +82,8 @@ class Log:
     """Of a worker's pipeline, as in ``Tree``."""
     uses: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     """Of a worker's pipeline, as in ``Tree``."""
+    turns: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of a worker's pipeline, as in ``Tree``."""
     adds_to_steps: bool
     """A gradient is its share of the mean over the step; else it is the mean over its own samples."""
     total_updates: int
@@ -94,7 +99,13 @@ class Log:
     @property
     def tree(self) -> Tree:
         """The order in which the gradient of a share is added."""
-        return Tree(replicas=self.shares, microbatches=self.microbatches, directions=self.directions, uses=self.uses)
+        return Tree(
+            replicas=self.shares,
+            microbatches=self.microbatches,
+            directions=self.directions,
+            uses=self.uses,
+            turns=self.turns,
+        )
 
     def as_values(self) -> dict[str, Any]:
         """JSON."""

@@ -61,7 +61,7 @@ class DelayedTraining:
         )
         is_joined = parts.has_batch_norm and parts.case.batch_norm == "sync" and tree.replicas > 1
         assert not is_joined, "synchronised statistics would need all replicas in one forward pass"
-        assert tree.delay is not None and tree.directions == 1 and not tree.uses
+        assert tree.delay is not None and tree.directions == 1 and not tree.uses and not tree.turns
         self._parts, self._tree, self._delay = parts, tree, Delay(tree.delay)
         trained = dict(parts.named)
         # In the order of names, which the norm's bits depend on; a weight that is not trained has no versions.

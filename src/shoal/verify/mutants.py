@@ -218,6 +218,12 @@ _ALL: Sequence[Mutant] = (
         plant=plants.keep_own_tied_sum,
     ),
     Mutant(
+        name="ranks of a replicated stage not summed",
+        plan="dp=1 pp=3 schedule=1f1b replicas=2-1 microbatches=4",
+        by=("grad",),
+        plant=plants.keep_own_tied_sum,
+    ),
+    Mutant(
         name="norm of one stage only",
         plan="dp=1 pp=2 schedule=1f1b microbatches=4",
         by=("norm",),

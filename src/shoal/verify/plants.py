@@ -297,7 +297,7 @@ def swap_microbatches(world: World) -> list[Swap]:
 
 
 def keep_own_tied_sum(world: World) -> list[Swap]:
-    """Of a weight that several stages hold, a rank takes what the others have for nothing."""
+    """Of a weight that several stages, or several ranks of one, hold, a rank takes what the others have for nothing."""
     honest = share.Shared._exchange
 
     def exchange(self: share.Shared) -> Any:

@@ -125,6 +125,7 @@ def _log_of(question: Question, promise: Promise, run: ServerRun) -> Log:
         microbatches=question.plan.microbatches or 1,
         directions=question.tree.directions,
         uses=question.tree.uses,
+        turns=question.tree.turns,
         adds_to_steps=promise.quorum is None,
         total_updates=promise.total_updates(question.case.total_steps),
         takes_own_steps=UpdateRule.parse(promise.name).kind == "downpour",

@@ -1,4 +1,5 @@
-"""What one process must know of a pipeline to add up as it does: which stages use a weight, and in which directions.
+"""What one process must know of a pipeline to add up as it does: which stages use a weight, in which directions and
+on how many ranks.
 
 The reference imports nothing of ``pipeline/``; it is told in names and numbers, found here beforehand.
 """
@@ -44,8 +45,13 @@ class CutModel:
             return Tree(replicas=replicas, microbatches=microbatches, delay=schedule.name, stages=held)
         tied = {name: stages for name, stages in self.holders.items() if len(stages) > 1}
         uses = {name: [self._names_in(name, stage) for stage in sorted(stages)] for name, stages in tied.items()}
-        directions = schedule.grid.replicas
-        return Tree(replicas=replicas, microbatches=microbatches, directions=directions, uses=uses)
+        turns: dict[str, list[int]] = {}
+        for name, stages in self.holders.items():
+            ranks = [schedule.grid.replicas[stage] for stage in sorted(stages)] if schedule.grid.replicas else []
+            if max(ranks, default=1) > 1:
+                turns[name] = ranks
+        directions = schedule.grid.directions
+        return Tree(replicas=replicas, microbatches=microbatches, directions=directions, uses=uses, turns=turns)
 
     def _names_in(self, parameter: str, stage: int) -> list[str]:
         return [

@@ -49,9 +49,20 @@ def test_the_recipes_own_places_are_taken_and_nothing_is_run(monkeypatch):
     assert starts_of(EVEN, line("interleaved", 2, 4, 2), stages=["1", "2", "3"]) == (0, 1, 2, 3)
 
 
+def test_a_stage_of_several_ranks_gets_as_many_times_the_work():
+    def turns(*replicas):
+        return make_schedule("1f1b", ranks=sum(replicas), microbatches=4, replicas=replicas)
+
+    assert starts_of(EVEN, turns(3, 1)) == (0, 3) and starts_of(EVEN, turns(1, 3)) == (0, 1)
+    assert starts_of(EVEN, turns(2, 2)) == (0, 2) and starts_of(EVEN, turns(1, 2, 1)) == (0, 1, 3)
+    assert starts_of(EVEN, turns(3, 1), stages=["1"]) == (0, 1), "what the recipe names is taken"
+
+
 @pytest.mark.parametrize(
     ("schedule", "stages", "message"),
     [
+        (make_schedule("1f1b", ranks=4, microbatches=4, replicas=(2, 1, 1)), ["2"], "pipeline.stages names 1 place after "
+         "the first, which makes 2 stages, and replicas=2-1-1 has 3; name 2, or leave pipeline.stages out"),
         (line(ranks=4), ["2"], "pipeline.stages names 1 place after the first, which makes 2 stages, and pp=4 has 4; "
          "name 3, or leave pipeline.stages out"),
         (line(), ["0", "1", "2"], "pipeline.stages names 2 places after the first, which makes 3 stages, and pp=2 has 2; "

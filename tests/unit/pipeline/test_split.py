@@ -82,6 +82,26 @@ def test_the_cut_is_the_best_of_all(costs, num_stages):
     )
 
 
+@settings(max_examples=200, deadline=None)
+@given(CHAINS, st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_the_cut_is_the_best_of_all_where_stages_have_several_ranks(costs, replicas):
+    """By the time per microbatch: a stage's seconds over its ranks."""
+
+    def turned(starts):
+        shared = [exact(stage) / count for stage, count in zip(stages_of(costs, starts), replicas, strict=True)]
+        return max(shared), sum(value * value for value in shared)
+
+    cuts = list(every_cut(costs, len(replicas)))
+    if not cuts:
+        with pytest.raises(RequestError, match=f"wants {len(replicas)} stages"):
+            split(costs, len(replicas), replicas=replicas)
+        return
+    found = split(costs, len(replicas), replicas=replicas)
+    assert turned(found.starts) == min(map(turned, cuts))
+    assert found.slowest_seconds == pytest.approx(float(turned(found.starts)[0]))
+    assert found.stage_seconds == tuple(float(exact(stage)) for stage in stages_of(costs, found.starts))
+
+
 @settings(max_examples=300, deadline=None)
 @given(CHAINS, st.integers(1, 4), st.data())
 def test_the_cut_is_the_best_within_memory(costs, num_stages, data):
@@ -132,6 +152,8 @@ def test_too_many_stages_are_refused_with_the_places():
         "which makes 6; lower pp or chunks"
     )
     assert split(costs, 6, num_chunks=2).starts == (0, 1, 2, 3, 4, 5)
+    with pytest.raises(RequestError, match=r"replicas=2-1-1 wants 3 stages, .* which makes 2; name fewer stages"):
+        split(chain(1, 1), 3, replicas=(2, 1, 1))
     with pytest.raises(RequestError) as refused:
         split(chain(1, 1, can_start=False), 2)
     assert str(refused.value) == "pp=2 wants 2 stages, and the module can be cut at 0 places, which makes 1; lower pp"

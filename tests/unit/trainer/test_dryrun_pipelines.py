@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from shoal.core.errors import RequestError
+from shoal.schedules.catalogue import make_schedule
+from shoal.schedules.csvform import write_csv
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import dry_run_result, part_of
 from shoal.trainer.measure import OwnPartsHere
@@ -62,6 +65,31 @@ def test_stages_of_the_users_own_choice_are_counted(tmp_path):
 def test_both_directions_are_held_by_both_ranks(tmp_path):
     result, model = dry_run(tmp_path, GPT, "pp=2 schedule=chimera")
     assert result.bytes_per_rank["weights"] == held(model, "")
+
+
+def test_every_rank_of_a_stage_holds_it_whole_and_has_as_many_times_the_work(tmp_path):
+    result, model = dry_run(tmp_path, GPT, "pp=4 replicas=3-1")
+    assert result.plan == "dp=1 pp=4 schedule=1f1b replicas=3-1 microbatches=8" and result.world_size == 4
+    assert [line for line in result.found if line.startswith("pp:")] == [
+        "pp: stage 0 on pipeline ranks 0, 1 and 2: embedding to blocks.2",
+        "pp: stage 1 on pipeline rank 3: blocks.3 to head",
+    ]
+    assert result.bytes_per_rank["weights"] == held(model, "embedding", "blocks.0", "blocks.1", "blocks.2")
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("1f1b", (1, 2)), ("chimera", None)])
+def test_a_file_with_several_ranks_for_a_stage_and_running_statistics_is_refused(tmp_path, name, replicas):
+    ranks = sum(replicas or (1, 1))
+    path = tmp_path / "own.csv"
+    path.write_text(write_csv(make_schedule(name, ranks=ranks, microbatches=4, replicas=replicas)))
+    with pytest.raises(RequestError, match=r"own has several ranks for a stage, and the batch norm of 'norm1'"):
+        dry_run(tmp_path, CNN, f"pp={ranks} schedule={path} microbatches=4")
+    dry_run(tmp_path, GPT, f"pp={ranks} schedule={path} microbatches=4")
+
+
+def test_too_few_microbatches_for_the_turns_are_refused_before_anything_starts(tmp_path):
+    with pytest.raises(RequestError, match="stage 0 has 3 ranks that take turns, and 2 microbatches are too few"):
+        dry_run(tmp_path, GPT, "pp=4 replicas=3-1 microbatches=2")
 
 
 def test_a_tied_weight_is_at_both_ends(tmp_path):

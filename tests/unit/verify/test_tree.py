@@ -1,4 +1,4 @@
-"""A step's sums in the order of a pipeline: by direction, and by the stage that uses a tied weight."""
+"""A step's sums in the order of a pipeline: by direction, by turn, and by the stage that uses a tied weight."""
 
 import json
 
@@ -76,6 +76,34 @@ def test_a_tied_weight_is_the_fold_of_its_directions_and_stages():
     torch.testing.assert_close(found["embedding.weight"], plain["embedding.weight"], rtol=1e-5, atol=1e-6)
 
 
+def test_a_stage_of_several_ranks_has_a_sum_for_each_in_turn():
+    """Five microbatches on two ranks: 0, 2, 4 and 1, 3. The tied weight is used by one rank at its other end."""
+    parts, ids = build_parts(case_of(model=TIED)), np.arange(10)
+    down = "blocks.0.feed_forward.down.weight"
+    turned = {"embedding.weight": [2, 1], down: [2]}
+    assert set(turned) <= dict(parts.named).keys()
+    loss, found = tree_gradients(parts, 0, ids, Tree(replicas=1, microbatches=5, uses=USES, turns=turned), 1.0)
+    total, cuts = float(parts.train.collate(ids).weight), ids.reshape(5, 2)
+    even, odd, every = (use_gradients(parts, own, total) for own in (cuts[::2], cuts[1::2], cuts))
+    expected = dict(every)
+    expected[down] = even[down] + odd[down]
+    expected["embedding.weight"] = even["embedding.weight"] + every["head.weight"] + odd["embedding.weight"]
+    for name in found:
+        assert torch.equal(found[name], expected[name]), name
+    plain_loss, plain = tree_gradients(parts, 0, ids, Tree(replicas=1, microbatches=5, uses=USES), 1.0)
+    assert loss == plain_loss
+    assert not torch.equal(found["embedding.weight"], plain["embedding.weight"]), "other bits, or this compares nothing"
+    torch.testing.assert_close(found["embedding.weight"], plain["embedding.weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_rank_without_a_microbatch_adds_nothing():
+    parts = build_parts(case_of())
+    turned = {name: [2] for name, _ in parts.named}
+    loss, found = tree_gradients(parts, 0, np.arange(1), Tree(replicas=1, microbatches=4, turns=turned), 1.0)
+    plain_loss, plain = tree_gradients(parts, 0, np.arange(1), Tree(replicas=1, microbatches=1), 1.0)
+    assert loss == plain_loss and all(torch.equal(found[name], plain[name]) for name in plain)
+
+
 def test_a_step_leaves_tied_weights_tied():
     parts = build_parts(case_of(model=TIED))
     weight = parts.model.embedding.weight
@@ -110,7 +138,13 @@ def test_every_part_of_a_tree_goes_to_the_reference(monkeypatch):
     """Two trees that differ in one field have two references; the same tree, read back from JSON, has one."""
     jobs = []
     monkeypatch.setattr("shoal.elastic.pool.Pool.run", lambda pool, job, **options: jobs.append(job))
-    fields = {"directions": 2, "uses": USES, "delay": "pipedream", "stages": (("a",), ("b",))}
+    fields = {
+        "directions": 2,
+        "uses": USES,
+        "turns": {"norm.weight": [2]},
+        "delay": "pipedream",
+        "stages": (("a",), ("b",)),
+    }
     trees = [Tree(replicas=1, microbatches=2, **{name: value}) for name, value in fields.items()]
     with Prover(steps=1) as prover:
         for tree in [*trees, *(Tree.from_values(json.loads(json.dumps(tree.as_values()))) for tree in trees)]:
