@@ -71,3 +71,18 @@ def parse_bytes(text: str) -> int:
         )
     # As a fraction: floats do not hold every number of bytes.
     return int(Fraction(found[1]) * _BYTES[found[2]])
+
+
+def parse_rate(text: str) -> int:
+    """Whole bytes per second from ``10 GiB/s`` or ``125 MB/s``.
+
+    Raises:
+        RequestError: the text is not bytes per second.
+    """
+    amount, slash, unit = text.strip().rpartition("/")
+    try:
+        if (slash, unit.strip().lower()) != ("/", "s"):
+            raise RequestError("no /s at its end")
+        return parse_bytes(amount)
+    except RequestError:
+        raise RequestError(f"{text!r} is not bytes per second; write such as 10 GiB/s") from None

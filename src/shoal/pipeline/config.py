@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from shoal.core.config import Config
 from shoal.core.errors import RequestError
-from shoal.core.units import parse_bytes
+from shoal.core.units import parse_bytes, parse_rate
 
 
 class PipelineConfig(Config):
@@ -18,6 +18,14 @@ class PipelineConfig(Config):
     """By estimated work, which gives the same cut on every machine, or by a measurement when the run starts."""
     memory: str | None = None
     """Most bytes of weights, their versions and activations on a pipeline rank, such as "2 GiB"."""
+
+    network: str | None = None
+    """Between two pipeline ranks, such as "10 GiB/s": a dry run then says which stages are worth several ranks."""
+
+    @property
+    def network_bytes(self) -> int | None:
+        """``network`` as a number of bytes per second."""
+        return None if self.network is None else parse_rate(self.network)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -33,4 +41,15 @@ class PipelineConfig(Config):
             raise ValueError(str(error)) from None
         if num_bytes == 0:
             raise ValueError(f"{text!r} is 0 bytes, which hold no model; leave memory out for no bound")
+        return text
+
+    @field_validator("network")
+    @classmethod
+    def _check_network(cls, text: str | None) -> str | None:
+        try:
+            rate = None if text is None else parse_rate(text)
+        except RequestError as error:
+            raise ValueError(str(error)) from None
+        if rate == 0:
+            raise ValueError(f"{text!r} carries nothing; leave network out")
         return text

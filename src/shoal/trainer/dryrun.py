@@ -19,6 +19,7 @@ from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.describe import describe
 from shoal.parallel.sizes import predict_sizes
 from shoal.parallel.tensor.apply import apply_tensor_parallel
+from shoal.pipeline.advise import advise_replicas
 from shoal.pipeline.build import prove_stages
 from shoal.trainer.build import build_parts, build_without_memory
 from shoal.trainer.dryservers import sizes_with_servers
@@ -123,6 +124,18 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
             whole, data, anatomy, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
         )
         lines += stages.describe()
+        if recipe.pipeline.network is not None:
+            lines.append(
+                advise_replicas(
+                    whole,
+                    stages.units,
+                    example_of(data),
+                    num_ranks=plan.pp,
+                    num_microbatches=plan.microbatches or 1,
+                    samples=prepared.layout.micro_batch,
+                    config=recipe.pipeline,
+                )
+            )
         keepers = prove_stages(whole, example_of(data), stages)
         parts = [part_of(model, {name for name in keepers if rank in keepers[name]}) for rank in range(plan.pp)]
         versions = [0] * plan.pp

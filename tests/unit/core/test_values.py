@@ -10,7 +10,7 @@ from shoal.core.errors import RequestError, RunError, did_you_mean, nearest
 from shoal.core.events import StepDone
 from shoal.core.rundir import RunDir
 from shoal.core.seeding import derive_key
-from shoal.core.units import format_bytes, format_count, format_duration, parse_bytes, parse_duration
+from shoal.core.units import format_bytes, format_count, format_duration, parse_bytes, parse_duration, parse_rate
 
 
 def test_bytes_durations_and_counts_read_well():
@@ -44,6 +44,13 @@ def test_numbers_of_bytes_parse(text, count):
 def test_what_is_not_a_number_of_bytes_is_refused(text):
     with pytest.raises(RequestError, match="not a number of bytes; write a number with KiB"):
         parse_bytes(text)
+
+
+def test_bytes_per_second_parse_and_nothing_else_does():
+    assert (parse_rate("10 GiB/s"), parse_rate(" 125MB / s ")) == (10 * 2**30, 125 * 10**6)
+    for text in ("", "/s", "10 GiB", "10 GiB/m", "GiB/s", "1/2/s", "10 Gbit/s"):
+        with pytest.raises(RequestError, match="is not bytes per second; write such as 10 GiB/s"):
+            parse_rate(text)
 
 
 def test_keys_depend_on_every_part_and_on_their_order():

@@ -87,6 +87,30 @@ def test_a_file_with_several_ranks_for_a_stage_and_running_statistics_is_refused
     dry_run(tmp_path, GPT, f"pp={ranks} schedule={path} microbatches=4")
 
 
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        ("1 TiB/s", "one stage on all 4 ranks is fastest"),
+        ("60 MiB/s", "no stage is worth a second rank"),
+        ("1 MiB/s", "replicas=3-1 is fastest"),
+    ],
+)
+def test_a_dry_run_says_which_stages_are_worth_several_ranks_and_the_plan_can_say_it_too(tmp_path, network, said):
+    result, _ = dry_run(tmp_path, GPT, "pp=4", f"pipeline.network={network}")
+    (line,) = [line for line in result.found if line.startswith("pp: over")]
+    assert line.startswith(f"pp: over {network} {said}, ") and "ms per microbatch by estimated cost" in line
+    if "replicas" in said:
+        text, place = line.split()[4], line.split()[-2]
+        result, _ = dry_run(tmp_path, GPT, f"pp=4 {text}", f'pipeline.stages=["{place}"]')
+        assert result.found[-1].startswith(f"pp: stage 1 on pipeline rank 3: {place} to")
+
+
+@pytest.mark.parametrize("network", ["fast", "10 GiB", "0 GiB/s", "10 furlongs/s"])
+def test_a_network_that_is_none_is_refused(tmp_path, network):
+    with pytest.raises(RequestError, match=r"pipeline\.network"):
+        dry_run(tmp_path, GPT, "pp=4", f"pipeline.network={network}")
+
+
 def test_too_few_microbatches_for_the_turns_are_refused_before_anything_starts(tmp_path):
     with pytest.raises(RequestError, match="stage 0 has 3 ranks that take turns, and 2 microbatches are too few"):
         dry_run(tmp_path, GPT, "pp=4 replicas=3-1 microbatches=2")
