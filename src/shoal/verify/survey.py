@@ -107,11 +107,12 @@ class TrafficSurvey:
         boundaries = [self._boundary(cut, microbatch) for microbatch in trainer.runner.padded(batch)]
         sent = expected_sends(cut.schedule, cut.rank, boundaries)
         key = (Axis.PIPELINE.value, "send")
-        if (trainer.plan.sp or trainer.plan.cp > 1) and key in sent and key in counted:
-            # The plain model's sequence is whole; how much of it a rank has at a boundary is its own affair.
-            sent[key] = replace(sent[key], num_bytes=counted[key].num_bytes)
         sizes = {name: value.nbytes for name, value in cut.trained.items()}
         shared = expected_exchange(sizes, cut.holders, grid=cut.schedule.grid, rank=cut.rank)
+        if (trainer.plan.sp or trainer.plan.cp > 1) and key in sent and key in counted:
+            # The plain model's sequence is whole; how much of it a rank has at a boundary is its own affair. Sums of weights are not.
+            exchanged = shared.get(key, Traffic()).num_bytes
+            sent[key] = replace(sent[key], num_bytes=max(0, counted[key].num_bytes - exchanged))
         return add_accounts(sent, shared)
 
     def _boundary(self, cut: Pipeline, microbatch: Microbatch) -> Boundaries:
