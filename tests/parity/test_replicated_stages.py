@@ -10,52 +10,46 @@ from pipeline_cases import cut, train_alone, train_in_turns
 from shoal.testing.ranks import run_on_ranks
 
 STEPS = 5
-# (model, ranks, then schedule and ranks of every stage). 3-1 deals eight microbatches as 3, 3 and 2.
+# By number of ranks and model: schedule and ranks of every stage. 3-1 deals eight microbatches as 3, 3 and 2.
 CASES = {
-    ("gpt", 3): [("1f1b", (2, 1)), ("1f1b", (1, 2)), ("gpipe", (2, 1))],
-    ("tied gpt", 3): [("1f1b", (2, 1)), ("1f1b", (1, 2))],
-    ("gpt", 4): [("1f1b", (2, 1, 1)), ("1f1b", (1, 2, 1)), ("1f1b", (3, 1)), ("pipedream-flush", (2, 2))],
-    ("tied gpt", 4): [("1f1b", (2, 1, 1)), ("1f1b", (1, 1, 2)), ("gpipe", (2, 2))],
+    3: {
+        "gpt": [("1f1b", (2, 1)), ("1f1b", (1, 2)), ("gpipe", (2, 1))],
+        "tied gpt": [("1f1b", (2, 1)), ("1f1b", (1, 2))],
+    },
+    4: {"gpt": [("1f1b", (2, 1, 1)), ("1f1b", (1, 2, 1)), ("1f1b", (3, 1)), ("pipedream-flush", (2, 2))]},
 }
-SOAK = ("tied gpt", 4)
-EACH = [
-    pytest.param(*key, "-".join([name, *map(str, replicas)]), marks=pytest.mark.soak if key == SOAK else ())
-    for key, cases in CASES.items()
-    for name, replicas in cases
-]
+MORE = {4: {"tied gpt": [("1f1b", (2, 1, 1)), ("1f1b", (1, 1, 2)), ("gpipe", (2, 2))]}}
+
+
+def each(cases):
+    return [
+        (num_ranks, kind, "-".join([name, *map(str, replicas)]))
+        for num_ranks, by_kind in cases.items()
+        for kind, own in by_kind.items()
+        for name, replicas in own
+    ]
+
+
+def train_kinds(world, by_kind):
+    return {kind: train_in_turns(world, kind, cases, STEPS) for kind, cases in by_kind.items()}
 
 
 @functools.cache
-def outcomes(kind, num_ranks):
-    return run_on_ranks(train_in_turns, num_ranks, kind, CASES[kind, num_ranks], STEPS, deadline_seconds=100.0)
+def outcomes(num_ranks, *, more=False):
+    cases = (MORE if more else CASES)[num_ranks]
+    return run_on_ranks(train_kinds, num_ranks, cases, deadline_seconds=110.0)
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "case"), EACH)
-def test_replicated_stages_equal_one_process(kind, num_ranks, case):
+@pytest.mark.parametrize(("num_ranks", "kind", "case"), each(CASES))
+def test_replicated_stages_equal_one_process(num_ranks, kind, case):
     """Gradients and weights of every copy, with dropout and a shorter last microbatch."""
-    assert [found[case] for found in outcomes(kind, num_ranks)] == [None] * num_ranks
+    assert [found[kind][case] for found in outcomes(num_ranks)] == [None] * num_ranks
 
 
-def sum_nothing(world):
-    share.places_of = lambda grid, stages: ()
-    return train_in_turns(world, "gpt", [("1f1b", (2, 1))], 1)
-
-
-def test_replicas_that_are_not_summed_are_seen_and_the_other_stage_is_right():
-    first, second, last = (found["1f1b-2-1"] for found in run_on_ranks(sum_nothing, 3, deadline_seconds=60.0))
-    assert first.startswith("step 0: gradient of") and second.startswith("step 0: gradient of") and last is None
-
-
-def sum_in_another_order(world):
-    honest = share.places_of
-    share.places_of = lambda grid, stages: honest(grid, stages)[::-1]
-    return train_in_turns(world, "tied gpt", [("1f1b", (2, 1))], 1)
-
-
-def test_an_order_of_sums_that_is_not_the_plans_is_seen():
-    """Three terms of the tied weight: from the other end they come to other bits."""
-    found = run_on_ranks(sum_in_another_order, 3, deadline_seconds=60.0)
-    assert [one["1f1b-2-1"] for one in found] == ["step 0: gradient of embedding.weight"] * 3
+@pytest.mark.soak
+@pytest.mark.parametrize(("num_ranks", "kind", "case"), each(MORE))
+def test_more_replicated_stages_equal_one_process(num_ranks, kind, case):
+    assert [found[kind][case] for found in outcomes(num_ranks, more=True)] == [None] * num_ranks
 
 
 def take_the_others_microbatch(runtime, rank):
@@ -70,12 +64,28 @@ def take_the_others_microbatch(runtime, rank):
     runtime.step = lambda feed, **options: step(swapped(feed), **options)
 
 
-def train_on_the_others(world):
-    return train_in_turns(world, "gpt", [("1f1b", (2, 1))], 2, plant=take_the_others_microbatch)
+def train_with_bugs(world):
+    """What differs under each bug, and without one after all of them."""
+    honest, case, found = share.places_of, [("1f1b", (2, 1))], {}
+    share.places_of = lambda grid, stages: ()
+    found["nothing summed"] = train_in_turns(world, "gpt", case, 1)
+    share.places_of = lambda grid, stages: honest(grid, stages)[::-1]
+    found["another order"] = train_in_turns(world, "tied gpt", case, 1)
+    share.places_of = honest
+    found["others' microbatches"] = train_in_turns(world, "gpt", case, 2, plant=take_the_others_microbatch)
+    found["none"] = train_in_turns(world, "tied gpt", case, 1)
+    return {bug: difference["1f1b-2-1"] for bug, difference in found.items()}
 
 
-def test_a_microbatch_on_the_wrong_rank_is_seen():
-    assert all(found["1f1b-2-1"] for found in run_on_ranks(train_on_the_others, 3, deadline_seconds=60.0))
+def test_planted_bugs_are_seen():
+    """Sums left out are seen on both ranks of the stage, and the other stage is right; the tied weight has three terms, which
+    from the other end come to other bits; a microbatch on the wrong rank is seen by all."""
+    ranks = run_on_ranks(train_with_bugs, 3, deadline_seconds=100.0)
+    first, second, last = (found["nothing summed"] for found in ranks)
+    assert first.startswith("step 0: gradient of") and second.startswith("step 0: gradient of") and last is None
+    assert [found["another order"] for found in ranks] == ["step 0: gradient of embedding.weight"] * 3
+    assert all(found["others' microbatches"] for found in ranks)
+    assert [found["none"] for found in ranks] == [None] * 3, "the control"
 
 
 def test_turns_come_to_other_bits_than_one_sum():
