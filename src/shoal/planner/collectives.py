@@ -48,6 +48,24 @@ def wire_of(group: Group, cluster: Cluster, constants: Constants) -> Wire:
     return Wire(group.size, min(outer, inner.bandwidth * constants.link) if in_node > 1 else outer, tier.latency)
 
 
+def exchange_wire(group: Group, cluster: Cluster, constants: Constants) -> Wire:
+    """The same for an all-to-all, in which nothing is passed on: what is for other nodes leaves through each rank's own link.
+
+    Both go on at once, so the slower of them sets the pace (NCCL sends to all peers side by side, with every device's own
+    network card).
+    """
+    inner = cluster.tiers[0]
+    span = (group.size - 1) * group.stride + 1
+    if group.size <= 1 or span <= inner.devices:
+        return wire_of(group, cluster, constants)
+    tier = cluster.tier_of(span)
+    in_node = max(1, min(group.size, inner.devices // group.stride))
+    # Shares of a rank's bytes, in parts of 1 / size, over the speed of the way that they take.
+    near = (in_node - 1) / (inner.bandwidth * constants.link)
+    far = (group.size - in_node) / (tier.bandwidth * constants.network)
+    return Wire(group.size, (group.size - 1) / max(near, far), tier.latency)
+
+
 def all_reduce(num_bytes: float, wire: Wire) -> float:
     """Seconds of a sum over all ranks of a group that all of them get."""
     if wire.size <= 1 or num_bytes <= 0:

@@ -33,6 +33,8 @@ class Slice:
     sequence_parallel: bool = False
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
+    """Ranks that share each matrix of an expert."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,12 @@ def _product(op: Op, part: Slice, device: Device, precision: str, item_bytes: in
     rows = op.rows * part.samples / part.context
     num_products = _num_experts(op, part)
     rows = rows / num_products
-    inner = op.inner / part.tensor if op.cut is Cut.ROWS else op.inner
-    outer = op.outer / part.tensor if op.cut is Cut.COLUMNS else op.outer
+    tensor = part.tensor
+    if op.experts > 1:
+        # Experts that are whole have the positions of a sequence shared out instead.
+        tensor, rows = part.expert_tensor, rows * part.expert_tensor / part.tensor
+    inner = op.inner / tensor if op.cut is Cut.ROWS else op.inner
+    outer = op.outer / tensor if op.cut is Cut.COLUMNS else op.outer
     flops = 2.0 * rows * inner * outer
     moved = (rows * inner + inner * outer + rows * outer) * item_bytes
     slow = _MISALIGNED if inner % _ALIGNED or outer % _ALIGNED else 1.0

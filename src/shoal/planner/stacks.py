@@ -68,6 +68,10 @@ class Software:
     """Bytes of Adam's state for a weight: a float32 weight, two moments, and a float32 gradient where it keeps one."""
     keeps_gathered: bool = False
     """Under a pipeline, weights that ZeRO-3 gathered stay until the step is over, and are not gathered for every microbatch."""
+    shards_context: bool = False
+    """ZeRO cuts along ``cp`` too, whose ranks have the same weights as replicas have."""
+    splits_experts: bool = True
+    """Tensor-parallel ranks share each expert's matrices; if not, they are among the ranks that share the experts."""
     fused_attention: bool = True
     fused_loss: bool = True
     kernels_per_op: float = 1.0
@@ -119,14 +123,18 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="megatron-core",
-            source="NVIDIA/Megatron-LM core with Transformer Engine",
+            source="NVIDIA/Megatron-LM core with Transformer Engine; its optimizer is sharded along dp and cp "
+            "(docs: dist_optimizer), its guide to experts sets expert tensor parallelism to 1",
             overlaps_transfer=True,
             scatters_transfer=True,
             overlaps_tensor=0.5,
+            shards_context=True,
+            splits_experts=False,
         ),
         Software(
             name="fsdp",
-            source="PyTorch FSDP as llm-foundry and torchtitan use it",
+            source="PyTorch FSDP as llm-foundry and torchtitan use it, whose mesh of shards is dp x cp",
+            shards_context=True,
             reduced_bytes=2.0,
             keeps_gathered=True,
         ),
