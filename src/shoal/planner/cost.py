@@ -52,8 +52,18 @@ def wires_of(plan: Plan, job: Job) -> Wires:
         # Ranks that share a sequence have the same weights, and their gradients are summed too.
         data=wire_of(Group(dp * cp, tp), cluster, constants),
         pipeline=wire_of(Group(2 if plan.pp > 1 else 1, tp * cp * dp), cluster, constants),
-        expert=exchange_wire(Group(plan.ep, sharing.expert_split), cluster, constants),
+        expert=exchange_wire(Group(plan.ep, sharing.expert_split), cluster, constants, copies=_copies(job)),
         expert_data=wire_of(Group(sharing.expert_copies, sharing.expert_split * plan.ep), cluster, constants),
+    )
+
+
+def _copies(job: Job) -> int:
+    """Of a token, that travel as one between nodes."""
+    if not job.stack.software.sends_once:
+        return 1
+    return max(
+        (round(layer.routed_bytes / layer.output_bytes) for layer in job.chain.distinct if layer.routed_bytes),
+        default=1,
     )
 
 

@@ -104,7 +104,7 @@ def _product(op: Op, part: Slice, device: Device, precision: str, item_bytes: in
     moved = (rows * inner + inner * outer + rows * outer) * item_bytes
     slow = _MISALIGNED if inner % _ALIGNED or outer % _ALIGNED else 1.0
     reached = constants.matmul * (constants.narrow if precision in _NARROW else 1.0)
-    compute = flops * slow / (device.flops(precision) * reached)
+    compute = flops * slow / (device.sustained_flops(precision) * reached)
     if precision in _NARROW:
         # The left operand is read in 16 bit and written in 8, as it is and transposed for the backward pass.
         moved += rows * inner * (2 + 1 + 1)
@@ -122,7 +122,7 @@ def _attention(op: Op, part: Slice, device: Device, precision: str, item_bytes: 
     heads = op.heads / part.tensor
     rows, samples = op.rows / part.context, part.samples
     # Attention is done in 16 bit, whatever the products are.
-    peak = device.flops("bfloat16" if precision in _NARROW else precision)
+    peak = device.sustained_flops("bfloat16" if precision in _NARROW else precision)
     flops = 4.0 * rows * op.inner * op.outer * heads * samples
     if op.is_fused:
         return op.count * flops * (0.5 if op.causal else 1.0) / (peak * constants.matmul * constants.attention)

@@ -153,8 +153,15 @@ def needed_recompute(job: Job, plan: Plan) -> float:
 
 def tuned_seconds(job: Job, plan: Plan) -> float:
     """Seconds of a step with as much recompute as memory asks for, and no more."""
-    share = needed_recompute(job, plan)
-    least, most = (step_seconds(job, replace(plan, recompute=recompute)) for recompute in ("none", "full"))
+    return mixed_seconds(job, plan, needed_recompute(job, plan))
+
+
+def mixed_seconds(job: Job, plan: Plan, share: float) -> float:
+    """Seconds of a step in which a share of the blocks is recomputed."""
+    least, most = (
+        step_seconds(job, replace(plan, recompute=recompute)) if part else 0.0
+        for recompute, part in (("none", 1 - share), ("full", share))
+    )
     return (1 - share) * least + share * most
 
 
@@ -232,6 +239,11 @@ _COMPUTED = ("activation_mem_gib", "param_opt_mem_gib")
 """Metrics of figures that nobody measured: no run says whether it fitted."""
 TIMED = frozenset(metric for metric in _METRICS if "mem" not in metric and metric not in ("oom", "peak_reserved_gib"))
 """Metrics that say how long a step takes."""
+
+
+def timed_value(run: Run, job: Job, seconds: float) -> float:
+    """What a row's own metric is for a step of so many seconds; for rows of ``TIMED``."""
+    return _METRICS[run.metric](run, job, run.plan, seconds)
 
 
 def is_better_low(metric: str) -> bool:

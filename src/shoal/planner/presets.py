@@ -60,13 +60,16 @@ LINKS: dict[str, Link] = {
 }
 
 
-def _device(name: str, peaks: dict[str, float], memory: float, bandwidth: float, source: str) -> Device:
+def _device(
+    name: str, peaks: dict[str, float], memory: float, bandwidth: float, source: str, *, watts: float | None = None
+) -> Device:
     return Device(
         name=name,
         peak_flops={kind: value * TERA for kind, value in peaks.items()},
         memory_bytes=memory * GIB,
         memory_bandwidth=bandwidth * TERA,
         source=source,
+        watts=watts,
     )
 
 
@@ -113,35 +116,44 @@ PRESETS: dict[str, Preset] = {
             between="infiniband-hdr",
         ),
         Preset(
-            device=_device("h100-80gb", _H100, 80, 3.35, "NVIDIA H100 SXM data sheet, without sparsity"),
+            device=_device("h100-80gb", _H100, 80, 3.35, "NVIDIA H100 SXM data sheet, without sparsity", watts=700),
             inside="nvlink4",
             between="infiniband-ndr",
         ),
         Preset(
-            device=_device("h200-141gb", _H100, 141, 4.8, "NVIDIA H200 data sheet, without sparsity"),
+            device=_device("h200-141gb", _H100, 141, 4.8, "NVIDIA H200 data sheet, without sparsity", watts=700),
             inside="nvlink4",
             between="infiniband-ndr",
         ),
         Preset(
-            device=_device("b200-180gb", _B200, 180, 7.7, "NVIDIA DGX B200 data sheet, without sparsity"),
+            device=_device("b200-180gb", _B200, 180, 7.7, "NVIDIA DGX B200 data sheet, without sparsity", watts=1000),
             inside="nvlink5",
             between="infiniband-ndr",
         ),
         Preset(
-            device=_device("gb200-186gb", _GB200, 186, 8.0, "NVIDIA GB200 NVL72 data sheet, without sparsity"),
+            device=_device(
+                "gb200-186gb", _GB200, 186, 8.0, "NVIDIA GB200 NVL72 data sheet, without sparsity", watts=1200
+            ),
             inside="nvlink5",
             between="infiniband-ndr",
             devices_per_node=72,
         ),
         Preset(
-            device=_device("gb300-279gb", _GB300, 279, 8.0, "NVIDIA GB300 NVL72 data sheet, without sparsity"),
+            device=_device(
+                "gb300-279gb", _GB300, 279, 8.0, "NVIDIA GB300 NVL72 data sheet, without sparsity", watts=1400
+            ),
             inside="nvlink5",
             between="infiniband-xdr",
             devices_per_node=72,
         ),
         Preset(
             device=_device(
-                "b300-270gb", {**_B200, "float4": 13500.0}, 270, 8.0, "NVIDIA DGX B300 data sheet, without sparsity"
+                "b300-270gb",
+                {**_B200, "float4": 13500.0},
+                270,
+                8.0,
+                "NVIDIA DGX B300 data sheet, without sparsity",
+                watts=1100,
             ),
             inside="nvlink5",
             between="infiniband-xdr",
@@ -152,7 +164,7 @@ PRESETS: dict[str, Preset] = {
             between="infiniband-hdr",
         ),
         Preset(
-            device=_device("mi300x", _MI300X, 192, 5.3, "AMD MI300X data sheet, without sparsity"),
+            device=_device("mi300x", _MI300X, 192, 5.3, "AMD MI300X data sheet, without sparsity", watts=750),
             inside="infinity-fabric",
             between="infiniband-ndr",
         ),

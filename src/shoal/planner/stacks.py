@@ -30,7 +30,8 @@ class Constants:
     attention: float = 0.75
     """Share of a matrix product's efficiency that a fused attention reaches (FlashAttention-2, arXiv:2307.08691, Fig. 5)."""
     narrow: float = 0.8
-    """Share of its own peak's efficiency that a product in fewer than 16 bits reaches: operands are scaled and cast for it."""
+    """What a product in fewer than 16 bits reaches of its own peak, over what one in 16 bits does: its operands are scaled and cast;
+    above 1 where power holds the wider one back more."""
     reserve: float = 0.05
     """What the caching allocator holds beyond what is allocated, as a share of that."""
     sync: float = 1e-4
@@ -72,6 +73,8 @@ class Software:
     """ZeRO cuts along ``cp`` too, whose ranks have the same weights as replicas have."""
     splits_experts: bool = True
     """Tensor-parallel ranks share each expert's matrices; if not, they are among the ranks that share the experts."""
+    sends_once: bool = False
+    """A token that goes to several experts of a node travels there once."""
     fused_attention: bool = True
     fused_loss: bool = True
     kernels_per_op: float = 1.0
@@ -130,6 +133,7 @@ SOFTWARE: dict[str, Software] = {
             overlaps_tensor=0.5,
             shards_context=True,
             splits_experts=False,
+            sends_once=True,
         ),
         Software(
             name="fsdp",

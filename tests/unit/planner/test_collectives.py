@@ -84,5 +84,18 @@ def test_an_exchange_leaves_a_node_through_each_ranks_own_link():
 
 def test_an_exchange_is_no_faster_than_the_links_inside_a_node():
     """Two nodes of 8 behind slow links inside: 7 of 16 parts go through those, 8 through the network."""
-    found = exchange(16e9, exchange_wire(Group(16, 1), build_cluster("a100-80gb:16x8"), Constants(link=0.01, network=1.0)))
+    found = exchange(
+        16e9, exchange_wire(Group(16, 1), build_cluster("a100-80gb:16x8"), Constants(link=0.01, network=1.0))
+    )
     assert found == pytest.approx(7e9 / (300e9 * 0.01) + 4 * 12e-6)
+
+
+def test_a_token_that_goes_to_many_ranks_of_a_node_travels_there_once():
+    """Eight copies over two nodes: all but one token in 256 go to the other node, once in place of four times."""
+    cluster = build_cluster("a100-80gb:2x8")
+    each, once = (
+        exchange(16e9, exchange_wire(Group(16, 1), cluster, Constants(link=1.0, network=0.1), copies=copies))
+        for copies in (1, 8)
+    )
+    assert each == pytest.approx(8e9 / 2.5e9 + 4 * 12e-6)
+    assert once == pytest.approx(8e9 / 2.5e9 * (1 - 1 / 256) / 4 + 4 * 12e-6)
