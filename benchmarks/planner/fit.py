@@ -9,7 +9,7 @@ its rows, and a pull towards where the fit began: the constants of the software'
 software. At most six constants of a stack are free.
 
 Errors are of rows that were left out, in three ways. Rows: every fifth. Groups: all rows of a model on a number of devices
-of a kind, because rows alike teach each other. Devices: all rows of a device, which is then predicted like one that was never seen.
+of a kind, because rows alike teach each other. Devices: all rows of a device, which is then predicted like one that nobody saw.
 """
 
 import argparse
@@ -133,7 +133,8 @@ def thin(runs: Sequence[Run]) -> list[Run]:
 def fit_stack(runs: Sequence[Run], start: Constants, free: Sequence[str], folds: int) -> Fitted:
     """Fit on all rows, and measure on rows that were left out."""
     chosen = thin(runs)
-    constants = fit(chosen, start, free)
+    # One row moves whatever comes first; it has had its say where all devices are fitted together.
+    constants = fit(chosen, start, free) if len(chosen) > 1 else start
     errors: list[float] = []
     if len(chosen) >= folds > 1:
         for fold in range(folds):
@@ -151,7 +152,7 @@ def fit_software(runs: Sequence[Run], software: str) -> Callable[[Run], Constant
     own = {
         device: fit([run for run in chosen if run.device == device], joint, free)
         for device in dict.fromkeys(run.device for run in chosen)
-        if sum(run.device == device for run in chosen) >= 2
+        if sum(run.device == device for run in chosen) > 1
     }
     return lambda run: own.get(run.device, joint)
 
@@ -207,6 +208,7 @@ def main() -> None:
         entries[name] = {
             "constants": {key: float(f"{value:.4g}") for key, value in found.constants.as_dict().items()},
             "fitted_on": f"{found.rows} rows of {'; '.join(sources)}",
+            "rows": found.rows,
             "error": round(found.error, 4),
             "validated_error": None if found.validated is None else round(found.validated, 4),
         }
@@ -220,8 +222,7 @@ def main() -> None:
         record(f"{software}/*", joint, own)
         for device in dict.fromkeys(run.device for run in own):
             here = [run for run in own if run.device == device]
-            if len(here) >= 2:
-                record(f"{software}/{device}", fit_stack(here, joint.constants, free, arguments.folds), here)
+            record(f"{software}/{device}", fit_stack(here, joint.constants, free, arguments.folds), here)
     # A software that nobody has published runs of starts from the sharded one, whose kernels are torch's own.
     entries["*/*"] = entries["fsdp/*"]
     content = {

@@ -44,8 +44,8 @@ class Device:
 
 
 _FLOPS_PER_JOULE = 1.4e12
-"""At most, in 16 bit, on a 4 nm process. Large products on a B200 of 1 kW reach 0.45 to 0.51 of its peak, 1.1e12 a joule, where short
-ones, which do not heat it, reach 0.65 (SimuMax 1.2, configs/system/b200_bf16_ceperm.json)."""
+"""At most, in 16 bit, on a 4 nm process; set by hand, once for all devices. Large products on a B200 of 1 kW reach 0.45 to 0.51
+of its peak, 1.1e12 a joule, where shorter ones reach 0.65 (SimuMax 1.2, configs/system/b200_bf16_ceperm.json)."""
 _WIDER = ["float4", "float8", "float16", "bfloat16", "float32", "float64"]
 
 

@@ -216,12 +216,17 @@ def _reserved(run: Run, job: Job, plan: Plan, seconds: float) -> float:
 
 
 def _utilisation(run: Run, job: Job, plan: Plan, seconds: float) -> float:
-    return _tflops(run, job, plan, seconds, with_recompute=False) * 1e12 / job.cluster.device.flops(job.precision)
+    share = _tflops(run, job, plan, seconds, with_recompute=False) * 1e12 / job.cluster.device.flops(job.precision)
+    # Nobody reaches more than all of it: a number above 1 is in percent.
+    return share * 100 if run.measured > 1 else share
 
 
 Metric = Callable[[Run, Job, Plan, float], float]
 _METRICS: Mapping[str, Metric] = {
     "iter_time_s": lambda run, job, plan, seconds: seconds,
+    "iter_time_ms": lambda run, job, plan, seconds: seconds * 1e3,
+    "samples_per_s": lambda run, job, plan, seconds: run.global_batch / seconds,
+    "samples_per_s_per_gpu": lambda run, job, plan, seconds: run.global_batch / seconds / run.num_devices,
     "tokens_per_s_per_gpu": lambda run, job, plan, seconds: _tokens(run, job, plan, seconds) / run.num_devices,
     "tokens_per_s": _tokens,
     "tflops_per_gpu_hw": partial(_tflops, with_recompute=True),
@@ -248,7 +253,7 @@ def timed_value(run: Run, job: Job, seconds: float) -> float:
 
 def is_better_low(metric: str) -> bool:
     """True where less of it is faster."""
-    return metric == "iter_time_s"
+    return metric in ("iter_time_s", "iter_time_ms")
 
 
 def log_error(predicted: Predicted) -> float:

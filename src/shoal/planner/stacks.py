@@ -30,8 +30,8 @@ class Constants:
     attention: float = 0.75
     """Share of a matrix product's efficiency that a fused attention reaches (FlashAttention-2, arXiv:2307.08691, Fig. 5)."""
     narrow: float = 0.8
-    """What a product in fewer than 16 bits reaches of its own peak, over what one in 16 bits does: its operands are scaled and cast;
-    above 1 where power holds the wider one back more."""
+    """What a product in fewer than 16 bits reaches of its own peak, over what one in 16 bits does: its operands are scaled and
+    cast; above 1 where power holds the wider one back more."""
     reserve: float = 0.05
     """What the caching allocator holds beyond what is allocated, as a share of that."""
     sync: float = 1e-4
@@ -157,6 +157,10 @@ class Stack:
     fitted_on: str = ""
 
 
+_ENOUGH = 2
+"""Rows from which on a device has constants of its own and counts as calibrated."""
+
+
 @lru_cache(maxsize=1)
 def _stored() -> Mapping[str, Any]:
     content = files("shoal.planner").joinpath("constants.json").read_text(encoding="utf-8")
@@ -172,13 +176,16 @@ def find_stack(software: str, device: str) -> Stack:
         device: a preset's name.
     """
     entries = _stored()["stacks"]
-    for candidate in (f"{software}/{device}", f"{software}/*", f"*/{device}", "*/*"):
+    # The same chip with other memory is the nearest relative.
+    family = f"{software}/{device.partition('-')[0]}-"
+    alike = (name for name in entries if name.startswith(family))
+    for candidate in (f"{software}/{device}", *alike, f"{software}/*", f"*/{device}", "*/*"):
         if candidate in entries:
             entry = entries[candidate]
             return Stack(
                 software=SOFTWARE[software],
                 constants=Constants(**entry["constants"]),
-                is_fitted=candidate == f"{software}/{device}",
+                is_fitted=candidate == f"{software}/{device}" and entry["rows"] >= _ENOUGH,
                 fitted_on=entry["fitted_on"],
             )
     return Stack(software=SOFTWARE[software], constants=Constants(), is_fitted=False)

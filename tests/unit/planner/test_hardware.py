@@ -96,7 +96,8 @@ def test_a_stack_that_nobody_measured_says_so():
 def test_power_holds_a_device_back_in_every_precision_alike():
     hot, cool, unknown = (
         Device(
-            name="mine", peak_flops={"bfloat16": 2e15, "float8": 4e15}, memory_bytes=1.0, memory_bandwidth=1.0, source="", watts=watts
+            name="mine", peak_flops={"bfloat16": 2e15, "float8": 4e15}, memory_bytes=1.0, memory_bandwidth=1.0, source="",
+            watts=watts,
         )
         for watts in (1000.0, 5000.0, None)
     )  # fmt: skip
