@@ -14,6 +14,8 @@ _ALIGNED = 8
 """Elements that a row of 16-bit operands must be a multiple of for tensor cores (NVIDIA, "Matrix multiplication background")."""
 _MISALIGNED = 4.0
 """How many times as long a product of misaligned operands takes."""
+_PLAIN_CORES = 16.0
+"""The same of batched products of heads, which are then done without tensor cores: 19.5 of 312 Tflop/s (NVIDIA A100 data sheet)."""
 _FUSED_BACKWARD = 2.5
 """Products of a fused attention's backward pass per product of its forward pass: five for two (ibid., section 2.2)."""
 
@@ -126,7 +128,7 @@ def _attention(op: Op, part: Slice, device: Device, precision: str, item_bytes: 
     flops = 4.0 * rows * op.inner * op.outer * heads * samples
     if op.is_fused:
         return op.count * flops * (0.5 if op.causal else 1.0) / (peak * constants.matmul * constants.attention)
-    slow = _MISALIGNED if op.inner % _ALIGNED else 1.0
+    slow = _PLAIN_CORES if op.inner % _ALIGNED else 1.0
     moved = (op.num_bytes / part.tensor / part.context + 4 * rows * op.inner * heads * item_bytes) * samples
     return op.count * (flops * slow / (peak * constants.matmul) + moved / (device.memory_bandwidth * constants.memory))
 
