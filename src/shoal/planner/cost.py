@@ -232,9 +232,9 @@ def _replicas(
     reduce = gathered = 0.0
     for own, wire in zip(weights, (wires.data, wires.expert_data), strict=True):
         if plan.zero == 0:
-            reduce += all_reduce(own * software.reduced_bytes, wire)
+            reduce += all_reduce(own * job.reduced_bytes, wire)
         else:
-            reduce += gather(own * software.reduced_bytes, wire)
+            reduce += gather(own * job.reduced_bytes, wire)
             gathered += gather(own * job.weight_bytes, wire)
     if plan.zero == 3:
         # For every microbatch, unless a pipeline keeps what it has gathered until its step is over.

@@ -137,5 +137,5 @@ def _seconds(job: Job, layer: Layer, split: Split) -> float:
     times = time_one_layer(layer, job, plan)
     replicas = split.samples * split.positions
     wire = wire_of(Group(replicas, split.parameters), job.cluster, job.stack.constants)
-    gradients = all_reduce(layer_weights(layer, plan, job.stack.software) * job.stack.software.reduced_bytes, wire)
+    gradients = all_reduce(layer_weights(layer, plan, job.stack.software) * job.reduced_bytes, wire)
     return times.forward + times.input + times.weight + gradients

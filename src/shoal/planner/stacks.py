@@ -61,6 +61,8 @@ class Software:
     """Share of tensor-parallel communication that is hidden behind matrix products."""
     reduced_bytes: float = 4.0
     """Bytes of a gradient as it travels."""
+    reduced_bytes_bfloat16: float | None = None
+    """The same in bfloat16, where that differs."""
     gradient_bytes: float = 4.0
     """Bytes that stay allocated for a gradient, all its copies together."""
     gradient_bytes_bfloat16: float | None = None
@@ -117,8 +119,11 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="megatron",
-            source="NVIDIA/Megatron-LM until 2022: local DDP reduces float32 gradients after the last microbatch",
+            source="NVIDIA/Megatron-LM until 2022: local DDP reduces gradients after the last microbatch, in float32 only where "
+            "--accumulate-allreduce-grads-in-fp32 says so, which bfloat16 alone does by itself (arguments.py)",
             overlaps_reduce=False,
+            reduced_bytes=2.0,
+            reduced_bytes_bfloat16=4.0,
             scatters_transfer=True,
             fused_attention=False,
             fused_loss=False,

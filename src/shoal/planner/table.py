@@ -6,7 +6,8 @@ Nothing here depends on who published a row, except the software that ran, which
 import csv
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,18 @@ def read_table(path: Path) -> list[Run | Unread]:
         raise RequestError(f"{path} has no rows; give a table with at least one run")
     if len(rows) > _MOST_ROWS:
         raise RequestError(f"{path} has more than {_MOST_ROWS} rows; give it in parts")
-    return [_read_row(number, row) for number, row in enumerate(rows)]
+    elsewhere = _heads_elsewhere(rows)
+    return [_read_row(number, row, elsewhere.get((row["source"], row["hidden"]))) for number, row in enumerate(rows)]
+
+
+def _heads_elsewhere(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], int]:
+    """Heads by source and width: those that most of its rows of that width have, for rows that do not say."""
+    counts: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    for row in rows:
+        heads = _float(row, "heads")
+        if heads is not None and 1 <= heads <= _MANY:
+            counts[row["source"], row["hidden"]][int(heads)] += 1
+    return {key: found.most_common(1)[0][0] for key, found in counts.items()}
 
 
 def _whole(row: Mapping[str | None, str | list[str] | None]) -> dict[str, str]:
@@ -113,15 +125,15 @@ class _Unreadable(Exception):
     """A cell that cannot be understood."""
 
 
-def _read_row(number: int, row: Mapping[str, str]) -> Run | Unread:
+def _read_row(number: int, row: Mapping[str, str], heads: int | None) -> Run | Unread:
     measured = _float(row, "measured_value")
     try:
-        return _understand(number, row, measured)
+        return _understand(number, row, measured, heads)
     except (_Unreadable, RequestError) as why:
         return Unread(number, row["source"], row["measured_metric"], measured, str(why))
 
 
-def _understand(number: int, row: Mapping[str, str], measured: float | None) -> Run:
+def _understand(number: int, row: Mapping[str, str], measured: float | None, other_heads: int | None) -> Run:
     if measured is None or (measured <= 0 and row["measured_metric"] != "oom"):
         raise _Unreadable(f"measured_value is {row['measured_value']!r}, and a number above 0 is needed")
     assumed: list[str] = []
@@ -132,7 +144,7 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None) -> 
     if software is None:
         software = likely_software(preset.device.name, zero)
         assumed.append(f"a software like {software}")
-    shape = _shape(row, text, software, assumed)
+    shape = _shape(row, text, software, other_heads, assumed)
     degrees, num_devices = _degrees(row, assumed)
     micro_batch, global_batch = _batch(row, degrees, software, assumed)
     recompute = read_recompute(row["recompute"])
@@ -219,14 +231,16 @@ def _batch(row: Mapping[str, str], degrees: Mapping[str, int], software: str, as
     return micro_batch, global_batch
 
 
-def _shape(row: Mapping[str, str], text: str, software: str, assumed: list[str]) -> TransformerShape:
+def _shape(
+    row: Mapping[str, str], text: str, software: str, other_heads: int | None, assumed: list[str]
+) -> TransformerShape:
     for column in ("layers", "hidden", "seq_len"):
         if not row[column]:
             raise _Unreadable(f"{column} is missing: the model's dimensions are not known")
     hidden = _need(row, "hidden")
     heads = _given(row, "heads")
     if heads is None:
-        heads = _given(row, "kv_heads") or _likely_heads(hidden)
+        heads = _given(row, "kv_heads") or other_heads or _likely_heads(hidden)
         assumed.append(f"{heads} heads")
     vocab = _given(row, "vocab")
     if vocab is None:

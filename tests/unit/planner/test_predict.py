@@ -147,6 +147,13 @@ def test_what_a_row_leaves_out_is_derived_or_assumed_and_said(tmp_path, change, 
     assert not found.in_range and word in found.why_not.split("; ")
 
 
+def test_heads_that_are_not_stated_are_those_of_other_rows_of_the_source_as_wide(tmp_path):
+    blank = {"heads": "", "kv_heads": ""}
+    known = {"heads": 32, "kv_heads": 32}
+    rows = read(tmp_path, known, known, blank, {**blank, "source": "Megatron"}, {**blank, "hidden": 2560})
+    assert [row.shape.heads for row in rows] == [32, 32, 32, 18, 20] and rows[2].assumed == ("32 heads",)
+
+
 def test_a_row_says_neither_devices_nor_replicas(tmp_path):
     (found,) = predict(tmp_path, {"dp": "", "n_gpus": ""})
     assert found.predicted is None and "n_gpus is '', and so is dp" in found.why_not
