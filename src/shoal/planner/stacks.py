@@ -95,9 +95,11 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="megatron-deepspeed",
-            source="microsoft/Megatron-DeepSpeed: PipelineEngine reduces after the last microbatch",
+            source="microsoft/Megatron-DeepSpeed: PipelineEngine reduces after the last microbatch, and partitions what it sends over "
+            "tensor-parallel ranks (is_pipe_partitioned, is_grad_partitioned)",
             overlaps_reduce=False,
             overlaps_gather=False,
+            scatters_transfer=True,
             reduced_bytes=2.0,
             gradient_bytes_bfloat16=8.0,
             state_bytes=16.0,
@@ -107,9 +109,10 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="bigscience",
-            source="bigscience-workshop/Megatron-DeepSpeed, 2021 and 2022: ZeRO-1, fused softmax, PipelineEngine",
+            source="bigscience-workshop/Megatron-DeepSpeed, 2021 and 2022: ZeRO-1, fused softmax, PipelineEngine as above",
             overlaps_reduce=False,
             overlaps_gather=False,
+            scatters_transfer=True,
             reduced_bytes=2.0,
             gradient_bytes_bfloat16=8.0,
             state_bytes=16.0,
