@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shoal.planner import stacks
 from shoal.planner.predict import TIMED, job_of, mixed_seconds, needed_recompute, step_seconds, timed_value
-from shoal.planner.stacks import SOFTWARE, Constants, Stack
+from shoal.planner.stacks import SOFTWARE, Constants, Stack, same_chip
 from shoal.planner.table import Run, read_table
 
 TARGET = Path(stacks.__file__).with_name("constants.json")
@@ -146,7 +146,8 @@ def fit_stack(runs: Sequence[Run], start: Constants, free: Sequence[str], folds:
 
 
 def fit_software(runs: Sequence[Run], software: str) -> Callable[[Run], Constants]:
-    """What predicts a row of a software when only ``runs`` are known: its device's constants, or all devices' together."""
+    """What predicts a row of a software when only ``runs`` are known, as ``find_stack`` does: its device's constants, those of a
+    device with the same chip, or all devices' together."""
     free, chosen = FREE[software], thin(runs)
     joint = fit(chosen, START.get(software, Constants()), free)
     own = {
@@ -154,7 +155,7 @@ def fit_software(runs: Sequence[Run], software: str) -> Callable[[Run], Constant
         for device in dict.fromkeys(run.device for run in chosen)
         if sum(run.device == device for run in chosen) > 1
     }
-    return lambda run: own.get(run.device, joint)
+    return lambda run: next((own[device] for device in (run.device, *same_chip(run.device, own)) if device in own), joint)
 
 
 def leave_out(runs: Sequence[Run], software: str, by: str) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ and, for bytes and kernels that no document states, from the residuals of the ca
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.resources import files
@@ -169,6 +169,20 @@ _ENOUGH = 2
 """Rows from which on a device has constants of its own and counts as calibrated."""
 
 
+_CHIPS = {"h200": "h100", "h800": "h100", "gh200": "h100", "a800": "a100"}
+"""Devices that are another one with other memory or links."""
+
+
+def same_chip(device: str, others: Iterable[str]) -> list[str]:
+    """Those of some devices that have the same chip: the nearest relatives of one that was not fitted."""
+
+    def chip(name: str) -> str:
+        family = name.partition("-")[0]
+        return _CHIPS.get(family, family)
+
+    return [other for other in others if chip(other) == chip(device)]
+
+
 @lru_cache(maxsize=1)
 def _stored() -> Mapping[str, Any]:
     content = files("shoal.planner").joinpath("constants.json").read_text(encoding="utf-8")
@@ -184,9 +198,7 @@ def find_stack(software: str, device: str) -> Stack:
         device: a preset's name.
     """
     entries = _stored()["stacks"]
-    # The same chip with other memory is the nearest relative.
-    family = f"{software}/{device.partition('-')[0]}-"
-    alike = (name for name in entries if name.startswith(family))
+    alike = (f"{software}/{other}" for other in same_chip(device, [name.partition("/")[2] for name in entries]))
     for candidate in (f"{software}/{device}", *alike, f"{software}/*", f"*/{device}", "*/*"):
         if candidate in entries:
             entry = entries[candidate]

@@ -93,6 +93,13 @@ def test_a_stack_that_nobody_measured_says_so():
         assert not found.is_fitted and found.software.name == software and found.fitted_on
 
 
+def test_a_device_with_a_known_chip_has_the_constants_of_that_chip():
+    for device, relative in (("h800-80gb", "h100-80gb"), ("h200-141gb", "h100-80gb")):
+        found = find_stack("megatron-core", device)
+        assert found.constants == find_stack("megatron-core", relative).constants and not found.is_fitted
+    assert find_stack("megatron-core", "mi300x").constants != find_stack("megatron-core", "h100-80gb").constants
+
+
 def test_power_holds_a_device_back_in_every_precision_alike():
     hot, cool, unknown = (
         Device(
