@@ -155,7 +155,9 @@ def fit_software(runs: Sequence[Run], software: str) -> Callable[[Run], Constant
         for device in dict.fromkeys(run.device for run in chosen)
         if sum(run.device == device for run in chosen) > 1
     }
-    return lambda run: next((own[device] for device in (run.device, *same_chip(run.device, own)) if device in own), joint)
+    return lambda run: next(
+        (own[device] for device in (run.device, *same_chip(run.device, own)) if device in own), joint
+    )
 
 
 def leave_out(runs: Sequence[Run], software: str, by: str) -> dict[str, list[float]]:

@@ -1,7 +1,7 @@
 """What the words in a table's cells mean: devices, networks, software, schedules, precision, recompute.
 
 Tables are written by people: a cell says "A100-80GB-SXM", "interleaved-1F1B v=3" or "1 (distributed optimizer, assumed)".
-What is not understood is no error here, but for a device: it is said to be unknown, and ``table.py`` says what it took in its place.
+What is not understood is no error here, but for a device: it is said to be unknown, and ``table.py`` says what it took instead.
 """
 
 import re

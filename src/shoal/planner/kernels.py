@@ -15,7 +15,7 @@ _ALIGNED = 8
 _MISALIGNED = 4.0
 """How many times as long a product of misaligned operands takes."""
 _PLAIN_CORES = 16.0
-"""The same of batched products of heads, then done without tensor cores: 19.5 in place of 312 Tflop/s (NVIDIA A100 data sheet)."""
+"""The same of batched products of heads, then done without tensor cores: 19.5 in place of 312 Tflop/s (A100 data sheet)."""
 _FUSED_BACKWARD = 2.5
 """Products of a fused attention's backward pass per product of its forward pass: five for two (ibid., section 2.2)."""
 

@@ -95,8 +95,8 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="megatron-deepspeed",
-            source="microsoft/Megatron-DeepSpeed: PipelineEngine reduces after the last microbatch, and partitions what it sends over "
-            "tensor-parallel ranks (is_pipe_partitioned, is_grad_partitioned)",
+            source="microsoft/Megatron-DeepSpeed: PipelineEngine reduces after the last microbatch, and partitions what it sends "
+            "over tensor-parallel ranks (is_pipe_partitioned, is_grad_partitioned)",
             overlaps_reduce=False,
             overlaps_gather=False,
             scatters_transfer=True,
