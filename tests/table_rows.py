@@ -6,7 +6,7 @@ from pathlib import Path
 from shoal.planner.table import COLUMNS
 
 ROW = {
-    "source": "somebody", "model": "GPT-1.7B", "layers": 24, "hidden": 2304, "heads": 24, "kv_heads": 24,
+    "source": "somebody with Megatron", "model": "GPT-1.7B", "layers": 24, "hidden": 2304, "heads": 24, "kv_heads": 24,
     "ffn_hidden": 9216, "seq_len": 2048, "vocab": 51200, "gpu": "A100-80GB-SXM", "n_gpus": 32, "dp": 32, "tp": 1, "pp": 1,
     "cp": 1, "ep": 1, "zero": 0, "schedule_or_interleave": "none", "micro_batch": 16, "global_batch": 512,
     "precision": "fp16", "recompute": "full", "seq_parallel": 0, "measured_metric": "iter_time_s", "measured_value": 3.1,

@@ -1,34 +1,39 @@
 """Fits the constants of every device and software on a table of published runs, and writes them into the package.
 
-    python benchmarks/planner/fit.py TABLE.csv [--folds 5] [--dry-run]
+    python benchmarks/planner/fit.py TABLE.csv [--folds 5] [--software NAME] [--dry-run]
+    python benchmarks/planner/fit.py TABLE.csv --leave group     # nothing is written: whole groups of rows are left out
+    python benchmarks/planner/fit.py TABLE.csv --leave device
 
 A constant moves by coordinate descent in its logarithm; the loss is the mean absolute error, a source counting by the root of
-its rows, and a pull towards the constants of the software's relatives that is worth one row. At most six constants of a stack are
-free. Errors that it prints and stores are cross-validated: a row is predicted with constants that were fitted without it.
+its rows, and a pull towards where the fit began: the constants of the software's relatives for a device, the defaults for a
+software. At most six constants of a stack are free.
+
+Errors are of rows that were left out, in three ways. Rows: every fifth. Groups: all rows of a model on a number of devices
+of a kind, because rows alike teach each other. Devices: all rows of a device, which is then predicted like one that nobody saw.
 """
 
 import argparse
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
 from shoal.planner import stacks
-from shoal.planner.predict import TIMED, predict_run
-from shoal.planner.stacks import SOFTWARE, Constants, Stack
+from shoal.planner.predict import TIMED, job_of, mixed_seconds, needed_recompute, step_seconds, timed_value
+from shoal.planner.stacks import SOFTWARE, Constants, Stack, same_chip
 from shoal.planner.table import Run, read_table
 
 TARGET = Path(stacks.__file__).with_name("constants.json")
 LIMITS = {
     "matmul": (0.2, 1.0), "memory": (0.2, 1.0), "launch": (1e-6, 1e-4), "link": (0.05, 1.0), "network": (0.05, 1.0),
-    "sync": (1e-7, 2e-3), "attention": (0.2, 1.0), "narrow": (0.3, 1.0),
+    "sync": (1e-7, 2e-3), "attention": (0.2, 1.0), "narrow": (0.3, 1.4),
 }  # fmt: skip
 DENSE = ("matmul", "memory", "launch", "link", "network", "sync")
 SHARDED = ("matmul", "memory", "attention", "narrow", "network", "launch")
-EXPERT = ("matmul", "memory", "launch", "link", "network", "sync")
+EXPERT = ("matmul", "memory", "launch", "link", "network", "narrow")
 FREE = {
     "megatron-deepspeed": DENSE,
     "bigscience": DENSE,
@@ -40,6 +45,9 @@ START = {"megatron-core": Constants(narrow=1.0)}
 """Where a fit begins, if not at the defaults: Transformer Engine's casts are fused, and counted as what they read and write."""
 MOST_ROWS = 150
 """Rows of one source that are fitted on; the rest of a larger source is only predicted."""
+PULL = 0.3
+"""How much a row's error a constant may cost that is e times what the fit began with."""
+GROUP_FOLDS = 8
 
 
 @dataclass(frozen=True)
@@ -61,13 +69,27 @@ def usable(runs: Sequence[object]) -> list[Run]:
     ]
 
 
+RECOMPUTED: dict[int, float] = {}
+"""By row, the share of blocks that is recomputed where the row does not say; memory decides that, so constants do not matter."""
+
+
+def error_of(run: Run, constants: Constants) -> float:
+    """The absolute error of one row, as a share of what was measured."""
+    job = job_of(run, Stack(software=SOFTWARE[run.software], constants=constants, is_fitted=True))
+    if run.recompute == "unknown":
+        if run.row not in RECOMPUTED:
+            RECOMPUTED[run.row] = needed_recompute(job, run.plan)
+        seconds = mixed_seconds(job, run.plan, RECOMPUTED[run.row])
+    else:
+        seconds = step_seconds(job, run.plan)
+    return abs(timed_value(run, job, seconds) / run.measured - 1)
+
+
 def mean_error(runs: Sequence[Run], constants: Constants) -> float:
     """Mean absolute error, a source counting by the root of its rows: many alike say less than as many unlike."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for run in runs:
-        found = predict_run(run, Stack(software=SOFTWARE[run.software], constants=constants, is_fitted=True))
-        assert found.predicted is not None and found.measured
-        by_source[run.source].append(abs(found.predicted / found.measured - 1))
+        by_source[run.source].append(error_of(run, constants))
     weights = {source: math.sqrt(len(errors)) for source, errors in by_source.items()}
     means = {source: sum(errors) / len(errors) for source, errors in by_source.items()}
     return sum(means[source] * weight for source, weight in weights.items()) / sum(weights.values())
@@ -78,7 +100,7 @@ def fit(runs: Sequence[Run], start: Constants, free: Sequence[str]) -> Constants
 
     def loss(constants: Constants) -> float:
         pull = sum(math.log(getattr(constants, name) / getattr(start, name)) ** 2 for name in free) / len(free)
-        return mean_error(runs, constants) + 0.3 * pull / len(runs)
+        return mean_error(runs, constants) + PULL * pull / len(runs)
 
     best, lowest = start, loss(start)
     stride = dict.fromkeys(free, 0.3)
@@ -111,7 +133,8 @@ def thin(runs: Sequence[Run]) -> list[Run]:
 def fit_stack(runs: Sequence[Run], start: Constants, free: Sequence[str], folds: int) -> Fitted:
     """Fit on all rows, and measure on rows that were left out."""
     chosen = thin(runs)
-    constants = fit(chosen, start, free)
+    # One row moves whatever comes first; it has had its say where all devices are fitted together.
+    constants = fit(chosen, start, free) if len(chosen) > 1 else start
     errors: list[float] = []
     if len(chosen) >= folds > 1:
         for fold in range(folds):
@@ -122,14 +145,65 @@ def fit_stack(runs: Sequence[Run], start: Constants, free: Sequence[str], folds:
     return Fitted(constants, len(chosen), mean_error(runs, constants), sum(errors) / len(errors) if errors else None)
 
 
+def fit_software(runs: Sequence[Run], software: str) -> Callable[[Run], Constants]:
+    """What predicts a row of a software when only ``runs`` are known, as ``find_stack`` does: its device's constants, those of a
+    device with the same chip, or all devices' together."""
+    free, chosen = FREE[software], thin(runs)
+    joint = fit(chosen, START.get(software, Constants()), free)
+    own = {
+        device: fit([run for run in chosen if run.device == device], joint, free)
+        for device in dict.fromkeys(run.device for run in chosen)
+        if sum(run.device == device for run in chosen) > 1
+    }
+    return lambda run: next(
+        (own[device] for device in (run.device, *same_chip(run.device, own)) if device in own), joint
+    )
+
+
+def leave_out(runs: Sequence[Run], software: str, by: str) -> dict[str, list[float]]:
+    """Errors of rows by device, each predicted without its group, or without all rows of its device."""
+    own = [run for run in runs if run.software == software]
+    keys = {run.row: run.device if by == "device" else "/".join((run.device, *run.group[1:4])) for run in own}
+    names = list(dict.fromkeys(keys.values()))
+    num_folds = len(names) if by == "device" else min(GROUP_FOLDS, len(names))
+    errors: dict[str, list[float]] = defaultdict(list)
+    for fold in range(num_folds if len(names) > 1 else 0):
+        out = set(names[fold::num_folds])
+        learned = fit_software([run for run in own if keys[run.row] not in out], software)
+        for run in thin(own):
+            if keys[run.row] in out:
+                errors[run.device].append(error_of(run, learned(run)))
+    return errors
+
+
+def report_left_out(runs: Sequence[Run], softwares: Sequence[str], by: str) -> None:
+    """Prints the errors of groups or devices that were left out."""
+    for software in softwares:
+        found = leave_out(runs, software, by)
+        for device, errors in found.items():
+            print(f"{software + '/' + device:32} {len(errors):4} rows, {by} left out: {mean(errors):.1%}", flush=True)
+        every = [error for errors in found.values() for error in errors]
+        if every:
+            print(f"{software + '/*':32} {len(every):4} rows, {by} left out: {mean(every):.1%}", flush=True)
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", type=Path)
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--leave", choices=("group", "device"), help="only print errors of what was left out whole")
     parser.add_argument("--software", choices=list(FREE), help="fit only this one, and keep the others as they are")
     arguments = parser.parse_args()
     runs = usable(read_table(arguments.table))
+    softwares = list(dict.fromkeys(run.software for run in runs if arguments.software in (None, run.software)))
+    if arguments.leave:
+        report_left_out(runs, softwares, arguments.leave)
+        return
     entries: dict[str, dict[str, object]] = json.loads(TARGET.read_text())["stacks"] if arguments.software else {}
 
     def record(name: str, found: Fitted, own: Sequence[Run]) -> None:
@@ -137,21 +211,21 @@ def main() -> None:
         entries[name] = {
             "constants": {key: float(f"{value:.4g}") for key, value in found.constants.as_dict().items()},
             "fitted_on": f"{found.rows} rows of {'; '.join(sources)}",
+            "rows": found.rows,
             "error": round(found.error, 4),
             "validated_error": None if found.validated is None else round(found.validated, 4),
         }
         validated = "" if found.validated is None else f", cross-validated {found.validated:.1%}"
         print(f"{name:32} {found.rows:4} rows, error {found.error:.1%}{validated}", flush=True)
 
-    for software in dict.fromkeys(run.software for run in runs if arguments.software in (None, run.software)):
+    for software in softwares:
         own = [run for run in runs if run.software == software]
         free = FREE[software]
         joint = fit_stack(own, START.get(software, Constants()), free, folds=0)
         record(f"{software}/*", joint, own)
         for device in dict.fromkeys(run.device for run in own):
             here = [run for run in own if run.device == device]
-            if len(here) >= 2:
-                record(f"{software}/{device}", fit_stack(here, joint.constants, free, arguments.folds), here)
+            record(f"{software}/{device}", fit_stack(here, joint.constants, free, arguments.folds), here)
     # A software that nobody has published runs of starts from the sharded one, whose kernels are torch's own.
     entries["*/*"] = entries["fsdp/*"]
     content = {

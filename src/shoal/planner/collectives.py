@@ -48,6 +48,34 @@ def wire_of(group: Group, cluster: Cluster, constants: Constants) -> Wire:
     return Wire(group.size, min(outer, inner.bandwidth * constants.link) if in_node > 1 else outer, tier.latency)
 
 
+def exchange_wire(group: Group, cluster: Cluster, constants: Constants, *, copies: int = 1) -> Wire:
+    """The same for an all-to-all, in which nothing is passed on: what is for other nodes leaves through each rank's own link.
+
+    Both go on at once, so the slower of them sets the pace (NCCL sends to all peers side by side, with every device's own
+    network card).
+
+    Args:
+        group: the ranks.
+        cluster: where they are.
+        constants: what they reach.
+        copies: of every element, to ranks that are as good as random, of which a node gets one and passes it on (DeepSeek-V3,
+            arXiv:2412.19437, section 3.2.2).
+    """
+    inner = cluster.tiers[0]
+    span = (group.size - 1) * group.stride + 1
+    if group.size <= 1 or span <= inner.devices:
+        return wire_of(group, cluster, constants)
+    tier = cluster.tier_of(span)
+    in_node = max(1, min(group.size, inner.devices // group.stride))
+    # Shares of a rank's bytes, in parts of 1 / size, over the speed of the way that they take.
+    near = (in_node - 1) / (inner.bandwidth * constants.link)
+    num_nodes = group.size / in_node
+    # Of k copies over n nodes, n (1 - (1 - 1/n)^k) nodes get one at least.
+    once = num_nodes * (1 - (1 - 1 / num_nodes) ** copies) / copies
+    far = once * (group.size - in_node) / (tier.bandwidth * constants.network)
+    return Wire(group.size, (group.size - 1) / max(near, far), tier.latency)
+
+
 def all_reduce(num_bytes: float, wire: Wire) -> float:
     """Seconds of a sum over all ranks of a group that all of them get."""
     if wire.size <= 1 or num_bytes <= 0:

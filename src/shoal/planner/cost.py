@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.costs.chain import Layer
-from shoal.planner.collectives import Group, Wire, all_reduce, exchange, gather, send, wire_of
+from shoal.planner.collectives import Group, Wire, all_reduce, exchange, exchange_wire, gather, send, wire_of
 from shoal.planner.job import Job, count_ranks, count_stages, cut_stages
 from shoal.planner.kernels import Slice, time_layer
 from shoal.planner.parts import StageTimes, StepParts
+from shoal.planner.sharing import Sharing, dense_weights, expert_weights, share_weights
 
 _UPDATE_BYTES = 40.0
 """Read and written for each weight by a fused Adam with its checks: gradient twice, three float32 values twice, the weight."""
@@ -37,19 +38,33 @@ class Wires:
     data: Wire
     pipeline: Wire
     expert: Wire
+    expert_data: Wire
+    """Of ranks that have the same experts."""
 
 
 def wires_of(plan: Plan, job: Job) -> Wires:
     """The wires of every axis."""
     tp, cp, dp = plan.tp, plan.cp, plan.dp or 1
     cluster, constants = job.cluster, job.stack.constants
+    sharing = share_weights(plan, job.stack.software)
     return Wires(
         tensor=wire_of(Group(tp, 1), cluster, constants),
         context=wire_of(Group(cp, tp), cluster, constants),
         # Ranks that share a sequence have the same weights, and their gradients are summed too.
         data=wire_of(Group(dp * cp, tp), cluster, constants),
         pipeline=wire_of(Group(2 if plan.pp > 1 else 1, tp * cp * dp), cluster, constants),
-        expert=wire_of(Group(plan.ep, tp), cluster, constants),
+        expert=exchange_wire(Group(plan.ep, sharing.expert_split), cluster, constants, copies=_copies(job)),
+        expert_data=wire_of(Group(sharing.expert_copies, sharing.expert_split * plan.ep), cluster, constants),
+    )
+
+
+def _copies(job: Job) -> int:
+    """Of a token, that travel as one between nodes."""
+    if not job.stack.software.sends_once:
+        return 1
+    return max(
+        (round(layer.routed_bytes / layer.output_bytes) for layer in job.chain.distinct if layer.routed_bytes),
+        default=1,
     )
 
 
@@ -88,7 +103,8 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
     microbatches = plan.microbatches or 1
     samples = job.global_batch / (dp * microbatches)
     wires = wires_of(plan, job)
-    part = Slice(samples=samples, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, expert=plan.ep)
+    sharing = share_weights(plan, job.stack.software)
+    part = _slice(plan, sharing, samples)
     cuts = cut_stages(job.chain, pp * chunks)
     counts = count_stages(job.chain, pp * chunks)
     depends = (part, plan.recompute)
@@ -106,10 +122,10 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
         times.append(summed[key])
     boundary = job.chain.layers[cuts[0][1] - 1].output_bytes
     sent = boundary * samples / plan.cp / (plan.tp if plan.sp or job.stack.software.scatters_transfer else 1)
-    weights = max(_rank_weights(job, plan))
+    dense, routed = max(_rank_weights(job, plan, sharing), key=sum)
     compute = microbatches * max(times[at].forward + times[at].backward for at in range(len(times))) * chunks
-    reduce, reduce_hidden, gathered, gather_hidden = _replicas(job, plan, wires, weights, microbatches, compute)
-    shard = dp if plan.zero else 1
+    reduce, reduce_hidden, gathered, gather_hidden = _replicas(job, plan, wires, (dense, routed), microbatches, compute)
+    updated = dense / sharing.dense_shards + routed / sharing.expert_shards if plan.zero else dense + routed
     constants = job.stack.constants
     return StepParts(
         stages=tuple(times),
@@ -119,21 +135,26 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
         reduce_hidden=reduce_hidden,
         gather=gathered,
         gather_hidden=gather_hidden,
-        update=weights / shard * _UPDATE_BYTES / (job.cluster.device.memory_bandwidth * constants.memory),
+        update=updated * _UPDATE_BYTES / (job.cluster.device.memory_bandwidth * constants.memory),
         fixed=_FIXED,
     )
 
 
 def time_one_layer(layer: Layer, job: Job, plan: Plan) -> LayerTimes:
     """Seconds of one layer with the whole batch as one microbatch."""
-    part = Slice(
-        samples=job.global_batch / (plan.dp or 1),
+    part = _slice(plan, share_weights(plan, job.stack.software), job.global_batch / (plan.dp or 1))
+    return _time_layer(layer, job, plan, part, wires_of(plan, job))
+
+
+def _slice(plan: Plan, sharing: Sharing, samples: float) -> Slice:
+    return Slice(
+        samples=samples,
         tensor=plan.tp,
         sequence_parallel=plan.sp,
         context=plan.cp,
         expert=plan.ep,
+        expert_tensor=sharing.expert_split,
     )
-    return _time_layer(layer, job, plan, part, wires_of(plan, job))
 
 
 def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -> LayerTimes:
@@ -150,7 +171,8 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
     local = part.samples / plan.cp
     pair = all_reduce(layer.pair_bytes * local, wires.tensor) * layer.num_pairs * (1.0 - software.overlaps_tensor)
     ring = (plan.cp - 1) * send(layer.kv_bytes / plan.tp * local, wires.context) if plan.cp > 1 else 0.0
-    routed = 2 * exchange(layer.routed_bytes * local, wires.expert)
+    # Where experts are whole, tensor-parallel ranks send each their own positions of a sequence.
+    routed = 2 * exchange(layer.routed_bytes * local * part.expert_tensor / plan.tp, wires.expert)
     # Attention of a chunk goes on while the next one's keys and values arrive.
     ring_forward = max(0.0, ring - kernels.attention)
     ring_backward = max(0.0, 2 * ring - 2 * kernels.attention)
@@ -196,34 +218,37 @@ def _sum_stage(counted: Mapping[int, int], priced: Sequence[LayerTimes]) -> Stag
     return StageTimes(forward=forward, input=by_input, weight=by_weight, exposed=exposed)
 
 
-def _rank_weights(job: Job, plan: Plan) -> list[float]:
-    """Weights of every pipeline rank, in elements, on one tensor-parallel rank."""
-    each = [layer_weights(layer, plan) for layer in job.chain.distinct]
-    return [sum(each[layer] * count for layer, count in counted.items()) for counted in count_ranks(job.chain, plan)]
-
-
-def layer_weights(layer: Layer, plan: Plan) -> float:
-    """Elements of a layer on one rank."""
-    return layer.whole_weights + layer.split_weights / plan.tp + layer.expert_weights / (plan.tp * plan.ep)
+def _rank_weights(job: Job, plan: Plan, sharing: Sharing) -> list[tuple[float, float]]:
+    """Weights of every pipeline rank, in elements, on one tensor-parallel rank: of dense layers and of experts."""
+    each = [(dense_weights(layer, plan), expert_weights(layer, plan, sharing)) for layer in job.chain.distinct]
+    return [
+        (
+            sum(each[layer][0] * count for layer, count in counted.items()),
+            sum(each[layer][1] * count for layer, count in counted.items()),
+        )
+        for counted in count_ranks(job.chain, plan)
+    ]
 
 
 def _replicas(
-    job: Job, plan: Plan, wires: Wires, weights: float, microbatches: int, compute: float
+    job: Job, plan: Plan, wires: Wires, weights: tuple[float, float], microbatches: int, compute: float
 ) -> tuple[float, float, float, float]:
     """Seconds of reducing gradients and of gathering weights along dp, each with the part that compute hides."""
     software = job.stack.software
     if wires.data.size == 1:
         return 0.0, 0.0, 0.0, 0.0
-    of_gradients, of_weights = weights * software.reduced_bytes, weights * job.weight_bytes
-    if plan.zero == 0:
-        reduce, gathered = all_reduce(of_gradients, wires.data), 0.0
-    elif plan.zero in (1, 2):
-        reduce, gathered = gather(of_gradients, wires.data), gather(of_weights, wires.data)
-    else:
+    # Experts are summed over the ranks that have the same ones: none, where ep takes all replicas.
+    reduce = gathered = 0.0
+    for own, wire in zip(weights, (wires.data, wires.expert_data), strict=True):
+        if plan.zero == 0:
+            reduce += all_reduce(own * job.reduced_bytes, wire)
+        else:
+            reduce += gather(own * job.reduced_bytes, wire)
+            gathered += gather(own * job.weight_bytes, wire)
+    if plan.zero == 3:
         # For every microbatch, unless a pipeline keeps what it has gathered until its step is over.
         times = 1 if plan.pp > 1 and software.keeps_gathered else microbatches
-        reduce = times * gather(of_gradients, wires.data)
-        gathered = 2 * times * gather(of_weights, wires.data)
+        reduce, gathered = times * reduce, 2 * times * gathered
     # Gradients can be hidden behind the backward pass of the last microbatch only, but for stage 3.
     window = compute if plan.zero == 3 else compute * 2 / 3 / max(1, microbatches)
     reduce_hidden = min(reduce, window * 0.5) if software.overlaps_reduce else 0.0

@@ -23,6 +23,8 @@ class Device:
     """Bytes per second."""
     source: str
     """Where these numbers are from."""
+    watts: float | None = None
+    """Power that it may draw; None where that does not limit it."""
 
     def flops(self, precision: str) -> float:
         """Peak of a compute type; where the device has none of its own, of the next wider one that it has."""
@@ -33,7 +35,17 @@ class Device:
             f"{self.name} has no peak for {precision} or anything wider; give one of {', '.join(self.peak_flops)}"
         )
 
+    def sustained_flops(self, precision: str) -> float:
+        """What of the peak its power allows for long: a product in half the bits takes half the energy."""
+        peak = self.flops(precision)
+        if self.watts is None:
+            return peak
+        return peak * min(1.0, self.watts * _FLOPS_PER_JOULE / self.flops("bfloat16"))
 
+
+_FLOPS_PER_JOULE = 1.4e12
+"""At most, in 16 bit, on a 4 nm process; set by hand, once for all devices. Large products on a B200 of 1 kW reach 0.45 to 0.51
+of its peak, 1.1e12 a joule, where shorter ones reach 0.65 (SimuMax 1.2, configs/system/b200_bf16_ceperm.json)."""
 _WIDER = ["float4", "float8", "float16", "bfloat16", "float32", "float64"]
 
 

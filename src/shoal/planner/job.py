@@ -30,6 +30,13 @@ class Job:
     state_bytes: float | None = None
     """Of the optimizer for a weight; what the software's Adam keeps when left out."""
 
+    @property
+    def reduced_bytes(self) -> float:
+        """Of a gradient as it travels."""
+        software = self.stack.software
+        in_bfloat16 = software.reduced_bytes_bfloat16 if self.precision == "bfloat16" else None
+        return software.reduced_bytes if in_bfloat16 is None else in_bfloat16
+
 
 def ranks_of_stages(plan: Plan) -> tuple[int, ...]:
     """The pipeline rank of every stage; of the two that a bidirectional schedule has, the one of the way down."""

@@ -14,6 +14,8 @@ _ALIGNED = 8
 """Elements that a row of 16-bit operands must be a multiple of for tensor cores (NVIDIA, "Matrix multiplication background")."""
 _MISALIGNED = 4.0
 """How many times as long a product of misaligned operands takes."""
+_PLAIN_CORES = 16.0
+"""The same of batched products of heads, then done without tensor cores: 19.5 in place of 312 Tflop/s (A100 data sheet)."""
 _FUSED_BACKWARD = 2.5
 """Products of a fused attention's backward pass per product of its forward pass: five for two (ibid., section 2.2)."""
 
@@ -33,6 +35,8 @@ class Slice:
     sequence_parallel: bool = False
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
+    """Ranks that share each matrix of an expert."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +96,17 @@ def _product(op: Op, part: Slice, device: Device, precision: str, item_bytes: in
     rows = op.rows * part.samples / part.context
     num_products = _num_experts(op, part)
     rows = rows / num_products
-    inner = op.inner / part.tensor if op.cut is Cut.ROWS else op.inner
-    outer = op.outer / part.tensor if op.cut is Cut.COLUMNS else op.outer
+    tensor = part.tensor
+    if op.experts > 1:
+        # Experts that are whole have the positions of a sequence shared out instead.
+        tensor, rows = part.expert_tensor, rows * part.expert_tensor / part.tensor
+    inner = op.inner / tensor if op.cut is Cut.ROWS else op.inner
+    outer = op.outer / tensor if op.cut is Cut.COLUMNS else op.outer
     flops = 2.0 * rows * inner * outer
     moved = (rows * inner + inner * outer + rows * outer) * item_bytes
     slow = _MISALIGNED if inner % _ALIGNED or outer % _ALIGNED else 1.0
     reached = constants.matmul * (constants.narrow if precision in _NARROW else 1.0)
-    compute = flops * slow / (device.flops(precision) * reached)
+    compute = flops * slow / (device.sustained_flops(precision) * reached)
     if precision in _NARROW:
         # The left operand is read in 16 bit and written in 8, as it is and transposed for the backward pass.
         moved += rows * inner * (2 + 1 + 1)
@@ -116,11 +124,11 @@ def _attention(op: Op, part: Slice, device: Device, precision: str, item_bytes: 
     heads = op.heads / part.tensor
     rows, samples = op.rows / part.context, part.samples
     # Attention is done in 16 bit, whatever the products are.
-    peak = device.flops("bfloat16" if precision in _NARROW else precision)
+    peak = device.sustained_flops("bfloat16" if precision in _NARROW else precision)
     flops = 4.0 * rows * op.inner * op.outer * heads * samples
     if op.is_fused:
         return op.count * flops * (0.5 if op.causal else 1.0) / (peak * constants.matmul * constants.attention)
-    slow = _MISALIGNED if op.inner % _ALIGNED else 1.0
+    slow = _PLAIN_CORES if op.inner % _ALIGNED else 1.0
     moved = (op.num_bytes / part.tensor / part.context + 4 * rows * op.inner * heads * item_bytes) * samples
     return op.count * (flops * slow / (peak * constants.matmul) + moved / (device.memory_bandwidth * constants.memory))
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, Layer, LayerKind
-from shoal.planner.cost import layer_weights
 from shoal.planner.job import Job, count_ranks
+from shoal.planner.sharing import dense_weights, expert_weights, layer_weights, share_weights
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.family import Size
 
@@ -102,13 +102,13 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     chain, dp = job.chain, plan.dp or 1
     software = job.stack.software
     layers = [(chain.distinct[at], count) for at, count in counted.items()]
-    dense = sum((layer.whole_weights + layer.split_weights / plan.tp) * count for layer, count in layers)
-    routed = sum(layer.expert_weights / (plan.tp * plan.ep) * count for layer, count in layers)
+    sharing = share_weights(plan, software)
+    dense = sum(dense_weights(layer, plan) * count for layer, count in layers)
+    routed = sum(expert_weights(layer, plan, sharing) * count for layer, count in layers)
     if any(layer.tied_to for layer, _ in layers) and plan.pp > 1:
         # The last stage has a copy of the matrix that it shares with the first.
         dense += next(layer.split_weights for layer in chain.layers if layer.kind is LayerKind.EMBEDDING) / plan.tp
-    expert_dp = max(1.0, dp * plan.tp / (plan.ep * plan.tp)) if plan.ep > 1 else float(dp)
-    shards = (dense / dp + routed / expert_dp) if plan.zero else dense + routed
+    shards = (dense / sharing.dense_shards + routed / sharing.expert_shards) if plan.zero else dense + routed
     whole = dense + routed
     gradient_bytes = software.gradient_bytes
     if job.precision == "bfloat16" and software.gradient_bytes_bfloat16 is not None:
@@ -170,8 +170,6 @@ def _gathered(layers: Sequence[tuple[Layer, int]], job: Job, plan: Plan) -> floa
     if plan.zero < 3:
         return 0.0
     if plan.pp > 1 and job.stack.software.keeps_gathered:
-        return sum(layer_weights(layer, plan) * count for layer, count in layers) * job.weight_bytes
-    largest = max(
-        (layer.weights / plan.tp / (plan.ep if layer.expert_weights else 1) for layer, _ in layers), default=0.0
-    )
+        return sum(layer_weights(layer, plan, job.stack.software) * count for layer, count in layers) * job.weight_bytes
+    largest = max((layer_weights(layer, plan, job.stack.software) for layer, _ in layers), default=0.0)
     return largest * (2 * job.weight_bytes + job.stack.software.gradient_bytes)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from shoal.core.combine import divisors
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, Layer
-from shoal.planner.collectives import Group, all_reduce, exchange, wire_of
-from shoal.planner.cost import layer_weights, time_one_layer
+from shoal.planner.collectives import Group, all_reduce, exchange, exchange_wire, wire_of
+from shoal.planner.cost import time_one_layer
 from shoal.planner.job import Job
+from shoal.planner.sharing import layer_weights
 
 
 @dataclass(frozen=True, order=True)
@@ -125,7 +126,7 @@ def redistribute(job: Job, num_bytes: float, old: Split, new: Split) -> float:
     if (old.samples, old.positions) == (new.samples, new.positions):
         return 0.0
     devices = old.samples * old.parameters * old.positions
-    wire = wire_of(Group(devices, 1), job.cluster, job.stack.constants)
+    wire = exchange_wire(Group(devices, 1), job.cluster, job.stack.constants)
     share = num_bytes * job.global_batch / min(old.samples * old.positions, new.samples * new.positions)
     return 2 * exchange(share, wire)
 
@@ -136,5 +137,5 @@ def _seconds(job: Job, layer: Layer, split: Split) -> float:
     times = time_one_layer(layer, job, plan)
     replicas = split.samples * split.positions
     wire = wire_of(Group(replicas, split.parameters), job.cluster, job.stack.constants)
-    gradients = all_reduce(layer_weights(layer, plan) * job.stack.software.reduced_bytes, wire)
+    gradients = all_reduce(layer_weights(layer, plan, job.stack.software) * job.reduced_bytes, wire)
     return times.forward + times.input + times.weight + gradients

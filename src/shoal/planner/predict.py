@@ -153,8 +153,15 @@ def needed_recompute(job: Job, plan: Plan) -> float:
 
 def tuned_seconds(job: Job, plan: Plan) -> float:
     """Seconds of a step with as much recompute as memory asks for, and no more."""
-    share = needed_recompute(job, plan)
-    least, most = (step_seconds(job, replace(plan, recompute=recompute)) for recompute in ("none", "full"))
+    return mixed_seconds(job, plan, needed_recompute(job, plan))
+
+
+def mixed_seconds(job: Job, plan: Plan, share: float) -> float:
+    """Seconds of a step in which a share of the blocks is recomputed."""
+    least, most = (
+        step_seconds(job, replace(plan, recompute=recompute)) if part else 0.0
+        for recompute, part in (("none", 1 - share), ("full", share))
+    )
     return (1 - share) * least + share * most
 
 
@@ -209,12 +216,17 @@ def _reserved(run: Run, job: Job, plan: Plan, seconds: float) -> float:
 
 
 def _utilisation(run: Run, job: Job, plan: Plan, seconds: float) -> float:
-    return _tflops(run, job, plan, seconds, with_recompute=False) * 1e12 / job.cluster.device.flops(job.precision)
+    share = _tflops(run, job, plan, seconds, with_recompute=False) * 1e12 / job.cluster.device.flops(job.precision)
+    # Nobody reaches more than all of it: a number above 1 is in percent.
+    return share * 100 if run.measured > 1 else share
 
 
 Metric = Callable[[Run, Job, Plan, float], float]
 _METRICS: Mapping[str, Metric] = {
     "iter_time_s": lambda run, job, plan, seconds: seconds,
+    "iter_time_ms": lambda run, job, plan, seconds: seconds * 1e3,
+    "samples_per_s": lambda run, job, plan, seconds: run.global_batch / seconds,
+    "samples_per_s_per_gpu": lambda run, job, plan, seconds: run.global_batch / seconds / run.num_devices,
     "tokens_per_s_per_gpu": lambda run, job, plan, seconds: _tokens(run, job, plan, seconds) / run.num_devices,
     "tokens_per_s": _tokens,
     "tflops_per_gpu_hw": partial(_tflops, with_recompute=True),
@@ -234,9 +246,14 @@ TIMED = frozenset(metric for metric in _METRICS if "mem" not in metric and metri
 """Metrics that say how long a step takes."""
 
 
+def timed_value(run: Run, job: Job, seconds: float) -> float:
+    """What a row's own metric is for a step of so many seconds; for rows of ``TIMED``."""
+    return _METRICS[run.metric](run, job, run.plan, seconds)
+
+
 def is_better_low(metric: str) -> bool:
     """True where less of it is faster."""
-    return metric == "iter_time_s"
+    return metric in ("iter_time_s", "iter_time_ms")
 
 
 def log_error(predicted: Predicted) -> float:

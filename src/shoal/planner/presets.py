@@ -23,6 +23,8 @@ class Preset:
     """The link between nodes."""
     devices_per_node: int = 8
     """Devices that the inner link joins at most."""
+    is_usual: bool = True
+    """What is meant where only the family is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class Link:
 LINKS: dict[str, Link] = {
     "nvlink2": Link(bandwidth=150 * GB, latency=6e-6, source="NVIDIA V100 data sheet: 300 GB/s both ways"),
     "nvlink3": Link(bandwidth=300 * GB, latency=6e-6, source="NVIDIA A100 data sheet: 600 GB/s both ways"),
+    "nvlink3-export": Link(bandwidth=200 * GB, latency=6e-6, source="NVIDIA A800 and H800: 400 GB/s both ways"),
     "nvlink4": Link(bandwidth=450 * GB, latency=6e-6, source="NVIDIA H100 data sheet: 900 GB/s both ways"),
     "nvlink5": Link(bandwidth=900 * GB, latency=6e-6, source="NVIDIA B200 data sheet: 1.8 TB/s both ways"),
     "infinity-fabric": Link(
@@ -60,13 +63,16 @@ LINKS: dict[str, Link] = {
 }
 
 
-def _device(name: str, peaks: dict[str, float], memory: float, bandwidth: float, source: str) -> Device:
+def _device(
+    name: str, peaks: dict[str, float], memory: float, bandwidth: float, source: str, *, watts: float | None = None
+) -> Device:
     return Device(
         name=name,
         peak_flops={kind: value * TERA for kind, value in peaks.items()},
         memory_bytes=memory * GIB,
         memory_bandwidth=bandwidth * TERA,
         source=source,
+        watts=watts,
     )
 
 
@@ -76,6 +82,9 @@ _H100 = {"float32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9
 _B200 = {"float32": 1125.0, "bfloat16": 2250.0, "float16": 2250.0, "float8": 4500.0, "float4": 9000.0}
 _GB200 = {"float32": 1250.0, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 10000.0}
 _GB300 = {"float32": 1250.0, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 15000.0}
+_H20 = {"float32": 74.0, "bfloat16": 148.0, "float16": 148.0, "float8": 296.0}
+_L40S = {"float32": 183.0, "bfloat16": 362.0, "float16": 362.0, "float8": 733.0}
+_MI355X = {"float32": 157.3, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 10000.0}
 _MI250X = {"float32": 95.7, "bfloat16": 383.0, "float16": 383.0}
 _MI300X = {"float32": 653.7, "bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9}
 
@@ -113,35 +122,89 @@ PRESETS: dict[str, Preset] = {
             between="infiniband-hdr",
         ),
         Preset(
-            device=_device("h100-80gb", _H100, 80, 3.35, "NVIDIA H100 SXM data sheet, without sparsity"),
+            device=_device("h100-80gb", _H100, 80, 3.35, "NVIDIA H100 SXM data sheet, without sparsity", watts=700),
             inside="nvlink4",
             between="infiniband-ndr",
         ),
         Preset(
-            device=_device("h200-141gb", _H100, 141, 4.8, "NVIDIA H200 data sheet, without sparsity"),
+            # 500 W, which are enough for the two thirds of its peak that softwares reach.
+            device=_device("h100-96gb", _H100, 96, 2.46, "NVIDIA H100 with six stacks of HBM2e at 3.2 Gb/s a pin"),
+            inside="nvlink4",
+            between="infiniband-ndr",
+            is_usual=False,
+        ),
+        Preset(
+            device=_device(
+                "h100-80gb-pcie",
+                {kind: value * 756 / 989.4 for kind, value in _H100.items()},
+                80,
+                2.0,
+                "NVIDIA H100 PCIe data sheet, without sparsity",
+                watts=350,
+            ),
+            inside="pcie5",
+            between="infiniband-ndr",
+        ),
+        Preset(
+            device=_device("h800-80gb", _H100, 80, 3.35, "NVIDIA H800: an H100 with slower NVLink", watts=700),
+            inside="nvlink3-export",
+            between="infiniband-ndr",
+        ),
+        Preset(
+            device=_device("a800-80gb", _A100, 80, 2.039, "NVIDIA A800: an A100 with slower NVLink"),
+            inside="nvlink3-export",
+            between="infiniband-hdr",
+        ),
+        Preset(
+            device=_device("h20-96gb", _H20, 96, 4.0, "NVIDIA H20 data sheet, without sparsity", watts=400),
             inside="nvlink4",
             between="infiniband-ndr",
         ),
         Preset(
-            device=_device("b200-180gb", _B200, 180, 7.7, "NVIDIA DGX B200 data sheet, without sparsity"),
+            device=_device("gh200-96gb", _H100, 96, 4.0, "NVIDIA GH200 data sheet, without sparsity", watts=700),
+            inside="nvlink4",
+            between="infiniband-ndr",
+            devices_per_node=4,
+        ),
+        Preset(
+            device=_device("l40s-48gb", _L40S, 48, 0.864, "NVIDIA L40S data sheet, without sparsity", watts=350),
+            inside="pcie4",
+            between="infiniband-hdr",
+        ),
+        Preset(
+            device=_device("h200-141gb", _H100, 141, 4.8, "NVIDIA H200 data sheet, without sparsity", watts=700),
+            inside="nvlink4",
+            between="infiniband-ndr",
+        ),
+        Preset(
+            device=_device("b200-180gb", _B200, 180, 7.7, "NVIDIA DGX B200 data sheet, without sparsity", watts=1000),
             inside="nvlink5",
             between="infiniband-ndr",
         ),
         Preset(
-            device=_device("gb200-186gb", _GB200, 186, 8.0, "NVIDIA GB200 NVL72 data sheet, without sparsity"),
+            device=_device(
+                "gb200-186gb", _GB200, 186, 8.0, "NVIDIA GB200 NVL72 data sheet, without sparsity", watts=1200
+            ),
             inside="nvlink5",
             between="infiniband-ndr",
             devices_per_node=72,
         ),
         Preset(
-            device=_device("gb300-279gb", _GB300, 279, 8.0, "NVIDIA GB300 NVL72 data sheet, without sparsity"),
+            device=_device(
+                "gb300-279gb", _GB300, 279, 8.0, "NVIDIA GB300 NVL72 data sheet, without sparsity", watts=1400
+            ),
             inside="nvlink5",
             between="infiniband-xdr",
             devices_per_node=72,
         ),
         Preset(
             device=_device(
-                "b300-270gb", {**_B200, "float4": 13500.0}, 270, 8.0, "NVIDIA DGX B300 data sheet, without sparsity"
+                "b300-270gb",
+                {**_B200, "float4": 13500.0},
+                270,
+                8.0,
+                "NVIDIA DGX B300 data sheet, without sparsity",
+                watts=1100,
             ),
             inside="nvlink5",
             between="infiniband-xdr",
@@ -152,7 +215,17 @@ PRESETS: dict[str, Preset] = {
             between="infiniband-hdr",
         ),
         Preset(
-            device=_device("mi300x", _MI300X, 192, 5.3, "AMD MI300X data sheet, without sparsity"),
+            device=_device("mi300x", _MI300X, 192, 5.3, "AMD MI300X data sheet, without sparsity", watts=750),
+            inside="infinity-fabric",
+            between="infiniband-ndr",
+        ),
+        Preset(
+            device=_device("mi325x", _MI300X, 256, 6.0, "AMD MI325X data sheet, without sparsity", watts=1000),
+            inside="infinity-fabric",
+            between="infiniband-ndr",
+        ),
+        Preset(
+            device=_device("mi355x", _MI355X, 288, 8.0, "AMD MI355X data sheet, without sparsity", watts=1400),
             inside="infinity-fabric",
             between="infiniband-ndr",
         ),
@@ -183,7 +256,8 @@ PRESETS: dict[str, Preset] = {
     )
 }
 _ALIASES = {
-    "v100": "v100-32gb", "a100": "a100-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "b200": "b200-180gb",
+    "v100": "v100-32gb", "a100": "a100-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "h800": "h800-80gb",
+    "a800": "a800-80gb", "h20": "h20-96gb", "gh200": "gh200-96gb", "l40s": "l40s-48gb", "b200": "b200-180gb",
     "gb200": "gb200-186gb", "gb300": "gb300-279gb", "b300": "b300-270gb", "x86": "x86-server", "arm": "arm-server",
 }  # fmt: skip
 

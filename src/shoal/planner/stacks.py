@@ -6,7 +6,7 @@ and, for bytes and kernels that no document states, from the residuals of the ca
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.resources import files
@@ -30,7 +30,8 @@ class Constants:
     attention: float = 0.75
     """Share of a matrix product's efficiency that a fused attention reaches (FlashAttention-2, arXiv:2307.08691, Fig. 5)."""
     narrow: float = 0.8
-    """Share of its own peak's efficiency that a product in fewer than 16 bits reaches: operands are scaled and cast for it."""
+    """What a product in fewer than 16 bits reaches of its own peak, over what one in 16 bits does: its operands are scaled and
+    cast; above 1 where power holds the wider one back more."""
     reserve: float = 0.05
     """What the caching allocator holds beyond what is allocated, as a share of that."""
     sync: float = 1e-4
@@ -60,6 +61,8 @@ class Software:
     """Share of tensor-parallel communication that is hidden behind matrix products."""
     reduced_bytes: float = 4.0
     """Bytes of a gradient as it travels."""
+    reduced_bytes_bfloat16: float | None = None
+    """The same in bfloat16, where that differs."""
     gradient_bytes: float = 4.0
     """Bytes that stay allocated for a gradient, all its copies together."""
     gradient_bytes_bfloat16: float | None = None
@@ -68,6 +71,12 @@ class Software:
     """Bytes of Adam's state for a weight: a float32 weight, two moments, and a float32 gradient where it keeps one."""
     keeps_gathered: bool = False
     """Under a pipeline, weights that ZeRO-3 gathered stay until the step is over, and are not gathered for every microbatch."""
+    shards_context: bool = False
+    """ZeRO cuts along ``cp`` too, whose ranks have the same weights as replicas have."""
+    splits_experts: bool = True
+    """Tensor-parallel ranks share each expert's matrices; if not, they are among the ranks that share the experts."""
+    sends_once: bool = False
+    """A token that goes to several experts of a node travels there once."""
     fused_attention: bool = True
     fused_loss: bool = True
     kernels_per_op: float = 1.0
@@ -86,9 +95,11 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="megatron-deepspeed",
-            source="microsoft/Megatron-DeepSpeed: PipelineEngine reduces after the last microbatch",
+            source="microsoft/Megatron-DeepSpeed: PipelineEngine reduces after the last microbatch, and partitions what it sends "
+            "over tensor-parallel ranks (is_pipe_partitioned, is_grad_partitioned)",
             overlaps_reduce=False,
             overlaps_gather=False,
+            scatters_transfer=True,
             reduced_bytes=2.0,
             gradient_bytes_bfloat16=8.0,
             state_bytes=16.0,
@@ -98,9 +109,10 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="bigscience",
-            source="bigscience-workshop/Megatron-DeepSpeed, 2021 and 2022: ZeRO-1, fused softmax, PipelineEngine",
+            source="bigscience-workshop/Megatron-DeepSpeed, 2021 and 2022: ZeRO-1, fused softmax, PipelineEngine as above",
             overlaps_reduce=False,
             overlaps_gather=False,
+            scatters_transfer=True,
             reduced_bytes=2.0,
             gradient_bytes_bfloat16=8.0,
             state_bytes=16.0,
@@ -110,8 +122,11 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="megatron",
-            source="NVIDIA/Megatron-LM until 2022: local DDP reduces float32 gradients after the last microbatch",
+            source="NVIDIA/Megatron-LM until 2022: local DDP reduces gradients after the last microbatch, in float32 only where "
+            "--accumulate-allreduce-grads-in-fp32 says so, which bfloat16 alone does by itself (arguments.py)",
             overlaps_reduce=False,
+            reduced_bytes=2.0,
+            reduced_bytes_bfloat16=4.0,
             scatters_transfer=True,
             fused_attention=False,
             fused_loss=False,
@@ -119,14 +134,19 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="megatron-core",
-            source="NVIDIA/Megatron-LM core with Transformer Engine",
+            source="NVIDIA/Megatron-LM core with Transformer Engine; its optimizer is sharded along dp and cp "
+            "(docs: dist_optimizer), its guide to experts sets expert tensor parallelism to 1",
             overlaps_transfer=True,
             scatters_transfer=True,
             overlaps_tensor=0.5,
+            shards_context=True,
+            splits_experts=False,
+            sends_once=True,
         ),
         Software(
             name="fsdp",
-            source="PyTorch FSDP as llm-foundry and torchtitan use it",
+            source="PyTorch FSDP as llm-foundry and torchtitan use it, whose mesh of shards is dp x cp",
+            shards_context=True,
             reduced_bytes=2.0,
             keeps_gathered=True,
         ),
@@ -145,6 +165,24 @@ class Stack:
     fitted_on: str = ""
 
 
+_ENOUGH = 2
+"""Rows from which on a device has constants of its own and counts as calibrated."""
+
+
+_CHIPS = {"h200": "h100", "h800": "h100", "gh200": "h100", "a800": "a100"}
+"""Devices that are another one with other memory or links."""
+
+
+def same_chip(device: str, others: Iterable[str]) -> list[str]:
+    """Those of some devices that have the same chip: the nearest relatives of one that was not fitted."""
+
+    def chip(name: str) -> str:
+        family = name.partition("-")[0]
+        return _CHIPS.get(family, family)
+
+    return [other for other in others if chip(other) == chip(device)]
+
+
 @lru_cache(maxsize=1)
 def _stored() -> Mapping[str, Any]:
     content = files("shoal.planner").joinpath("constants.json").read_text(encoding="utf-8")
@@ -160,13 +198,14 @@ def find_stack(software: str, device: str) -> Stack:
         device: a preset's name.
     """
     entries = _stored()["stacks"]
-    for candidate in (f"{software}/{device}", f"{software}/*", f"*/{device}", "*/*"):
+    alike = (f"{software}/{other}" for other in same_chip(device, [name.partition("/")[2] for name in entries]))
+    for candidate in (f"{software}/{device}", *alike, f"{software}/*", f"*/{device}", "*/*"):
         if candidate in entries:
             entry = entries[candidate]
             return Stack(
                 software=SOFTWARE[software],
                 constants=Constants(**entry["constants"]),
-                is_fitted=candidate == f"{software}/{device}",
+                is_fitted=candidate == f"{software}/{device}" and entry["rows"] >= _ENOUGH,
                 fitted_on=entry["fitted_on"],
             )
     return Stack(software=SOFTWARE[software], constants=Constants(), is_fitted=False)

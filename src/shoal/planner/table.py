@@ -6,7 +6,8 @@ Nothing here depends on who published a row, except the software that ran, which
 import csv
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,18 @@ from typing import Any
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.costs.transformer import TransformerShape, transformer_chain
+from shoal.planner.cells import (
+    find_device,
+    is_on,
+    likely_software,
+    read_cluster,
+    read_precision,
+    read_recompute,
+    read_schedule,
+    read_software,
+    read_zero,
+)
 from shoal.planner.hardware import Cluster
-from shoal.planner.presets import LINKS, PRESETS, Preset, cluster_of
-from shoal.planner.stacks import SOFTWARE
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "vocab", "gpu",
@@ -27,6 +37,8 @@ _OPTIONAL = ("params_b", "notes")
 _MOST_ROWS = 100_000
 _MOST_LAYERS = 100_000
 _MANY = 10**12
+_FILLED = 4
+"""Microbatches for every rank of a pipeline, where a row does not say its batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +102,18 @@ def read_table(path: Path) -> list[Run | Unread]:
         raise RequestError(f"{path} has no rows; give a table with at least one run")
     if len(rows) > _MOST_ROWS:
         raise RequestError(f"{path} has more than {_MOST_ROWS} rows; give it in parts")
-    return [_read_row(number, row) for number, row in enumerate(rows)]
+    elsewhere = _heads_elsewhere(rows)
+    return [_read_row(number, row, elsewhere.get((row["source"], row["hidden"]))) for number, row in enumerate(rows)]
+
+
+def _heads_elsewhere(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], int]:
+    """Heads by source and width: those that most of its rows of that width have, for rows that do not say."""
+    counts: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    for row in rows:
+        heads = _float(row, "heads")
+        if heads is not None and 1 <= heads <= _MANY:
+            counts[row["source"], row["hidden"]][int(heads)] += 1
+    return {key: found.most_common(1)[0][0] for key, found in counts.items()}
 
 
 def _whole(row: Mapping[str | None, str | list[str] | None]) -> dict[str, str]:
@@ -102,53 +125,46 @@ class _Unreadable(Exception):
     """A cell that cannot be understood."""
 
 
-def _read_row(number: int, row: Mapping[str, str]) -> Run | Unread:
+def _read_row(number: int, row: Mapping[str, str], heads: int | None) -> Run | Unread:
     measured = _float(row, "measured_value")
     try:
-        return _understand(number, row, measured)
+        return _understand(number, row, measured, heads)
     except (_Unreadable, RequestError) as why:
         return Unread(number, row["source"], row["measured_metric"], measured, str(why))
 
 
-def _understand(number: int, row: Mapping[str, str], measured: float | None) -> Run:
+def _understand(number: int, row: Mapping[str, str], measured: float | None, other_heads: int | None) -> Run:
     if measured is None or (measured <= 0 and row["measured_metric"] != "oom"):
         raise _Unreadable(f"measured_value is {row['measured_value']!r}, and a number above 0 is needed")
     assumed: list[str] = []
     text = " ".join(row.get(column) or "" for column in ("source", "schedule_or_interleave", "zero", "notes"))
-    software = _software(text)
-    shape = _shape(row, text, software, assumed)
-    degrees = {axis: _need(row, axis) if row[axis] else 1 for axis in ("dp", "tp", "pp", "cp", "ep")}
-    num_devices = _need(row, "n_gpus")
-    global_batch = _need(row, "global_batch")
-    micro_batch = _float(row, "micro_batch")
-    if micro_batch is None:
-        assumed.append("micro_batch 1")
-        micro_batch = 1.0
-    if micro_batch <= 0:
-        raise _Unreadable(f"micro_batch is {row['micro_batch']!r}, and a number above 0 is needed")
-    product = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
-    if product != num_devices:
-        raise _Unreadable(
-            f"dp {degrees['dp']} x tp {degrees['tp']} x pp {degrees['pp']} x cp {degrees['cp']} = {product} are not the "
-            f"{num_devices} of n_gpus"
-        )
     preset = find_device(row["gpu"])
-    recompute = next(iter(row["recompute"].lower().split()), "unknown")
-    if recompute not in ("none", "selective", "full"):
-        recompute = "unknown"
+    zero = read_zero(row["zero"])
+    software = read_software(text)
+    if software is None:
+        software = likely_software(preset.device.name, zero)
+        assumed.append(f"a software like {software}")
+    shape = _shape(row, text, software, other_heads, assumed)
+    degrees, num_devices = _degrees(row, assumed)
+    micro_batch, global_batch = _batch(row, degrees, software, assumed)
+    recompute = read_recompute(row["recompute"])
+    if recompute == "unknown":
         assumed.append("as much recompute as memory asks for")
-    chunks = _chunks(row["schedule_or_interleave"])
-    zero = _leading_digit(row["zero"])
-    sequence = row["seq_parallel"].strip().lower()
+    precision = read_precision(row["precision"])
+    if precision is None:
+        precision = "float16" if preset.device.name.startswith("v100") else "bfloat16"
+        assumed.append(precision)
+    has_stages = degrees["pp"] > 1
+    schedule, chunks = read_schedule(row["schedule_or_interleave"])
     plan = Plan(
         dp=degrees["dp"],
         tp=degrees["tp"],
-        sp=degrees["tp"] > 1 and sequence.endswith("1"),
+        sp=degrees["tp"] > 1 and is_on(row["seq_parallel"]),
         cp=degrees["cp"],
         pp=degrees["pp"],
         ep=degrees["ep"],
-        schedule=None if degrees["pp"] == 1 else "interleaved" if chunks > 1 else "1f1b",
-        chunks=chunks if chunks > 1 and degrees["pp"] > 1 else None,
+        schedule=schedule if has_stages else None,
+        chunks=chunks if has_stages else None,
         microbatches=max(1, round(global_batch / (degrees["dp"] * micro_batch))),
         zero=(zero or 0) if degrees["dp"] > 1 else 0,
         recompute="none" if recompute == "unknown" else recompute,
@@ -163,94 +179,68 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None) -> 
         micro_batch=micro_batch,
         global_batch=global_batch,
         num_devices=num_devices,
-        cluster=_cluster(preset, num_devices, text),
+        cluster=read_cluster(preset, num_devices, text),
         device=preset.device.name,
         software=software,
-        precision=_precision(row["precision"]),
+        precision=precision,
         recompute=recompute,
         group=(row["source"], row["model"], row["gpu"], row["n_gpus"], row["seq_len"], row["global_batch"]),
         assumed=tuple(assumed),
     )
 
 
-_DEVICE = re.compile(r"(mi250x|mi300x|mi325x|gb\d00|[bhva]\d00)", re.IGNORECASE)
+def _degrees(row: Mapping[str, str], assumed: list[str]) -> tuple[dict[str, int], int]:
+    """Ranks along every axis, and their product; what one missing cell must be follows from the others."""
+    degrees = {axis: _need(row, axis) if row[axis].strip() else 1 for axis in ("dp", "tp", "pp", "cp", "ep")}
+    product = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
+    if not row["n_gpus"].strip():
+        if not row["dp"].strip():
+            raise _Unreadable("n_gpus is '', and so is dp: one of them is needed")
+        assumed.append(f"{product} devices")
+        return degrees, product
+    num_devices = _need(row, "n_gpus")
+    if not row["dp"].strip() and num_devices % product == 0:
+        degrees["dp"] = num_devices // product
+        assumed.append(f"dp {degrees['dp']}")
+        return degrees, num_devices
+    if product != num_devices:
+        raise _Unreadable(
+            f"dp {degrees['dp']} x tp {degrees['tp']} x pp {degrees['pp']} x cp {degrees['cp']} = {product} are not the "
+            f"{num_devices} of n_gpus"
+        )
+    return degrees, num_devices
 
 
-def find_device(text: str) -> Preset:
-    """The preset that a cell means: its family, and its memory and form where it says them.
-
-    Raises:
-        RequestError: there is none.
-    """
-    found = _DEVICE.search(text)
-    if found is None:
-        raise RequestError(f"there is no device {text!r}; there are {', '.join(PRESETS)}")
-    family = found[1].lower()
-    alike = [preset for name, preset in PRESETS.items() if name.split("-")[0] == family]
-    if not alike:
-        raise RequestError(f"there is no device {text!r}; there are {', '.join(PRESETS)}")
-    is_card = "pcie" in text.lower()
-    size = re.search(r"(\d+)\s*gb", text.lower())
-    # Presets are in order of their memory; what is not said is the larger one.
-    ranked = sorted(
-        alike,
-        key=lambda preset: (
-            ("pcie" in preset.device.name) == is_card,
-            size is not None and f"-{size[1]}gb" in preset.device.name,
-            preset.device.memory_bytes,
-        ),
-    )
-    return ranked[-1]
+def _batch(row: Mapping[str, str], degrees: Mapping[str, int], software: str, assumed: list[str]) -> tuple[float, int]:
+    """Samples of a microbatch and of a step."""
+    micro_batch = _float(row, "micro_batch")
+    if micro_batch is None:
+        micro_batch = 1.0
+        if software == "fsdp" and degrees["pp"] == 1 and row["global_batch"].strip():
+            # Nothing is gained by cutting a batch that fits, where every part gathers all weights again.
+            micro_batch = max(1.0, _need(row, "global_batch") / degrees["dp"])
+        assumed.append(f"micro_batch {micro_batch:g}")
+    if micro_batch <= 0:
+        raise _Unreadable(f"micro_batch is {row['micro_batch']!r}, and a number above 0 is needed")
+    if row["global_batch"].strip():
+        return micro_batch, _need(row, "global_batch")
+    # A pipeline is worth having with a few microbatches for every rank.
+    num_microbatches = 1 if degrees["pp"] == 1 else _FILLED * degrees["pp"]
+    global_batch = max(1, round(micro_batch * degrees["dp"] * num_microbatches))
+    assumed.append(f"a batch of {global_batch}")
+    return micro_batch, global_batch
 
 
-def _cluster(preset: Preset, num_devices: int, text: str) -> Cluster:
-    per_node = re.search(r"(\d)x(?:V|A|H|B)\d00", text)
-    devices = int(per_node[1]) if per_node else preset.devices_per_node
-    devices = min(devices, num_devices)
-    cluster = cluster_of(preset, num_nodes=-(-num_devices // devices), devices_per_node=devices)
-    bandwidth = _network(text, devices)
-    if bandwidth is None or len(cluster.tiers) == 1:
-        return cluster
-    return replace(cluster, tiers=(cluster.tiers[0], replace(cluster.tiers[1], bandwidth=bandwidth)))
-
-
-def _network(text: str, devices: int) -> float | None:
-    """Bytes per second of one device between nodes, where a row says so."""
-    if "Omni-Path" in text:
-        links = re.search(r"(\d+) Omni-Path links", text)
-        return (int(links[1]) if links else 4) * 2 * LINKS["omni-path"].bandwidth / devices
-    rate = re.search(r"(\d+) ?Gb(?:ps|/s) (?:node-node|inter-node)", text)
-    return int(rate[1]) / 8 * 1e9 / devices if rate else None
-
-
-_SOFTWARE_WORDS = (
-    ("fsdp", ("llm-foundry", "torchtitan", "FSDP FULL_SHARD")),
-    (
-        "megatron-core",
-        ("Megatron-Bridge", "NeMo", "Megatron-Core", "SimuMax", "TE 2", "Llama-3", "Llama 3", "DeepSeek"),
-    ),
-    ("bigscience", ("bigscience", "BigScience", "BLOOM")),
-    ("megatron-deepspeed", ("DeepSpeed", "vTrain", "MT-NLG")),
-    ("megatron", ("Megatron", "Korthikanti", "LLaMA")),
-)
-
-
-def _software(text: str) -> str:
-    for name, words in _SOFTWARE_WORDS:
-        if any(word in text for word in words):
-            return name
-    assert "megatron" in SOFTWARE
-    return "megatron"
-
-
-def _shape(row: Mapping[str, str], text: str, software: str, assumed: list[str]) -> TransformerShape:
+def _shape(
+    row: Mapping[str, str], text: str, software: str, other_heads: int | None, assumed: list[str]
+) -> TransformerShape:
     for column in ("layers", "hidden", "seq_len"):
         if not row[column]:
             raise _Unreadable(f"{column} is missing: the model's dimensions are not known")
     hidden = _need(row, "hidden")
     heads = _given(row, "heads")
     if heads is None:
-        heads = _given(row, "kv_heads") or _likely_heads(hidden)
+        heads = _given(row, "kv_heads") or other_heads or _likely_heads(hidden)
         assumed.append(f"{heads} heads")
     vocab = _given(row, "vocab")
     if vocab is None:
@@ -280,14 +270,16 @@ def _shape(row: Mapping[str, str], text: str, software: str, assumed: list[str])
 
 
 def _gate(shape: TransformerShape, row: Mapping[str, str], text: str) -> TransformerShape:
-    """Two matrices in the feed-forward or three: what the number of parameters says, or else what such models have."""
+    """Two matrices in the feed-forward or three, and then one for the embedding and the output layer or two: what the number of
+    parameters says, or else what such models have."""
     plain = shape
     gated = replace(shape, is_gated=True, dropout=False, learned_positions=False)
+    untied = replace(gated, tied=False)
     stated = _float(row, "params_b")
     if stated is not None and shape.experts == 1:
-        return min((plain, gated), key=lambda one: abs(transformer_chain(one).weights / 1e9 - stated))
+        return min((plain, gated, untied), key=lambda one: abs(transformer_chain(one).weights / 1e9 - stated))
     is_known = shape.experts > 1 or re.search(r"llama|qwen|deepseek|mixtral|mistral", row["model"], re.IGNORECASE)
-    return gated if is_known else plain
+    return untied if is_known else plain
 
 
 def _experts(text: str) -> dict[str, Any]:
@@ -314,23 +306,6 @@ def _likely_heads(hidden: int) -> int:
     """Heads of about 128 features."""
     sizes = [size for size in range(64, 193) if hidden % size == 0]
     return hidden // min(sizes, key=lambda size: abs(size - 128)) if sizes else max(1, hidden // 128)
-
-
-def _precision(text: str) -> str:
-    lowered = text.lower()
-    for word, name in (("fp4", "float4"), ("fp8", "float8"), ("bf16", "bfloat16"), ("fp32", "float32")):
-        if word in lowered and not (word == "fp32" and "16" in lowered):
-            return name
-    return "float16"
-
-
-def _chunks(text: str) -> int:
-    found = re.search(r"v=(\d+)", text)
-    return int(found[1]) if found else 1
-
-
-def _leading_digit(text: str) -> int | None:
-    return int(text[0]) if text and text[0].isdigit() else None
 
 
 def _float(row: Mapping[str, str], column: str) -> float | None:

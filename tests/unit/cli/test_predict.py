@@ -21,7 +21,7 @@ def test_the_json_that_programs_read(shoal, tmp_path):
     done = shoal("predict", "runs.csv", "--json", "out.json")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
-    assert {"rows", "sources"} <= set(found) and list(found["sources"]) == ["somebody", "another"]
+    assert {"rows", "sources"} <= set(found) and list(found["sources"]) == ["somebody with Megatron", "another"]
     assert [row["row"] for row in found["rows"]] == [0, 1, 2, 3]
     for row in found["rows"]:
         assert {"row", "metric", "measured", "predicted", "in_range"} <= set(row) and type(row["in_range"]) is bool

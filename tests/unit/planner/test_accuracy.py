@@ -17,15 +17,15 @@ MARGIN = 1.1
 ALLOCATED = 0.0038
 """Of the bytes that SimuMax's runs had allocated."""
 RECORDED = {
-    "vTrain MICRO24 single-node": 0.0597,
-    "vTrain MICRO24 multi-node": 0.0855,
-    "BLOOM-176B prequel": 0.0523,
-    "BigScience tr3m-1B3": 0.0885,
-    "Megatron-LM SC21": 0.0088,
-    "MosaicML llm-foundry": 0.0452,
-    "NVIDIA Megatron-Bridge": 0.0760,
-    "SimuMax B200": 0.0206,
-    "": 0.0578,
+    "vTrain MICRO24 single-node": 0.0570,
+    "vTrain MICRO24 multi-node": 0.0568,
+    "BLOOM-176B prequel": 0.0437,
+    "BigScience tr3m-1B3": 0.0886,
+    "Megatron-LM SC21": 0.0066,
+    "MosaicML llm-foundry": 0.0425,
+    "NVIDIA Megatron-Bridge": 0.0667,
+    "SimuMax B200": 0.0163,
+    "": 0.0536,
 }
 """Mean absolute error by a word of the source; the last is of all rows."""
 
@@ -55,7 +55,7 @@ def test_the_analytic_figures_are_exact():
 
 def test_order_and_choice_are_not_worse():
     found = score(predictions())
-    assert found.kendall_tau >= 0.85 and found.regret <= 0.017
+    assert found.kendall_tau >= 0.86 and found.regret <= 0.014
 
 
 def test_running_out_of_memory_is_foretold_and_nothing_else_is():

@@ -68,6 +68,23 @@ def test_a_misaligned_product_is_slow():
     assert odd > 1.5 * aligned
 
 
+def test_heads_that_are_misaligned_are_done_without_tensor_cores_unless_they_are_fused():
+    """Heads of 128, 64 and 100 features: products of the last take sixteen times as long, what they read and write does not."""
+    plain, fused = (
+        [
+            kernels_of(
+                job_of(shape_of(hidden=heads * size, heads=heads, fused_attention=is_fused)), Slice(samples=4)
+            ).attention
+            for heads, size in ((8, 128), (8, 64), (8, 100))
+        ]
+        for is_fused in (False, True)
+    )
+    if_aligned = plain[1] + (plain[0] - plain[1]) * 36 / 64
+    products = 4 * 1024 * 1024 * 100 * 8 * 4 / (312e12 * 0.5)
+    assert plain[2] - if_aligned == pytest.approx(15 * products)
+    assert fused[1] < fused[2] < fused[0]
+
+
 def test_fewer_bits_are_faster_where_the_device_has_them():
     h100, a100 = job_of(cluster="h100:8"), job_of(cluster="a100:8")
     assert kernels_of(h100, Slice(samples=8), "float8").weight < kernels_of(h100, Slice(samples=8)).weight
@@ -151,6 +168,15 @@ def test_gradients_are_summed_over_replicas_and_over_the_ranks_of_a_sequence():
     shared = price_parts(job, Plan(dp=4, cp=4, microbatches=4))
     assert shared.reduce == none.reduce, "ranks that share a sequence have the same weights"
     assert price_parts(job, Plan(dp=1, tp=16)).reduce == 0
+
+
+def test_megatron_sums_gradients_in_float32_for_bfloat16_alone():
+    half, brain = (
+        price_parts(job_of(precision=precision), Plan(dp=16)).reduce for precision in ("float16", "bfloat16")
+    )
+    wire = wires_of(Plan(dp=16), job_of()).data
+    size = job_of().chain.weights
+    assert half == pytest.approx(all_reduce(2 * size, wire)) and brain == pytest.approx(all_reduce(4 * size, wire))
 
 
 def test_what_overlaps_is_hidden_and_never_more_than_there_is():

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.planner.config import DeviceConfig
-from shoal.planner.hardware import parse_cluster
+from shoal.planner.hardware import Device, parse_cluster
 from shoal.planner.presets import LINKS, PRESETS, build_cluster, find_preset
 from shoal.planner.stacks import SOFTWARE, Constants, _stored, find_stack
 
@@ -91,3 +91,29 @@ def test_a_stack_that_nobody_measured_says_so():
     for software, device in (("fsdp", "mi300x"), ("shoal", "h100-80gb")):
         found = find_stack(software, device)
         assert not found.is_fitted and found.software.name == software and found.fitted_on
+
+
+def test_a_device_with_a_known_chip_has_the_constants_of_that_chip():
+    for device, relative in (("h800-80gb", "h100-80gb"), ("h200-141gb", "h100-80gb")):
+        found = find_stack("megatron-core", device)
+        assert found.constants == find_stack("megatron-core", relative).constants and not found.is_fitted
+    assert find_stack("megatron-core", "mi300x").constants != find_stack("megatron-core", "h100-80gb").constants
+
+
+def test_power_holds_a_device_back_in_every_precision_alike():
+    hot, cool, unknown = (
+        Device(
+            name="mine", peak_flops={"bfloat16": 2e15, "float8": 4e15}, memory_bytes=1.0, memory_bandwidth=1.0, source="",
+            watts=watts,
+        )
+        for watts in (1000.0, 5000.0, None)
+    )  # fmt: skip
+    assert hot.sustained_flops("bfloat16") == pytest.approx(1.4e15) and hot.flops("bfloat16") == 2e15
+    assert hot.sustained_flops("float8") == pytest.approx(2.8e15)
+    assert cool.sustained_flops("float8") == unknown.sustained_flops("float8") == 4e15
+
+
+def test_a_device_of_more_power_sustains_more_of_the_same_peak():
+    small, large = (PRESETS[name].device for name in ("gb200-186gb", "gb300-279gb"))
+    assert small.flops("float8") == large.flops("float8") and small.watts < large.watts
+    assert small.sustained_flops("float8") / large.sustained_flops("float8") == pytest.approx(small.watts / large.watts)

@@ -1,12 +1,16 @@
 """Tables of runs: how cells are read, what each metric is, and that no row is dropped."""
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import RequestError
+from shoal.planner.cells import find_device
 from shoal.planner.predict import fits, job_of, model_flops, predict_run, step_seconds
-from shoal.planner.table import COLUMNS, Run, Unread, find_device, read_table
+from shoal.planner.table import COLUMNS, Run, Unread, read_table
 from table_rows import ROW, write_table
 
 
@@ -34,8 +38,9 @@ def test_a_row_is_a_job_and_a_plan(tmp_path):
 def test_every_metric_says_the_same_step(tmp_path):
     metrics = [
         "iter_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu_hw", "tflops_per_gpu_model", "mfu",
+        "iter_time_ms", "samples_per_s", "samples_per_s_per_gpu",
     ]  # fmt: skip
-    rows = predict(tmp_path, *({"measured_metric": metric} for metric in metrics))
+    rows = predict(tmp_path, *({"measured_metric": metric, "measured_value": 0.5} for metric in metrics))
     found = dict(zip(metrics, (row.predicted for row in rows), strict=True))
     seconds, tokens = found["iter_time_s"], 512 * 2048
     assert {row.seconds for row in rows} == {seconds}
@@ -45,6 +50,10 @@ def test_every_metric_says_the_same_step(tmp_path):
     assert found["tflops_per_gpu_hw"] == pytest.approx(flops / seconds / 32 / 1e12)
     assert found["tflops_per_gpu_model"] == pytest.approx(found["tflops_per_gpu_hw"] * 3 / 4)
     assert found["mfu"] == pytest.approx(found["tflops_per_gpu_model"] / 312)
+    assert found["iter_time_ms"] == pytest.approx(seconds * 1e3)
+    assert found["samples_per_s"] == pytest.approx(512 / seconds) == pytest.approx(32 * found["samples_per_s_per_gpu"])
+    (percent,) = predict(tmp_path, {"measured_metric": "mfu", "measured_value": 43.5})
+    assert percent.predicted == pytest.approx(100 * found["mfu"])
 
 
 def test_memory_metrics_are_in_order(tmp_path):
@@ -87,8 +96,8 @@ BAD = {
     "layers": ["", "many", "-3", "0", "nan", "inf", "1e9"],
     "hidden": ["", "0"],
     "seq_len": ["", "x"],
-    "n_gpus": ["", "0", "nan", "64"],
-    "global_batch": ["", "-1", "1e300"],
+    "n_gpus": ["0", "nan", "64"],
+    "global_batch": ["-1", "1e300"],
     "dp": ["0", "-2", "two"],
     "tp": ["-2", "0.5"],
     "pp": ["0"],
@@ -114,6 +123,79 @@ def test_a_cell_that_cannot_be_read_is_said_and_its_row_stays(tmp_path, column, 
 def test_an_unknown_metric_is_said_to_be_one(tmp_path):
     (found,) = predict(tmp_path, {"measured_metric": "joules"})
     assert found.predicted is None and "unknown metric 'joules'; known are iter_time_s" in found.why_not
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"dp": ""}, "dp 32"),
+        ({"dp": "", "tp": 2, "pp": 4}, "dp 4"),
+        ({"n_gpus": ""}, "32 devices"),
+        ({"global_batch": ""}, "a batch of 512"),
+        ({"global_batch": "", "dp": 8, "pp": 4, "micro_batch": 2}, "a batch of 256"),
+        ({"micro_batch": ""}, "micro_batch 1"),
+        ({"micro_batch": "", "source": "torchtitan"}, "micro_batch 16"),
+        ({"source": "somebody", "schedule_or_interleave": "none"}, "a software like megatron"),
+        ({"source": "somebody", "zero": 3}, "a software like fsdp"),
+        ({"source": "somebody", "gpu": "B200"}, "a software like megatron-core"),
+        ({"precision": ""}, "bfloat16"),
+    ],
+)
+def test_what_a_row_leaves_out_is_derived_or_assumed_and_said(tmp_path, change, word):
+    (found,) = predict(tmp_path, change)
+    assert found.predicted is not None and 0 < found.predicted < 1e3
+    assert not found.in_range and word in found.why_not.split("; ")
+
+
+def test_heads_that_are_not_stated_are_those_of_other_rows_of_the_source_as_wide(tmp_path):
+    blank = {"heads": "", "kv_heads": ""}
+    known = {"heads": 32, "kv_heads": 32}
+    rows = read(tmp_path, known, known, blank, {**blank, "source": "Megatron"}, {**blank, "hidden": 2560})
+    assert [row.shape.heads for row in rows] == [32, 32, 32, 18, 20] and rows[2].assumed == ("32 heads",)
+
+
+def test_a_row_says_neither_devices_nor_replicas(tmp_path):
+    (found,) = predict(tmp_path, {"dp": "", "n_gpus": ""})
+    assert found.predicted is None and "n_gpus is '', and so is dp" in found.why_not
+
+
+LIKELY = {
+    "source": ["somebody", "torchtitan", "MaxText", "NVIDIA NeMo 24.12", "DeepSeek-V3", "Alpa", "LLaMA-1", "MT-NLG DeepSpeed"],
+    "model": ["GPT-1.7B", "Llama-3-8B", "Mixtral-8x7B", "Nemotron-H", ""],
+    "gpu": ["A100", "V100-16GB", "H800", "H100-96GB-HBM2e 500W", "MI300X", "MI355X", "B300", "GB300", "TPU v5p", "RTX 4090"],
+    "n_gpus": ["32", "", "4096"], "dp": ["32", "", "8"], "tp": ["1", "2", "8", ""], "pp": ["1", "4", "16", ""],
+    "cp": ["1", "2", ""], "ep": ["1", "8", "64", ""],
+    "zero": ["", "0", "1 (assumed)", "2", "3 (FSDP group 8)", "ZeRO-3", "unknown"],
+    "schedule_or_interleave": ["none", "1F1B", "interleaved-1F1B v=3", "Interleaved1F1B", "DualPipe", "ZBV", "GPipe", "?"],
+    "micro_batch": ["16", "", "0.5", "3", "n/a"], "global_batch": ["512", "", "7"],
+    "precision": ["fp16", "BF16", "MXFP8", "NVFP4", "tf32", "fp32", "", "int8"],
+    "recompute": ["full", "none", "selective (attention)", "unknown", "", "op-level AC", "full, 2 of 4 layers"],
+    "seq_parallel": ["0", "1", "assumed 1", "", "yes"],
+    "heads": ["24", "", "unknown"], "kv_heads": ["24", "", "8"], "vocab": ["51200", ""], "params_b": ["", "1.7", "8.03"],
+    "measured_metric": [
+        "iter_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu_hw", "mfu", "peak_mem_gib", "peak_reserved_gib",
+        "mem_gb_nvidia_smi_max", "oom", "samples_per_s", "iter_time_ms", "joules",
+    ],
+    "measured_value": ["3.1", "0", "1", ""],
+    "notes": ["", "MoE: 128 experts top-8, moe_ffn 768; head_dim 128", "MLA (q_lora 1536, kv_lora 512)", "4xV100 nodes"],
+}  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(change=st.fixed_dictionaries({}, optional={column: st.sampled_from(cells) for column, cells in LIKELY.items()}))
+def test_likely_rows_get_a_sane_number_or_a_reason(tmp_path_factory, change):
+    path = tmp_path_factory.mktemp("likely") / "runs.csv"
+    write_table(path, change, columns=(*COLUMNS, "params_b", "notes"))
+    (run,) = read_table(path)
+    found = predict_run(run)
+    if found.predicted is None:
+        assert found.why_not
+        return
+    assert math.isfinite(found.predicted) and (found.predicted > 0 or found.metric == "oom")
+    assert found.seconds is not None and 1e-4 < found.seconds < 1e5
+    assert found.in_range or found.why_not
+    # A column that nobody needs says nothing about a step.
+    assert predict_run(replace(run, measured=2 * run.measured + 1)).seconds == found.seconds
 
 
 @settings(max_examples=100, deadline=None)
@@ -170,7 +252,10 @@ def test_what_is_no_table(tmp_path):
     [
         ("A100-80GB-SXM", "a100-80gb"), ("A100 (DGX-A100)", "a100-80gb"), ("A100-40GB", "a100-40gb"),
         ("A100-PCIe-40GB", "a100-40gb-pcie"), ("V100-SXM2-32GB", "v100-32gb"), ("V100 16GB", "v100-16gb"),
-        ("H100", "h100-80gb"), ("GB200", "gb200-186gb"), ("B200", "b200-180gb"), ("MI300X", "mi300x"),
+        ("H100", "h100-80gb"), ("H100-96GB-HBM2e 500W (400Gb/s/GPU)", "h100-96gb"), ("H100-PCIe", "h100-80gb-pcie"),
+        ("H800", "h800-80gb"), ("NVIDIA H20 96GB", "h20-96gb"), ("GH200", "gh200-96gb"), ("B300", "b300-270gb"),
+        ("L40S", "l40s-48gb"), ("AMD Instinct MI325X", "mi325x"),
+        ("GB200", "gb200-186gb"), ("B200", "b200-180gb"), ("MI300X", "mi300x"),
     ],
 )  # fmt: skip
 def test_devices_are_known_by_family_memory_and_form(text, device):

@@ -1,0 +1,152 @@
+"""What the words in a table's cells mean: devices, networks, software, schedules, precision, recompute.
+
+Tables are written by people: a cell says "A100-80GB-SXM", "interleaved-1F1B v=3" or "1 (distributed optimizer, assumed)".
+What is not understood is no error here, but for a device: it is said to be unknown, and ``table.py`` says what it took instead.
+"""
+
+import re
+from dataclasses import replace
+
+from shoal.core.errors import RequestError
+from shoal.core.pipelines import SCHEDULES, schedule_facts
+from shoal.planner.hardware import Cluster
+from shoal.planner.presets import LINKS, PRESETS, Preset, cluster_of
+
+_DEVICE = re.compile(r"(mi\d{3}[ax]|gb\d00|gh\d00|[abhvl]\d{2,3}s?)(?![0-9a-z])", re.IGNORECASE)
+_PER_NODE = re.compile(r"(?<!\d)(\d{1,2}) ?x ?(?:MI|GB|GH|V|A|H|B)\d{2,3}|(\d{1,2})-GPU nodes", re.IGNORECASE)
+
+_MOST_PER_NODE = 16
+"""Devices of a node that are believed; "64xH100" speaks of a cluster."""
+
+
+def find_device(text: str) -> Preset:
+    """The preset that a cell means: its family, and its memory and form where it says them.
+
+    Raises:
+        RequestError: there is none.
+    """
+    families = {name.split("-")[0] for name in PRESETS}
+    family = next((word for word in map(str.lower, _DEVICE.findall(text)) if word in families), None)
+    if family is None:
+        raise RequestError(f"there is no device {text!r}; there are {', '.join(PRESETS)}")
+    alike = [preset for name, preset in PRESETS.items() if name.split("-")[0] == family]
+    is_card = "pcie" in text.lower()
+    size = re.search(r"(\d+)\s*g(?:i?b)?(?![a-z])", text.lower())
+    # Where the memory is not said, the usual one: the last of those without a mark of their own.
+    ranked = sorted(
+        alike,
+        key=lambda preset: (
+            ("pcie" in preset.device.name) == is_card,
+            size is not None and f"-{size[1]}gb" in preset.device.name,
+            preset.is_usual,
+            preset.device.memory_bytes,
+        ),
+    )
+    return ranked[-1]
+
+
+def read_cluster(preset: Preset, num_devices: int, text: str) -> Cluster:
+    """The cluster of a run: nodes of its device's usual size and network, or of what the row says."""
+    found = _PER_NODE.search(text)
+    said = int(found[1] or found[2]) if found else 0
+    devices = min(said if 1 <= said <= _MOST_PER_NODE else preset.devices_per_node, num_devices)
+    cluster = cluster_of(preset, num_nodes=-(-num_devices // devices), devices_per_node=devices)
+    bandwidth = _network(text, devices)
+    if not bandwidth or len(cluster.tiers) == 1:
+        return cluster
+    return replace(cluster, tiers=(cluster.tiers[0], replace(cluster.tiers[1], bandwidth=bandwidth)))
+
+
+def _network(text: str, devices: int) -> float | None:
+    """Bytes per second of one device between nodes, where a row says so."""
+    if "Omni-Path" in text:
+        links = re.search(r"(\d+) Omni-Path links", text)
+        return (int(links[1]) if links else 4) * 2 * LINKS["omni-path"].bandwidth / devices
+    rate = re.search(r"(\d+) ?Gb(?:ps|/s) (?:node-node|inter-node)", text)
+    return int(rate[1]) / 8 * 1e9 / devices if rate else None
+
+
+_SOFTWARE_WORDS = (
+    ("fsdp", ("llm-foundry", "torchtitan", "TorchTitan", "FSDP FULL_SHARD", "FSDP SHARD_GRAD_OP", "FSDP2")),
+    (
+        "megatron-core",
+        (
+            "Megatron-Bridge", "NeMo", "Megatron-Core", "Megatron-core", "SimuMax", "TE 2", "Llama-3", "Llama 3", "DeepSeek",
+        ),
+    ),
+    ("bigscience", ("bigscience", "BigScience", "BLOOM")),
+    ("megatron-deepspeed", ("DeepSpeed", "vTrain", "MT-NLG")),
+    ("megatron", ("Megatron", "Korthikanti", "LLaMA")),
+    ("fsdp", ("FSDP",)),
+)  # fmt: skip
+_RECENT = re.compile(r"\b(gb\d00|gh\d00|[bh]\d{2,3}|mi3\d\d[ax])", re.IGNORECASE)
+
+
+def read_software(text: str) -> str | None:
+    """The name of a software of ``SOFTWARE`` that a text speaks of; None where it speaks of none."""
+    return next((name for name, words in _SOFTWARE_WORDS if any(word in text for word in words)), None)
+
+
+def likely_software(device: str, zero: int | None) -> str:
+    """What a run of an unknown software is most like: by whether its weights are sharded, and how old its device is."""
+    if zero == 3:
+        return "fsdp"
+    return "megatron-core" if _RECENT.match(device) else "megatron"
+
+
+_PRECISIONS = (
+    ("float4", ("fp4", "float4", "mxfp4", "nvfp4")),
+    ("float8", ("fp8", "float8", "mxfp8", "e4m3")),
+    ("bfloat16", ("bf16", "bfloat16")),
+    ("float16", ("fp16", "float16", "half", "amp")),
+    ("float32", ("fp32", "float32", "tf32", "single")),
+)
+
+
+def read_precision(text: str) -> str | None:
+    """The compute type of a cell, the narrowest that it names: what is added up in 32 bits is computed in 16."""
+    lowered = text.lower()
+    return next((name for name, words in _PRECISIONS if any(word in lowered for word in words)), None)
+
+
+_SCHEDULE_WORDS = (("zb1p", "zb-h1"), ("zb2p", "zb-h2"), ("zero-bubble", "zb-h1"), ("zerobubble", "zb-h1"))
+
+
+def read_schedule(text: str) -> tuple[str, int | None]:
+    """The schedule that a cell names, and the chunks of each rank where it has several; 1F1B where it names none."""
+    found = re.search(r"v\s*=\s*(\d+)", text) or re.search(r"(?:vp|vpp|virtual)\D{0,3}(\d+)", text, re.IGNORECASE)
+    chunks = int(found[1]) if found else 1
+    word = re.sub(r"[\s_]+", "-", text.lower())
+    if chunks > 1 or word.startswith("interleaved"):
+        return "interleaved", max(2, chunks)
+    known = sorted((name for name in SCHEDULES if name not in ("1f1b", "interleaved")), key=len, reverse=True)
+    alias = next((name for other, name in _SCHEDULE_WORDS if other in word), "1f1b")
+    name = next((name for name in known if name in word), alias)
+    own = schedule_facts(name).chunks
+    return name, own if own > 1 else None
+
+
+_NO, _YES = ("none", "no", "off", "false", "0"), ("full", "yes", "on", "true", "1", "block", "uniform", "ac")
+
+
+def read_recompute(text: str) -> str:
+    """none, selective, full, or ``unknown``."""
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    first = words[0] if words else ""
+    if first.startswith("selective") or first == "sac":
+        return "selective"
+    return "none" if first in _NO else "full" if first in _YES else "unknown"
+
+
+def is_on(text: str) -> bool:
+    """Whether a cell says that something is on: 1, yes, true, also behind a word such as ``assumed``."""
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    return any(word in ("1", "yes", "on", "true") for word in words)
+
+
+def read_zero(text: str) -> int | None:
+    """The stage that a cell begins with, or names as FSDP or ZeRO; None where it names none."""
+    found = re.match(r"\s*([0-3])", text) or re.search(r"zero[\s-]*([0-3])", text, re.IGNORECASE)
+    if found:
+        return int(found[1])
+    return 3 if "fsdp" in text.lower() else None
