@@ -158,6 +158,7 @@ class Line:
             try:
                 drawn = await self._contact.tell(draw, deadline=deadline)
             except TimeoutError as error:
+                self._contact.check()
                 raise RunError(f"nobody drives: {error}") from error
             assert isinstance(drawn, Drawn)
             if drawn.is_over:
