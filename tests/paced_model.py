@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shoal.core.rundir import replace_text
+
 
 class Paced(nn.Module):
     def __init__(self, vocab: int, seconds: float) -> None:
@@ -27,33 +29,53 @@ def build(spec, seconds):
     return Paced(spec.vocab, seconds)
 
 
-class Rationed(Paced):
-    """Its process may make so many training passes as a file says, and waits before the next one until the file says more.
+class Ration(nn.Module):
+    """Its process may make as many training passes as a file says, and waits before the next one until the file says more.
 
-    So a test holds a whole run where it wants it, without guessing how long anything takes. A file ``NAME`` beside it, of the
-    process's own ``--name``, goes before: one worker can be held alone.
+    So a test holds a whole run where it wants it, without guessing how long anything takes. A file of the process's own
+    ``--name``, beside the other, goes before it: one worker can be held alone. Who waits says so in a file ``NAME.waits``.
     """
 
-    def __init__(self, vocab: int, seconds: float, ration: str) -> None:
-        super().__init__(vocab, seconds)
-        self.ration, self.num_passes = Path(ration), 0
-        words = sys.argv
-        self.name = words[words.index("--name") + 1] if "--name" in words else ""
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path, self.num_passes = Path(path), 0
+        # Who has no name is no worker, and only looks at the model.
+        self.own = self.path.with_name(sys.argv[sys.argv.index("--name") + 1]) if "--name" in sys.argv else None
 
-    def forward(self, tokens):
-        if self.training:
+    def forward(self, inputs):
+        if self.training and self.own is not None:
+            if self.num_passes >= self.allowed():
+                self.own.with_name(f"{self.own.name}.waits").write_text(str(self.num_passes))
             while self.num_passes >= self.allowed():
                 time.sleep(0.005)
             self.num_passes += 1
-        return super().forward(tokens)
+        return inputs
 
     def allowed(self):
-        own = self.ration.with_name(self.name or self.ration.name)
-        return int((own if own.exists() else self.ration).read_text())
+        return int((self.own if self.own.exists() else self.path).read_text())
+
+
+class Rationed(Paced):
+    def __init__(self, vocab: int, seconds: float, ration: str) -> None:
+        super().__init__(vocab, seconds)
+        self.ration = Ration(ration)
+
+    def forward(self, tokens):
+        return super().forward(self.ration(tokens))
 
 
 def build_rationed(spec, seconds, ration):
     return Rationed(spec.vocab, seconds, ration)
+
+
+def build_rationed_digits(spec, ration):
+    """Logistic regression of digits."""
+    return nn.Sequential(Ration(ration), nn.Flatten(), nn.Linear(64, spec.classes))
+
+
+def allow(ration: Path, passes: int) -> None:
+    """Let processes make so many passes altogether; in one piece, for they read it all the time."""
+    replace_text(ration, str(passes))
 
 
 class Pause(nn.Module):

@@ -16,7 +16,7 @@ import pytest
 from crewed import PLAN, RECIPE, STEPS, CrewRun, _python_path, check_steps
 from crewed import crew as crew
 from harness import read_summary, wait_until
-from shoal.core.rundir import replace_text
+from paced_model import allow
 
 soak = pytest.mark.soak
 pytestmark = pytest.mark.timeout(400)
@@ -198,11 +198,6 @@ def test_a_member_that_is_paused_is_replaced_and_refused_when_it_wakes(crew, und
 REFUSALS = {"server": ("Evicted: ", True), "worker": ("taken for dead: ", False), "center": ("deposed", False)}
 """What the log of a paused member says when it wakes, and whether it ends with that: a worker comes back under a new name, and a
 center stands for election again."""
-
-
-def allow(ration, passes):
-    """Let every worker make so many passes altogether; in one piece, for they read it all the time."""
-    replace_text(ration, str(passes))
 
 
 def rationed(ration):

@@ -56,6 +56,33 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpdateApplied(Event):
+    """One update of parameter servers, under the rules by which a step is not one update of all its shares alike.
+
+    The tuples have one value for each gradient in it, in the order in which they were added.
+    """
+
+    kind: ClassVar[str] = "update"
+    update: int
+    """Counts from 0; the weights have this version before it."""
+    step: int
+    """Steps that were done before it."""
+    lr: float
+    """The schedule's rate of this update."""
+    workers: tuple[str, ...]
+    portions: tuple[tuple[int, ...], ...]
+    """Which portions of the run: share ``p % workers`` of step ``p // workers``."""
+    read: tuple[int, ...]
+    """The version of the weights that each was computed with."""
+    staleness: tuple[int, ...]
+    """Updates between that and this one."""
+    step_sizes: tuple[float, ...]
+    """What each was multiplied by: the rate, times what being late, or being one of several, has left of it."""
+    num_duplicates: int = 0
+    """Under lbfgs: portions of the step's batches that were given to a second worker, because the first was slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """A pass over a held-out split."""
 

@@ -334,6 +334,8 @@ class Advance(Message, frozen=True):
     loss: float
     samples: int
     memory: str
+    num_duplicates: int = 0
+    """Portions of its batches that a second worker was given too."""
 
 
 class Settle(Message, frozen=True):

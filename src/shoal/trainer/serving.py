@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.comm.world import Place, World
-from shoal.core.events import CheckpointFailed, Event, RunEnded, RunStarted, StepDone
+from shoal.core.events import CheckpointFailed, Event, RunEnded, RunStarted, StepDone, UpdateApplied
 from shoal.data.order import position_of
 from shoal.data.splits import Splits
 from shoal.elastic.view import View
@@ -46,8 +46,8 @@ Conclude = Callable[[str], None]
 """Called, in a thread, with why the run was stopped (nothing when it was finished), when its last checkpoint is written."""
 
 
-_UNTOLD_STEPS = 8
-"""Steps that a server remembers in case it becomes the one to tell of them."""
+_UNTOLD = 64
+"""Steps and updates that a server remembers in case it becomes the one to tell of them."""
 
 
 async def serve(
@@ -303,7 +303,7 @@ class Diary:
         self._since = time.monotonic()
         self._losses: list[tuple[float, float]] = []
         self._samples = 0
-        self._untold: deque[StepDone] = deque(maxlen=_UNTOLD_STEPS)
+        self._untold: deque[StepDone | UpdateApplied] = deque(maxlen=_UNTOLD)
 
     async def go_back(self) -> None:
         """Everyone goes back to the newest checkpoint: one that is being written here has to be there first, or not at all."""
@@ -316,14 +316,32 @@ class Diary:
         self._losses.append((made.loss, made.weight))
         self._samples += made.samples
         step = made.settled // self._place.plan.num_shares
+        if not self._place.rule.is_stepwise or made.num_duplicates:
+            self._untold.append(self._update_applied(server, made))
         if step > self._reported:
             self._untold.append(self._step_done(step, made))
         if server.steward is not None:
             # With what the keeper before this one may not have come to tell; of two tellings the later counts.
             while self._untold:
-                self._reporter.step(self._untold.popleft())
+                told = self._untold.popleft()
+                self._reporter.step(told) if isinstance(told, StepDone) else self._reporter.event(told)
         if cut is not None:
             await self._save(server, cut)
+
+    def _update_applied(self, server: Server, made: Round) -> UpdateApplied:
+        view, lr, entries = server.contact.view, self._source.rate(made.number), made.entries
+        found = [view.find(entry.worker) if view is not None else None for entry in entries]
+        return UpdateApplied(
+            update=made.number,
+            step=self._reported,
+            lr=lr,
+            workers=tuple(entry.worker if one is None else one.name for entry, one in zip(entries, found, strict=True)),
+            portions=made.portions,
+            read=made.versions,
+            staleness=tuple(made.number - version for version in made.versions),
+            step_sizes=tuple(lr * entry.factor for entry in entries),
+            num_duplicates=made.num_duplicates,
+        )
 
     def _step_done(self, step: int, made: Round) -> StepDone:
         now = time.monotonic()
