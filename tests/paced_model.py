@@ -117,3 +117,25 @@ class Poisoned(Paced):
 
 def build_poisoned(spec, seconds):
     return Poisoned(spec.vocab, seconds)
+
+
+class PoisonedOnce(Paced):
+    """One training pass of ``worker-1``, its third, gives NaN; a file remembers that it has, so a new process is well."""
+
+    def __init__(self, vocab: int, seconds: float, mark: str) -> None:
+        super().__init__(vocab, seconds)
+        self.mark, self.num_passes = Path(mark), 0
+
+    def forward(self, tokens):
+        found = super().forward(tokens)
+        if not self.training or "worker-1" not in sys.argv:
+            return found
+        self.num_passes += 1
+        if self.num_passes < 3 or self.mark.exists():
+            return found
+        self.mark.touch()
+        return found * float("nan")
+
+
+def build_poisoned_once(spec, seconds, mark):
+    return PoisonedOnce(spec.vocab, seconds, mark)

@@ -176,6 +176,32 @@ class RankFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GradientRefused(Event):
+    """A parameter server did not take a gradient, because of NaN or infinity in it: no weight was touched, the worker was told."""
+
+    kind: ClassVar[str] = "gradient_refused"
+    step: int
+    """Steps that were done then."""
+    worker: str
+    contribution: str
+    """Names the gradient: a worker's push is refused by every server that has a part of it which is not finite."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WentBack(Event):
+    """No copy of a shard was left: every parameter server went back to the newest checkpoint, and the run goes on from there."""
+
+    kind: ClassVar[str] = "went_back"
+    step: int
+    """Of that checkpoint; 0 where there was none."""
+    died: tuple[str, ...]
+    """The servers that had died since every shard last had all its copies."""
+    history: int
+    """How often that has happened in this run, from 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerTraffic(Event):
     """A worker of parameter servers leaves the wire: the gradients that it sent, and the weights that it got."""
 

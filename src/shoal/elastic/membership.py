@@ -80,6 +80,8 @@ class State:
     """What those that left are told when they come back."""
     unfit: Mapping[tuple[int, str], float] = field(default_factory=dict)
     """Until when a server is not to be tried again as a backup of a shard that it failed to follow."""
+    fallen: tuple[str, ...] = ()
+    """Names of the servers that went since every shard last had all its copies."""
     began: float = 0.0
     """When the present phase began to wait."""
     now: float = 0.0
@@ -324,19 +326,21 @@ def _publish(
     is_new_center: bool = False,
 ) -> Step:
     before = state.view
+    gone = [] if before is None else [one for one in before if one.id not in state.members]
+    fallen = (*state.fallen, *(one.name for one in gone if one.role == "server"))
     view = View(
         epoch=state.epoch + 1,
         servers=tuple(state.members[id] for id in _ids(state, "server")),
         workers=tuple(state.members[id] for id in _ids(state, "worker")),
         chains=chains,
         history=0 if before is None else before.history + bool(lost),
+        lost=fallen if lost else () if before is None else before.lost,
     )
     if before is not None and not is_new_center and replace(view, epoch=before.epoch) == before:
         return state, instructions
     instructions = [*instructions, Publish(view=view)]
     if lost:
         instructions.append(Restore(shards=lost, history=view.history))
-    gone = [] if before is None else [one for one in before if one.id not in state.members]
     instructions += [Release(worker=one.id) for one in gone if one.role == "worker"]
     for shard, chain in enumerate(chains):
         instructions += [
@@ -346,7 +350,8 @@ def _publish(
         ]
     instructions += [Collect(kind=one.role, id=one.id) for one in gone]
     instructions += [] if before is None else _orphans(before.chains, chains, living=state.members)
-    return replace(state, view=view, epoch=view.epoch), instructions
+    is_whole = bool(lost) or all(len(chain.backups) >= state.wanted.backups for chain in chains)
+    return replace(state, view=view, epoch=view.epoch, fallen=() if is_whole else fallen), instructions
 
 
 def _orphans(before: tuple[Chain, ...], after: tuple[Chain, ...], *, living: Collection[str]) -> list[Instruction]:

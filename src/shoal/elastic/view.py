@@ -63,6 +63,8 @@ class View:
     """One for each shard."""
     history: int = 0
     """How often everything went back to the checkpoint. A replica of an earlier history holds nothing that counts any more."""
+    lost: tuple[str, ...] = ()
+    """The servers, by name, whose deaths did that the last time: those since every shard last had all its copies."""
 
     def __iter__(self) -> Iterator[Member]:
         """Every member, servers first."""

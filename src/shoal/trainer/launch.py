@@ -136,6 +136,12 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         lines.append(
             f"skipped          {summary['skipped_steps']} of {summary['steps']} steps, whose gradient was not finite"
         )
+    if summary.get("not_finite"):
+        lines.append(
+            f"refused          {summary['not_finite']} gradients with NaN or infinity; no weight was touched by them"
+        )
+    if summary.get("went_back"):
+        lines.append(f"went back        {summary['went_back']} times to a checkpoint, when no copy of a shard was left")
     if summary["final_loss"] is not None and summary["first_loss"] is not None:
         lines.append(f"loss             {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}")
     if summary["validation_loss"] is not None:

@@ -15,7 +15,16 @@ from torch import nn
 
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.comm.world import Place, World
-from shoal.core.events import CheckpointFailed, Event, RunEnded, RunStarted, StepDone, UpdateApplied
+from shoal.core.events import (
+    CheckpointFailed,
+    Event,
+    GradientRefused,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    UpdateApplied,
+    WentBack,
+)
 from shoal.data.order import position_of
 from shoal.data.splits import Splits
 from shoal.elastic.view import View
@@ -29,7 +38,7 @@ from shoal.paramserver.cutting import Shard
 from shoal.paramserver.lbfgsshard import LbfgsShard
 from shoal.paramserver.ledger import Ledger, book_after, restart_book
 from shoal.paramserver.messages import FINISHED, Halt, Join
-from shoal.paramserver.rounds import Round
+from shoal.paramserver.rounds import Identity, Round
 from shoal.paramserver.server import Server
 from shoal.paramserver.shard import ShardState
 from shoal.telemetry.board import Heartbeat
@@ -41,6 +50,7 @@ from shoal.trainer.layout import count_steps, count_updates, updates_per_step
 from shoal.trainer.member import MemberPlace, attach_slot, open_finder, open_node
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.state import Progress, draw_outline, named_weights
+from shoal.trainer.tidings import describe_refusal, describe_return
 
 Conclude = Callable[[str], None]
 """Called, in a thread, with why the run was stopped (nothing when it was finished), when its last checkpoint is written."""
@@ -126,6 +136,7 @@ async def _serve(
         on_round=diary.take_round,
         deadline_seconds=place.recipe.paramserver.deadline,
         go_back=diary.go_back,
+        on_not_finite=lambda identity, reason: diary.take_refusal(contact.view, identity, reason),
     )
     address = await node.listen(place.address, server.handle)
     contact.start()
@@ -305,11 +316,28 @@ class Diary:
         self._samples = 0
         self._untold: deque[StepDone | UpdateApplied] = deque(maxlen=_UNTOLD)
 
-    async def go_back(self) -> None:
+    async def go_back(self, view: View) -> None:
         """Everyone goes back to the newest checkpoint: one that is being written here has to be there first, or not at all."""
         await asyncio.to_thread(self._saver.close)
         await asyncio.to_thread(self._source.look, again=True)
         self._begin()
+        if any(self._place.incarnation in chain.synced for chain in view.chains):
+            # Not one that comes later: it gets what the others have made since, and never reads the checkpoint.
+            back = WentBack(step=self._progress.step, died=view.lost, history=view.history)
+            self._reporter.event(back)
+            print(describe_return(back.as_dict()), file=sys.stderr, flush=True)
+
+    def take_refusal(self, view: View | None, identity: Identity, reason: str) -> None:
+        """A gradient was refused because it is not finite."""
+        member = view.find(identity.worker) if view is not None else None
+        refused = GradientRefused(
+            step=self._reported,
+            worker=identity.worker if member is None else member.name,
+            contribution=f"{identity.worker}/{identity.number}",
+            reason=reason,
+        )
+        self._reporter.event(refused)
+        print(describe_refusal(refused.as_dict()), file=sys.stderr, flush=True)
 
     async def take_round(self, server: Server, made: Round, cut: str | None) -> None:
         """A round is applied to every shard here."""
