@@ -177,7 +177,7 @@ class RankFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRefused(Event):
-    """A parameter server did not take a gradient, because of NaN or infinity in it: no weight was touched, the worker was told."""
+    """A parameter server did not take a gradient, because of NaN or infinity in it: no weight has met it, its worker was told."""
 
     kind: ClassVar[str] = "gradient_refused"
     step: int

@@ -156,7 +156,9 @@ class Join(Message, frozen=True):
     view: View | None = None
     """The newest view that it has, for a center that was just elected."""
     started: float = 0.0
-    """When it began, by its machine's clock: of two that have one name the later one is meant."""
+    """When it began, by its machine's clock: of two of one origin that have one name the later one is meant."""
+    origin: str = ""
+    """The process (``view.Member``)."""
     settings: dict[str, str] = {}
     """What its recipe says of everything that all must agree on, as text by key."""
 

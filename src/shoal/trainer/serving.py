@@ -121,6 +121,7 @@ async def _serve(
             model=model,
             view=view,
             settings=place.settings,
+            origin=place.origin,
             started=started,
         )
 

@@ -104,6 +104,7 @@ class Line:
                 model=model,
                 view=view,
                 settings=place.settings,
+                origin=place.origin,
                 started=began,
             )
 
