@@ -139,3 +139,27 @@ class PoisonedOnce(Paced):
 
 def build_poisoned_once(spec, seconds, mark):
     return PoisonedOnce(spec.vocab, seconds, mark)
+
+
+class HangingOnce(Paced):
+    """``worker-1`` never comes back from its sixth training pass; a file remembers that it hung, so a new process does not."""
+
+    def __init__(self, vocab: int, seconds: float, mark: str) -> None:
+        super().__init__(vocab, seconds)
+        self.mark, self.num_passes = Path(mark), 0
+
+    def forward(self, tokens):
+        if self.training and "worker-1" in sys.argv:
+            self.num_passes += 1
+            if self.num_passes == 6 and not self.mark.exists():
+                self.mark.touch()
+                self.never_return()
+        return super().forward(tokens)
+
+    def never_return(self):
+        while True:
+            time.sleep(1)
+
+
+def build_hanging_once(spec, seconds, mark):
+    return HangingOnce(spec.vocab, seconds, mark)

@@ -31,6 +31,7 @@ every = 0
 [telemetry]
 tensorboard = false
 [paramserver]
+hang_after = 0
 dead_seconds = 600.0
 """
 PLAN = "ps=2 workers=2 update=lbfgs"

@@ -202,9 +202,9 @@ center stands for election again."""
 
 
 def rationed(ration):
-    return RECIPE.replace("paced_model:build", "paced_model:build_rationed").replace(
-        "args = { seconds = 0.08 }", f'args = {{ seconds = 0.02, ration = "{ration}" }}'
-    )
+    """A worker without a ration waits in its compute, where it would hang in the eyes of the watch: the watch is off."""
+    recipe = RECIPE.replace("paced_model:build", "paced_model:build_rationed") + "hang_after = 0\n"
+    return recipe.replace("args = { seconds = 0.08 }", f'args = {{ seconds = 0.02, ration = "{ration}" }}')
 
 
 @pytest.mark.parametrize("name", ["server-0", pytest.param("server-1", marks=soak)])
@@ -245,6 +245,21 @@ def test_the_death_of_both_copies_of_a_shard_takes_everyone_back_and_says_so(cre
     allow(ration, 1000)
     expect_same(run, undisturbed, deaths=2)
     assert f"step-{expect_return(run, ['server-0', 'server-1']):08d}" >= due.name
+
+
+def test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced(crew, undisturbed, tmp_path):
+    """Its heart beats and it answers the center, so nobody else can know; under bsp everyone would wait for it for ever."""
+    recipe = RECIPE.replace("paced_model:build", "paced_model:build_hanging_once").replace(
+        "args = { seconds = 0.08 }", f'args = {{ seconds = 0.08, mark = "{tmp_path}/mark" }}'
+    )
+    run = crew(recipe=recipe + "hang_after = 5\nhang_seconds = 5.0\n")
+    expect_same(run, undisturbed, deaths=1)
+    summary, (hung,) = read_summary(run.run_dir), run.events("hung")
+    assert (summary["deaths"], summary["hung"], hung["worker"]) == (1, 1, "worker-1")
+    assert hung["seconds"] > max(5.0, 5 * hung["usual_seconds"])
+    assert run.output.count(f"worker-1 hangs in step {hung['step']}: ") == 1
+    assert "hung             1 workers" in run.output
+    assert "in never_return" in _log(run, run.ranks("worker")["worker-1"])
 
 
 def test_a_gradient_that_is_not_finite_is_refused_counted_and_told(crew, undisturbed, tmp_path):

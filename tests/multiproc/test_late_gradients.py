@@ -40,6 +40,7 @@ every = 0
 [telemetry]
 tensorboard = false
 [paramserver]
+hang_after = 0
 {setting}
 """
 

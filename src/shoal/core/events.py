@@ -189,6 +189,20 @@ class GradientRefused(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerHung(Event):
+    """A worker of parameter servers did not come out of a portion, and has ended its process for it."""
+
+    kind: ClassVar[str] = "hung"
+    worker: str
+    step: int
+    """Of the portion."""
+    seconds: float
+    """That it had taken by then, without time in which the process did not run."""
+    usual_seconds: float
+    """Mean of this worker's portions."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WentBack(Event):
     """No copy of a shard was left: every parameter server went back to the newest checkpoint, and the run goes on from there."""
 

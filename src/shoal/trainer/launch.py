@@ -142,6 +142,8 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         )
     if summary.get("went_back"):
         lines.append(f"went back        {summary['went_back']} times to a checkpoint, when no copy of a shard was left")
+    if summary.get("hung"):
+        lines.append(f"hung             {summary['hung']} workers, which were ended and started again")
     if summary["final_loss"] is not None and summary["first_loss"] is not None:
         lines.append(f"loss             {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}")
     if summary["validation_loss"] is not None:

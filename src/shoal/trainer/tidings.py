@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.core.events import GradientRefused, WentBack
+from shoal.core.events import GradientRefused, WentBack, WorkerHung
 from shoal.core.rundir import RunDir
 
-_WANTED = (GradientRefused.kind, WentBack.kind)
-_MARKS = tuple(f'"{kind}"'.encode() for kind in _WANTED)
+_COUNTED = {"not_finite": GradientRefused.kind, "went_back": WentBack.kind, "hung": WorkerHung.kind}
+_MARKS = tuple(f'"{kind}"'.encode() for kind in _COUNTED.values())
 
 
 def describe_refusal(event: Mapping[str, Any]) -> str:
@@ -29,6 +29,13 @@ def describe_return(event: Mapping[str, Any]) -> str:
         f"the checkpoint of step {event['step']}" if event["step"] else "the beginning, for there is no checkpoint yet"
     )
     return f"{names} died, and no copy of a shard was left: everyone went back to {where}"
+
+
+def describe_hang(event: Mapping[str, Any]) -> str:
+    """A ``WorkerHung`` in one line."""
+    seconds, usual = event["seconds"], event["usual_seconds"]
+    took = f"{seconds:.0f} s in one portion, and {usual:.2g} s is usual"
+    return f"{event['worker']} hangs in step {event['step']}: {took}; it ends itself, its log says where it was"
 
 
 class Tidings:
@@ -70,15 +77,12 @@ class Tidings:
 
 
 def count_tidings(run_dir: Path) -> dict[str, int]:
-    """For the summary: gradients that were refused, and how often everyone went back, since the run began."""
+    """For the summary: refused gradients, returns to a checkpoint, and workers that hung, since the run began."""
     events: list[dict[str, Any]] = []
     for path in sorted(RunDir(run_dir).events(0).parent.glob("rank-*.jsonl")):
         events += _parse(path.read_bytes())
     keys = {_key(event) for event in events}
-    return {
-        name: sum(key[0] == kind for key in keys)
-        for name, kind in zip(("not_finite", "went_back"), _WANTED, strict=True)
-    }
+    return {name: sum(key[0] == kind for key in keys) for name, kind in _COUNTED.items()}
 
 
 def _parse(text: bytes) -> list[dict[str, Any]]:
@@ -89,17 +93,23 @@ def _parse(text: bytes) -> list[dict[str, Any]]:
                 event = json.loads(line)
             except ValueError:
                 continue  # Torn by a kill.
-            if event.get("kind") in _WANTED:
+            if event.get("kind") in _COUNTED.values():
                 found.append(event)
     return found
 
 
 def _key(event: Mapping[str, Any]) -> tuple[Any, ...]:
-    kind = event["kind"]
-    return (kind, event["contribution"]) if kind == GradientRefused.kind else (kind, event["history"], event["step"])
+    """What several processes may say in their own words."""
+    match event["kind"]:
+        case GradientRefused.kind:
+            return event["kind"], event["contribution"]
+        case WentBack.kind:
+            return event["kind"], event["history"], event["step"]
+    return event["kind"], event["worker"], event["t"]
 
 
 _DESCRIBE: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     GradientRefused.kind: describe_refusal,
+    WorkerHung.kind: describe_hang,
     WentBack.kind: describe_return,
 }
