@@ -113,7 +113,10 @@ def test_everything_is_killed_and_resumed(crew, undisturbed):
     first.process.wait()
     # Nothing outlives the command, and it could not clean up: its folder in memory is left for the next start, of whatever crew.
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in members.values()), "all members to be gone", 10)
+    draft = first.run_dir / "checkpoints" / ".tmp-step-00000007-0123456789abcdef"
+    draft.mkdir()
     second = crew("--resume", run_dir=first.run_dir)
+    wait_until(lambda: not draft.exists(), "what a dead save left to be swept before anything is saved", 60)
     expect_same(second, undisturbed, deaths=0)
     assert not folder.exists(), "the folder of a dead crew was not swept"
     # It did not begin again from nothing.
@@ -211,6 +214,8 @@ def rationed(ration):
 def test_without_a_backup_everyone_goes_back_to_the_checkpoint(crew, undisturbed, name):
     run = crew(plan=PLAN.replace("backup=1", "backup=0"))
     run.wait_for_step(12)
+    # As a save leaves it whose first server died in it, which hitting the right moment would do too.
+    (run.run_dir / "checkpoints" / ".tmp-step-00000007-0123456789abcdef").mkdir()
     run.kill(name)
     expect_same(run, undisturbed, deaths=1)
     assert "is started again, and everybody goes back to the newest checkpoint" in run.output
@@ -225,7 +230,7 @@ def expect_return(run, died):
     line = r"(.*) died, and no copy of a shard was left: everyone went back to the checkpoint of step (\d+)\n"
     ((names, where),) = re.findall(line, run.output)
     assert sorted(names.split(" and ")) == died and int(where) == step
-    assert "went back        1 times to a checkpoint" in run.output and read_summary(run.run_dir)["went_back"] == 1
+    assert "went back        1 time to a checkpoint" in run.output and read_summary(run.run_dir)["went_back"] == 1
     return step
 
 
@@ -258,7 +263,7 @@ def test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced(crew, und
     assert (summary["deaths"], summary["hung"], hung["worker"]) == (1, 1, "worker-1")
     assert hung["seconds"] > max(5.0, 5 * hung["usual_seconds"])
     assert run.output.count(f"worker-1 hangs in step {hung['step']}: ") == 1
-    assert "hung             1 workers" in run.output
+    assert "hung             1 worker," in run.output
     assert "in never_return" in _log(run, run.ranks("worker")["worker-1"])
 
 
@@ -274,7 +279,7 @@ def test_a_gradient_that_is_not_finite_is_refused_counted_and_told(crew, undistu
     assert {event["worker"] for event in told} == {"worker-1"} and len({event["contribution"] for event in told}) == 1
     assert all("NaN or infinity in the gradient of '" in event["reason"] for event in told)
     assert run.output.count("a gradient of worker-1 is refused, and no weight was touched: ") == 1
-    assert "refused          1 gradients with NaN or infinity" in run.output
+    assert "refused          1 gradient with NaN or infinity" in run.output
     assert "GradientRefused" in _log(run, run.ranks("worker")["worker-1"])
 
 

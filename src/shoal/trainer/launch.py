@@ -138,12 +138,14 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         )
     if summary.get("not_finite"):
         lines.append(
-            f"refused          {summary['not_finite']} gradients with NaN or infinity; no weight was touched by them"
+            f"refused          {_many(summary['not_finite'], 'gradient')} with NaN or infinity; no weight met them"
         )
     if summary.get("went_back"):
-        lines.append(f"went back        {summary['went_back']} times to a checkpoint, when no copy of a shard was left")
+        lines.append(
+            f"went back        {_many(summary['went_back'], 'time')} to a checkpoint: no copy of a shard was left"
+        )
     if summary.get("hung"):
-        lines.append(f"hung             {summary['hung']} workers, which were ended and started again")
+        lines.append(f"hung             {_many(summary['hung'], 'worker')}, ended and started again")
     if summary["final_loss"] is not None and summary["first_loss"] is not None:
         lines.append(f"loss             {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}")
     if summary["validation_loss"] is not None:
@@ -160,3 +162,7 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         *describe_forecast(summary),
     ]
     return "\n".join(lines)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

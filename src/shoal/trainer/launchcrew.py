@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+from shoal.checkpoint.sweep import sweep
 from shoal.core.errors import EXIT_DONE
 from shoal.core.rundir import RunDir
 from shoal.elastic.verdict import EXIT_INTERRUPTED
@@ -33,6 +34,8 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
         print(f"warning: {remark}", file=sys.stderr)
     found = RunDir(run_dir).root / ".closing.json"
     display = build_display(sys.stderr, every=recipe.telemetry.progress_every)
+    # A save of which a server died leaves what the others wrote: one that was only slow might still commit it. Not any more here.
+    sweep(RunDir(run_dir).checkpoints)
     end = run_crew(
         CrewRequest(
             run_dir=run_dir,
@@ -51,6 +54,7 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
         )
     )
     display.close()
+    sweep(RunDir(run_dir).checkpoints)
     wall = time.time() - started
     if end.exit_code != EXIT_DONE:
         return _failed(prepared, end, before, wall_seconds=wall)
