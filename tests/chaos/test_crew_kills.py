@@ -4,6 +4,7 @@ Under bsp the result does not depend on who computed what, so it is compared bit
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from crewed import PLAN, RECIPE, STEPS, CrewRun, _python_path, check_steps
 from crewed import crew as crew
 from harness import read_summary, wait_until
+from paced_model import allow
 
 soak = pytest.mark.soak
 pytestmark = pytest.mark.timeout(400)
@@ -43,7 +45,7 @@ def named(run, name):
     return name
 
 
-def expect_same(run, undisturbed, *, deaths):
+def expect_same(run, undisturbed, *, deaths=0):
     summary = run.end()
     assert (summary["status"], summary["weights_sha256"]) == ("completed", undisturbed), run.logs()
     assert summary["deaths"] >= deaths
@@ -111,7 +113,10 @@ def test_everything_is_killed_and_resumed(crew, undisturbed):
     first.process.wait()
     # Nothing outlives the command, and it could not clean up: its folder in memory is left for the next start, of whatever crew.
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in members.values()), "all members to be gone", 10)
+    draft = first.run_dir / "checkpoints" / ".tmp-step-00000007-0123456789abcdef"
+    draft.mkdir()
     second = crew("--resume", run_dir=first.run_dir)
+    wait_until(lambda: not draft.exists(), "what a dead save left to be swept before anything is saved", 60)
     expect_same(second, undisturbed, deaths=0)
     assert not folder.exists(), "the folder of a dead crew was not swept"
     # It did not begin again from nothing.
@@ -163,30 +168,119 @@ PAUSED = [
 
 
 @pytest.mark.parametrize("name", PAUSED)
-def test_a_member_that_is_paused_is_replaced_and_refused_when_it_wakes(crew, undisturbed, name):
-    run = crew()
+def test_a_member_that_is_paused_is_replaced_and_refused_when_it_wakes(crew, undisturbed, tmp_path, name):
+    """Each worker may make 8 passes before the pause, 22 until the paused one was refused: the run cannot end before that."""
+    ration = tmp_path / "ration"
+    allow(ration, 8)
+    run = crew(recipe=rationed(ration))
     run.wait_for_step(4)
     chosen = named(run, name)
+    rank = run.ranks(chosen.partition("-")[0])[chosen]
     pid = run.kill(chosen, signal.SIGSTOP)
     try:
         seen = run.step()
+        allow(ration, 22)
         # The run goes on without it.
-        run.wait_for_step(min(seen + 6, STEPS - 2), seconds=60)
+        run.wait_for_step(seen + 3, seconds=60)
+        if chosen.startswith("center"):
+            # Steps need no center, so they do not show that there is another one.
+            wait_until(lambda: run.center() != chosen, "another center")
     finally:
         os.kill(pid, signal.SIGCONT)
-    # Who wakes after the run is over has nobody to be refused by, so deaths are not counted here.
-    expect_same(run, undisturbed, deaths=0)
-    if chosen.startswith("center"):
-        assert "deposed" in (run.run_dir / "logs" / f"rank-{run.ranks('center')[chosen]:03d}.log").read_text()
+    refusal, is_death = REFUSALS[chosen.partition("-")[0]]
+    run.wait_for_log(rank, refusal)
+    if is_death:
+        wait_until(
+            lambda: f"{chosen} (process {pid}) died: exit code 1; it is started again" in run.output, "its death"
+        )
+        run.wait_for_other(chosen, pid)
+    allow(ration, 1000)
+    expect_same(run, undisturbed)
+    assert read_summary(run.run_dir)["deaths"] == is_death
+
+
+REFUSALS = {"server": ("Evicted: ", True), "worker": ("taken for dead: ", False), "center": ("deposed", False)}
+"""What the log of a paused member says when it wakes, and whether it ends with that: a worker comes back under a new name, and a
+center stands for election again."""
+
+
+def rationed(ration):
+    """A worker without a ration waits in its compute, where it would hang in the eyes of the watch: the watch is off."""
+    recipe = RECIPE.replace("paced_model:build", "paced_model:build_rationed") + "hang_after = 0\n"
+    return recipe.replace("args = { seconds = 0.08 }", f'args = {{ seconds = 0.02, ration = "{ration}" }}')
 
 
 @pytest.mark.parametrize("name", ["server-0", pytest.param("server-1", marks=soak)])
 def test_without_a_backup_everyone_goes_back_to_the_checkpoint(crew, undisturbed, name):
     run = crew(plan=PLAN.replace("backup=1", "backup=0"))
     run.wait_for_step(12)
+    # As a save leaves it whose first server died in it, which hitting the right moment would do too.
+    (run.run_dir / "checkpoints" / ".tmp-step-00000007-0123456789abcdef").mkdir()
     run.kill(name)
     expect_same(run, undisturbed, deaths=1)
     assert "is started again, and everybody goes back to the newest checkpoint" in run.output
+    expect_return(run, [name])
+
+
+def expect_return(run, died):
+    """The screen says once, and an event of every server that took part, who died and to where everyone went back; the step."""
+    told = run.events("went_back")
+    (step,) = {event["step"] for event in told}
+    assert told and all(sorted(event["died"]) == died and event["history"] == 1 for event in told), told
+    line = r"(.*) died, and no copy of a shard was left: everyone went back to the checkpoint of step (\d+)\n"
+    ((names, where),) = re.findall(line, run.output)
+    assert sorted(names.split(" and ")) == died and int(where) == step
+    assert "went back        1 time to a checkpoint" in run.output and read_summary(run.run_dir)["went_back"] == 1
+    return step
+
+
+def test_the_death_of_both_copies_of_a_shard_takes_everyone_back_and_says_so(crew, undisturbed, tmp_path):
+    ration = tmp_path / "ration"
+    allow(ration, 14)
+    run = crew(recipe=rationed(ration))
+    # 14 to 28 passes are 7 to 14 steps: there is a checkpoint, and it stays the newest while everybody waits.
+    run.wait_for_step(7)
+    wait_until(lambda: list(tmp_path.glob("worker-*.waits")), "a worker without a ration")
+    due = run.run_dir / "checkpoints" / f"step-{run.step() // 5 * 5:08d}"
+    wait_until(due.exists, "the checkpoint that is due")
+    pids = [run.pid(name) for name in ("server-0", "server-1")]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: run.events("went_back"), "everyone to go back", 60)
+    allow(ration, 1000)
+    expect_same(run, undisturbed, deaths=2)
+    assert f"step-{expect_return(run, ['server-0', 'server-1']):08d}" >= due.name
+
+
+def test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced(crew, undisturbed, tmp_path):
+    """Its heart beats and it answers the center, so nobody else can know; under bsp everyone would wait for it for ever."""
+    recipe = RECIPE.replace("paced_model:build", "paced_model:build_hanging_once").replace(
+        "args = { seconds = 0.08 }", f'args = {{ seconds = 0.08, mark = "{tmp_path}/mark" }}'
+    )
+    run = crew(recipe=recipe + "hang_after = 5\nhang_seconds = 5.0\n")
+    expect_same(run, undisturbed, deaths=1)
+    summary, (hung,) = read_summary(run.run_dir), run.events("hung")
+    assert (summary["deaths"], summary["hung"], hung["worker"]) == (1, 1, "worker-1")
+    assert hung["seconds"] > max(5.0, 5 * hung["usual_seconds"])
+    assert run.output.count(f"worker-1 hangs in step {hung['step']}: ") == 1
+    assert "hung             1 worker," in run.output
+    assert "in never_return" in _log(run, run.ranks("worker")["worker-1"])
+
+
+def test_a_gradient_that_is_not_finite_is_refused_counted_and_told(crew, undisturbed, tmp_path):
+    """Once, of one worker: it is told and ends, another does what it was doing, and no weight has met it."""
+    recipe = RECIPE.replace("paced_model:build", "paced_model:build_poisoned_once").replace(
+        "args = { seconds = 0.08 }", f'args = {{ seconds = 0.08, mark = "{tmp_path}/mark" }}'
+    )
+    run = crew(recipe=recipe)
+    expect_same(run, undisturbed, deaths=1)
+    summary, told = read_summary(run.run_dir), run.events("gradient_refused")
+    assert (summary["not_finite"], summary["deaths"]) == (1, 1)
+    assert {event["worker"] for event in told} == {"worker-1"} and len({event["contribution"] for event in told}) == 1
+    assert all("NaN or infinity in the gradient of '" in event["reason"] for event in told)
+    assert run.output.count("a gradient of worker-1 is refused, and no weight was touched: ") == 1
+    assert "refused          1 gradient with NaN or infinity" in run.output
+    assert "GradientRefused" in _log(run, run.ranks("worker")["worker-1"])
 
 
 @soak
@@ -295,5 +389,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_names_it(crew):
     run = crew(recipe=recipe)
     run.end(expect=1)
     assert "NaN or infinity in the gradient of" in run.output
-    assert read_summary(run.run_dir)["status"] == "failed"
-    assert run.run_dir.exists()
+    summary = read_summary(run.run_dir)
+    # Two workers, each started again until it is no use; what a server wrote down in the moment before it is killed may be lost.
+    assert summary["status"] == "failed" and summary["deaths"] >= 5
+    assert summary["deaths"] - 2 <= summary["not_finite"] <= summary["deaths"]
+    assert run.output.count("a gradient of worker-") == summary["not_finite"]

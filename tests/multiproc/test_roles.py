@@ -1,6 +1,7 @@
 """Roles started by hand, each with one command and a key: three centers, two servers with backups, two workers, on loopback."""
 
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,6 +139,37 @@ def test_a_sole_center_is_started_again_and_a_worker_leaves_by_sigterm(shoal, ti
         stop(shoal, roles, "enough")
         assert ends(roles, expect=3) == {}, roles.story()
         assert "nobody replaces it" in members["center-0"].said()
+        assert roles.summary()["weights_sha256"] == together(shoal, tiny, roles.summary()["steps"])
+    finally:
+        roles.kill_all()
+
+
+@pytest.mark.timeout(600)
+def test_a_second_worker_of_one_index_is_turned_away_until_the_first_is_dead(shoal, tiny, tmp_path):
+    roles = Roles(tmp_path, tiny, settings=(*QUICK, "train.steps=100000"), num_centers=1)
+    try:
+        members = roles.start_all()
+        until(roles, lambda: roles.step() >= 1, "the first step", 240.0)
+        first = members["worker-0"]
+        second = roles.start("worker-0")
+        assert second.end(240.0) == 2, roles.story()
+        says = f"error: worker-0 is not let in: process {first.process.pid} on {socket.gethostname()} ("
+        assert says in second.said() and "is worker-0 already, and was heard " in second.said(), roles.story()
+        assert first.process.poll() is None and "taken for dead" not in first.said(), roles.story()
+        before = roles.step()
+        until(roles, lambda: roles.step() > before, "a step of the first", 60.0)
+        # Nobody tells the center of this death: it finds out by itself, and only then is the third let in.
+        center = members["center-0"]
+        told = len(center.said())
+        first.process.kill()
+        first.end()
+        third = roles.start("worker-0")
+        until(roles, lambda: "2 servers, 1 workers" in center.said()[told:], "a view without the first", 60.0)
+        until(roles, lambda: "2 servers, 2 workers" in last_line(center), "a view with the third", 240.0)
+        assert third.process.poll() is None, roles.story()
+        roles.started.remove(second)
+        stop(shoal, roles, "enough")
+        assert ends(roles, expect=3) == {}, roles.story()
         assert roles.summary()["weights_sha256"] == together(shoal, tiny, roles.summary()["steps"])
     finally:
         roles.kill_all()

@@ -56,6 +56,33 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpdateApplied(Event):
+    """One update of parameter servers, under the rules by which a step is not one update of all its shares alike.
+
+    The tuples have one value for each gradient in it, in the order in which they were added.
+    """
+
+    kind: ClassVar[str] = "update"
+    update: int
+    """Counts from 0; the weights have this version before it."""
+    step: int
+    """Steps that were done before it."""
+    lr: float
+    """The schedule's rate of this update."""
+    workers: tuple[str, ...]
+    portions: tuple[tuple[int, ...], ...]
+    """Which portions of the run: share ``p % workers`` of step ``p // workers``."""
+    read: tuple[int, ...]
+    """The version of the weights that each was computed with."""
+    staleness: tuple[int, ...]
+    """Updates between that and this one."""
+    step_sizes: tuple[float, ...]
+    """What each was multiplied by: the rate, times what being late, or being one of several, has left of it."""
+    num_duplicates: int = 0
+    """Under lbfgs: portions of the step's batches that were given to a second worker, because the first was slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """A pass over a held-out split."""
 
@@ -146,6 +173,46 @@ class RankFailed(Event):
     cause: str
     generation: int
     restarting: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRefused(Event):
+    """A parameter server did not take a gradient, because of NaN or infinity in it: no weight has met it, its worker was told."""
+
+    kind: ClassVar[str] = "gradient_refused"
+    step: int
+    """Steps that were done then."""
+    worker: str
+    contribution: str
+    """Names the gradient: a worker's push is refused by every server that has a part of it which is not finite."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerHung(Event):
+    """A worker of parameter servers did not come out of a portion, and has ended its process for it."""
+
+    kind: ClassVar[str] = "hung"
+    worker: str
+    step: int
+    """Of the portion."""
+    seconds: float
+    """That it had taken by then, without time in which the process did not run."""
+    usual_seconds: float
+    """Mean of this worker's portions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WentBack(Event):
+    """No copy of a shard was left: every parameter server went back to the newest checkpoint, and the run goes on from there."""
+
+    kind: ClassVar[str] = "went_back"
+    step: int
+    """Of that checkpoint; 0 where there was none."""
+    died: tuple[str, ...]
+    """The servers that had died since every shard last had all its copies."""
+    history: int
+    """How often that has happened in this run, from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

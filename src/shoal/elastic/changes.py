@@ -162,9 +162,17 @@ class Refuse:
     """Tell a process that it is not a member."""
 
     id: str
-    code: Literal["departed", "replaced", "over"]
+    code: Literal["departed", "replaced", "taken", "over"]
     """departed: it was taken for dead, and may join again under a new id, without what it held. replaced: another process has its
-    name, and it should end. over: the run ended."""
+    name, and it should end. taken: so it is, and that one was there before. over: the run ended."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """Let a process that asks to join ask again: another one has its name, and may be alive or not."""
+
+    id: str
     reason: str
 
 
@@ -175,4 +183,4 @@ class GiveUp:
     reason: str
 
 
-Instruction = Publish | Remind | Ask | Restore | Release | Sync | Collect | Refuse | GiveUp
+Instruction = Publish | Remind | Ask | Restore | Release | Sync | Collect | Refuse | Stall | GiveUp

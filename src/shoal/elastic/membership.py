@@ -33,6 +33,7 @@ from shoal.elastic.changes import (
     Release,
     Remind,
     Restore,
+    Stall,
     Sync,
     Synced,
     Ticked,
@@ -41,6 +42,7 @@ from shoal.elastic.view import Chain, Member, View
 
 _MAX_DEPARTED = 1024
 """How many of those that left are remembered by id; earlier ones are told by the view they hold."""
+_MAX_RIVALS = 64
 
 Phase = Literal["standing", "settling", "gathering", "running", "over"]
 Step = tuple["State", list[Instruction]]
@@ -78,8 +80,12 @@ class State:
     """In ``settling``: who was in a view. One that the newest view does not name was removed from it."""
     departed: Mapping[str, Refuse] = field(default_factory=dict)
     """What those that left are told when they come back."""
+    rivals: Mapping[str, float] = field(default_factory=dict)
+    """When those that want the name of another process first asked, by id. Forgotten when others count as heard that were not."""
     unfit: Mapping[tuple[int, str], float] = field(default_factory=dict)
     """Until when a server is not to be tried again as a backup of a shard that it failed to follow."""
+    fallen: tuple[str, ...] = ()
+    """Names of the servers that went since every shard last had all its copies."""
     began: float = 0.0
     """When the present phase began to wait."""
     now: float = 0.0
@@ -136,9 +142,14 @@ def _settle(state: State, instructions: list[Instruction]) -> Step:
     newcomers = {one.name: one for id, one in state.members.items() if id not in state.veterans}
     for old in view:
         new = newcomers.get(old.name)
-        if new is not None and new.id != old.id and new.started >= old.started:
-            # It joined before anybody told of this view.
+        if new is None or new.id == old.id:
+            continue
+        # It joined before anybody told of this view.
+        if _may_replace(new, old) and new.started >= old.started:
             state = _depart(state, old.id, _replaced(old, new))
+        elif not _may_replace(new, old) and old.id in state.members:
+            refusal = _taken(state, new, old)
+            state, instructions = _depart(state, new.id, refusal), [*instructions, refusal]
     missing = [one.id for one in view if one.id not in state.members and one.id not in state.departed]
     if missing and not is_late:
         return state, instructions
@@ -151,7 +162,8 @@ def _settle(state: State, instructions: list[Instruction]) -> Step:
         refusal = _departed(id, "it was removed before this center was elected")
         state = _depart(state, id, refusal)
         instructions = [*instructions, refusal]
-    state = replace(state, phase="running", veterans=frozenset(), heard=dict.fromkeys(state.members, state.now))
+    heard = dict.fromkeys(state.members, state.now)
+    state = replace(state, phase="running", veterans=frozenset(), heard=heard, rivals={})
     return _conclude(state, instructions, is_new_center=True)
 
 
@@ -181,6 +193,10 @@ def _joined(state: State, event: Joined) -> Step:
     instructions: list[Instruction] = []
     known = (*state.members.values(), *(state.view or ()))
     for other in {one.id: one for one in known if one.name == member.name and one.id != member.id}.values():
+        if not _may_replace(member, other):
+            if other.id in state.departed or (is_settling and was_named):
+                continue  # That one is dead; or came after this one, and is turned away for it.
+            return _contest(state, member, other)
         if member.started < other.started:
             refusal = _replaced(member, other)
             return _depart(state, member.id, refusal), [refusal]
@@ -195,6 +211,22 @@ def _joined(state: State, event: Joined) -> Step:
             state = replace(state, view=view)
         return _settle(state, instructions)
     return _conclude(state, instructions)
+
+
+def _may_replace(new: Member, old: Member) -> bool:
+    """Whether a member is the process that another one was, or cannot be there beside it because it listens in its place."""
+    return new.origin == old.origin or (new.address != "" and new.address == old.address)
+
+
+def _contest(state: State, member: Member, other: Member) -> Step:
+    """Two processes want one name: a sign of life since the second asked, that cannot have been on its way then, decides."""
+    asked = state.rivals.get(member.id, state.now)
+    if state.heard.get(other.id, asked) - asked > state.wanted.dead_seconds / 4:
+        refusal = _taken(state, member, other)
+        return _depart(state, member.id, refusal), [refusal]
+    rivals = dict(list({**state.rivals, member.id: asked}.items())[-_MAX_RIVALS:])
+    reason = f"{other.name!r} may be alive as {other.origin}, and is given {state.wanted.dead_seconds:g} s to be heard"
+    return replace(state, rivals=rivals), [Stall(id=member.id, reason=reason)]
 
 
 def _left(state: State, event: Left) -> Step:
@@ -225,7 +257,7 @@ def _ticked(state: State, event: Ticked) -> Step:
     gap, state = event.now - state.ticked, replace(state, ticked=event.now)
     if gap > dead_seconds / 2:
         # We did not run ourselves: their signs of life may still be on the way to us.
-        state = replace(state, heard=dict.fromkeys(state.members, event.now), began=state.began + gap)
+        state = replace(state, heard=dict.fromkeys(state.members, event.now), began=state.began + gap, rivals={})
     if state.phase == "settling":
         return _settle(state, [])
     latest = _latest(state)
@@ -324,19 +356,21 @@ def _publish(
     is_new_center: bool = False,
 ) -> Step:
     before = state.view
+    gone = [] if before is None else [one for one in before if one.id not in state.members]
+    fallen = (*state.fallen, *(one.name for one in gone if one.role == "server"))
     view = View(
         epoch=state.epoch + 1,
         servers=tuple(state.members[id] for id in _ids(state, "server")),
         workers=tuple(state.members[id] for id in _ids(state, "worker")),
         chains=chains,
         history=0 if before is None else before.history + bool(lost),
+        lost=fallen if lost else () if before is None else before.lost,
     )
     if before is not None and not is_new_center and replace(view, epoch=before.epoch) == before:
         return state, instructions
     instructions = [*instructions, Publish(view=view)]
     if lost:
         instructions.append(Restore(shards=lost, history=view.history))
-    gone = [] if before is None else [one for one in before if one.id not in state.members]
     instructions += [Release(worker=one.id) for one in gone if one.role == "worker"]
     for shard, chain in enumerate(chains):
         instructions += [
@@ -346,7 +380,8 @@ def _publish(
         ]
     instructions += [Collect(kind=one.role, id=one.id) for one in gone]
     instructions += [] if before is None else _orphans(before.chains, chains, living=state.members)
-    return replace(state, view=view, epoch=view.epoch), instructions
+    is_whole = bool(lost) or all(len(chain.backups) >= state.wanted.backups for chain in chains)
+    return replace(state, view=view, epoch=view.epoch, fallen=() if is_whole else fallen), instructions
 
 
 def _orphans(before: tuple[Chain, ...], after: tuple[Chain, ...], *, living: Collection[str]) -> list[Instruction]:
@@ -377,6 +412,7 @@ def _hear(state: State, id: str) -> State:
         # Nobody was heard for a while: that was our connection, and it counts against none of them.
         heard = {key: at + gap for key, at in heard.items()}
         state = replace(state, began=state.began + gap) if state.phase == "settling" else state
+        state = replace(state, rivals={})
     return replace(state, heard={**heard, id: state.now})
 
 
@@ -405,6 +441,15 @@ def _departed(id: str, reason: str) -> Refuse:
 def _replaced(old: Member, new: Member) -> Refuse:
     reason = f"another process joined as {new.name!r} ({new.id} after {old.id}); every process needs a name of its own"
     return Refuse(id=old.id, code="replaced", reason=reason)
+
+
+def _taken(state: State, new: Member, old: Member) -> Refuse:
+    ago = state.now - state.heard.get(old.id, state.now)
+    reason = (
+        f"{new.name} is not let in: {old.origin or old.id} is {old.name} already, and was heard {ago:.1f} s ago; end that one "
+        "first, or start this one as another (--index)"
+    )
+    return Refuse(id=new.id, code="taken", reason=reason)
 
 
 def _refuse_over(state: State, id: str) -> Refuse:

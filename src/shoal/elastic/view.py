@@ -19,7 +19,10 @@ class Member:
     address: str = ""
     """Where it listens."""
     started: float = 0.0
-    """When this incarnation began, on its machine's wall clock: of two with one name the later one counts."""
+    """When this incarnation began, on its machine's wall clock: of two with one name and one origin the later one counts."""
+    origin: str = ""
+    """The process, in people's words, the same over its incarnations; empty where somebody sees to it that there is one of each
+    name. Of two processes with one name the later one waits until the earlier is dead, and is turned away while that lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,8 @@ class View:
     """One for each shard."""
     history: int = 0
     """How often everything went back to the checkpoint. A replica of an earlier history holds nothing that counts any more."""
+    lost: tuple[str, ...] = ()
+    """The servers, by name, whose deaths did that the last time: those since every shard last had all its copies."""
 
     def __iter__(self) -> Iterator[Member]:
         """Every member, servers first."""

@@ -270,6 +270,7 @@ class Book:
             last_step=made.number,
             staleness=0,
             settled=(made.number + 1) * self.workers,
+            num_duplicates=made.num_duplicates,
         )
         self._log.append(record)
         return Change(closed=(record,), is_finished=self.is_finished)
@@ -463,6 +464,8 @@ class Book:
         record = Round(
             number=number,
             entries=tuple(Entry(one.worker, one.number, factor) for one, factor in zip(entries, counted, strict=True)),
+            versions=tuple(one.version for one in entries),
+            portions=tuple(one.portions for one in entries),
             loss=sum(one.loss * one.weight for one in entries) / weight
             if weight
             else sum(one.loss for one in entries) / len(entries),

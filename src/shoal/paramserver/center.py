@@ -15,7 +15,7 @@ from shoal.comm.wire.node import Node
 from shoal.comm.wire.request import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
-from shoal.elastic.changes import Ask, Elected, Event, GiveUp, Heard, Joined, Left, Publish, Refuse, Ticked
+from shoal.elastic.changes import Ask, Elected, Event, GiveUp, Heard, Joined, Left, Publish, Refuse, Stall, Ticked
 from shoal.elastic.changes import Failed as ReplicaFailed
 from shoal.elastic.changes import Synced as ReplicaSynced
 from shoal.elastic.election.elector import Deposed, Elector
@@ -94,6 +94,8 @@ class Center:
         self._bell = Bell()
         self._refused: dict[str, Refuse] = {}
         self._asked: set[str] = set()
+        self._stalled: dict[str, str] = {}
+        """Who is to ask again, and why, until it is told."""
         self._model: Tensors | None = None
         self._versions: dict[str, int] = {}
         self._ballots = BallotBox()
@@ -175,6 +177,10 @@ class Center:
                         )
                     case Refuse(id=member):
                         self._refused[member] = instruction
+                        if instruction.code == "taken":
+                            self._tell(instruction.reason)
+                    case Stall(id=member, reason=reason):
+                        self._stalled[member] = reason
                     case Ask(id=member):
                         self._asked.add(member)
                     case GiveUp(reason=reason):
@@ -255,10 +261,22 @@ class Center:
         if self._model is None:
             await request.refuse("wait", "no server has joined yet")
             return
-        member = Member(id=request.sender, name=join.name, role=join.role, address=join.address, started=join.started)
+        member = Member(
+            id=request.sender,
+            name=join.name,
+            role=join.role,
+            address=join.address,
+            started=join.started,
+            origin=join.origin,
+        )
         self._asked.discard(member.id)
         await self._take(Joined(member=member, now=time.monotonic(), view=join.view))
-        if not await self._refuse_departed(request):
+        stalled = self._stalled.pop(member.id, None)
+        if await self._refuse_departed(request):
+            return
+        if stalled is not None:
+            await request.refuse("wait", stalled)
+        else:
             await request.answer(Welcome())
 
     def _find_trouble(self, join: Join) -> str | None:

@@ -121,13 +121,19 @@ class Client:
     async def push(self, gradient: Tensor, *, version: int) -> int:
         """Bring a gradient, laid out as the weights are, to all servers; the contribution's number.
 
+        Args:
+            gradient: all shards, one after the other.
+            version: the lowest version of the weights that it was computed from.
+
         Raises:
             GradientRefused: it is not finite, or not of this model.
         """
         number, self._num_pushes = self._num_pushes, self._num_pushes + 1
+        # Shards are read one by one, and some are ahead of the lowest. Where newer ones were fetched since, that is not known.
+        read = list(self.versions) if min(self.versions) == version else [version] * len(self._stretches)
         await asyncio.gather(
             *(
-                self._push(shard, gradient[stretch], number=number, version=version)
+                self._push(shard, gradient[stretch], number=number, version=read[shard])
                 for shard, stretch in enumerate(self._stretches)
             )
         )

@@ -49,6 +49,10 @@ class ParamServerConfig(Config):
     """How long a server or worker may be silent before it counts as dead; one that died on this machine counts at once."""
     deadline: float = Field(default=60.0, gt=0)
     """The longest wait for a server, backup or center before a process gives up and names it."""
+    hang_after: float = Field(default=50.0, ge=0)
+    """A worker that is in one portion for so many of its mean ones, and hang_seconds, ends and is started again; 0: never."""
+    hang_seconds: float = Field(default=60.0, gt=0)
+    """No portion is taken to hang before it has lasted so long; see hang_after."""
     max_respawns: int = Field(default=200, ge=0)
     """How many dead servers, workers and centers are started again in one run."""
 

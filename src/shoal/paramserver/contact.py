@@ -135,11 +135,11 @@ class Contact:
         """Ask the center something, whoever it is by then; its answer and what came with it.
 
         Raises:
-            TimeoutError: no center answered in time; says what was asked.
+            TimeoutError: no center answered in time, or none will because the contact has ended; says what was asked.
         """
         limit = Deadline(seconds=deadline)
         while True:
-            peer = self._peer
+            peer, has_ended = self._peer, self._task is not None and self._task.done()
             if peer is not None and not limit.is_over:
                 try:
                     seconds = limit.remaining if payload is not None else min(limit.remaining, _ANSWER_SECONDS)
@@ -148,9 +148,12 @@ class Contact:
                     return answer.body, b"" if answer.payload is None else bytes(answer.payload)
                 except (WireTimeout, Refused):
                     pass
+            await asyncio.sleep(_LOOK_SECONDS)
+            if has_ended:
+                # One that is out and has a vote under way must not take the whole deadline to end.
+                raise TimeoutError(f"no center will answer {type(message).__name__.lower()}: this one is out of touch")
             if limit.is_over:
                 raise TimeoutError(f"no center answered {type(message).__name__.lower()} within {deadline:g} s")
-            await asyncio.sleep(_LOOK_SECONDS)
 
     async def while_needed(self, call: Coroutine[Any, Any, T], is_needed: Callable[[View], bool]) -> T:
         """Wait for the answer of another member, but only for as long as every new view says that it is the one to ask.

@@ -214,5 +214,6 @@ class Coordinator:
             known = present
             await self._bell.wait(_LOOK_SECONDS)
         self._evaluation = None
+        drive.num_duplicates += current.handout.num_backups
         await drive.collect()
         return current.loss

@@ -65,6 +65,8 @@ class Drive:
         self._number = self._evaluation = view.epoch << _EPOCH_BITS
         self._is_first = True
         self.batch = Batch(step=0, num_samples=1)
+        self.num_duplicates = 0
+        """Portions of the present step's batches that a second worker was given too."""
 
     def check(self) -> View:
         """The view now.
@@ -115,8 +117,10 @@ class Drive:
                 loss=memory.loss,
                 samples=self.batch.num_samples,
                 memory=json.dumps(memory.as_values()),
+                num_duplicates=self.num_duplicates,
             ),
         )
+        self.num_duplicates = 0
         shards = range(self._num_shards)
         await asyncio.gather(*(self._ask(shard, Settle(shard=shard, version=memory.iteration)) for shard in shards))
 

@@ -13,6 +13,9 @@ from shoal.paramserver.steward import PARK_SECONDS, Steward
 
 OnRound = Callable[[Round, str | None], Awaitable[None]]
 
+_WORD_SECONDS = 10.0
+"""How long a server that lacks a contribution waits for the center's word that it is out."""
+
 
 class Follower:
     """See the module.
@@ -114,10 +117,21 @@ class Follower:
             self.is_final = True
             self.last_cut = found.last
 
+    async def _hear_of_the_end(self, held: Held) -> None:
+        """A round was made without this server: it was paused or cut off, and others went on. Then it is out, and the contact
+        will say so and end all this; only one that is still in has lost something that it acknowledged, and must not go on."""
+        view = self._contact.view
+        assert view is not None
+        await self._contact.newer_than(view.epoch, _WORD_SECONDS)
+
     async def _apply(self, held: Held, made: Round, cut: str | None) -> None:
         lr = self._rate(made.number)
         for replica in list(held.replicas.values()):
             if replica.version == made.number:
+                if replica.state.missing(made):
+                    await self._hear_of_the_end(held)
+                if self._shelf.held is not held:
+                    return
                 await replica.apply(made, lr)
         self._contact.version = held.version
         # A shard that was fetched later is brought up to the others; what they have applied was reported before.

@@ -38,7 +38,7 @@ class Push(Message, frozen=True):
     shard: int
     number: int
     version: int
-    """The lowest version of the weights that it was computed from."""
+    """The version of this shard that it was computed from; or, where that is not known, the lowest of all shards."""
     rows: tuple[tuple[str, int], ...] = ()
     """Tensors of which the payload has only so many rows (``sparse.py``); empty: it is the whole stretch."""
 
@@ -156,7 +156,9 @@ class Join(Message, frozen=True):
     view: View | None = None
     """The newest view that it has, for a center that was just elected."""
     started: float = 0.0
-    """When it began, by its machine's clock: of two that have one name the later one is meant."""
+    """When it began, by its machine's clock: of two of one origin that have one name the later one is meant."""
+    origin: str = ""
+    """The process (``view.Member``)."""
     settings: dict[str, str] = {}
     """What its recipe says of everything that all must agree on, as text by key."""
 
@@ -334,6 +336,8 @@ class Advance(Message, frozen=True):
     loss: float
     samples: int
     memory: str
+    num_duplicates: int = 0
+    """Portions of its batches that a second worker was given too."""
 
 
 class Settle(Message, frozen=True):

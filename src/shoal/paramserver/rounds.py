@@ -53,6 +53,8 @@ class Contribution:
     """Seconds of its time that were no work: the random wait of ``half``. They are left out of the worker's mean step time."""
     steps: float = 1.0
     """Local steps that it is the direction of, or what they are worth (``local.effective_steps``); 1: it is a gradient."""
+    num_duplicates: int = 0
+    """Of a step that is made from outside (``Book.advance``): portions of its batches that a second worker was given too."""
 
     @property
     def identity(self) -> Identity:
@@ -89,6 +91,12 @@ class Round:
     """Contributions that no round will hold, found since the round before; shards forget their gradients here."""
     settled: int = 0
     """Portions that are in this round or an earlier one."""
+    num_duplicates: int = 0
+    """As in the contribution that it was made from outside by."""
+    versions: tuple[int, ...] = ()
+    """Of the weights that each entry was computed with."""
+    portions: tuple[tuple[int, ...], ...] = ()
+    """That each entry covers."""
 
 
 def round_to_json(record: Round) -> dict[str, Any]:
@@ -101,8 +109,13 @@ def round_to_json(record: Round) -> dict[str, Any]:
 
 def round_from_json(data: Mapping[str, Any]) -> Round:
     """The inverse of ``round_to_json``."""
-    entries = tuple(Entry(*entry) for entry in data["entries"])
-    return Round(**{**data, "entries": entries, "dropped": tuple(Identity(*one) for one in data["dropped"])})
+    named = {
+        "entries": tuple(Entry(*entry) for entry in data["entries"]),
+        "dropped": tuple(Identity(*one) for one in data["dropped"]),
+        "versions": tuple(data.get("versions", ())),
+        "portions": tuple(tuple(covered) for covered in data.get("portions", ())),
+    }
+    return Round(**{**data, **named})
 
 
 def contribution_from_json(data: Mapping[str, Any]) -> Contribution:

@@ -14,6 +14,7 @@ from shoal.comm.wire.node import Node
 from shoal.comm.wire.request import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
+from shoal.elastic.view import View
 from shoal.paramserver.answers import Committed as Kept
 from shoal.paramserver.answers import Portion, Wait
 from shoal.paramserver.answers import Refused as NotTaken
@@ -57,8 +58,15 @@ from shoal.paramserver.vectorserver import VectorServer
 OnRound = Callable[["Server", Round, str | None], Awaitable[None]]
 
 
-async def _stay() -> None:
+OnNotFinite = Callable[[Identity, str], None]
+
+
+async def _stay(view: View) -> None:
     """For a server that never goes back."""
+
+
+def _keep_to_itself(identity: Identity, reason: str) -> None:
+    """For a server whose refusals nobody wants to hear of."""
 
 
 class Server:
@@ -73,8 +81,9 @@ class Server:
         on_round: called when a round is applied to every shard here; with the book as it was then where a checkpoint is due.
         deadline_seconds: the longest wait for a peer.
         attempt_seconds: after which a request to a peer counts as lost and is sent again.
-        go_back: called when everyone goes back to the newest checkpoint; what is made then is to be what it says.
+        go_back: called with the view by which everyone goes back to the newest checkpoint; what is made then is what that says.
         make_copy: a shard to be filled with another server's copy; left out, ``make_shard``.
+        on_not_finite: called when a gradient is refused because of NaN or infinity, with which one it was and what is said of it.
     """
 
     def __init__(
@@ -88,8 +97,9 @@ class Server:
         on_round: OnRound,
         deadline_seconds: float,
         attempt_seconds: float = ATTEMPT_SECONDS,
-        go_back: Callable[[], Awaitable[None]] = _stay,
+        go_back: Callable[[View], Awaitable[None]] = _stay,
         make_copy: Callable[[int], ShardState] | None = None,
+        on_not_finite: OnNotFinite = _keep_to_itself,
     ) -> None:
         self.node = node
         self.contact = contact
@@ -118,6 +128,7 @@ class Server:
             self, require=self._shelf.require, require_copy=self._require_copy, send_on=self._send_on
         )
         """Programs of a coordinator on the shards here, under lbfgs."""
+        self._on_not_finite = on_not_finite
         self.num_not_finite = 0
         """Pushes that were refused because of NaN or infinity."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -264,6 +275,7 @@ class Server:
             replica.store(Identity(worker, push.number), request.payload or memoryview(b""), push.version, push.rows)
         except NotFinite as error:
             self.num_not_finite += 1
+            self._on_not_finite(Identity(worker, push.number), str(error))
             await request.refuse("not-finite", str(error))
             return False
         except WorkerGone as error:

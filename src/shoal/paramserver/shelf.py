@@ -89,7 +89,7 @@ class Shelf:
         make_shard: Callable[[int], ShardState],
         make_copy: Callable[[int], ShardState],
         make_ledger: Callable[[], Ledger],
-        go_back: Callable[[], Awaitable[None]],
+        go_back: Callable[[View], Awaitable[None]],
         start: Callable[[Coroutine[Any, Any, None]], None],
         deadline_seconds: float,
     ) -> None:
@@ -144,7 +144,7 @@ class Shelf:
             # Everyone goes back to the checkpoint: what is here was made of rounds that never were.
             self.held.close_book()
             self.held = Held(history=view.history, since=view.epoch)
-            await self._go_back()
+            await self._go_back(view)
         for shard, chain in enumerate(view.chains):
             await self._adopt_chain(shard, chain)
         self._adopt_book(view.chains[BOOK_SHARD])

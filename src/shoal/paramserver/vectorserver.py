@@ -123,6 +123,7 @@ class VectorServer:
             weight=float(body.samples),
             loss=body.loss,
             version=body.number,
+            num_duplicates=body.num_duplicates,
         )
         if await steward.advance(made, body.memory):
             await request.answer(Done())

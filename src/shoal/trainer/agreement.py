@@ -9,7 +9,16 @@ import json
 from shoal.trainer.claim import flatten
 from shoal.trainer.config import Recipe
 
-_OWN = ("telemetry", "eval", "elastic", "train.threads", "data.prefetch", "data.workers")
+_OWN = (
+    "telemetry",
+    "eval",
+    "elastic",
+    "train.threads",
+    "data.prefetch",
+    "data.workers",
+    "paramserver.hang_after",
+    "paramserver.hang_seconds",
+)
 """Sections and keys that may differ from process to process."""
 
 

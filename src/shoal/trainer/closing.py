@@ -25,6 +25,7 @@ from shoal.trainer.layout import default_threads
 from shoal.trainer.member import MemberPlace
 from shoal.trainer.state import hash_weights
 from shoal.trainer.summary import summarise_servers, write_summary
+from shoal.trainer.tidings import count_tidings
 
 
 def close_run(run_dir: Path, *, with_evaluation: bool) -> dict[str, Any]:
@@ -77,6 +78,7 @@ def conclude_run(place: MemberPlace, halt: str, *, total_steps: int, started: fl
         # Of this server: nobody on this machine can measure the others.
         peak_rss_bytes=[peak_resident_bytes(os.getpid())],
         num_deaths=None,
+        tidings=count_tidings(place.kept_dir),
     )
     write_summary(place.kept_dir, summary)
     return summary

@@ -38,8 +38,10 @@ from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.progress import Display
 from shoal.trainer.herald import Herald
 from shoal.trainer.spawning import Spawner, Started
+from shoal.trainer.tidings import Tidings
 
 _LOOK_SECONDS = 0.1
+_TIDINGS_SECONDS = 0.5
 _LAST_SECONDS = 10.0
 """How long the others have to end when a server has seen the last checkpoint written."""
 _FUTILE_DEATHS = 5
@@ -133,6 +135,8 @@ class Crew:
         self._ended: asyncio.Queue[tuple[_Place, str]] = asyncio.Queue()
         """Who ended, under which incarnation."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tidings = Tidings(request.run_dir)
+        self._next_tidings = 0.0
         self._signals: list[int] = []
         self._num_deaths = 0
         self._step = 0
@@ -156,6 +160,7 @@ class Crew:
             while not self._is_over():
                 await self._turn()
             await self._kill_all()
+            self._tell_tidings()
             if self._failure is None and self._request.closing is not None:
                 await self._close(self._request.closing(not self._signals))
             return self._end()
@@ -200,11 +205,19 @@ class Crew:
         self._request.display.update(states)
         self._measure()
         self._end_silent()
+        if time.monotonic() >= self._next_tidings:
+            self._tell_tidings()
         if self._signals and self._stop_until == float("inf"):
             self._stop_until = time.monotonic() + self._request.stop_grace
             self._herald.tell(Halt(reason=signal.Signals(self._signals[0]).name))
         if len(self._signals) > 1 or time.monotonic() > self._stop_until:
             self._failure = (EXIT_INTERRUPTED, "it did not stop in time, or Ctrl-C was pressed twice, and was killed")
+
+    def _tell_tidings(self) -> None:
+        """Show what the servers wrote down for people."""
+        self._next_tidings = time.monotonic() + _TIDINGS_SECONDS
+        for line in self._tidings.look():
+            self._request.display.message(line)
 
     def _measure(self) -> None:
         for place in self._places:

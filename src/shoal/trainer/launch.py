@@ -136,6 +136,16 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         lines.append(
             f"skipped          {summary['skipped_steps']} of {summary['steps']} steps, whose gradient was not finite"
         )
+    if summary.get("not_finite"):
+        lines.append(
+            f"refused          {_many(summary['not_finite'], 'gradient')} with NaN or infinity; no weight met them"
+        )
+    if summary.get("went_back"):
+        lines.append(
+            f"went back        {_many(summary['went_back'], 'time')} to a checkpoint: no copy of a shard was left"
+        )
+    if summary.get("hung"):
+        lines.append(f"hung             {_many(summary['hung'], 'worker')}, ended and started again")
     if summary["final_loss"] is not None and summary["first_loss"] is not None:
         lines.append(f"loss             {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}")
     if summary["validation_loss"] is not None:
@@ -152,3 +162,7 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         *describe_forecast(summary),
     ]
     return "\n".join(lines)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

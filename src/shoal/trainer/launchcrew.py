@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+from shoal.checkpoint.sweep import sweep
 from shoal.core.errors import EXIT_DONE
 from shoal.core.rundir import RunDir
 from shoal.elastic.verdict import EXIT_INTERRUPTED
@@ -15,6 +16,7 @@ from shoal.trainer.ended import Ended
 from shoal.trainer.layout import default_threads
 from shoal.trainer.request import Prepared
 from shoal.trainer.summary import summarise_death, summarise_servers, write_summary
+from shoal.trainer.tidings import count_tidings
 
 
 def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> Ended:
@@ -32,6 +34,8 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
         print(f"warning: {remark}", file=sys.stderr)
     found = RunDir(run_dir).root / ".closing.json"
     display = build_display(sys.stderr, every=recipe.telemetry.progress_every)
+    # A save of which a server died leaves what the others wrote: one that was only slow might still commit it. Not any more here.
+    sweep(RunDir(run_dir).checkpoints)
     end = run_crew(
         CrewRequest(
             run_dir=run_dir,
@@ -50,6 +54,7 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
         )
     )
     display.close()
+    sweep(RunDir(run_dir).checkpoints)
     wall = time.time() - started
     if end.exit_code != EXIT_DONE:
         return _failed(prepared, end, before, wall_seconds=wall)
@@ -71,6 +76,7 @@ def _summarise(prepared: Prepared, end: CrewEnd, found: dict[str, Any], *, wall_
         wall_seconds=wall_seconds,
         peak_rss_bytes=end.peak_rss_bytes,
         num_deaths=end.num_deaths,
+        tidings=count_tidings(prepared.run_dir),
     )
 
 
@@ -84,6 +90,7 @@ def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, 
         wall_seconds=wall_seconds,
         before=before,
     )
+    summary |= {"deaths": end.num_deaths, **count_tidings(prepared.run_dir)}
     write_summary(prepared.run_dir, summary)
     print(f"error: {end.cause}", file=sys.stderr)
     return Ended(exit_code=end.exit_code, summary=summary, was_orderly=False)

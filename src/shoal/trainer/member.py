@@ -43,6 +43,8 @@ class MemberPlace:
     recipe: Recipe
     plan: Plan
     board_fd: int | None = None
+    origin: str = ""
+    """Names the process over its incarnations, where nobody sees to it that there is one of each name."""
     group_rank: int = 0
     """Of a process of a worker that is a group of several: 0 is the worker to everyone else, the others serve it."""
 

@@ -15,7 +15,16 @@ from torch import nn
 
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.comm.world import Place, World
-from shoal.core.events import CheckpointFailed, Event, RunEnded, RunStarted, StepDone
+from shoal.core.events import (
+    CheckpointFailed,
+    Event,
+    GradientRefused,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    UpdateApplied,
+    WentBack,
+)
 from shoal.data.order import position_of
 from shoal.data.splits import Splits
 from shoal.elastic.view import View
@@ -29,7 +38,7 @@ from shoal.paramserver.cutting import Shard
 from shoal.paramserver.lbfgsshard import LbfgsShard
 from shoal.paramserver.ledger import Ledger, book_after, restart_book
 from shoal.paramserver.messages import FINISHED, Halt, Join
-from shoal.paramserver.rounds import Round
+from shoal.paramserver.rounds import Identity, Round
 from shoal.paramserver.server import Server
 from shoal.paramserver.shard import ShardState
 from shoal.telemetry.board import Heartbeat
@@ -41,13 +50,14 @@ from shoal.trainer.layout import count_steps, count_updates, updates_per_step
 from shoal.trainer.member import MemberPlace, attach_slot, open_finder, open_node
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.state import Progress, draw_outline, named_weights
+from shoal.trainer.tidings import describe_refusal, describe_return
 
 Conclude = Callable[[str], None]
 """Called, in a thread, with why the run was stopped (nothing when it was finished), when its last checkpoint is written."""
 
 
-_UNTOLD_STEPS = 8
-"""Steps that a server remembers in case it becomes the one to tell of them."""
+_UNTOLD = 64
+"""Steps and updates that a server remembers in case it becomes the one to tell of them."""
 
 
 async def serve(
@@ -111,6 +121,7 @@ async def _serve(
             model=model,
             view=view,
             settings=place.settings,
+            origin=place.origin,
             started=started,
         )
 
@@ -126,6 +137,7 @@ async def _serve(
         on_round=diary.take_round,
         deadline_seconds=place.recipe.paramserver.deadline,
         go_back=diary.go_back,
+        on_not_finite=lambda identity, reason: diary.take_refusal(contact.view, identity, reason),
     )
     address = await node.listen(place.address, server.handle)
     contact.start()
@@ -303,27 +315,62 @@ class Diary:
         self._since = time.monotonic()
         self._losses: list[tuple[float, float]] = []
         self._samples = 0
-        self._untold: deque[StepDone] = deque(maxlen=_UNTOLD_STEPS)
+        self._untold: deque[StepDone | UpdateApplied] = deque(maxlen=_UNTOLD)
 
-    async def go_back(self) -> None:
+    async def go_back(self, view: View) -> None:
         """Everyone goes back to the newest checkpoint: one that is being written here has to be there first, or not at all."""
         await asyncio.to_thread(self._saver.close)
         await asyncio.to_thread(self._source.look, again=True)
         self._begin()
+        if any(self._place.incarnation in chain.synced for chain in view.chains):
+            # Not one that comes later: it gets what the others have made since, and never reads the checkpoint.
+            back = WentBack(step=self._progress.step, died=view.lost, history=view.history)
+            self._reporter.event(back)
+            print(describe_return(back.as_dict()), file=sys.stderr, flush=True)
+
+    def take_refusal(self, view: View | None, identity: Identity, reason: str) -> None:
+        """A gradient was refused because it is not finite."""
+        member = view.find(identity.worker) if view is not None else None
+        refused = GradientRefused(
+            step=self._reported,
+            worker=identity.worker if member is None else member.name,
+            contribution=f"{identity.worker}/{identity.number}",
+            reason=reason,
+        )
+        self._reporter.event(refused)
+        print(describe_refusal(refused.as_dict()), file=sys.stderr, flush=True)
 
     async def take_round(self, server: Server, made: Round, cut: str | None) -> None:
         """A round is applied to every shard here."""
         self._losses.append((made.loss, made.weight))
         self._samples += made.samples
         step = made.settled // self._place.plan.num_shares
+        if not self._place.rule.is_stepwise or made.num_duplicates:
+            self._untold.append(self._update_applied(server, made))
         if step > self._reported:
             self._untold.append(self._step_done(step, made))
         if server.steward is not None:
             # With what the keeper before this one may not have come to tell; of two tellings the later counts.
             while self._untold:
-                self._reporter.step(self._untold.popleft())
+                told = self._untold.popleft()
+                self._reporter.step(told) if isinstance(told, StepDone) else self._reporter.event(told)
         if cut is not None:
             await self._save(server, cut)
+
+    def _update_applied(self, server: Server, made: Round) -> UpdateApplied:
+        view, lr, entries = server.contact.view, self._source.rate(made.number), made.entries
+        found = [view.find(entry.worker) if view is not None else None for entry in entries]
+        return UpdateApplied(
+            update=made.number,
+            step=self._reported,
+            lr=lr,
+            workers=tuple(entry.worker if one is None else one.name for entry, one in zip(entries, found, strict=True)),
+            portions=made.portions,
+            read=made.versions,
+            staleness=tuple(made.number - version for version in made.versions),
+            step_sizes=tuple(lr * entry.factor for entry in entries),
+            num_duplicates=made.num_duplicates,
+        )
 
     def _step_done(self, step: int, made: Round) -> StepDone:
         now = time.monotonic()

@@ -5,7 +5,9 @@ No torch: a wrong address or a missing key is answered at once, before anything 
 
 import asyncio
 import faulthandler
+import os
 import signal
+import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,12 +97,14 @@ def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
     prepared = None
     if request.role != "center":
         prepared = check_parts(recipe, plan, layout, run_dir=run_dir or Path(), resume=request.resume, own=own)
+    incarnation = new_incarnation()
     return PreparedRole(
         place=MemberPlace(
             name=f"{request.role}-{index}",
             rank=index,
             num_ranks=max(layout.plan.world_size, index + 1),
-            incarnation=new_incarnation(),
+            incarnation=incarnation,
+            origin=f"process {os.getpid()} on {socket.gethostname()} ({incarnation})",
             cluster=cluster,
             run_dir=run_dir,
             resume=request.resume,

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ def summarise_servers(
     wall_seconds: float,
     peak_rss_bytes: Sequence[int],
     num_deaths: int | None,
+    tidings: Mapping[str, int],
 ) -> dict[str, Any]:
     """The summary of a run with parameter servers.
 
@@ -51,6 +52,7 @@ def summarise_servers(
         wall_seconds: since its start.
         peak_rss_bytes: of the processes that could be measured.
         num_deaths: of processes; None where nobody counts.
+        tidings: what else happened, by name (``tidings.py``).
     """
     is_done = found["steps"] >= total_steps
     return {
@@ -62,6 +64,7 @@ def summarise_servers(
         "plan": str(plan),
         "peak_rss_bytes": list(peak_rss_bytes),
         "deaths": num_deaths,
+        **tidings,
     }
 
 

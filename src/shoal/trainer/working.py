@@ -27,6 +27,7 @@ from shoal.trainer.dealing import Dealing
 from shoal.trainer.downpouring import work_downpour
 from shoal.trainer.flatmodel import FlatModel, FlatRow, describe_model, refuse_batch_norm
 from shoal.trainer.group import group_plan, join_group, share_of
+from shoal.trainer.hanging import watch_shares
 from shoal.trainer.hot import cut_for
 from shoal.trainer.laying import Placed, build_runner, place_model
 from shoal.trainer.layout import count_steps, derive_layout
@@ -53,6 +54,7 @@ def work(
             serve_group(place, slot)
             return ""
         worker = build_worker(place, slot)
+        worker = replace(worker, shares=watch_shares(worker.shares, place))
         halt = _work_under_names(place, worker, open_line or Line)
         worker.shares.end()
         return halt

@@ -104,6 +104,7 @@ class Line:
                 model=model,
                 view=view,
                 settings=place.settings,
+                origin=place.origin,
                 started=began,
             )
 
@@ -158,6 +159,7 @@ class Line:
             try:
                 drawn = await self._contact.tell(draw, deadline=deadline)
             except TimeoutError as error:
+                self._contact.check()
                 raise RunError(f"nobody drives: {error}") from error
             assert isinstance(drawn, Drawn)
             if drawn.is_over:

@@ -2,12 +2,14 @@
 
 import asyncio
 
+import pytest
+
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.elastic.election.elector import Center
 from shoal.elastic.view import View
 from shoal.paramserver import contact as contact_module
-from shoal.paramserver.contact import Contact
-from shoal.paramserver.messages import OPERATIONS, Join, Joined, Watch, Watched
+from shoal.paramserver.contact import Contact, Evicted
+from shoal.paramserver.messages import OPERATIONS, Halt, Join, Joined, Watch, Watched
 
 VIEW = View(epoch=7, servers=(), workers=(), chains=())
 
@@ -54,3 +56,31 @@ def test_who_knocks_at_a_dead_center_turns_to_its_successor(tmp_path, monkeypatc
 
     asyncio.run(run())
     assert asked[:3] == [dead] * 3
+
+
+async def turn_away(request):
+    match request.body:
+        case Join():
+            await request.refuse("evicted", "it was silent for too long")
+
+
+@pytest.mark.timeout(60)
+def test_who_is_out_does_not_wait_for_answers_that_cannot_come(tmp_path):
+    """A server that was paused has a vote on a checkpoint under way when it hears that it is out: it must not wait for that."""
+
+    async def run():
+        node, center = (Node(incarnation=new_incarnation(), operations=OPERATIONS) for _ in range(2))
+        address = await center.listen(f"ipc://{tmp_path}/center.sock", turn_away)
+        contact = Contact(node, find=lambda: Center(epoch=1, address=address, name="center-0"), introduce=introduce)
+        contact.start()
+        try:
+            with pytest.raises(TimeoutError, match="no center will answer halt"):
+                await contact.tell(Halt(reason="no"), deadline=3600.0)
+            with pytest.raises(Evicted, match="silent for too long"):
+                contact.check()
+        finally:
+            await contact.stop()
+            await node.close()
+            await center.close()
+
+    asyncio.run(run())
