@@ -91,10 +91,13 @@ class Nursery:
         self._line: socket.socket | None = None
         self._owner = 0
 
-    def start(self, environment: Mapping[str, str], *, output: IO[bytes], descriptors: Sequence[int]) -> ForkedRank:
+    def start(
+        self, call: str, environment: Mapping[str, str], *, output: IO[bytes], descriptors: Sequence[int]
+    ) -> ForkedRank:
         """Fork a rank.
 
         Args:
+            call: what it runs, ``module:function``.
             environment: all of it.
             output: takes what it prints.
             descriptors: open files that it finds under the same numbers.
@@ -102,8 +105,13 @@ class Nursery:
         line = self._open()
         read, write = os.pipe()
         try:
-            order = json.dumps({"environment": dict(environment), "path": sys.path, "descriptors": list(descriptors)})
-            socket.send_fds(line, [order.encode()], [write, output.fileno(), *descriptors])
+            order = {
+                "call": call,
+                "environment": dict(environment),
+                "path": sys.path,
+                "descriptors": list(descriptors),
+            }
+            socket.send_fds(line, [json.dumps(order).encode()], [write, output.fileno(), *descriptors])
         finally:
             os.close(write)
         return ForkedRank(read)
@@ -194,7 +202,8 @@ def _become(order: Mapping[str, Any], descriptors: Sequence[int], keeper: int) -
     sys.argv = ["-c"]
     code = 1
     try:
-        importlib.import_module("shoal.testing.ranks").run_this_rank()
+        module, _, function = order["call"].partition(":")
+        getattr(importlib.import_module(module), function)()
         code = 0
     except SystemExit as asked:
         code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)

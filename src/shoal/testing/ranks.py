@@ -94,7 +94,7 @@ def _start(
 
 def _start_one(environment: Mapping[str, str], output: IO[bytes], descriptors: list[int]) -> Rank:
     if CAN_FORK:
-        return _NURSERY.start(environment, output=output, descriptors=descriptors)
+        return _NURSERY.start(f"{__name__}:run_this_rank", environment, output=output, descriptors=descriptors)
     return subprocess.Popen(
         [sys.executable, "-c", _STARTER], env=environment, stdout=output, stderr=subprocess.STDOUT, pass_fds=descriptors
     )
