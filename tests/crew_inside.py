@@ -17,17 +17,17 @@ import torch
 from shoal.comm.wire.node import new_incarnation
 from shoal.core.config import apply_overrides, validate
 from shoal.core.rundir import RunDir
-from shoal.trainer import serving, working
 from shoal.trainer.build import build_parts, load_run
-from shoal.trainer.centering import lead
-from shoal.trainer.closing import read_steps
 from shoal.trainer.config import Recipe, dump_recipe
 from shoal.trainer.layout import choose_plan
 from shoal.trainer.loop import Trainer
-from shoal.trainer.member import MemberPlace
-from shoal.trainer.serving import serve
+from shoal.trainer.servers import serving, working
+from shoal.trainer.servers.centering import lead
+from shoal.trainer.servers.closing import read_steps
+from shoal.trainer.servers.member import MemberPlace
+from shoal.trainer.servers.serving import serve
+from shoal.trainer.servers.working import work
 from shoal.trainer.state import hash_weights
-from shoal.trainer.working import work
 
 DIGITS = {
     "model": {"name": "mlp", "hidden": 24},

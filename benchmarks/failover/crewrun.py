@@ -22,15 +22,15 @@ from shoal.elastic.election.filelease import read_center
 from shoal.elastic.view import View
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import OPERATIONS, Ask, Join, Told
-from shoal.trainer.agreement import shared_settings
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
-from shoal.trainer.flatmodel import describe_model
+from shoal.trainer.servers.agreement import shared_settings
+from shoal.trainer.servers.flatmodel import describe_model
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_SECONDS = 60.0
 LOOK_SECONDS = 0.02
-MODULES = {"shoal.trainer.role", "shoal.trainer.centering"}
+MODULES = {"shoal.trainer.servers.role", "shoal.trainer.servers.centering"}
 RECIPE = """
 plan = "ps=2 workers=2 update=bsp backup={backup}"
 [model]

@@ -18,12 +18,12 @@ from typing import Any
 
 from shoal.core.plan import Plan
 from shoal.planner.machine import cpu_name, num_cores, read_machine, torch_version, write_machine
-from shoal.trainer.auto import legal_plans
-from shoal.trainer.calibrating import measure_machine
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.deciding import decide
-from shoal.trainer.rehearsal import build_subject
-from shoal.trainer.trial import Trial
+from shoal.trainer.forecasts.auto import legal_plans
+from shoal.trainer.forecasts.calibrating import measure_machine
+from shoal.trainer.forecasts.deciding import decide
+from shoal.trainer.forecasts.rehearsal import build_subject
+from shoal.trainer.forecasts.trial import Trial
 
 ROOT = Path(__file__).resolve().parents[2]
 

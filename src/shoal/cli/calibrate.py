@@ -29,8 +29,8 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
     check_result_file(json)
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.planner.machine import default_path, read_machine, write_machine
-    from shoal.trainer.calibrating import measure_machine
-    from shoal.trainer.refitting import refit
+    from shoal.trainer.forecasts.calibrating import measure_machine
+    from shoal.trainer.forecasts.refitting import refit
 
     # Unwinding ends the processes; the default action would leave their files behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_SIGTERM))

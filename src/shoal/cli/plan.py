@@ -9,7 +9,7 @@ from shoal.cli.result import STDOUT, JsonFile, check_result_file, print_table, w
 
 if TYPE_CHECKING:
     from shoal.planner.estimate import Estimate
-    from shoal.trainer.planning import Answer
+    from shoal.trainer.forecasts.planning import Answer
 
 _COLUMNS = ("", "plan", "step", "tokens/s", "MFU", "bubble", "exposed", "memory", "head room")
 
@@ -41,7 +41,7 @@ def plan(
     check_result_file(json)
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.cli.train import OwnParts
-    from shoal.trainer.planning import PlanRequest, plan_for
+    from shoal.trainer.forecasts.planning import PlanRequest, plan_for
 
     answer = plan_for(
         PlanRequest(

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from shoal.planner.conditions import Conditions
-    from shoal.planner.goodput import Failures, Goodput
-    from shoal.planner.simulated import Simulated
-    from shoal.trainer.simprice import Priced
-    from shoal.trainer.simrequest import Asked
+    from shoal.planner.simulation.conditions import Conditions
+    from shoal.planner.simulation.goodput import Failures, Goodput
+    from shoal.planner.simulation.simulated import Simulated
+    from shoal.trainer.forecasts.simprice import Priced
+    from shoal.trainer.forecasts.simrequest import Asked
 
     Array = NDArray[np.float64]
 
@@ -104,9 +104,9 @@ def simulate(
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.cli.simulated import print_result
     from shoal.cli.train import OwnParts
-    from shoal.planner.conditions import Conditions, check_conditions, parse_slow
-    from shoal.planner.widearea import find_link
-    from shoal.trainer.simrequest import SimulationRequest, read_simulation
+    from shoal.planner.simulation.conditions import Conditions, check_conditions, parse_slow
+    from shoal.planner.simulation.widearea import find_link
+    from shoal.trainer.forecasts.simrequest import SimulationRequest, read_simulation
 
     conditions = Conditions(
         slow=tuple(parse_slow(text) for text in (*(straggler or ()), *(slow or ()))),
@@ -161,14 +161,14 @@ class _Failing:
             raise RequestError(f"--interval is {self.interval!r}; give a number of steps, 1 or more, or auto")
 
     def of(self, num_devices: int) -> "Failures":
-        from shoal.planner.goodput import Failures
+        from shoal.planner.simulation.goodput import Failures
 
         return Failures(
             device_mtbf=self.hours * 3600.0, num_devices=num_devices, restart=self.restart, checkpoint=self.checkpoint
         )
 
     def steps_between(self, step_seconds: float, num_devices: int) -> int:
-        from shoal.planner.goodput import best_interval
+        from shoal.planner.simulation.goodput import best_interval
 
         return best_interval(step_seconds, self.of(num_devices)) if self.interval == "auto" else int(self.interval)
 
@@ -187,10 +187,10 @@ class _Played:
 
 
 def _play(asked: "Asked", conditions: "Conditions", *, num_steps: int | None) -> _Played:
-    from shoal.planner.conditions import split_sites
-    from shoal.planner.simreport import describe_step
     from shoal.planner.simulate import simulate_step, step_times
-    from shoal.trainer.simprice import price_asked
+    from shoal.planner.simulation.conditions import split_sites
+    from shoal.planner.simulation.simreport import describe_step
+    from shoal.trainer.forecasts.simprice import price_asked
 
     own = split_sites(conditions, asked.plan, asked.num_sites)[0] if asked.num_sites > 1 else conditions
     priced = price_asked(asked)
@@ -232,10 +232,10 @@ def _fits(simulated: "Simulated", asked: "Asked") -> bool:
 def _average(played: _Played, conditions: "Conditions", *, period: int, wan: str, compression: float) -> dict[str, Any]:
     import numpy as np
 
-    from shoal.planner.conditions import split_sites
-    from shoal.planner.simreport import describe_sites
     from shoal.planner.simulate import step_times
-    from shoal.planner.widearea import LocalUpdates, find_link, simulate_rounds
+    from shoal.planner.simulation.conditions import split_sites
+    from shoal.planner.simulation.simreport import describe_sites
+    from shoal.planner.simulation.widearea import LocalUpdates, find_link, simulate_rounds
 
     asked, link = played.asked, find_link(wan)
     updates = LocalUpdates(
@@ -266,7 +266,7 @@ def _average(played: _Played, conditions: "Conditions", *, period: int, wan: str
 
 
 def _run_with_failures(played: _Played, failing: _Failing, *, num_steps: int, seed: int) -> "Goodput":
-    from shoal.planner.goodput import simulate_goodput
+    from shoal.planner.simulation.goodput import simulate_goodput
 
     num_devices = played.asked.plan.world_size
     return simulate_goodput(
@@ -279,7 +279,7 @@ def _run_with_failures(played: _Played, failing: _Failing, *, num_steps: int, se
 
 
 def _fail(played: _Played, failing: _Failing, *, seed: int) -> dict[str, Any]:
-    from shoal.planner.simreport import describe_goodput
+    from shoal.planner.simulation.simreport import describe_goodput
 
     num_steps = max(1, round(failing.days * 86_400.0 / played.step_seconds))
     run = _run_with_failures(played, failing, num_steps=num_steps, seed=seed)
@@ -297,7 +297,7 @@ def _write_files(
     failing: _Failing | None,
     seed: int,
 ) -> None:
-    from shoal.planner.timeline import draw_step, write_trace
+    from shoal.planner.simulation.timeline import draw_step, write_trace
 
     files: dict[str, str] = {}
     if svg is not None:
@@ -316,7 +316,7 @@ def _write_run(played: _Played, run_dir: Path, *, expand: bool, failing: _Failin
     import numpy as np
 
     from shoal.core.rundir import RunDir, replace_text
-    from shoal.planner.record import RunNumbers, write_run
+    from shoal.planner.simulation.record import RunNumbers, write_run
     from shoal.trainer.config import dump_recipe
 
     asked, seconds = played.asked, played.seconds

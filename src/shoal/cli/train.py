@@ -74,7 +74,7 @@ def train(
     if profile is not None:
         changes.append(f'telemetry.profile="{profile}"')
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    from shoal.trainer.deciding import asks_auto, decide, decide_for_run
+    from shoal.trainer.forecasts.deciding import asks_auto, decide, decide_for_run
 
     decision = None
     if asks_auto(recipe, plan, changes):

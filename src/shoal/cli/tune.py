@@ -37,7 +37,7 @@ def tune(
     check_result_file(json)
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.trainer.config import load_recipe
-    from shoal.trainer.tuning import tune as tune_plans
+    from shoal.trainer.forecasts.tuning import tune as tune_plans
 
     # Unwinding ends the ranks; the default action would leave their files behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_SIGTERM))

@@ -11,13 +11,13 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
-from shoal.planner.cellprices import Array, CellPrices, price_cells
-from shoal.planner.conditions import Conditions, Folded, check_conditions, factors_of, fold
-from shoal.planner.holding import StepBytes
 from shoal.planner.parts import StepParts
-from shoal.planner.playing import Order, order_of, play
-from shoal.planner.simulated import Simulated
-from shoal.planner.tail import play_tail
+from shoal.planner.simulation.cellprices import Array, CellPrices, price_cells
+from shoal.planner.simulation.conditions import Conditions, Folded, check_conditions, factors_of, fold
+from shoal.planner.simulation.holding import StepBytes
+from shoal.planner.simulation.playing import Order, order_of, play
+from shoal.planner.simulation.simulated import Simulated
+from shoal.planner.simulation.tail import play_tail
 from shoal.schedules.find import find_schedule
 from shoal.schedules.schedule import Schedule
 

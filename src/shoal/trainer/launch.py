@@ -23,10 +23,10 @@ from shoal.elastic.supervisor import supervise
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
 from shoal.trainer.ended import Ended
-from shoal.trainer.foretold import describe_forecast, keep_forecast, with_forecast
-from shoal.trainer.launchcrew import train_with_servers
+from shoal.trainer.forecasts.foretold import describe_forecast, keep_forecast, with_forecast
 from shoal.trainer.layout import default_threads
 from shoal.trainer.request import Prepared
+from shoal.trainer.servers.launchcrew import train_with_servers
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
 
 

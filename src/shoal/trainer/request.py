@@ -30,7 +30,7 @@ from shoal.trainer.layout import (
     derive_layout,
     server_settings,
 )
-from shoal.trainer.rulecheck import rule_problems
+from shoal.trainer.servers.rulecheck import rule_problems
 
 
 @dataclass(frozen=True, kw_only=True)

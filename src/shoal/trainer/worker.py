@@ -32,11 +32,11 @@ from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors,
 from shoal.trainer.build import build_trainer
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
+from shoal.trainer.forecasts.witness import Witness
 from shoal.trainer.layout import default_threads
 from shoal.trainer.loop import Trainer
 from shoal.trainer.summarise import summarise
 from shoal.trainer.summary import write_summary
-from shoal.trainer.witness import Witness
 
 
 def run_rank(

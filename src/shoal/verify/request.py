@@ -15,10 +15,10 @@ from shoal.optim.config import PrecisionName
 from shoal.parallel.rules import describe_facts
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.flatmodel import refuse_batch_norm
 from shoal.trainer.laying import look_at
 from shoal.trainer.layout import check_samples, choose_plan, count_steps, derive_layout
 from shoal.trainer.request import refuse_settings
+from shoal.trainer.servers.flatmodel import refuse_batch_norm
 from shoal.trainer.state import hash_weights
 from shoal.verify.question import Subject
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.planner.conditions import Conditions, Slow, factors_of
 from shoal.planner.parts import StageTimes, StepParts
 from shoal.planner.simulate import schedule_for, simulate_step, step_times
+from shoal.planner.simulation.conditions import Conditions, Slow, factors_of
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.pricing import Costs, price
 from step_played import play_every_rank

@@ -1,0 +1,152 @@
+"""What each rank of a played step does when, stream by stream: what traces and pictures are made from.
+
+Compute has a stream of its own, and so have transfers between stages, sums over ``dp`` and ZeRO's gathers: they go on beside it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shoal.planner.simulation.holding import Moment, memory_timeline
+from shoal.planner.simulation.simulated import Simulated
+from shoal.schedules.action import Cell, Kind
+from shoal.schedules.draw import short
+
+
+class Stream(StrEnum):
+    """What goes on one after another."""
+
+    COMPUTE = "compute"
+    PIPELINE = "pp"
+    DATA = "dp"
+    ZERO = "zero"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that takes time on a stream."""
+
+    stream: Stream
+    name: str
+    start: float
+    end: float
+    cell: Cell | None = None
+
+
+@dataclass(frozen=True)
+class RankLane:
+    """Ranks that do the same: one pipeline place of replicas that are alike."""
+
+    place: int
+    group: int
+    ranks: tuple[int, ...]
+    spans: tuple[Span, ...]
+    memory: tuple[Moment, ...]
+    """Bytes held, where they were given."""
+
+    @property
+    def label(self) -> str:
+        """Which ranks these are, in few letters."""
+        return f"rank {say_ranks(self.ranks)}" if len(self.ranks) == 1 else f"ranks {say_ranks(self.ranks)}"
+
+
+def lanes_of(simulated: Simulated, *, expand: bool = False, most: int = 10_000) -> Iterator[RankLane]:
+    """The lanes of a step, pipeline place by place: one for ranks that are alike, or one for each rank.
+
+    Args:
+        simulated: the step.
+        expand: a lane for every rank.
+        most: lanes at most. Where there are more, the replicas that all wait for come first and the rest in their order.
+    """
+    groups = [simulated.tail.decides[1]]
+    groups += [group for group in range(simulated.num_groups) if group != groups[0]]
+    left = most
+    for group in groups:
+        if left <= 0:
+            return
+        for place, spans in enumerate(_spans(simulated, group)):
+            ranks = simulated.ranks(place, group)
+            memory = _memory(simulated, place, spans)
+            for members in [[rank] for rank in ranks] if expand else [ranks]:
+                if left > 0:
+                    yield RankLane(place, group, tuple(members), tuple(spans), memory)
+                left -= 1
+
+
+def say_ranks(ranks: Sequence[int], most: int = 3) -> str:
+    """``0-7, 16-23``; the rest as dots."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:most]]
+    return ", ".join([*shown, *(["..."] if len(runs) > most else [])])
+
+
+def _spans(simulated: Simulated, group: int) -> list[list[Span]]:
+    """By pipeline place."""
+    order, parts, tail = simulated.order, simulated.parts, simulated.tail
+    starts, ends = simulated.times(group)
+    found: list[list[Span]] = [[] for _ in order.rows]
+    for number, step in enumerate(order.steps):
+        span = Span(Stream.COMPUTE, short(step.cell), float(starts[number]), float(ends[number]), step.cell)
+        found[step.place].append(span)
+        for need in step.needs:
+            source = order.steps[need.cell].place
+            seconds = parts.transfer * float(simulated.folded.links[source, group])
+            if need.is_far and seconds:
+                sent = float(ends[need.cell])
+                found[source].append(Span(Stream.PIPELINE, f"for {short(step.cell)}", sent, sent + seconds))
+    for place, spans in enumerate(found):
+        spans += _gathers(simulated, place, spans)
+        spans += _after(simulated, place, group)
+        # By stream and time: what reads them need not sort.
+        spans.sort(key=lambda span: (list(Stream).index(span.stream), span.start, span.end))
+    assert tail.begin >= 0
+    return found
+
+
+def _after(simulated: Simulated, place: int, group: int) -> Iterator[Span]:
+    """The sum, the update and what follows it."""
+    tail, parts = simulated.tail, simulated.parts
+    if simulated.flows:
+        return
+    pieces = (
+        (Stream.DATA, "reduce", max(0.0, tail.reduces[place][0]), tail.reduces[place][1]),
+        (Stream.COMPUTE, "update", tail.updated_from, tail.updates[place][group]),
+        (Stream.ZERO, "gather", *tail.gathers[place]),
+        (Stream.COMPUTE, "fixed", tail.end - parts.fixed, tail.end),
+    )
+    for stream, name, start, end in pieces:
+        if end > start:
+            yield Span(stream, name, start, end)
+
+
+def _gathers(simulated: Simulated, place: int, spans: Sequence[Span]) -> Iterator[Span]:
+    """What goes on of gathers before and beside the cells of a rank."""
+    hidden = min(simulated.parts.gather_hidden, simulated.parts.gather)
+    begin = simulated.tail.begin
+    if begin:
+        yield Span(Stream.ZERO, "gather", 0.0, begin)
+    if hidden <= 0 or simulated.flows:
+        return
+    cells = [span for span in spans if span.cell is not None]
+    if simulated.plan.zero < 3:
+        # What the last update changed arrives while the first passes go on.
+        yield Span(Stream.ZERO, "gather", begin, min(begin + hidden, cells[-1].end))
+        return
+    # Every pass gathers its stage's weights while the one before it computes; a weight's gradient alone needs none.
+    passes = [span for span in cells if span.cell is not None and any(a.kind is not Kind.WEIGHT for a in span.cell)]
+    for span in passes:
+        end = min(span.end, span.start + hidden / len(passes))
+        if end > span.start:
+            yield Span(Stream.ZERO, "gather", span.start, end)
+
+
+def _memory(simulated: Simulated, place: int, spans: Sequence[Span]) -> tuple[Moment, ...]:
+    if simulated.needed is None:
+        return ()
+    cells = [(span.start, span.end) for span in spans if span.cell is not None]
+    return memory_timeline(simulated.order.schedule, place, cells, simulated.needed)

@@ -1,0 +1,243 @@
+"""From a recipe and a cluster to the best plans: the front door of ``shoal plan``."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.core.errors import RequestError, did_you_mean
+from shoal.core.facts import ModelFacts, Width, model_facts
+from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
+from shoal.core.plan import Plan
+from shoal.costs.chain import Chain
+from shoal.costs.transformer import TransformerShape, transformer_chain
+from shoal.data.check import check_data
+from shoal.data.spec import DataSpec
+from shoal.models.check import check_model
+from shoal.models.facts import facts_of
+from shoal.optim.flat import num_state_bytes
+from shoal.planner.config import ShapeConfig
+from shoal.planner.estimate import Estimate, estimate_by_schedule
+from shoal.planner.explain import explain, why_not
+from shoal.planner.hardware import Cluster
+from shoal.planner.job import Job
+from shoal.planner.perlayer import Choices, choose_splits
+from shoal.planner.presets import build_cluster
+from shoal.planner.search import Found, Limits, refuse_small, search
+from shoal.planner.stacks import SOFTWARE, find_stack
+from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.forecasts.chain import anatomy_of, chain_of
+from shoal.trainer.request import OwnParts
+
+_MANY = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What the user asked for, as given."""
+
+    recipe: Path
+    cluster: str
+    global_batch: int | None = None
+    overrides: tuple[str, ...] = ()
+    top: int = 5
+    why_not: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The best plans, and what there is to say about them."""
+
+    job: Job
+    found: Found
+    reasons: tuple[str, ...]
+    why_not: tuple[str, ...]
+    asked: Estimate | None
+    """The plan that was asked about."""
+    choices: Choices | None
+    """The best split of every layer by itself, where layers are not alike."""
+
+
+def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
+    """Search plans for a request.
+
+    Args:
+        request: what the user asked for.
+        own: measures the user's own data where the recipe names it.
+
+    Raises:
+        RequestError: an unknown device, a model that cannot be traced, a cluster that is too small; each with its fix.
+    """
+    recipe = load_recipe(request.recipe, request.overrides)
+    if request.top < 1:
+        raise RequestError(f"--top is {request.top}; give 1 or more")
+    job, facts = build_job(recipe, request.cluster, global_batch=request.global_batch, own=own)
+    limits = Limits(facts=facts)
+    found = search(job, limits, top=request.top)
+    if not found.ranked:
+        raise refuse_small(job, found, limits)
+    asked: Estimate | None = None
+    because: list[str] = []
+    if request.why_not is not None:
+        asked, because = _ask(job, facts, request.why_not, found.ranked[0])
+    is_uneven = len({layer.weights for layer in job.chain.layers}) > len(job.chain.layers) // 2
+    return Answer(
+        job=job,
+        found=found,
+        reasons=tuple(explain(found.ranked[0], found.ranked[1] if len(found.ranked) > 1 else None)),
+        why_not=tuple(because),
+        asked=asked,
+        choices=choose_splits(job) if is_uneven and job.cluster.num_devices <= 1024 else None,
+    )
+
+
+def build_job(
+    recipe: Recipe, cluster: str, *, global_batch: int | None = None, own: OwnParts
+) -> tuple[Job, ModelFacts | None]:
+    """The job of a recipe on a cluster, and what plans must know of its model.
+
+    Raises:
+        RequestError: the cluster, the software or the model cannot be understood.
+    """
+    where = build_cluster(cluster, recipe.planner.devices)
+    batch = recipe.train.global_batch if global_batch is None else global_batch
+    if not 1 <= batch <= _MANY:
+        raise RequestError(f"the global batch is {batch}; give 1 to {_MANY}")
+    chain, facts = _model(recipe, own)
+    return job_on(recipe, chain, where, global_batch=batch), facts
+
+
+def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -> Job:
+    """A chain trained as a recipe says, on a cluster.
+
+    Raises:
+        RequestError: the recipe names a software that is not known.
+    """
+    config, precision = recipe.planner, recipe.train.precision
+    if config.software not in SOFTWARE:
+        raise RequestError(f"planner.software is {config.software!r}; {did_you_mean(config.software, SOFTWARE)}")
+    is_ours = config.software == "shoal"
+    weight_bytes = (8.0 if precision == "float64" else 4.0) if is_ours else 2.0
+    return Job(
+        chain=chain,
+        cluster=where,
+        stack=find_stack(config.software, where.device.name),
+        global_batch=global_batch,
+        precision=precision,
+        weight_bytes=weight_bytes,
+        # Of a tensor large enough that the few bytes for every tensor do not count.
+        state_bytes=num_state_bytes(recipe.optim.name, [_MANY], int(weight_bytes)) / _MANY if is_ours else None,
+    )
+
+
+def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts | None]:
+    if recipe.planner.shape is not None:
+        return shape_chain(recipe.planner.shape, recipe.train.precision), shape_facts(recipe.planner.shape)
+    data = check_data(recipe.data)
+    if data.spec is None:
+        data = own.measure_data(recipe)
+    assert data.spec is not None, "data that was measured has a spec"
+    check_model(recipe.model, data.spec)
+    return chain_for(recipe, data.spec), facts_for(recipe, data.spec)
+
+
+def facts_for(recipe: Recipe, spec: DataSpec) -> ModelFacts | None:
+    """What plans must know of a recipe's model: by its config, or by looking at the user's own module."""
+    return facts_of(recipe.model, spec) or model_facts(anatomy_of(recipe, spec))
+
+
+def chain_for(recipe: Recipe, spec: DataSpec) -> Chain:
+    """The model to plan for: the recipe's module as accelerators run it, or the shape that stands in its place.
+
+    Raises:
+        RequestError: the module cannot be traced.
+    """
+    if recipe.planner.shape is not None:
+        return shape_chain(recipe.planner.shape, recipe.train.precision)
+    return chain_of(recipe, spec, device="cuda")
+
+
+def shape_chain(shape: ShapeConfig, precision: str) -> Chain:
+    """A transformer by its numbers, in a recipe's precision.
+
+    Raises:
+        RequestError: heads do not divide what they share out.
+    """
+    if shape.hidden % shape.heads:
+        raise RequestError(
+            f"planner.shape: {shape.heads} heads do not divide hidden {shape.hidden}; give a number of heads that does"
+        )
+    item_bytes = {"float64": 8, "float32": 4}.get(precision, 2)
+    return transformer_chain(
+        TransformerShape(
+            layers=shape.layers,
+            hidden=shape.hidden,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            ffn=shape.ffn,
+            vocab=shape.vocab,
+            sequence=shape.sequence,
+            is_gated=shape.gated,
+            tied=shape.tied,
+            dropout=False,
+            fused_attention=True,
+            experts=shape.experts,
+            chosen_experts=shape.chosen_experts,
+            expert_ffn=shape.expert_ffn,
+            item_bytes=item_bytes,
+            learned_positions=not shape.gated,
+        ),
+        name=f"a transformer of {shape.layers} x {shape.hidden}",
+    )
+
+
+def shape_facts(shape: ShapeConfig) -> ModelFacts:
+    """What plans must know of a transformer by its numbers."""
+    return ModelFacts(
+        name="the shape",
+        num_blocks=shape.layers,
+        num_pairs=2 * shape.layers,
+        widths=(Width(name="ffn", size=shape.ffn or 4 * shape.hidden),),
+        heads=((shape.heads, shape.kv_heads or shape.heads),),
+        has_attention=True,
+        sequence=shape.sequence,
+        has_sequence=True,
+        num_units=shape.layers,
+    )
+
+
+def _ask(job: Job, facts: ModelFacts | None, text: str, best: Estimate) -> tuple[Estimate | None, list[str]]:
+    """The estimate of a plan that somebody asks about; what it leaves open is taken from the best plan."""
+    plan = Plan.parse(text)
+    if plan.ps:
+        raise RequestError(f"--why-not {text!r}: parameter servers (ps={plan.ps}) are not priced; give a plan with dp")
+    broken = replace(plan, ep=1).problems()
+    if broken:
+        return None, [f"{plan}: {problem}" for problem in broken]
+    devices = job.cluster.num_devices
+    if plan.dp is None:
+        if devices % plan.ranks_per_replica:
+            raise RequestError(
+                f"--why-not {text!r}: {plan.ranks_per_replica} ranks a replica do not divide {devices} devices; change a degree"
+            )
+        plan = replace(plan, dp=devices // plan.ranks_per_replica)
+    if plan.world_size != devices:
+        raise RequestError(
+            f"--why-not {text!r} is for {plan.world_size} devices, and the cluster has {devices}; leave dp out"
+        )
+    if job.global_batch % (plan.dp or 1):
+        raise RequestError(
+            f"--why-not {text!r}: dp={plan.dp} does not divide the global batch of {job.global_batch}; change one of them"
+        )
+    if plan.microbatches is None:
+        samples = max(1, job.global_batch // ((best.plan.dp or 1) * (best.plan.microbatches or 1)))
+        per_replica = job.global_batch // (plan.dp or 1)
+        while per_replica % samples:
+            samples -= 1
+        plan = replace(plan, microbatches=max(1, per_replica // samples))
+    if plan.pp > 1:
+        chunks = plan.chunks or schedule_facts(plan.schedule).chunks
+        plan = replace(plan, schedule=plan.schedule or DEFAULT_SCHEDULE, chunks=chunks if chunks > 1 else None)
+    problems = replace(plan, ep=1).problems(facts)
+    if problems:
+        return None, [f"{plan}: {problem}" for problem in problems]
+    found = estimate_by_schedule(job, plan)
+    return found, why_not(found, best)

@@ -1,0 +1,1 @@
+"""Runs with parameter servers: the processes of a crew, what each of them does, and how they start, stop and are replaced."""

@@ -1,0 +1,197 @@
+"""The process of a worker: takes a portion, pulls weights, computes, pushes, commits, until there is nothing left.
+
+A worker may be a group of such processes, of which the first does all that and the others compute with it (``leading.py``).
+It holds nothing that matters. Killed, it is replaced by another; taken for dead while it was only slow, it comes back under a new
+name and goes on.
+"""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import torch
+
+from shoal.comm.wire.node import new_incarnation
+from shoal.optim.config import OptimConfig
+from shoal.optim.precision import Precision
+from shoal.paramserver.client import RunOver
+from shoal.paramserver.consistency import is_share_of_step
+from shoal.paramserver.contact import Evicted
+from shoal.paramserver.cutting import Model
+from shoal.paramserver.line import LoopThread
+from shoal.telemetry.board import Heartbeat, RankSlot
+from shoal.trainer.build import build_parts
+from shoal.trainer.laying import Placed, build_runner, place_model
+from shoal.trainer.layout import count_steps, derive_layout
+from shoal.trainer.servers.batchwork import work_batches
+from shoal.trainer.servers.dealing import Dealing
+from shoal.trainer.servers.downpouring import work_downpour
+from shoal.trainer.servers.flatmodel import FlatModel, FlatRow, describe_model, refuse_batch_norm
+from shoal.trainer.servers.group import group_plan, join_group, share_of
+from shoal.trainer.servers.hanging import watch_shares
+from shoal.trainer.servers.hot import cut_for
+from shoal.trainer.servers.leading import Leader, follow
+from shoal.trainer.servers.localwork import LocalSteps
+from shoal.trainer.servers.member import MemberPlace, attach_slot
+from shoal.trainer.servers.portion import ShareRunner
+from shoal.trainer.servers.workline import Line, Pace, Worker, describe
+
+
+def work(
+    place: MemberPlace, open_line: Callable[[MemberPlace, Worker, torch.Tensor | None], Line] | None = None
+) -> str:
+    """A worker's life; why the run was stopped, and nothing when it was finished.
+
+    Args:
+        place: its place in the run.
+        open_line: makes its connection under one name; left out, ``Line``.
+    """
+    torch.set_num_threads(place.threads)
+    slot = attach_slot(place)
+    with Heartbeat(slot) if slot is not None else LoopThread("idle"):
+        if place.group_rank:
+            serve_group(place, slot)
+            return ""
+        worker = build_worker(place, slot)
+        worker = replace(worker, shares=watch_shares(worker.shares, place))
+        halt = _work_under_names(place, worker, open_line or Line)
+        worker.shares.end()
+        return halt
+
+
+def _work_under_names(
+    place: MemberPlace, worker: Worker, open_line: Callable[[MemberPlace, Worker, torch.Tensor | None], Line]
+) -> str:
+    """Work under one name, and under another each time that the last is taken for dead."""
+    # A worker with steps of its own has weights of its own; the servers' are beside them.
+    has_own = place.rule.kind == "downpour" or bool(place.recipe.paramserver.local_steps)
+    landing = torch.empty_like(worker.flat.weights) if has_own else None
+    incarnation = place.incarnation
+    while True:
+        try:
+            line = open_line(replace(place, incarnation=incarnation), worker, landing)
+        except RunOver:
+            return ""
+        try:
+            way_of_working(place)(line, worker, place)
+            return line.halt
+        except RunOver:
+            return line.halt
+        except Evicted as error:
+            print(f"taken for dead: {error}; coming back under a new name", file=sys.stderr, flush=True)
+            incarnation = new_incarnation()
+        finally:
+            line.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Model, data and passes on this process, which is a worker or one rank of one."""
+
+    placed: Placed
+    shares: ShareRunner
+    model: Model
+    """The trained parameters, whole."""
+    dtype: torch.dtype
+    """Of these."""
+    total_steps: int
+    """Of the run."""
+
+
+def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
+    """Lay the model out as the plan wants it on this process; the ranks of a worker call it together."""
+    recipe = place.recipe
+    model, loss, data = build_parts(recipe)
+    refuse_batch_norm(model)
+    layout = derive_layout(recipe.train, place.plan)
+    world = join_group(place)
+    # The servers have the optimizer; one without state costs nothing here.
+    plain = OptimConfig(name="sgd", momentum=0.0)
+    train = share_of(recipe.train, place.plan)
+    precision = Precision.named(train.precision)
+    dtype = str(precision.weight_dtype).removeprefix("torch.")
+    described = {name: spec._replace(dtype=dtype) for name, spec in describe_model(model).items()}
+    placed = place_model(
+        model,
+        data,
+        loss,
+        plan=group_plan(layout.plan),
+        train=train,
+        optim=plain,
+        parallel=recipe.parallel,
+        pipeline=recipe.pipeline,
+        world=world,
+    )
+    shares = ShareRunner(
+        build_runner(placed, data, train=train, optim=plain, world=world, slot=slot),
+        data.train,
+        seed=recipe.train.seed,
+        global_batch=recipe.train.global_batch,
+        num_shares=place.plan.num_shares,
+        num_microbatches=layout.plan.microbatches or 1,
+        of_the_step=is_share_of_step(place.rule, recipe.paramserver.aggregate),
+    )
+    total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
+    return Bench(placed=placed, shares=shares, model=described, dtype=precision.weight_dtype, total_steps=total_steps)
+
+
+def build_worker(place: MemberPlace, slot: RankSlot | None) -> Worker:
+    """What computes: this process alone, or this one at the head of its group."""
+    bench, recipe = build_bench(place, slot), place.recipe
+    placed = bench.placed
+    shard_map = cut_for(bench.model, place.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
+    if placed.mesh.everyone.size == 1:
+        flat = FlatModel(placed.model, shard_map)
+        return Worker(flat=flat, shares=bench.shares, total_steps=bench.total_steps)
+    row = FlatRow(bench.model, shard_map)
+    deadline = recipe.elastic.collective_deadline
+    leader = Leader(bench.shares, Dealing(placed, bench.dtype, row), placed.mesh.everyone, deadline_seconds=deadline)
+    return Worker(flat=row, shares=leader, total_steps=bench.total_steps)
+
+
+def serve_group(place: MemberPlace, slot: RankSlot | None) -> None:
+    """The life of a rank of a worker that is not its first."""
+    bench = build_bench(place, slot)
+    follow(bench.shares, Dealing(bench.placed, bench.dtype, None), bench.placed.mesh.everyone)
+
+
+def way_of_working(place: MemberPlace) -> Callable[[Line, Worker, MemberPlace], None]:
+    """How the plan's update rule wants portions worked off."""
+    match place.rule.kind:
+        case "downpour":
+            return work_downpour
+        case "lbfgs":
+            return work_batches
+    return work_off
+
+
+def work_off(line: Line, worker: Worker, place: MemberPlace) -> None:
+    """Portions, one after the other.
+
+    Raises:
+        RunOver: the run ended meanwhile.
+        Evicted: others do what this worker was doing.
+    """
+    config = place.recipe.paramserver
+    under_way: Future[bool] | None = None
+    held: tuple[int, ...] = ()
+    spare = torch.empty_like(worker.flat.gradient) if config.overlap else None
+    pace = Pace(place)
+    compute = LocalSteps(line, worker, place) if config.local_steps else worker.compute
+    while (portion := line.take(held)) is not None:
+        version = line.pull(portion.need, portion.bound)
+        pace.begin()
+        computed = compute(portion)
+        waited = pace.wait()
+        if under_way is not None:
+            under_way.result()
+        gradient = computed.gradient if spare is None else spare.copy_(computed.gradient)
+        contribution = describe(line.identity, portion, computed, version=version, waited=waited)
+        under_way = line.hand_in(gradient, contribution)
+        # Until its commit is answered it is in this worker's hands, or the book would take it for lost and give it again.
+        held = contribution.portions
+        if not config.overlap:
+            under_way.result()
+    if under_way is not None:
+        under_way.result()

@@ -1,0 +1,140 @@
+"""From a recipe and a cluster to plans: shapes and devices by numbers, what is taken from the recipe, and what is refused."""
+
+import pytest
+
+from shoal.core.errors import RequestError
+from shoal.data.check import DataSummary
+from shoal.trainer.config import load_recipe
+from shoal.trainer.forecasts.planning import PlanRequest, build_job, plan_for, shape_facts
+
+SHAPE = """
+[planner.shape]
+layers = 24
+hidden = 2048
+heads = 16
+kv_heads = 8
+vocab = 50257
+sequence = 2048
+gated = true
+[planner.devices.mine]
+peak_tflops = { bfloat16 = 200.0, float32 = 20.0 }
+memory_gib = 48.0
+memory_gb_per_s = 1000.0
+link_gb_per_s = 32.0
+"""
+
+
+class NoOwnParts:
+    """The recipes here name shipped parts only."""
+
+    def measure_data(self, recipe) -> DataSummary:
+        raise AssertionError
+
+    def check_plan(self, recipe, plan) -> None:
+        raise AssertionError
+
+
+@pytest.fixture
+def shaped(tiny):
+    tiny.write_text(tiny.read_text() + SHAPE)
+    return tiny
+
+
+def ask(recipe, cluster="mine:2x8", **options):
+    return plan_for(PlanRequest(recipe=recipe, cluster=cluster, **options), own=NoOwnParts())
+
+
+def test_a_shape_and_a_device_by_numbers(shaped):
+    answer = ask(shaped, global_batch=64, overrides=("train.precision=bfloat16",))
+    assert answer.job.cluster.device.flops("bfloat16") == 2e14 and answer.job.global_batch == 64
+    ffn, heads = 3 * 2048 * 8192, 2048 * (2048 + 2 * 1024) + 2048 * 2048
+    assert answer.job.chain.weights == 24 * (ffn + heads + 2 * 2048) + 2 * 50304 * 2048 + 2048
+    assert answer.found.ranked and answer.reasons and answer.why_not == () and answer.choices is None
+    facts = shape_facts(load_recipe(shaped, ()).planner.shape)
+    for one in answer.found.ranked:
+        assert one.plan.problems(facts, world_size=16) == [] and one.fits
+
+
+def test_the_recipes_own_module_is_traced(tiny):
+    answer = ask(tiny, "h100:8")
+    assert answer.job.chain.num_blocks == 2 and answer.job.chain.heads == 4 and answer.job.chain.kv_heads == 2
+    assert answer.job.global_batch == 8 and all(one.plan.world_size == 8 for one in answer.found.ranked)
+
+
+def test_shoal_keeps_weights_in_float32_and_its_optimizers_state(tiny):
+    recipe = load_recipe(tiny, ("train.precision=bfloat16",))
+    job, facts = build_job(recipe, "h100:8", own=NoOwnParts())
+    assert job.weight_bytes == 4 and job.state_bytes == pytest.approx(8, abs=0.01) and facts.heads == ((4, 2),)
+    other, _ = build_job(load_recipe(tiny, ("planner.software=megatron",)), "h100:8", own=NoOwnParts())
+    assert other.weight_bytes == 2 and other.state_bytes is None and other.stack.software.name == "megatron"
+
+
+def test_unlike_layers_get_splits_of_their_own(tiny):
+    tiny.write_text("[model]\nname = 'cnn'\n[data]\nsource = 'digits'\n[train]\nsteps = 1\nglobal_batch = 64\n")
+    answer = ask(tiny, "h100:4")
+    assert answer.choices is not None and answer.choices.seconds <= answer.choices.uniform_seconds
+
+
+def test_why_not_takes_what_is_left_open_from_the_best(shaped):
+    answer = ask(shaped, global_batch=64, why_not="tp=4 pp=2")
+    assert answer.asked.plan.dp == 2 and answer.asked.plan.schedule == "1f1b" and answer.asked.plan.microbatches
+    assert answer.asked.seconds >= answer.found.ranked[0].seconds * 0.999
+    assert any("slower" in line for line in answer.why_not)
+    looped = ask(shaped, global_batch=64, why_not="pp=4 schedule=zbv")
+    assert looped.asked.plan.chunks == 2 and looped.asked.by_schedule
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("tp=3", "3 ranks a replica do not divide 16 devices; change a degree"),
+        ("dp=3", "is for 3 devices, and the cluster has 16; leave dp out"),
+        ("dp=16 pp=2", "is for 32 devices, and the cluster has 16"),
+        ("tp", "'tp' is not key=value"),
+        ("tq=2", "unknown key 'tq'"),
+        ("tp=two", "tp is a whole number"),
+        ("ps=1 workers=15", "parameter servers .ps=1. are not priced; give a plan with dp"),
+    ],
+)
+def test_a_why_not_that_is_no_plan_for_these_devices_is_refused(shaped, plan, message):
+    with pytest.raises(RequestError, match=message):
+        ask(shaped, global_batch=16, why_not=plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("tp=16", "tp=16 does not divide the 8 key-value heads"),
+        ("pp=16 schedule=zbv", "want 32 stages"),
+        ("pp=4 schedule=zigzag", "schedule=zigzag is neither a schedule nor a file"),
+        ("dp=16 recompute=some", "recompute=some is none of none, selective, full"),
+        ("dp=16 zero=7", "zero=7 is none of 0, 1, 2, 3"),
+        ("tp=0", "tp=0 is below 1; set tp to 1 or more"),
+        ("dp=0", "dp=0 is below 1"),
+        ("pp=2 microbatches=0", "microbatches=0 is below 1"),
+    ],
+)
+def test_a_why_not_that_breaks_a_rule_is_answered_with_the_rule(shaped, plan, message):
+    answer = ask(shaped, global_batch=16, why_not=plan)
+    assert answer.asked is None and message in " ".join(answer.why_not)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top": 0}, "--top is 0; give 1 or more"),
+        ({"global_batch": 0}, "the global batch is 0; give 1 to 1000000"),
+        ({"cluster": "mein:8"}, "there is no device 'mein'"),
+        ({"overrides": ("planner.software=megatrom",)}, "planner.software is 'megatrom'; did you mean 'megatron'"),
+        ({"overrides": ("planner.shape.layerz=3",)}, "layerz"),
+        ({"overrides": ("planner.shape.layers=0",)}, "layers"),
+        ({"overrides": ("train.precision=float64",)}, "mine has no peak for float64"),
+        (
+            {"overrides": ("planner.shape.hidden=16384",)},
+            r"GiB a device and 46.0 are free, [\d.]+ too few; it fits on \d+",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(shaped, options, message):
+    with pytest.raises(RequestError, match=message):
+        ask(shaped, **options)

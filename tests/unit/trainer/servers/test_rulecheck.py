@@ -1,0 +1,37 @@
+"""Settings that do not go with the update rule are refused before anything starts, with the fix."""
+
+import pytest
+
+from crew_inside import recipe_of
+from shoal.core.plan import Plan
+from shoal.trainer.servers.rulecheck import rule_problems
+
+CASES = [
+    ("bsp", ["paramserver.aggregate=fednova"], "local_steps is not set"),
+    ("bsp", ["paramserver.local_steps=[1, 2]"], "need aggregate fednova, and it is average"),
+    ("downpour:2,2", ["paramserver.aggregate=fednova", "paramserver.local_steps=2"], "do not go with downpour"),
+    (
+        "bsp",
+        ["paramserver.aggregate=fednova", "paramserver.local_steps=[1, 2, 3]"],
+        "name 3 workers, and the plan has 2",
+    ),
+    ("bsp", ["paramserver.aggregate=fednova", "paramserver.local_steps=9"], "9 steps on the 8 samples"),
+    ("async", ["paramserver.warm_start=5"], "warm_start 5 is of downpour, and the rule is async"),
+    ("async", ["paramserver.local_lr=0.1"], "leave it out"),
+    ("lbfgs", ["train.precision=bfloat16"], "set train.precision to float32 or float64"),
+    ("lbfgs", ["train.precision=float16"], "set train.precision to float32 or float64"),
+    ("lbfgs", ["optim.weight_decay=0.1"], "put the penalty into the loss"),
+    ("lbfgs", ["paramserver.aggregate=adasum"], "use average"),
+    ("lbfgs", ["paramserver.drop_beyond=3"], "paramserver.drop_beyond is about old gradients"),
+]
+
+
+@pytest.mark.parametrize(("update", "settings", "words"), CASES, ids=lambda value: str(value)[:24])
+def test_what_does_not_go_together_is_said_with_its_fix(update, settings, words):
+    found = list(rule_problems(recipe_of(*settings), Plan.parse(f"ps=2 workers=2 update={update}")))
+    assert len(found) == 1 and words in found[0]
+
+
+@pytest.mark.parametrize("update", ["bsp", "ssp:2", "async", "half:2,0.1", "downpour:2,2", "lbfgs"])
+def test_plain_settings_go_with_every_rule(update):
+    assert not list(rule_problems(recipe_of(), Plan.parse(f"ps=2 workers=2 update={update}")))
