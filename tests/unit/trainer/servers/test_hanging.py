@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from shoal.trainer import hanging
+from shoal.trainer.servers import hanging
 from shoal.trainer.servers.hanging import Usual, WatchedShares
 
 
