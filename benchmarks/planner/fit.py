@@ -65,7 +65,10 @@ def usable(runs: Sequence[object]) -> list[Run]:
     return [
         run
         for run in runs
-        if isinstance(run, Run) and run.metric in TIMED and not any("heads" in word for word in run.assumed)
+        if isinstance(run, Run)
+        and run.measured
+        and run.metric in TIMED
+        and not any("heads" in word for word in run.assumed)
     ]
 
 

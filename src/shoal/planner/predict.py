@@ -218,7 +218,7 @@ def _reserved(run: Run, job: Job, plan: Plan, seconds: float) -> float:
 def _utilisation(run: Run, job: Job, plan: Plan, seconds: float) -> float:
     share = _tflops(run, job, plan, seconds, with_recompute=False) * 1e12 / job.cluster.device.flops(job.precision)
     # Nobody reaches more than all of it: a number above 1 is in percent.
-    return share * 100 if run.measured > 1 else share
+    return share * 100 if run.measured is not None and run.measured > 1 else share
 
 
 Metric = Callable[[Run, Job, Plan, float], float]

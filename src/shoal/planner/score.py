@@ -49,7 +49,7 @@ def score(rows: Sequence[Predicted]) -> Score:
     precision, recall = _out_of_memory(judged)
     return Score(
         count=len(judged),
-        unpredicted=len(rows) - len(judged),
+        unpredicted=sum(row.predicted is None for row in rows),
         out_of_range=sum(not row.in_range for row in judged),
         mape=_mean(sizes),
         p90=sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))] if sizes else None,

@@ -33,6 +33,7 @@ COLUMNS = (
     "n_gpus", "dp", "tp", "pp", "cp", "ep", "zero", "schedule_or_interleave", "micro_batch", "global_batch",
     "precision", "recompute", "seq_parallel", "measured_metric", "measured_value",
 )  # fmt: skip
+_MEASURED = "measured_value"
 _OPTIONAL = ("params_b", "notes")
 _MOST_ROWS = 100_000
 _MOST_LAYERS = 100_000
@@ -48,7 +49,8 @@ class Run:
     row: int
     source: str
     metric: str
-    measured: float
+    measured: float | None
+    """None where the table does not say."""
     shape: TransformerShape
     plan: Plan
     micro_batch: float
@@ -87,7 +89,8 @@ def read_table(path: Path) -> list[Run | Unread]:
         # Spreadsheets put a mark in front of UTF-8.
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+            # What was measured need not be known: a prediction does not ask for it.
+            missing = [column for column in COLUMNS if column not in (*(reader.fieldnames or ()), _MEASURED)]
             if missing:
                 raise RequestError(
                     f"{path} has {len(reader.fieldnames or ())} columns, and {', '.join(missing)} is not among them; a table of "
@@ -134,8 +137,9 @@ def _read_row(number: int, row: Mapping[str, str], heads: int | None) -> Run | U
 
 
 def _understand(number: int, row: Mapping[str, str], measured: float | None, other_heads: int | None) -> Run:
-    if measured is None or (measured <= 0 and row["measured_metric"] != "oom"):
-        raise _Unreadable(f"measured_value is {row['measured_value']!r}, and a number above 0 is needed")
+    said = row.get(_MEASURED, "").strip()
+    if said and (measured is None or (measured <= 0 and row["measured_metric"] != "oom")):
+        raise _Unreadable(f"{_MEASURED} is {said!r}, and a number above 0 is needed, or none")
     assumed: list[str] = []
     text = " ".join(row.get(column) or "" for column in ("source", "schedule_or_interleave", "zero", "notes"))
     preset = find_device(row["gpu"])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shoal.core.errors import RequestError
 from shoal.planner.cells import find_device
 from shoal.planner.predict import fits, job_of, model_flops, predict_run, step_seconds
+from shoal.planner.score import score
 from shoal.planner.table import COLUMNS, Run, Unread, read_table
 from table_rows import ROW, write_table
 
@@ -107,7 +108,7 @@ BAD = {
     "ffn_hidden": ["-7"],
     "vocab": ["0"],
     "gpu": ["", "abacus", "H900"],
-    "measured_value": ["", "fast", "0", "-1", "nan"],
+    "measured_value": ["fast", "0", "-1", "nan"],
 }
 
 
@@ -118,6 +119,20 @@ def test_a_cell_that_cannot_be_read_is_said_and_its_row_stays(tmp_path, column, 
     assert broken.predicted is None and not broken.in_range and broken.interval is None
     assert column in broken.why_not or (column == "gpu" and "there is no device" in broken.why_not)
     assert before.predicted == after.predicted is not None
+
+
+def test_what_was_measured_need_not_be_known(tmp_path):
+    known, blank = predict(tmp_path, {}, {"measured_value": ""})
+    (absent,) = (
+        predict_run(run)
+        for run in read_table(
+            write_table(tmp_path / "blind.csv", columns=tuple(one for one in COLUMNS if one != "measured_value"))
+        )
+    )
+    assert known.predicted == blank.predicted == absent.predicted is not None
+    assert (known.measured, blank.measured, absent.measured) == (3.1, None, None) and blank.in_range
+    found = score([known, blank])
+    assert (found.count, found.unpredicted) == (1, 0)
 
 
 def test_an_unknown_metric_is_said_to_be_one(tmp_path):
@@ -194,8 +209,8 @@ def test_likely_rows_get_a_sane_number_or_a_reason(tmp_path_factory, change):
     assert math.isfinite(found.predicted) and (found.predicted > 0 or found.metric == "oom")
     assert found.seconds is not None and 1e-4 < found.seconds < 1e5
     assert found.in_range or found.why_not
-    # A column that nobody needs says nothing about a step.
-    assert predict_run(replace(run, measured=2 * run.measured + 1)).seconds == found.seconds
+    # What was measured says nothing about a step.
+    assert predict_run(replace(run, measured=None)).seconds == found.seconds
 
 
 @settings(max_examples=100, deadline=None)
