@@ -49,9 +49,10 @@ demo: $(VENV)/.installed
 	$(BIN)/shoal sample $$run --prompt "def "; \
 	echo "run directory: $$run"
 
-# Two at a time, a file to each: most tests wait for processes of their own, and a file's tests share what they build.
+# Two at a time, a file to each: most tests wait for processes of their own, and a file's tests share what they build. In the
+# order of folders: the long files of chaos and multiproc come first, and the many short ones of unit fill up the end.
 test: install
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check

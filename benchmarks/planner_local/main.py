@@ -21,7 +21,7 @@ from shoal.planner.machine import cpu_name, num_cores, read_machine, torch_versi
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.forecasts.auto import legal_plans
 from shoal.trainer.forecasts.calibrating import measure_machine
-from shoal.trainer.forecasts.deciding import decide
+from shoal.trainer.forecasts.deciding import decide, pick
 from shoal.trainer.forecasts.rehearsal import build_subject
 from shoal.trainer.forecasts.trial import Trial
 
@@ -33,7 +33,7 @@ def measure_count(recipe: Recipe, count: int, machine: Path, steps: int, rounds:
     plans = [str(plan) for plan in legal_plans(build_subject(recipe), count)]
     say(f"{count} processes: predicting {len(plans)} plans")
     predicted = {page["plan"]: page for page in decide(recipe, count, machine=machine, plans=plans).ranked}
-    picked = decide(recipe, count, machine=machine)
+    picked = pick(recipe, count, machine=machine)
     say(f"picked {picked.plan} of {len(picked.ranked)} rehearsed in {picked.seconds:.0f} s; measuring all")
     with Trial(recipe, count) as trial:
         tried = trial.run(plans, steps=steps, rounds=rounds)

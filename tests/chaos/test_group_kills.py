@@ -101,6 +101,7 @@ def test_a_server_without_a_backup_takes_the_groups_back_to_the_checkpoint(crew,
     expect_same(run, undisturbed, deaths=1)
 
 
+@soak
 def test_the_ranks_of_a_group_die_with_their_crew(crew):
     run = crew(plan=PLAN, recipe=ROW)
     run.wait_for_step(2)

@@ -221,7 +221,7 @@ async def talk(peer, is_over):
     """Valid calls of every kind, until it is over; each must be answered rightly."""
     num = 0
     messages = 0
-    while not is_over():
+    while not is_over(messages):
         payload = noise((0, 5, 70_000, 300_000)[num % 4], num)
         found = await peer.call(Echo(num), payload=payload, deadline=DEADLINE)
         assert found.body.number == num and bytes(found.payload) == payload.tobytes()
@@ -255,9 +255,12 @@ async def storm_and_traffic(seed, arenas, address, num):
         num_warm = await blow(storm, dealer, num // 10)
         before, num_asked = await settle(watch, len(storm.seeds) + num_warm)
         is_over = False
-        traffic = asyncio.ensure_future(talk(peer, lambda: is_over))
+        # The storm blows for as long as it takes that valid calls have gone through the midst of it.
+        traffic = asyncio.ensure_future(talk(peer, lambda num_done: is_over and num_done > 4))
         num_wrong = num_warm + await blow(storm, dealer, num)
         is_over = True
+        while not traffic.done():
+            num_wrong += await blow(storm, dealer, 50)
         num_valid = await traffic
         num_all = len(storm.seeds) + num_wrong + num_valid
         after, again = await settle(watch, num_all + num_asked)

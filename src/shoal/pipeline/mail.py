@@ -112,7 +112,9 @@ class Mail:
         """Get ready for the next parcel of a lane."""
         return Parcel(self, lane, kind)
 
-    def send(self, tensors: Sequence[Tensor], lane: Lane, kind: Hashable, *, needed_at: int = 0) -> None:
+    def send(
+        self, tensors: Sequence[Tensor], lane: Lane, kind: Hashable, *, needed_at: int = 0, called: str = "send"
+    ) -> None:
         """Hand tensors over; they must not be written to before ``flush``.
 
         Args:
@@ -120,12 +122,13 @@ class Mail:
             lane: where to.
             kind: tells microbatches of different shapes apart, the same on both sides.
             needed_at: when the other rank will need it, by a count of its own (``let_go``).
+            called: the ledger's word for it.
         """
         if (lane, kind) not in self._told:
             self._told.add((lane, kind))
             self._post(write_header(tensors), lane, needed_at)
         for tensor in tensors:
-            self._ledger.note(Axis.PIPELINE, "send", tensor.nbytes)
+            self._ledger.note(Axis.PIPELINE, called, tensor.nbytes)
             self._post(tensor.detach().contiguous(), lane, needed_at)
 
     def let_go(self, peer: int, reached: int) -> None:

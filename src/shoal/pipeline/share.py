@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from shoal.pipeline.mail import Lane, Mail, Parcel, Piece
 from shoal.schedules.grid import Grid
 
+SHARE = "share"
+"""The ledger's word for what is sent here: it comes after the last cell, and not with every microbatch."""
 _TAG = 1 << 20
 """Above every stage's lanes."""
 Place = tuple[int, int, int]
@@ -89,7 +91,7 @@ class Shared:
         parcels = {peer: self._expect(peer, self._mail) for peer in peers}
         for peer in peers:
             parts = [self._own(name, stage).reshape(-1) for name, stage in self._common(peer, of=self._rank)]
-            self._mail.send([torch.cat(parts)], Lane(peer, _TAG), "shared")
+            self._mail.send([torch.cat(parts)], Lane(peer, _TAG), "shared", called=SHARE)
         for peer, parcel in parcels.items():
             (packed,), _ = parcel.open()
             keys = self._common(peer, of=peer)

@@ -13,7 +13,7 @@ from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.core.axes import Axis
 from shoal.costs.undisturbed import undisturbed
 from shoal.pipeline.build import Stages
-from shoal.pipeline.share import places_of
+from shoal.pipeline.share import SHARE, places_of
 from shoal.schedules.action import Kind
 from shoal.schedules.grid import Grid
 from shoal.schedules.schedule import Schedule
@@ -103,7 +103,7 @@ def expected_exchange(
             if peer in ranks:
                 sent += size * ranks.count(rank)
         if sent:
-            accounts.append(_sends(1, sent))
+            accounts.append({(Axis.PIPELINE.value, SHARE): Traffic(calls=1, num_bytes=sent)})
     return add_accounts(*accounts)
 
 

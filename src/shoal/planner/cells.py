@@ -12,7 +12,7 @@ from shoal.core.pipelines import SCHEDULES, schedule_facts
 from shoal.planner.hardware import Cluster
 from shoal.planner.presets import LINKS, PRESETS, Preset, cluster_of
 
-_DEVICE = re.compile(r"(mi\d{3}[ax]|gb\d00|gh\d00|[abhvl]\d{2,3}s?)(?![0-9a-z])", re.IGNORECASE)
+_DEVICE = re.compile(r"(mi\d{3}[ax]|gb\d00|gh\d00|[abhvl]\d{2,3}s?)(?!\d)", re.IGNORECASE)
 _PER_NODE = re.compile(r"(?<!\d)(\d{1,2}) ?x ?(?:MI|GB|GH|V|A|H|B)\d{2,3}|(\d{1,2})-GPU nodes", re.IGNORECASE)
 
 _MOST_PER_NODE = 16
@@ -117,7 +117,7 @@ def read_schedule(text: str) -> tuple[str, int | None]:
     found = re.search(r"v\s*=\s*(\d+)", text) or re.search(r"(?:vp|vpp|virtual)\D{0,3}(\d+)", text, re.IGNORECASE)
     chunks = int(found[1]) if found else 1
     word = re.sub(r"[\s_]+", "-", text.lower())
-    if chunks > 1 or word.startswith("interleaved"):
+    if chunks > 1 or re.search(r"(?<!non-)interleav", word) or word == "1f1b-i":
         return "interleaved", max(2, chunks)
     known = sorted((name for name in SCHEDULES if name not in ("1f1b", "interleaved")), key=len, reverse=True)
     alias = next((name for other, name in _SCHEDULE_WORDS if other in word), "1f1b")

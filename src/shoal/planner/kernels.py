@@ -128,7 +128,8 @@ def _attention(op: Op, part: Slice, device: Device, precision: str, item_bytes: 
     flops = 4.0 * rows * op.inner * op.outer * heads * samples
     if op.is_fused:
         return op.count * flops * (0.5 if op.causal else 1.0) / (peak * constants.matmul * constants.attention)
-    slow = _PLAIN_CORES if op.inner % _ALIGNED else 1.0
+    # float32 has no tensor cores to miss.
+    slow = _PLAIN_CORES if op.inner % _ALIGNED and precision != "float32" else 1.0
     moved = (op.num_bytes / part.tensor / part.context + 4 * rows * op.inner * heads * item_bytes) * samples
     return op.count * (flops * slow / (peak * constants.matmul) + moved / (device.memory_bandwidth * constants.memory))
 

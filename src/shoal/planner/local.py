@@ -97,8 +97,9 @@ def communication(account: Account, plan: Plan, machine: Machine) -> dict[str, f
     """Seconds of all collectives of one rank in one step, by axis."""
     found: dict[str, float] = {}
     for (axis, operation), (calls, num_bytes) in account.items():
-        ranks = axis_size(axis, plan)
-        one = machine.collective_seconds(operation, num_bytes / max(1, calls), ranks=ranks, processes=plan.world_size)
+        # A share of a weight that several stages hold is a message as any other, at the end of the pipeline.
+        name, ranks = ("send", 2) if operation == "share" else (operation, axis_size(axis, plan))
+        one = machine.collective_seconds(name, num_bytes / max(1, calls), ranks=ranks, processes=plan.world_size)
         found[axis] = found.get(axis, 0.0) + calls * one * machine.fit.communication
     return found
 
@@ -136,7 +137,8 @@ def _pipeline(
     scale = max(0.0, slow_down - 1.0) / (by_all - 1.0) if slow_down is not None and by_all > 1.0 else 1.0
 
     def slowed(processes: int) -> float:
-        return 1.0 + (machine.slow_down(processes, threads) - 1.0) * scale
+        # Fewer are never slower than all, whatever a noisy machine file says.
+        return 1.0 + (min(machine.slow_down(processes, threads), by_all) - 1.0) * scale
 
     def speed(active: int) -> float:
         return slowed(plan.world_size) / slowed(active * beside) / machine.fit.compute

@@ -244,7 +244,7 @@ def _shape(
     hidden = _need(row, "hidden")
     heads = _given(row, "heads")
     if heads is None:
-        heads = _given(row, "kv_heads") or other_heads or _likely_heads(hidden)
+        heads = max(other_heads or _likely_heads(hidden), _given(row, "kv_heads") or 1)
         assumed.append(f"{heads} heads")
     vocab = _given(row, "vocab")
     if vocab is None:

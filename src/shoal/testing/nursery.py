@@ -1,14 +1,16 @@
 """A process that has imported torch and Shoal and waits: ranks of tests are forked from it, in milliseconds instead of seconds.
 
 Importing costs some three seconds of a core for every process, and a test session starts hundreds. The nursery pays it once. It
-computes nothing and has one thread, so a fork of it is what a fresh process is after its imports. Linux only; elsewhere every
-rank has an interpreter of its own (``testing/ranks.py``).
+computes nothing and has one thread, so a fork of it is what a fresh process is after its imports, but for two things: all ranks
+have one seed for the hashes of strings, and the interpreter is not torn down at their end. Runs of the ``shoal`` command have
+neither. Linux only; elsewhere every rank has an interpreter of its own (``testing/ranks.py``).
 
     nursery -> keeper (one for each rank: writes its pid, waits, and writes its exit code into a pipe) -> rank
 
 Each dies with the one before it, and the nursery with whoever started it.
 """
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -22,12 +24,15 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+import numpy as np
+
 from shoal.comm.lifeline import die_with_parent
+from shoal.core.errors import RunError
 
 _WARM = ("shoal.testing.ranks", "shoal.testing.parity", "shoal.trainer.loop")
 _MOST_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 16
-_LEAVE_SECONDS = 10.0
+_START_SECONDS, _LEAVE_SECONDS = 60.0, 10.0
 CAN_FORK = hasattr(os, "pidfd_open")
 
 
@@ -39,8 +44,13 @@ class ForkedRank:
         self.returncode: int | None = None
         self._keeper: int | None = None
         self.pid = 0
-        while self.pid == 0 and self.returncode is None:
+        while self.pid == 0:
+            if not select.select([told], [], [], _START_SECONDS)[0]:
+                os.close(told)
+                raise RunError(f"the nursery of ranks has started none within {_START_SECONDS:g} s")
             self._read()
+            if self.pid == 0 and self.returncode is not None:
+                raise RunError("the nursery of ranks ended before it had started one; what it printed says why")
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
@@ -102,25 +112,35 @@ class Nursery:
             output: takes what it prints.
             descriptors: open files that it finds under the same numbers.
         """
-        line = self._open()
         read, write = os.pipe()
         try:
             order = {
                 "call": call,
                 "environment": dict(environment),
                 "path": sys.path,
+                "folder": os.getcwd(),
                 "descriptors": list(descriptors),
             }
-            socket.send_fds(line, [json.dumps(order).encode()], [write, output.fileno(), *descriptors])
+            self._send(json.dumps(order).encode(), [write, output.fileno(), *descriptors])
+        except BaseException:
+            os.close(read)
+            raise
         finally:
             os.close(write)
         return ForkedRank(read)
 
+    def _send(self, order: bytes, descriptors: list[int]) -> None:
+        try:
+            socket.send_fds(self._open(), [order], descriptors)
+        except BrokenPipeError:
+            # It died after it was looked at; another one is there in a moment.
+            self.close()
+            socket.send_fds(self._open(), [order], descriptors)
+
     def _open(self) -> socket.socket:
         is_alive = self._process is not None and self._owner == os.getpid() and self._process.poll() is None
         if not is_alive or self._line is None:
-            if self._line is not None:
-                self._line.close()
+            self.close()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 self._process = subprocess.Popen(
@@ -137,7 +157,17 @@ class Nursery:
                     start_new_session=True,
                 )
             self._line, self._owner = ours, os.getpid()
+            atexit.register(self.close)
         return self._line
+
+    def close(self) -> None:
+        """End it, if it is this process's own; the next rank starts another."""
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+        if self._line is not None:
+            self._line.close()
+        self._process, self._line = None, None
 
 
 def main() -> None:
@@ -199,6 +229,9 @@ def _become(order: Mapping[str, Any], descriptors: Sequence[int], keeper: int) -
     os.environ.clear()
     os.environ.update(order["environment"], SHOAL_SUPERVISOR_PID=str(keeper))
     sys.path[:] = order["path"]
+    os.chdir(order["folder"])
+    # A fresh process would have drawn its own; random does so by itself after a fork.
+    np.random.seed()
     sys.argv = ["-c"]
     code = 1
     try:

@@ -54,8 +54,9 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as name:
         folder = Path(name)
         torch.save(list(arguments), folder / "arguments.pt")
-        processes = _start(function, num_ranks, folder, deadline_seconds, environment or {})
+        processes: list[Rank] = []
         try:
+            _start(function, num_ranks, folder, deadline_seconds, environment or {}, processes)
             _wait(processes, folder, deadline)
         finally:
             leaked = _end(processes, folder)
@@ -65,8 +66,14 @@ def run_on_ranks(
 
 
 def _start(
-    function: Callable[..., Any], num_ranks: int, folder: Path, deadline_seconds: float, extra: Mapping[str, str]
-) -> list[Rank]:
+    function: Callable[..., Any],
+    num_ranks: int,
+    folder: Path,
+    deadline_seconds: float,
+    extra: Mapping[str, str],
+    processes: list[Rank],
+) -> None:
+    """Start the ranks, each put into ``processes`` as soon as it is there: what has begun is ended whatever comes after."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         shared = {
             **os.environ,
@@ -84,12 +91,10 @@ def _start(
             "SHOAL_TEST_DEADLINE": str(deadline_seconds),
             **extra,
         }
-        processes: list[Rank] = []
         for rank in range(num_ranks):
             with (folder / f"output-{rank}.txt").open("wb") as output:
                 environment, descriptors = {**shared, "RANK": str(rank)}, [listening.fileno()] if rank == 0 else []
                 processes.append(_start_one(environment, output, descriptors))
-        return processes
 
 
 def _start_one(environment: Mapping[str, str], output: IO[bytes], descriptors: list[int]) -> Rank:
@@ -125,7 +130,8 @@ def _end(processes: list[Rank], folder: Path) -> list[int]:
     for process in processes:
         process.kill()
         process.wait()
-    ranks = {process.pid for process in processes}
+    # A rank that never came to be has no pid.
+    ranks = {process.pid for process in processes if process.pid}
     left = [process for process in psutil.process_iter() if _was_started_by_ranks(process, folder, ranks)]
     # A child that dies with its rank may need a moment.
     _, alive = psutil.wait_procs(left, timeout=2)

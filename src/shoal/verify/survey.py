@@ -110,9 +110,8 @@ class TrafficSurvey:
         sizes = {name: value.nbytes for name, value in cut.trained.items()}
         shared = expected_exchange(sizes, cut.holders, grid=cut.schedule.grid, rank=cut.rank)
         if (trainer.plan.sp or trainer.plan.cp > 1) and key in sent and key in counted:
-            # The plain model's sequence is whole; how much of it a rank has at a boundary is its own affair, and sums are extra.
-            exchanged = shared.get(key, Traffic()).num_bytes
-            sent[key] = replace(sent[key], num_bytes=max(0, counted[key].num_bytes - exchanged))
+            # The plain model's sequence is whole; how much of it a rank has at a boundary is its own affair.
+            sent[key] = replace(sent[key], num_bytes=counted[key].num_bytes)
         return add_accounts(sent, shared)
 
     def _boundary(self, cut: Pipeline, microbatch: Microbatch) -> Boundaries:

@@ -137,8 +137,8 @@ def test_the_guide_has_the_table_that_the_rules_give():
 
 def test_the_table_asks_about_every_technique_that_a_plan_can_have():
     asked = {key for keys in _TECHNIQUES.values() for key in keys}
-    # Two say how much of a pipeline, not which; servers are not a way of laying a model out, and core/serving.py has their rules.
-    others = {"chunks", "microbatches", "ps", "workers", "update", "backup"}
+    # Three say how much of a pipeline, not which; servers are no way of laying a model out, and core/serving.py has their rules.
+    others = {"chunks", "replicas", "microbatches", "ps", "workers", "update", "backup"}
     assert asked == EXECUTED - others
 
 

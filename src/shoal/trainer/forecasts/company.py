@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ from shoal.core.plan import Plan
 from shoal.schedules.action import Action, Kind, parse_action
 from shoal.telemetry.memory import GrowthMeter
 from shoal.trainer.forecasts.forecast import RankForecast, account_rows, read_trace
-from shoal.trainer.forecasts.rehearsal import StepTrace, Subject, trace_rank
+from shoal.trainer.forecasts.rehearsal import StepTrace, Subject, replace_stages, trace_rank
 
 _WARM = 1
 """Steps that are not timed: the first makes buffers and lets DDP look."""
@@ -80,22 +80,31 @@ class Company:
         """
         if plan.world_size != self.size:
             raise RequestError(f"plan {str(plan)!r} has {plan.world_size} ranks, and {self.size} processes rehearse")
-        self._store.set(self._key("plan"), str(plan))
+        subject = _cut(subject, plan)
+        order = {"plan": str(plan), "stages": subject.recipe.pipeline.stages}
+        self._store.set(self._key("plan"), json.dumps(order))
         answers = [self._rehearse(subject, plan)]
-        answers += [json.loads(self._store.get(self._key(f"answer-{rank}"))) for rank in range(1, self.size)]
+        answers += [self._answer_of(rank) for rank in range(1, self.size)]
         self._num_plans += 1
-        refused = [answer["refused"] for answer in answers if "refused" in answer]
-        failed = [answer["failed"] for answer in answers if "failed" in answer]
-        if refused:
-            raise RequestError(refused[0])
-        if failed:
-            raise RunError(failed[0])
+        for kind, error in (("refused", RequestError), ("failed", RunError), ("left", RunError)):
+            # Who only left because another did is not the one to listen to.
+            if told := [answer[kind] for answer in answers if kind in answer]:
+                raise error(told[0])
         return [_read_timed(answer) for answer in answers]
+
+    def _answer_of(self, rank: int) -> dict[str, Any]:
+        deadline = Deadline(seconds=_STEP_SECONDS)
+        while not self._store.check([self._key(f"answer-{rank}")]):
+            deadline.check(f"rank {rank} of the rehearsal to answer")
+            time.sleep(_POLL_SECONDS)
+        found: dict[str, Any] = json.loads(self._store.get(self._key(f"answer-{rank}")))
+        return found
 
     def follow(self, subject: Subject) -> None:
         """Rehearse what the first process asks for, until it is done."""
-        while plan := self._store.get(self._key("plan")).decode():
-            answer = self._rehearse(subject, Plan.parse(plan))
+        while text := self._store.get(self._key("plan")).decode():
+            order = json.loads(text)
+            answer = self._rehearse(_with_stages(subject, order["stages"]), Plan.parse(order["plan"]))
             self._store.set(self._key(f"answer-{self._rank}"), json.dumps(answer))
             self._num_plans += 1
 
@@ -114,11 +123,15 @@ class Company:
         except (RequestError, RunError) as error:
             # The others must not wait for this one.
             self._store.set(self._key("given-up"), "1")
-            return {"refused" if isinstance(error, RequestError) else "failed": str(error)}
+            kind = "refused" if isinstance(error, RequestError) else "left" if isinstance(error, _Left) else "failed"
+            return {kind: str(error)}
         finally:
             torch.set_num_threads(before)
             # Models and their hooks refer to each other; the next plan needs the memory.
             gc.collect()
+        if self._rank > 0:
+            # Only now: whoever is timed alone must not have the others' tidying beside it.
+            self.arrive("still")
         timed = trace.steps[_WARM : _WARM + _TIMED]
         cells = _smooth(timed)
         # What is not in a cell: the update, clipping, what is summed at the end.
@@ -147,7 +160,7 @@ class Company:
             RunError: one of them has given up.
         """
         if self._store.check([self._key("given-up")]):
-            raise RunError("another rank of the rehearsal has given up")
+            raise _Left("another rank of the rehearsal has given up")
         return self._store.add(self._key(name), 0) >= self.size
 
     def wait_for_all(self, name: str) -> None:
@@ -158,6 +171,10 @@ class Company:
             time.sleep(_POLL_SECONDS)
 
 
+class _Left(RunError):
+    """This rank stopped because another did."""
+
+
 class _Pace:
     """Says after every step whether there is another: all begin together, and none stops before all were timed."""
 
@@ -165,6 +182,7 @@ class _Pace:
         self.alone_from: int | None = None
         """The first step that nobody computed beside; None where there is none."""
         self._company, self._times_alone = company, times_alone
+        self._deadline: Deadline | None = None
 
     def go_on(self, number: int) -> bool:
         """Whether step ``number`` is to be taken."""
@@ -175,14 +193,32 @@ class _Pace:
             self._company.wait_for_all("ready")
         if number == _WARM + _TIMED:
             self._company.arrive("timed")
-        if number < _WARM + _TIMED or not self._company.are_all("timed"):
+            self._deadline = Deadline(seconds=_STEP_SECONDS)
+        if number < _WARM + _TIMED:
             return True
-        self._company.arrive("still")
+        if not self._company.are_all("timed"):
+            assert self._deadline is not None
+            self._deadline.check("the other ranks of the rehearsal to be timed")
+            return True
         if not self._times_alone:
             return False
+        self._company.arrive("still")
         self._company.wait_for_all("still")
         self.alone_from = number
         return True
+
+
+def _cut(subject: Subject, plan: Plan) -> Subject:
+    """With its stages said by name where they would be measured: every process would find others."""
+    pipeline = subject.recipe.pipeline
+    if plan.pp == 1 or pipeline.balance != "measured" or pipeline.stages:
+        return subject
+    return replace(subject, recipe=replace_stages(subject.recipe, subject.stages(plan)))
+
+
+def _with_stages(subject: Subject, stages: list[str] | None) -> Subject:
+    pipeline = subject.recipe.pipeline.model_copy(update={"stages": stages})
+    return replace(subject, recipe=subject.recipe.model_copy(update={"pipeline": pipeline}))
 
 
 def _smooth(steps: tuple[StepTrace, ...]) -> dict[Action, float]:

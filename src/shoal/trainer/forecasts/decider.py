@@ -29,34 +29,34 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Rank the legal plans of a job's recipe, or time the plans that it names."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     recipe = Recipe.model_validate(job["recipe"])
-    before = rss_bytes()
-    subject = build_subject(recipe)
-    # Data and what it was made with; the model itself is counted with the rank that it becomes.
-    loaded = max(0, rss_bytes() - before - sum(weight.nbytes for weight in subject.model.parameters()))
     store = FileStore(str(Path(job["folder"]) / "store"), size)
     company = Company(store, rank=rank, size=size, threads=recipe.train.threads or default_threads(size))
-    if rank > 0:
-        company.follow(subject)
-        return {}
-    clock = Clock(subject, read_machine(Path(job["machine"])), company, loaded_bytes=loaded)
     try:
+        before = rss_bytes()
+        subject = build_subject(recipe)
+        # Data and what it was made with; the model itself is counted with the rank that it becomes.
+        loaded = max(0, rss_bytes() - before - sum(weight.nbytes for weight in subject.model.parameters()))
+        if rank > 0:
+            company.follow(subject)
+            return {}
+        clock = Clock(subject, read_machine(Path(job["machine"])), company, loaded_bytes=loaded)
         if job["plans"]:
             timed = [clock.predict(Plan.parse(plan)) for plan in job["plans"]]
             choice = Choice(ranked=tuple(timed), num_legal=len(timed), seconds=0.0)
         else:
             choice = pick_plan(clock, size, budget_seconds=job["budget"])
     except RequestError as refusal:
-        # Said by this one process alone, which a pool takes for a failure.
+        # Said by the first process alone: a pool takes what only some processes refuse for a failure.
         return {"no_plan": str(refusal)}
     finally:
-        company.end()
+        if rank == 0:
+            company.end()
     return {
         "ranked": [describe_time(timed) for timed in choice.ranked],
         "num_legal": choice.num_legal,
         "seconds": choice.seconds,
         "remarks": list(choice.remarks),
         "refused": choice.refused,
-        "ranks": forecast_rows(choice.best),
     }
 
 
@@ -70,6 +70,7 @@ def describe_time(timed: PlanTime) -> dict[str, Any]:
         "communication_seconds": dict(time.communication),
         "bubble": time.bubble,
         "fixed_seconds": time.fixed,
+        "ranks": forecast_rows(timed),
     }
 
 

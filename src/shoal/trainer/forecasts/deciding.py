@@ -3,7 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,14 @@ from shoal.planner.machine import default_path, num_cores
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.forecasts.calibrating import find_machine
+from shoal.trainer.forecasts.trial import Trial
 from shoal.trainer.layout import default_threads
 
 AUTO = "auto"
+_UNSURE = 1.25
+"""Plans that are predicted within this of the best are tried for real: predictions of single plans are up to a fifth off."""
+_FINALISTS = 5
+_STEPS = 6
 _DEADLINE = 900.0
 _BUDGET = 45.0
 
@@ -26,14 +31,13 @@ class Decision:
     """Plans by predicted time, and what the numbers are made of."""
 
     ranked: tuple[dict[str, Any], ...]
-    """``plan``, ``seconds``, ``compute_seconds``, ``communication_seconds``, ``bubble``; the best first."""
+    """``plan``, ``seconds``, ``compute_seconds``, ``communication_seconds``, ``bubble``, and ``ranks``: what each will move and
+    hold; the best first. ``tried_seconds`` where it was tried for real."""
     num_legal: int
     seconds: float
     machine: str
     """Where the machine's constants are from."""
     remarks: tuple[str, ...]
-    ranks: tuple[dict[str, Any], ...] = ()
-    """Of the best plan: what every rank will move and hold."""
 
     @property
     def plan(self) -> str:
@@ -49,8 +53,13 @@ class Decision:
         ]
         if len(self.ranked) > 1:
             second = self.ranked[1]
-            slower = second["seconds"] / best["seconds"] - 1
+            tried = "tried_seconds" if "tried_seconds" in best and "tried_seconds" in second else "seconds"
+            slower = second[tried] / best[tried] - 1
             lines.append(f"  runner-up: {second['plan']}, {slower:.1%} slower: {_why(best, second)}")
+        tried_plans = [page for page in self.ranked if "tried_seconds" in page]
+        if tried_plans:
+            each = ", ".join(f"{page['plan']} {page['tried_seconds'] * 1e3:.1f} ms" for page in tried_plans)
+            lines.append(f"  tried for {_STEPS} real steps each, being close in the prediction: {each}")
         lines.append(f"  constants: {self.machine}")
         lines.append("  asynchronous schedules and parameter servers are never picked: they change what is computed")
         return lines + [f"  {remark}" for remark in self.remarks]
@@ -60,9 +69,12 @@ class Decision:
         return {
             **self.ranked[0],
             "machine": self.machine,
-            "ranks": list(self.ranks),
-            "runner_up": self.ranked[1] if len(self.ranked) > 1 else None,
+            "runner_up": _without_ranks(self.ranked[1]) if len(self.ranked) > 1 else None,
         }
+
+
+def _without_ranks(page: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in page.items() if key != "ranks"}
 
 
 def _why(best: dict[str, Any], other: dict[str, Any]) -> str:
@@ -122,8 +134,31 @@ def decide(
         seconds=answer["seconds"],
         machine=origin,
         remarks=tuple(answer["remarks"]),
-        ranks=tuple(answer["ranks"]),
     )
+
+
+def pick(recipe: Recipe, num_processes: int | None, *, machine: Path | None = None) -> Decision:
+    """The plan to run: the best predicted ones are tried for a few real steps each, and the fastest of them comes first.
+
+    Raises:
+        RequestError: no plan fits, or the machine file is wrong.
+        RunError: a process that looks died.
+    """
+    decision = decide(recipe, num_processes, machine=machine)
+    limit = decision.ranked[0]["seconds"] * _UNSURE
+    num_close = sum(page["seconds"] <= limit for page in decision.ranked)
+    finalists = decision.ranked[: min(_FINALISTS, max(2, num_close))]
+    if len(finalists) < 2:
+        return decision
+    with Trial(recipe, Plan.parse(decision.plan).world_size) as trial:
+        tried = {one.plan: one for one in trial.run([page["plan"] for page in finalists], steps=_STEPS)}
+    pages = [{**page, "tried_seconds": tried[page["plan"]].median} for page in finalists]
+    pages = [page for page in pages if not tried[page["plan"]].problem]
+    pages.sort(key=lambda page: float(page["tried_seconds"]))
+    if not pages:
+        return decision
+    rest = [page for page in decision.ranked if all(page["plan"] != one["plan"] for one in pages)]
+    return replace(decision, ranked=(*pages, *rest))
 
 
 def asks_auto(path: Path, plan: str | None, overrides: Sequence[str]) -> bool:
@@ -147,7 +182,7 @@ def decide_for_run(
         return plan, None
     if resume and run_dir is None:
         raise RequestError("--resume with plan 'auto' needs --run-dir: the plan of the run is kept there")
-    decision = decide(recipe, num_processes)
+    decision = pick(recipe, num_processes)
     for line in decision.describe():
         _tell(line)
     return decision.plan, decision

@@ -18,7 +18,7 @@ from shoal.trainer.sizes import measure_state
 from shoal.trainer.step import StepResult
 
 _AXES = ("tp", "cp", "dp", "pp", "replicas", "everyone")
-_OPERATIONS = ("sum", "largest", "scatter_sum", "gather", "exchange", "shift", "broadcast", "send")
+_OPERATIONS = ("sum", "largest", "scatter_sum", "gather", "exchange", "shift", "broadcast", "send", "share")
 _KEYS = [(axis, operation) for axis in _AXES for operation in _OPERATIONS]
 _COUNTED = 2
 """The step whose ledger is read, from 0: the first of those that are all alike."""

@@ -127,10 +127,13 @@ def watch_shares(shares: Shares, place: MemberPlace) -> Shares:
 
     def end(step: int, seconds: float, usual_seconds: float) -> None:
         hung = WorkerHung(worker=place.name, step=step, seconds=seconds, usual_seconds=usual_seconds)
-        print(describe_hang(hung.as_dict()), file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        if place.run_dir is not None:
-            append_event(RunDir(place.run_dir).events(place.rank), hung, rank=place.rank)
-        os._exit(EXIT_NO)
+        try:
+            print(describe_hang(hung.as_dict()), file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(all_threads=True)
+            if place.run_dir is not None:
+                append_event(RunDir(place.run_dir).events(place.rank), hung, rank=place.rank)
+        finally:
+            # Also where nothing can be written any more: a full disk must not keep a hung worker.
+            os._exit(EXIT_NO)
 
     return WatchedShares(shares, multiple=config.hang_after, least_seconds=config.hang_seconds, on_hang=end)
