@@ -27,6 +27,8 @@ from shoal.testing.nursery import CAN_FORK, ForkedRank, Nursery
 
 _STARTER = "from shoal.testing.ranks import run_this_rank; run_this_rank()"
 _POLL_SECONDS = 0.02
+_GRACE_SECONDS = 1.0
+"""After one rank failed the others get this long to fail too; most are stuck in a collective."""
 _NURSERY = Nursery()
 Rank = subprocess.Popen[bytes] | ForkedRank
 
@@ -113,12 +115,24 @@ def _wait(processes: list[Rank], folder: Path, deadline: Deadline) -> None:
             if code is None:
                 continue
             if code != 0:
-                raise RunError(f"rank {rank} ended with code {code}:\n{_output(folder, rank)}")
+                raise RunError(_describe_failures(processes, folder))
             waiting.discard(rank)
         if waiting and deadline.is_over:
             outputs = "\n".join(f"rank {rank} said:\n{_output(folder, rank)}" for rank in sorted(waiting))
             raise RunError(f"ranks {sorted(waiting)} did not end within {deadline.seconds:g} s\n{outputs}")
         time.sleep(_POLL_SECONDS)
+
+
+def _describe_failures(processes: list[Rank], folder: Path) -> str:
+    """All ranks that failed: which is seen first is chance, and one that lost its peer does not know why."""
+    grace = Deadline(seconds=_GRACE_SECONDS)
+    while not grace.is_over and any(process.poll() is None for process in processes):
+        time.sleep(_POLL_SECONDS)
+    return "\n".join(
+        f"rank {rank} ended with code {process.poll()}:\n{_output(folder, rank)}"
+        for rank, process in enumerate(processes)
+        if process.poll() not in (None, 0)
+    )
 
 
 def _output(folder: Path, rank: int) -> str:
