@@ -5,6 +5,7 @@ import json
 import pytest
 
 from harness import read_summary
+from shoal.trainer.forecasts.calibrating import measure_machine
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,12 @@ def test_constants_are_refitted_to_a_run(shoal, tiny, at, cache):
     fit = json.loads((shoal.folder / "out.json").read_text())["fit"]
     assert fit["runs"] == ["run"] and fit["compute"] > 0
     assert json.loads((cache / "shoal" / "machine.json").read_text())["fit"] == fit
+
+
+def test_an_odd_number_of_processes_is_timed():
+    machine = measure_machine(counts=[3], quick=True)
+    sends = [timed for timed in machine.collectives if timed.operation == "send"]
+    assert sends and all(timed.processes == 3 and timed.seconds > 0 for timed in sends)
 
 
 def test_what_cannot_be_fitted_to_is_refused(shoal, at):

@@ -18,7 +18,7 @@ from shoal.planner.simulation.holding import StepBytes
 from shoal.planner.simulation.playing import Order, order_of, play
 from shoal.planner.simulation.simulated import Simulated
 from shoal.planner.simulation.tail import play_tail
-from shoal.schedules.find import find_schedule
+from shoal.schedules.find import find_schedule, schedule_of_plan
 from shoal.schedules.schedule import Schedule
 
 FLOWING_STEPS = 4
@@ -114,15 +114,7 @@ def schedule_for(plan: Plan, microbatches: int) -> Schedule:
     if plan.pp == 1:
         return find_schedule(DEFAULT_SCHEDULE, ranks=1, microbatches=microbatches)
     steps = FLOWING_STEPS if schedule_facts(plan.schedule).is_asynchronous else 1
-    name = plan.schedule or DEFAULT_SCHEDULE
-    return find_schedule(
-        name,
-        ranks=plan.pp,
-        microbatches=microbatches,
-        chunks=plan.chunks,
-        replicas=plan.stage_replicas,
-        steps=steps,
-    )
+    return schedule_of_plan(plan, microbatches=microbatches, steps=steps)
 
 
 def _check_parts(parts: StepParts, schedule: Schedule, plan: Plan) -> None:

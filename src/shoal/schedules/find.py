@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.core.errors import RequestError
-from shoal.core.pipelines import is_file, write_replicas
+from shoal.core.pipelines import DEFAULT_SCHEDULE, is_file, write_replicas
+from shoal.core.plan import Plan
 from shoal.schedules.catalogue import find_family, make_schedule
 from shoal.schedules.csvform import MOST_BYTES, read_csv
 from shoal.schedules.grid import Grid
@@ -53,6 +54,22 @@ def find_schedule(
                 f"{key}={asked[key]}"
             )
     return schedule
+
+
+def schedule_of_plan(plan: Plan, *, microbatches: int, steps: int = 1) -> Schedule:
+    """The schedule that a plan with a pipeline names, for so many microbatches and steps without a flush.
+
+    Raises:
+        RequestError: there is no such schedule, or it cannot be had in this size.
+    """
+    return find_schedule(
+        plan.schedule or DEFAULT_SCHEDULE,
+        ranks=plan.pp,
+        microbatches=microbatches,
+        chunks=plan.chunks,
+        replicas=plan.stage_replicas,
+        steps=steps,
+    )
 
 
 def numbers_of(grid: Grid) -> dict[str, int | str]:

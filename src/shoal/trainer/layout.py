@@ -13,7 +13,7 @@ from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.core.updates import UpdateRule
 from shoal.optim.config import OptimConfig
-from shoal.schedules.find import find_schedule, fitting_microbatches
+from shoal.schedules.find import fitting_microbatches, schedule_of_plan
 from shoal.schedules.schedule import Schedule
 from shoal.trainer.config import TrainConfig
 
@@ -92,15 +92,7 @@ def schedule_of(plan: Plan, *, steps: int = 1) -> Schedule:
     Raises:
         RequestError: it cannot be had in this size; says why.
     """
-    name, microbatches = plan.schedule or DEFAULT_SCHEDULE, plan.microbatches or 1
-    return find_schedule(
-        name,
-        ranks=plan.pp,
-        microbatches=microbatches,
-        chunks=plan.chunks,
-        replicas=plan.stage_replicas,
-        steps=steps,
-    )
+    return schedule_of_plan(plan, microbatches=plan.microbatches or 1, steps=steps)
 
 
 def updates_per_step(plan: Plan) -> int:

@@ -53,9 +53,7 @@ class Decision:
         ]
         if len(self.ranked) > 1:
             second = self.ranked[1]
-            tried = "tried_seconds" if "tried_seconds" in best and "tried_seconds" in second else "seconds"
-            slower = second[tried] / best[tried] - 1
-            lines.append(f"  runner-up: {second['plan']}, {slower:.1%} slower: {_why(best, second)}")
+            lines.append(f"  runner-up: {second['plan']}, {_how_much_slower(best, second)}")
         tried_plans = [page for page in self.ranked if "tried_seconds" in page]
         if tried_plans:
             each = ", ".join(f"{page['plan']} {page['tried_seconds'] * 1e3:.1f} ms" for page in tried_plans)
@@ -75,6 +73,13 @@ class Decision:
 
 def _without_ranks(page: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in page.items() if key != "ranks"}
+
+
+def _how_much_slower(best: dict[str, Any], other: dict[str, Any]) -> str:
+    """By real steps where both were tried, which say no reason; else by the prediction, which does."""
+    if "tried_seconds" in best and "tried_seconds" in other:
+        return f"{other['tried_seconds'] / best['tried_seconds'] - 1:.1%} slower in real steps"
+    return f"{other['seconds'] / best['seconds'] - 1:.1%} slower: {_why(best, other)}"
 
 
 def _why(best: dict[str, Any], other: dict[str, Any]) -> str:

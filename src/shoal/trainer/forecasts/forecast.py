@@ -5,7 +5,7 @@ is one like all that follow: the second, when DDP has cut its buckets by the ord
 batch, at the end of an epoch, moves less. Asynchronous schedules and parameter servers cannot be rehearsed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.comm.ledger import Account, Traffic
@@ -68,8 +68,3 @@ def account_rows(account: Mapping[tuple[str, str], Traffic]) -> dict[str, list[i
         f"{axis} {operation}": [traffic.calls, traffic.num_bytes]
         for (axis, operation), traffic in plain_account(account).items()
     }
-
-
-def total_bytes(forecasts: Sequence[RankForecast]) -> int:
-    """Bytes of one step on all ranks together."""
-    return sum(forecast.step_bytes for forecast in forecasts)
