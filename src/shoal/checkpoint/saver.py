@@ -75,6 +75,7 @@ class Saver:
         deadline_s: float,
         report: Callable[[Event], None],
         vote: Votes | None = None,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         """Make a saver; nothing is written or exchanged yet.
 
@@ -88,6 +89,7 @@ class Saver:
             deadline_s: seconds after which an uncommitted save has failed.
             report: takes the events; called from the writing thread.
             vote: how the processes agree, where no group connects them; called from the writing thread.
+            settle: puts on disk what must be there before a checkpoint counts; called from the writing thread before it votes.
         """
         self._root = root
         self._vote: Votes = vote or Vote(group, rank=rank, world_size=world_size)
@@ -95,6 +97,7 @@ class Saver:
         self._plan = plan
         self._deadline_s = deadline_s
         self._report = report
+        self._settle = settle
         self._copies = Copies()
         self._agreement = Agreement()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -254,6 +257,8 @@ class Saver:
     def _finish(self, job: _Job) -> Outcome:
         step = job.request.step
         started = time.perf_counter()
+        if self._settle is not None:
+            self._settle()
         try:
             saved = attempt(job.request, root=self._root, vote=self._vote, agreement=self._agreement)
         except SaveFailed as error:

@@ -1,8 +1,9 @@
-"""Events as lines of a file: how one is written as JSON, and how a file that a kill left torn is continued."""
+"""Events as lines of a file: how one is written as JSON and read again, and how a file that a kill left torn is continued."""
 
 import json
 import math
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,17 @@ def encode_event(event: Event, *, rank: int | None, wall_time: float) -> bytes:
     except ValueError:
         text = json.dumps(_finite(fields), allow_nan=False, default=str)
     return text.encode() + b"\n"
+
+
+def decode_events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The events in lines of a file, without those that a kill or a full disk has torn."""
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
 
 
 def open_lines(path: Path) -> BinaryIO:

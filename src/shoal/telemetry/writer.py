@@ -3,6 +3,9 @@
 ``write`` appends to a bounded queue and returns: it takes no lock, wakes nobody and cannot fail. A thread looks at the queue four
 times a second and does everything that can block or break: encoding, the file, TensorBoard. When it falls behind, events are
 dropped and counted; when the disk is full, lines are lost and counted; when a sink raises, it is let go. Each is said once.
+
+A kill loses what the thread has not looked at. So a checkpoint asks for a ``flush`` before it counts: whoever goes on from it
+finds the steps that led there in the file.
 """
 
 import sys
@@ -61,6 +64,9 @@ class EventLog:
         self._file: BinaryIO | None = None
         self._is_torn = False
         self._sinks: list[Sink] = []
+        self._marks: deque[threading.Event] = deque()
+        """Of those who wait until everything before them is in the file."""
+        self._woken = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(tuple(sinks),), name="event-log", daemon=True)
         self._thread.start()
@@ -72,9 +78,18 @@ class EventLog:
         else:
             self._queue.append((time.time(), event))
 
+    def flush(self) -> None:
+        """Wait until everything that was queued is in the file, for a few seconds at most. Not for the loop: this blocks."""
+        mark = threading.Event()
+        self._marks.append(mark)
+        self._woken.set()
+        if self._thread.is_alive():
+            mark.wait(_CLOSE_WITHIN_S)
+
     def close(self) -> None:
         """Write what is queued and stop. Gives up on a disk or a sink that does not answer within a few seconds."""
         self._closing.set()
+        self._woken.set()
         self._thread.join(timeout=_CLOSE_WITHIN_S)
         if self._thread.is_alive():
             self._warn_once(
@@ -86,7 +101,9 @@ class EventLog:
     def _run(self, factories: tuple[Callable[[], Sink], ...]) -> None:
         for factory in factories:
             self._guard(lambda factory=factory: self._sinks.append(factory()))  # type: ignore[misc]
-        while not self._closing.wait(_LOOK_EVERY_S):
+        while not self._closing.is_set():
+            self._woken.wait(_LOOK_EVERY_S)
+            self._woken.clear()
             self._drain()
         self._drain()
         if self._file is not None:
@@ -95,10 +112,13 @@ class EventLog:
             self._guard(sink.close)
 
     def _drain(self) -> None:
+        # Before the queue: who sets a mark later may have written later too.
+        marks = [self._marks.popleft() for _ in range(len(self._marks))]
         batch = [self._queue.popleft() for _ in range(len(self._queue))]
-        if not batch:
-            return
-        self._append(batch)
+        if batch:
+            self._append(batch)
+        for mark in marks:
+            mark.set()
         shown = _newest_step_only(batch)
         for sink in tuple(self._sinks):
             if not self._guard(lambda sink=sink: _offer(sink, shown)):  # type: ignore[misc]

@@ -70,6 +70,7 @@ class Persistence:
                 plan=plan,
                 deadline_s=world.deadline_seconds,
                 report=self._report,
+                settle=reporter.flush,
             )
 
     def _report(self, event: Event) -> None:

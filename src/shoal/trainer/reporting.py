@@ -54,6 +54,11 @@ class Reporter:
         if self.log is not None:
             self.log.write(event)
 
+    def flush(self) -> None:
+        """Wait until what was recorded is in the file; called from a thread that may block."""
+        if self.log is not None:
+            self.log.flush()
+
     def step(self, done: StepDone) -> None:
         """Record a step, and now and then put it where the display looks."""
         self.event(done)

@@ -24,7 +24,7 @@ def events():
 def make_saver(tmp_path, events):
     made = []
 
-    def make(deadline_s=20.0, report=None, **config):
+    def make(deadline_s=20.0, report=None, settle=None, **config):
         saver = Saver(
             tmp_path / "checkpoints",
             rank=0,
@@ -34,6 +34,7 @@ def make_saver(tmp_path, events):
             plan="dp=1",
             deadline_s=deadline_s,
             report=report or events.append,
+            settle=settle,
         )
         made.append(saver)
         return saver
@@ -64,6 +65,16 @@ def test_a_save_holds_what_was_there_when_it_was_called(make_saver, events, tmp_
     assert checkpoint.tensors["rng/rank-000/torch"].tolist() == [0, 1, 2, 3]
     assert checkpoint.values == {"position": {"epoch": 1, "offset": [2]}} and checkpoint.manifest.plan == "dp=1"
     assert outcome.num_bytes == checkpoint.manifest.num_bytes
+
+
+def test_a_checkpoint_counts_after_what_was_told_is_on_disk(make_saver, tmp_path):
+    root = tmp_path / "checkpoints"
+    seen = []
+    saver = make_saver(settle=lambda: seen.append(steps_in(root) if root.exists() else []))
+    for step in (5, 10):
+        saver.save(step, {"weights/a": torch.zeros(2)}, {})
+    saver.wait()
+    assert seen == [[], ["step-00000005"]] and steps_in(root) == ["step-00000005", "step-00000010"]
 
 
 def test_parameters_that_need_gradients_are_saved_without_them(make_saver):

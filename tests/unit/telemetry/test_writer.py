@@ -49,6 +49,17 @@ def test_events_reach_the_disk_while_the_run_goes_on(tmp_path: Path, warnings: l
     log.close()
 
 
+def test_after_a_flush_everything_before_it_is_in_the_file(tmp_path: Path, warnings: list[str]) -> None:
+    """Also what was written while the thread was at work: two hundred rounds leave it no quiet moment."""
+    log = EventLog(tmp_path, 0, warn=warnings.append)
+    for number in range(200):
+        log.write(Warned(message=str(number)))
+        log.flush()
+        assert messages(tmp_path)[-1] == str(number)
+    log.close()
+    log.flush()
+
+
 def test_resume_appends_and_ends_a_torn_line(tmp_path: Path, warnings: list[str]) -> None:
     path = tmp_path / "events/rank-000.jsonl"
     path.parent.mkdir()

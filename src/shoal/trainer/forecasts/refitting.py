@@ -3,7 +3,6 @@
 The time of a run's step is the median over its events of the first rank, without the first steps and without waiting for data.
 """
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from shoal.core.errors import RequestError
 from shoal.core.rundir import RunDir
 from shoal.planner.calibrate import PastRun, fit_runs
 from shoal.planner.machine import Fit, Machine, write_machine
+from shoal.telemetry.lines import decode_events
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
 from shoal.trainer.forecasts.deciding import decide
@@ -72,14 +72,11 @@ def step_seconds(run_dir: Path) -> float:
     path = RunDir(run_dir).events(0)
     if not path.exists():
         raise RequestError(f"{run_dir} is not a run directory with events: there is no {path}")
-    seconds = []
-    for line in path.read_text().splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # The last line of a run that was killed may be torn.
-        if event.get("kind") == "step" and not event.get("skipped"):
-            seconds.append(float(event["seconds"]) - float(event["data_seconds"]))
+    seconds = [
+        float(event["seconds"]) - float(event["data_seconds"])
+        for event in decode_events(path.read_bytes().splitlines())
+        if event.get("kind") == "step" and not event.get("skipped")
+    ]
     if len(seconds) < _FEWEST + _WARM:
         raise RequestError(f"{run_dir} has {len(seconds)} steps, and {_FEWEST + _WARM} are the fewest to fit to")
     return statistics.median(seconds[_WARM:])

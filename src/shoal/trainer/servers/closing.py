@@ -19,6 +19,7 @@ from shoal.comm.world import Place, World
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, replace_text
 from shoal.elastic.kernel import peak_resident_bytes
+from shoal.telemetry.lines import decode_events
 from shoal.trainer.build import load_run
 from shoal.trainer.evaluate import evaluate
 from shoal.trainer.layout import default_threads
@@ -88,9 +89,10 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     """The step events of all servers in the order of steps; of a step that was told twice, the later telling."""
     by_step: dict[int, dict[str, Any]] = {}
     for path in sorted(RunDir(run_dir).events(0).parent.glob("rank-*.jsonl")):
-        for line in path.read_text().splitlines():
-            event = json.loads(line)
-            if event.get("kind") != "step" or (event.get("loss") is not None and not math.isfinite(event["loss"])):
+        for event in decode_events(path.read_bytes().splitlines()):
+            if event.get("kind") != "step" or (
+                event.get("loss") is not None and not math.isfinite(float(event["loss"]))
+            ):
                 continue
             known = by_step.get(event["step"])
             if known is None or known["t"] < event["t"]:

@@ -49,6 +49,7 @@ class CutSaver:
         fixed: what is saved and not trained, by checkpoint name; the first shard's server writes it.
         deadline_seconds: after which a save has failed.
         report: takes events; called from a thread.
+        settle: puts what was reported on disk; called from a thread.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class CutSaver:
         fixed: Mapping[str, torch.Tensor],
         deadline_seconds: float,
         report: Callable[[Event], None],
+        settle: Callable[[], None],
     ) -> None:
         self._root = RunDir(run_dir).checkpoints
         self._config = config
@@ -69,6 +71,7 @@ class CutSaver:
         self._fixed = fixed
         self._deadline = deadline_seconds
         self._given_report = report
+        self._settle = settle
         self._saver: Saver | None = None
         self._voters = ""
         self._version = -1
@@ -186,6 +189,7 @@ class CutSaver:
             plan=self._plan,
             deadline_s=self._deadline,
             report=self._report,
+            settle=self._settle,
             vote=vote,
         )
 

@@ -301,6 +301,7 @@ class Diary:
             fixed=source.fixed,
             deadline_seconds=place.recipe.paramserver.deadline,
             report=self._report,
+            settle=reporter.flush,
         )
         self._begin()
 

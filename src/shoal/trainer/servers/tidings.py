@@ -4,13 +4,13 @@ The processes of a crew have no screen. What they decide for all (a gradient tha
 an event first; the process that has the screen looks into the files, and so does the summary.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.core.events import GradientRefused, WentBack, WorkerHung
 from shoal.core.rundir import RunDir
+from shoal.telemetry.lines import decode_events
 
 _COUNTED = {"not_finite": GradientRefused.kind, "went_back": WentBack.kind, "hung": WorkerHung.kind}
 _MARKS = tuple(f'"{kind}"'.encode() for kind in _COUNTED.values())
@@ -86,16 +86,8 @@ def count_tidings(run_dir: Path) -> dict[str, int]:
 
 
 def _parse(text: bytes) -> list[dict[str, Any]]:
-    found = []
-    for line in text.splitlines():
-        if any(mark in line for mark in _MARKS):
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # Torn by a kill.
-            if event.get("kind") in _COUNTED.values():
-                found.append(event)
-    return found
+    marked = (line for line in text.splitlines() if any(mark in line for mark in _MARKS))
+    return [event for event in decode_events(marked) if event.get("kind") in _COUNTED.values()]
 
 
 def _key(event: Mapping[str, Any]) -> tuple[Any, ...]:
