@@ -20,6 +20,7 @@ from functools import partial
 from shoal.core.clock import Deadline
 from shoal.elastic.kernel import count_oom_kills, process_state, resident_bytes
 from shoal.elastic.launch import LaunchRequest
+from shoal.elastic.nursery import Nursery
 from shoal.elastic.outcome import GenerationEnd
 from shoal.elastic.output import RankStream
 from shoal.elastic.reports import clear_reports, read_report
@@ -50,10 +51,11 @@ class _Mode(IntEnum):
 class Generation:
     """The ranks of one start. ``run`` returns when none of them is left."""
 
-    def __init__(self, request: LaunchRequest, number: int, inbox: SignalInbox) -> None:
+    def __init__(self, request: LaunchRequest, number: int, inbox: SignalInbox, nursery: Nursery) -> None:
         self._request = request
         self._number = number
         self._inbox = inbox
+        self._nursery = nursery
         self._display = request.display
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -84,6 +86,10 @@ class Generation:
             self._close()
 
     def _start(self) -> None:
+        while not self._nursery.wait(self._inbox.fileno()):
+            self._take_signals()
+            if self._mode is not _Mode.RUNNING:
+                return
         with open_store_socket() as listening:
             port = int(listening.getsockname()[1])
             for rank in range(self._request.num_ranks):
@@ -96,7 +102,12 @@ class Generation:
                     store_fd=listening.fileno(),
                 )
                 process = start_rank(
-                    self._request, rank=rank, board=self._board, environment=environment, store_fd=listening.fileno()
+                    self._request,
+                    rank=rank,
+                    board=self._board,
+                    environment=environment,
+                    store_fd=listening.fileno(),
+                    nursery=self._nursery,
                 )
                 self._ranks.append(process)
                 process.log.write([f"--- rank {rank}, generation {self._number}, pid {process.pid} ---".encode()])

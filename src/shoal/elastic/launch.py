@@ -1,5 +1,6 @@
 """What is asked of the supervisor, as a value."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,12 @@ from shoal.telemetry.progress import Display
 class LaunchRequest:
     """A group of local ranks to run to their end."""
 
-    argv: Sequence[str]
-    """The worker's command, the same for every rank; what differs is in its environment."""
+    argv: Sequence[str] = ()
+    """The worker's command, the same for every rank; what differs is in its environment. Left out where a module is given."""
+    module: str = ""
+    """Whose ``main`` is the worker. Ranks are then forked from one process that has called its ``warm_up``."""
+    arguments: Sequence[str] = ()
+    """Of the module."""
     num_ranks: int
     run_dir: Path
     run_id: str
@@ -24,3 +29,8 @@ class LaunchRequest:
     """Compute threads per rank."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables to add to, or to put over, those that the supervisor sets."""
+
+    @property
+    def command(self) -> list[str]:
+        """What starts one rank as an interpreter of its own."""
+        return list(self.argv) or [sys.executable, "-m", "shoal.elastic.child", self.module, *self.arguments]

@@ -46,7 +46,8 @@ class GenerationEnd:
 def judge(end: GenerationEnd, *, restarts: int) -> Outcome:
     """What the ends of all ranks amount to."""
     step = max((rank.step for rank in end.ends), default=0)
-    if all(rank.exit_code == 0 for rank in end.ends):
+    # None at all was stopped before the first was there.
+    if end.ends and all(rank.exit_code == 0 for rank in end.ends):
         return Outcome(status="completed", restarts=restarts, step=step)
     culprit = blame(end.ends, hang=end.hang, oom_kills=end.oom_kills)
     if end.stop_signal is not None:

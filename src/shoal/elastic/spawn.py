@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from shoal.core.errors import RunError
 from shoal.core.rundir import RunDir
 from shoal.elastic.launch import LaunchRequest
+from shoal.elastic.nursery import ForkedProcess, Nursery
 from shoal.elastic.output import Log, RankStream
 from shoal.telemetry.board import Board
 
@@ -69,10 +70,16 @@ def rank_environment(
     return {**values, **request.env}
 
 
+def cradle_environment(request: LaunchRequest) -> dict[str, str]:
+    """The variables of the process that ranks are forked from: what is looked at before a rank has its own."""
+    values = rank_environment(request, rank=-1, generation=0, port=0, board_fd=-1, store_fd=-1)
+    return {**_inherited(os.environ), **values}
+
+
 class RankProcess:
     """A running rank, seen from its parent."""
 
-    def __init__(self, rank: int, process: "subprocess.Popen[bytes]", log: Log) -> None:
+    def __init__(self, rank: int, process: "subprocess.Popen[bytes] | ForkedProcess", log: Log) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         self.rank = rank
@@ -108,6 +115,8 @@ class RankProcess:
         if self.is_running:
             self.signals_sent.add(signal.SIGKILL)
             self._kill_group()
+            # One that was forked a moment ago may not have a group of its own yet.
+            os.kill(self.pid, signal.SIGKILL)
 
     def reap(self) -> bool:
         """Take its exit code if it has ended; also ends what it left running. False while it runs."""
@@ -137,24 +146,34 @@ class RankProcess:
 
 
 def start_rank(
-    request: LaunchRequest, *, rank: int, board: Board, environment: Mapping[str, str], store_fd: int
+    request: LaunchRequest,
+    *,
+    rank: int,
+    board: Board,
+    environment: Mapping[str, str],
+    store_fd: int,
+    nursery: Nursery,
 ) -> RankProcess:
-    """Start one rank.
+    """Start one rank, from the nursery if that has a cradle.
 
     Raises:
         RunError: the system could not start it.
     """
     log = Log(RunDir(request.run_dir).log(rank))
     try:
-        process = subprocess.Popen(
-            list(request.argv),
+        descriptors = (board.fd, store_fd) if rank == 0 else (board.fd,)
+        process: subprocess.Popen[bytes] | ForkedProcess | None = nursery.start(
+            request.module, request.arguments, environment=environment, descriptors=descriptors
+        )
+        process = process or subprocess.Popen(
+            request.command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             # Ctrl-C in the terminal goes to the supervisor alone, which stops the ranks in order.
             start_new_session=True,
-            pass_fds=(board.fd, store_fd) if rank == 0 else (board.fd,),
+            pass_fds=descriptors,
             env={**_inherited(os.environ), **environment},
         )
         try:
@@ -165,7 +184,7 @@ def start_rank(
             raise
     except OSError as error:
         log.close()
-        raise RunError(f"cannot start rank {rank} of {request.num_ranks} ({request.argv[0]}): {error}") from error
+        raise RunError(f"cannot start rank {rank} of {request.num_ranks} ({request.command[0]}): {error}") from error
 
 
 def _inherited(environment: Mapping[str, str]) -> dict[str, str]:

@@ -5,14 +5,17 @@ workers behind when it is killed itself, not to notice a stopped rank, and to li
 environment, has no thread, listens on nothing, and imports no torch: a process that only waits must be small and quick.
 """
 
+import contextlib
 import itertools
 
 from shoal.core.events import RankFailed
 from shoal.core.rundir import RunDir
 from shoal.elastic.generation import Generation
 from shoal.elastic.launch import LaunchRequest
+from shoal.elastic.nursery import Nursery
 from shoal.elastic.outcome import Outcome, judge
 from shoal.elastic.signals import SignalInbox
+from shoal.elastic.spawn import cradle_environment
 from shoal.elastic.story import headline
 from shoal.telemetry.lines import append_event
 
@@ -26,10 +29,11 @@ def supervise(request: LaunchRequest) -> Outcome:
     Raises:
         RunError: a rank could not be started, or this is not the main thread.
     """
-    with SignalInbox() as inbox:
+    with SignalInbox() as inbox, contextlib.closing(_nursery_for(request)) as nursery:
+        nursery.open()
         try:
             for number in itertools.count():
-                end = Generation(request, number, inbox).run()
+                end = Generation(request, number, inbox, nursery).run()
                 outcome = judge(end, restarts=number)
                 culprit = outcome.culprit
                 if culprit is None:
@@ -53,3 +57,9 @@ def supervise(request: LaunchRequest) -> Outcome:
             raise AssertionError("generations are counted without end")
         finally:
             request.display.close()
+
+
+def _nursery_for(request: LaunchRequest) -> Nursery:
+    # One rank alone is sooner there by itself.
+    is_worth_it = request.module and request.num_ranks > 1
+    return Nursery([f"{request.module}:warm_up"] if is_worth_it else [], cradle_environment(request))

@@ -82,10 +82,10 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
     )
     for remark in prepared.remarks:
         print(f"warning: {remark}", file=sys.stderr)
-    arguments = [sys.executable, "-m", "shoal.elastic.child", "shoal.trainer.worker", str(run_dir)]
     outcome = supervise(
         LaunchRequest(
-            argv=(*arguments, "--resume") if prepared.resume else tuple(arguments),
+            module="shoal.trainer.worker",
+            arguments=[str(run_dir), *(["--resume"] if prepared.resume else [])],
             num_ranks=world_size,
             run_dir=run_dir,
             run_id=run_dir.name,

@@ -1,0 +1,76 @@
+"""How a fork of a process that has imported everything becomes a process of its own, as a fresh interpreter would have.
+
+Two things differ from a fresh one: all forks have one seed for the hashes of strings, and the interpreter is not torn down at
+the end.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from shoal.core.errors import EXIT_DONE, EXIT_NO
+
+
+def count_threads() -> int:
+    """Threads of this process; a fork copies one of them, and the locks of all."""
+    return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
+
+
+def take_descriptors(output: int, errors: int, inherited: Mapping[int, int]) -> None:
+    """Put what this process was given where it belongs, and close the rest of it.
+
+    Args:
+        output: becomes standard output.
+        errors: becomes standard error.
+        inherited: other descriptors, by the number under which they are wanted.
+    """
+    wanted = {0: os.open(os.devnull, os.O_RDONLY), 1: output, 2: errors, **inherited}
+    # Above all numbers that are wanted first: one of those may be that of another one now.
+    above = {number: fcntl.fcntl(given, fcntl.F_DUPFD, max(wanted) + 1) for number, given in wanted.items()}
+    for given in set(wanted.values()):
+        os.close(given)
+    for number, descriptor in above.items():
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def run_to_end(module: str, arguments: Sequence[str], *, function: str = "main") -> NoReturn:
+    """Call what a process is for, and end with its exit code."""
+    # A fresh process would have drawn its own; random does so by itself after a fork.
+    np.random.seed()
+    sys.argv = [module, *arguments]
+    code = EXIT_NO
+    try:
+        getattr(importlib.import_module(module), function)()
+        code = EXIT_DONE
+    except SystemExit as asked:
+        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+    except BaseException:
+        # The end of a process that has no interpreter to print this for it.
+        traceback.print_exc()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def show_command_line(arguments: Sequence[str]) -> None:
+    """Let ``ps`` and ``/proc`` show what this process is, in the memory of the command line that it was started with."""
+    try:
+        words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return
+    # Fields 48 and 49 of the man page proc(5), which counts from 1 and has two before the parenthesis ends.
+    start, end = int(words[45]), int(words[46])
+    text = b"\0".join(argument.encode() for argument in arguments)[: end - start - 1]
+    if start and end > start:
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)

@@ -1,0 +1,206 @@
+"""Starting ranks from a cradle, seen from the one who starts them: no torch, and every rank is its own child.
+
+A process that was started here is what ``subprocess`` would have started: its parent sees it die at once, with its exit code,
+and it dies with its parent. Where the system cannot do that, or the cradle dies, the caller starts interpreters by itself.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+READY = b"ready"
+"""What a cradle says when it has imported everything."""
+ROOM = "-" * 1024
+"""An argument that means nothing: its memory holds the command line of a fork, for those who look from outside."""
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_WARM_SECONDS, _FORK_SECONDS = 120.0, 20.0
+
+
+class ForkedProcess:
+    """A process of the cradle, with what is used of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int, stdout: int, stderr: int) -> None:
+        self.pid = pid
+        self.stdout: IO[bytes] = os.fdopen(stdout, "rb", buffering=0)
+        self.stderr: IO[bytes] = os.fdopen(stderr, "rb", buffering=0)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def communicate(self) -> None:
+        """Wait for its end, and close its pipes."""
+        if self.returncode is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        self.stdout.close()
+        self.stderr.close()
+
+
+class Nursery:
+    """See the module; opened from the main thread, for what is forked dies with the thread that opened it.
+
+    Args:
+        warm: what the cradle imports, ``module`` or ``module:function``; nothing for no cradle.
+        environment: of the cradle, and so of whatever is forked from it.
+    """
+
+    def __init__(self, warm: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._warm = tuple(warm)
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._is_ready = False
+        self._adopted_before: bool | None = None
+        self._sessions: set[int] = set()
+
+    def open(self) -> None:
+        """Begin to warm the cradle up, if there is something to import and the system can hand orphans over. Returns at once."""
+        if not self._warm:
+            return
+        self._adopted_before = _adopts_orphans()
+        if self._adopted_before is None or not _adopt_orphans(True):
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            arguments = ["shoal.elastic.child", "shoal.elastic.cradle", str(theirs.fileno()), *self._warm, ROOM]
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    # What it says when it cannot import is said again by the ranks, which are started by themselves then.
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(),),
+                    # numpy's own threads would not survive a fork, and nothing here needs them.
+                    env={**self._environment, "OPENBLAS_NUM_THREADS": "1", "SHOAL_SUPERVISOR_PID": str(os.getpid())},
+                )
+            except OSError:
+                ours.close()
+                return
+        self._line = ours
+
+    def wait(self, *others: int) -> bool:
+        """Wait until it can fork, or until one of some descriptors can be read; False in that case.
+
+        True also where there is no cradle to wait for.
+        """
+        if self._line is None or self._is_ready:
+            return True
+        line = self._line.fileno()
+        readable = select.select([line, *others], [], [], _WARM_SECONDS)[0]
+        if line in readable:
+            self._is_ready = self._hear() == READY
+        return line in readable or not readable
+
+    def start(
+        self, module: str, arguments: Sequence[str], *, environment: Mapping[str, str], descriptors: Sequence[int]
+    ) -> ForkedProcess | None:
+        """Fork a process that calls the module's ``main``; None where there is no cradle.
+
+        Args:
+            module: what runs.
+            arguments: of its command line.
+            environment: put over the cradle's.
+            descriptors: open files that it finds under the same numbers.
+        """
+        if not self.wait() or self._line is None or not self._is_ready:
+            return None
+        order = {
+            "module": module,
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "descriptors": list(descriptors),
+        }
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            pipes = [os.pipe() for _ in range(3)]
+            (go, let_go), (stdout, output), (stderr, errors) = pipes
+            for descriptor in (go, output, errors, let_go):
+                theirs.callback(os.close, descriptor)
+            for descriptor in (stdout, stderr):
+                ours.callback(os.close, descriptor)
+            try:
+                socket.send_fds(self._line, [json.dumps(order).encode()], [go, output, errors, *descriptors])
+                pid = int(self._hear())
+            except (OSError, ValueError):
+                self._is_ready = False
+                return None
+            self._sessions.add(pid)
+            os.write(let_go, b"!")
+            ours.pop_all()
+            return ForkedProcess(pid, stdout, stderr)
+
+    def _hear(self) -> bytes:
+        """The cradle's next word; nothing when it died or is silent."""
+        assert self._line is not None
+        if not select.select([self._line], [], [], _FORK_SECONDS)[0]:
+            return b""
+        return self._line.recv(64)
+
+    def close(self) -> None:
+        """End the cradle and adopt orphans no longer. What was started is the caller's, and has ended."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        if self._adopted_before is not None:
+            # This process may be a user's own, which goes on: orphans of whatever it starts later are not for it to reap.
+            _adopt_orphans(self._adopted_before)
+        _reap_left(self._sessions)
+        self._sessions.clear()
+
+
+def _reap_left(sessions: set[int]) -> None:
+    """Wait for what ranks had started and left behind: dead by now, and this process's since it was an orphan's parent."""
+    for pid in _children():
+        try:
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if words[0] == "Z" and int(words[3]) in sessions:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _children() -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _adopts_orphans() -> bool | None:
+    """Whether the kernel makes this process the parent of its orphaned descendants; None where it cannot."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return None
+    answer = ctypes.c_int(0)
+    failed = ctypes.CDLL(None, use_errno=True).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0)
+    return None if failed else bool(answer.value)
+
+
+def _adopt_orphans(wanted: bool) -> bool:
+    """Ask the kernel to make, or not to make, this process that parent; False when it does not."""
+    return int(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(wanted), 0, 0, 0)) == 0
