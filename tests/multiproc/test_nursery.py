@@ -4,13 +4,13 @@ import contextlib
 import ctypes
 import os
 import signal
-from pathlib import Path
+import threading
 
 import psutil
 import pytest
 
 from harness import wait_until
-from shoal.elastic.nursery import ForkedProcess, Nursery
+from shoal.elastic.nursery import ForkedProcess, Nursery, Streams
 
 PR_GET_CHILD_SUBREAPER = 37
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="orphans are adopted on Linux only")
@@ -44,28 +44,42 @@ def nursery(tmp_path, monkeypatch):
         yield found
 
 
-def start(nursery: Nursery, *arguments: str, descriptors=()) -> ForkedProcess:
+def start(nursery: Nursery, *arguments: str, output=None, errors=None, descriptors=()) -> ForkedProcess:
     environment = {"WHO": "rank 3", "SHOAL_SUPERVISOR_PID": str(os.getpid())}
-    process = nursery.start("forked_rank", arguments, environment=environment, descriptors=descriptors)
+    with open(os.devnull, "wb") as nowhere:
+        streams = Streams(stdout=output or nowhere.fileno(), stderr=errors or nowhere.fileno())
+        process = nursery.start(
+            "forked_rank", arguments, environment=environment, streams=streams, descriptors=descriptors
+        )
     assert process is not None
     return process
 
 
-def test_a_forked_rank_is_a_child_with_its_own_output_environment_and_exit_code(nursery) -> None:
+def cradles() -> list[psutil.Process]:
+    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "shoal.elastic.cradle" in child.cmdline()]
+
+
+def only_cradle() -> psutil.Process:
+    # What was forked a moment ago looks like it until it has its own name.
+    return wait_until(lambda: cradles()[0] if len(cradles()) == 1 else None, "one cradle")
+
+
+def test_a_forked_rank_is_a_child_with_its_own_output_environment_and_exit_code(nursery, tmp_path) -> None:
     before = adopts_orphans()
     nursery.open()
     read, write = os.pipe()
-    process = start(nursery, "tell", str(write), descriptors=[write])
+    with (tmp_path / "out").open("wb") as output, (tmp_path / "err").open("wb") as errors:
+        process = start(
+            nursery, "tell", str(write), output=output.fileno(), errors=errors.fileno(), descriptors=[write]
+        )
     os.close(write)
-    assert process.stdout.read() == b"rank 3 True True\n" and process.stderr.read() == b"wrong\n"
+    assert process.wait() == 7
+    assert (tmp_path / "out").read_text() == "rank 3 True True\n" and (tmp_path / "err").read_text() == "wrong\n"
     assert os.read(read, 100) == b"inherited" and os.read(read, 1) == b""
     os.close(read)
-    process.communicate()
-    assert process.returncode == 7
     nursery.close()
-    assert adopts_orphans() == before
-    # It was closed: whoever asks now starts interpreters.
-    assert nursery.start("forked_rank", [], environment={}, descriptors=()) is None
+    assert adopts_orphans() == before and cradles() == []
 
 
 def test_a_kill_is_seen_and_what_a_rank_had_started_is_not_left(nursery) -> None:
@@ -74,8 +88,7 @@ def test_a_kill_is_seen_and_what_a_rank_had_started_is_not_left(nursery) -> None
     rank = psutil.Process(process.pid)
     wait_until(lambda: [child for child in rank.children() if child.name() == "sleep"], "its child")
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
     wait_until(
         lambda: all(child.status() == "zombie" for child in psutil.Process().children() if child.name() == "sleep"),
         "it to die",
@@ -84,23 +97,42 @@ def test_a_kill_is_seen_and_what_a_rank_had_started_is_not_left(nursery) -> None
     assert not [child for child in psutil.Process().children() if child.name() == "sleep"]
 
 
-def test_the_death_of_the_cradle_harms_no_rank_and_is_survived(nursery) -> None:
+def test_the_death_of_the_cradle_harms_no_rank_and_another_takes_its_place(nursery) -> None:
     nursery.open()
     process = start(nursery, "wait")
-    cradle = next(child for child in psutil.Process().children() if "shoal.elastic.cradle" in child.cmdline())
+    cradle = only_cradle()
     cradle.kill()
     wait_until(lambda: cradle.status() == "zombie", "its death")
-    assert nursery.start("forked_rank", ["wait"], environment={}, descriptors=()) is None
-    assert process.poll() is None
-    process.kill()
-    process.communicate()
+    with pytest.raises(AssertionError):
+        start(nursery, "wait")
+    nursery.open()
+    other = start(nursery, "wait")
+    assert process.poll() is None and other.poll() is None
+    for one in (process, other):
+        one.kill()
+        assert one.wait() == -signal.SIGKILL
 
 
-def test_a_module_that_cannot_be_imported_leaves_it_to_the_ranks_to_say_so(tmp_path: Path) -> None:
+def test_what_cannot_be_imported_is_left_to_the_ranks_to_say() -> None:
     with contextlib.closing(Nursery(["nothing.of.this.name"], os.environ)) as nursery:
-        nursery.open()
-        assert nursery.wait()
-        assert nursery.start("nothing.of.this.name", [], environment={}, descriptors=()) is None
+        for _ in range(4):
+            nursery.open()
+            assert nursery.wait()
+            streams = Streams(stdout=1, stderr=2)
+            assert nursery.start("nothing.of.this.name", [], environment={}, streams=streams) is None
+        assert cradles() == []
+
+
+def test_a_cradle_that_is_abandoned_keeps_nobody_waiting(nursery) -> None:
+    nursery.open()
+    cradle = only_cradle()
+    cradle.suspend()
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(nursery.wait()))
+    waiting.start()
+    nursery.abandon()
+    waiting.join(timeout=30)
+    assert found == [True] and cradles() == []
 
 
 def test_waiting_for_it_ends_when_something_else_happens(nursery) -> None:

@@ -89,12 +89,12 @@ def _become(order: Mapping[str, Any], descriptors: Sequence[int], starter: int) 
         time.sleep(0.001)
     die_with_parent(starter)
     os.setsid()
-    go, output, errors, *inherited = descriptors
+    go, *streams = descriptors
     # Until the starter knows of this process it may start another in its place, and it takes the word back by closing the pipe.
     if not os.read(go, 1):
         os._exit(EXIT_NO)
     os.close(go)
-    take_descriptors(output, errors, dict(zip(order["descriptors"], inherited, strict=True)))
+    take_descriptors(dict(zip((0, 1, 2, *order["descriptors"]), streams, strict=True)))
     os.environ.update(order["environment"])
     show_command_line([sys.executable, "-m", "shoal.elastic.child", order["module"], *order["arguments"]])
     gc.unfreeze()

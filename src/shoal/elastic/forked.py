@@ -25,15 +25,8 @@ def count_threads() -> int:
     return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
 
 
-def take_descriptors(output: int, errors: int, inherited: Mapping[int, int]) -> None:
-    """Put what this process was given where it belongs, and close the rest of it.
-
-    Args:
-        output: becomes standard output.
-        errors: becomes standard error.
-        inherited: other descriptors, by the number under which they are wanted.
-    """
-    wanted = {0: os.open(os.devnull, os.O_RDONLY), 1: output, 2: errors, **inherited}
+def take_descriptors(wanted: Mapping[int, int]) -> None:
+    """Give descriptors that this process was sent the numbers under which they are wanted, and close the old ones."""
     # Above all numbers that are wanted first: one of those may be that of another one now.
     above = {number: fcntl.fcntl(given, fcntl.F_DUPFD, max(wanted) + 1) for number, given in wanted.items()}
     for given in set(wanted.values()):

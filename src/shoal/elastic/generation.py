@@ -86,6 +86,7 @@ class Generation:
             self._close()
 
     def _start(self) -> None:
+        self._nursery.open()
         while not self._nursery.wait(self._inbox.fileno()):
             self._take_signals()
             if self._mode is not _Mode.RUNNING:

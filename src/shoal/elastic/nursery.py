@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 READY = b"ready"
 """What a cradle says when it has imported everything."""
@@ -23,37 +23,45 @@ ROOM = "-" * 1024
 """An argument that means nothing: its memory holds the command line of a fork, for those who look from outside."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _WARM_SECONDS, _FORK_SECONDS = 120.0, 20.0
+_MOST_FAILURES = 2
 
 
 class ForkedProcess:
-    """A process of the cradle, with what is used of ``subprocess.Popen``."""
+    """A process of the cradle and a child of this one, with what is used of ``subprocess.Popen``."""
 
-    def __init__(self, pid: int, stdout: int, stderr: int) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.stdout: IO[bytes] = os.fdopen(stdout, "rb", buffering=0)
-        self.stderr: IO[bytes] = os.fdopen(stderr, "rb", buffering=0)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        return self._look(os.WNOHANG)
+
+    def wait(self) -> int:
+        """Wait for its end; its exit code."""
+        code = self._look(0)
+        assert code is not None
+        return code
 
     def kill(self) -> None:
         """Kill it, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
-    def communicate(self) -> None:
-        """Wait for its end, and close its pipes."""
+    def _look(self, options: int) -> int | None:
         if self.returncode is None:
-            _, status = os.waitpid(self.pid, 0)
-            self.returncode = os.waitstatus_to_exitcode(status)
-        self.stdout.close()
-        self.stderr.close()
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Descriptors that become a process's standard ones; they stay the caller's to close."""
+
+    stdin: int = subprocess.DEVNULL
+    stdout: int
+    stderr: int
 
 
 class Nursery:
@@ -70,14 +78,16 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._is_ready = False
+        self._num_failed = 0
         self._adopted_before: bool | None = None
         self._sessions: set[int] = set()
 
     def open(self) -> None:
-        """Begin to warm the cradle up, if there is something to import and the system can hand orphans over. Returns at once."""
-        if not self._warm:
+        """Begin to warm a cradle up, unless there is one or nothing to import, and if orphans can be had. Returns at once."""
+        if not self._warm or self._line is not None or self._num_failed >= _MOST_FAILURES:
             return
-        self._adopted_before = _adopts_orphans()
+        if self._adopted_before is None:
+            self._adopted_before = _adopts_orphans()
         if self._adopted_before is None or not _adopt_orphans(True):
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -100,6 +110,12 @@ class Nursery:
                 return
         self._line = ours
 
+    def abandon(self) -> None:
+        """Kill the cradle: whoever waits for it in another thread gets none."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def wait(self, *others: int) -> bool:
         """Wait until it can fork, or until one of some descriptors can be read; False in that case.
 
@@ -109,22 +125,33 @@ class Nursery:
             return True
         line = self._line.fileno()
         readable = select.select([line, *others], [], [], _WARM_SECONDS)[0]
-        if line in readable:
+        if line in readable or not readable:
             self._is_ready = self._hear() == READY
-        return line in readable or not readable
+            if not self._is_ready:
+                self._fail()
+            return True
+        return False
 
     def start(
-        self, module: str, arguments: Sequence[str], *, environment: Mapping[str, str], descriptors: Sequence[int]
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        streams: Streams,
+        descriptors: Sequence[int] = (),
     ) -> ForkedProcess | None:
-        """Fork a process that calls the module's ``main``; None where there is no cradle.
+        """Fork a process that calls the module's ``main``; None where there is no cradle. One call at a time, from any thread.
 
         Args:
             module: what runs.
             arguments: of its command line.
             environment: put over the cradle's.
+            streams: its standard input, output and error.
             descriptors: open files that it finds under the same numbers.
         """
-        if not self.wait() or self._line is None or not self._is_ready:
+        self.wait()
+        if self._line is None or not self._is_ready:
             return None
         order = {
             "module": module,
@@ -132,23 +159,23 @@ class Nursery:
             "environment": dict(environment),
             "descriptors": list(descriptors),
         }
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            pipes = [os.pipe() for _ in range(3)]
-            (go, let_go), (stdout, output), (stderr, errors) = pipes
-            for descriptor in (go, output, errors, let_go):
-                theirs.callback(os.close, descriptor)
-            for descriptor in (stdout, stderr):
-                ours.callback(os.close, descriptor)
+        with contextlib.ExitStack() as opened:
+            go, let_go = os.pipe()
+            empty = os.open(os.devnull, os.O_RDONLY)
+            for descriptor in (go, let_go, empty):
+                opened.callback(os.close, descriptor)
+            stdin = empty if streams.stdin == subprocess.DEVNULL else streams.stdin
             try:
-                socket.send_fds(self._line, [json.dumps(order).encode()], [go, output, errors, *descriptors])
+                sent = [go, stdin, streams.stdout, streams.stderr, *descriptors]
+                socket.send_fds(self._line, [json.dumps(order).encode()], sent)
                 pid = int(self._hear())
             except (OSError, ValueError):
-                self._is_ready = False
+                # It died, or is stuck; should it have forked, that process ends when the pipe is closed here.
+                self._fail()
                 return None
             self._sessions.add(pid)
             os.write(let_go, b"!")
-            ours.pop_all()
-            return ForkedProcess(pid, stdout, stderr)
+            return ForkedProcess(pid)
 
     def _hear(self) -> bytes:
         """The cradle's next word; nothing when it died or is silent."""
@@ -159,18 +186,25 @@ class Nursery:
 
     def close(self) -> None:
         """End the cradle and adopt orphans no longer. What was started is the caller's, and has ended."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        self._end_cradle()
         if self._adopted_before is not None:
             # This process may be a user's own, which goes on: orphans of whatever it starts later are not for it to reap.
             _adopt_orphans(self._adopted_before)
         _reap_left(self._sessions)
         self._sessions.clear()
+
+    def _fail(self) -> None:
+        """There is none now. ``open`` tries again, but not for ever: what cannot be imported cannot be imported."""
+        self._num_failed += 1
+        self._end_cradle()
+
+    def _end_cradle(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._line is not None:
+            self._line.close()
+        self._process, self._line, self._is_ready = None, None, False
 
 
 def _reap_left(sessions: set[int]) -> None:

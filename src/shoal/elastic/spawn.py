@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from shoal.core.errors import RunError
 from shoal.core.rundir import RunDir
 from shoal.elastic.launch import LaunchRequest
-from shoal.elastic.nursery import ForkedProcess, Nursery
+from shoal.elastic.nursery import ForkedProcess, Nursery, Streams
 from shoal.elastic.output import Log, RankStream
 from shoal.telemetry.board import Board
 
@@ -77,11 +77,18 @@ def cradle_environment(request: LaunchRequest) -> dict[str, str]:
 
 
 class RankProcess:
-    """A running rank, seen from its parent."""
+    """A running rank, seen from its parent.
 
-    def __init__(self, rank: int, process: "subprocess.Popen[bytes] | ForkedProcess", log: Log) -> None:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    Args:
+        rank: its number.
+        process: that runs it.
+        pipes: to read its standard output and its standard error from.
+        log: takes both.
+    """
+
+    def __init__(
+        self, rank: int, process: "subprocess.Popen[bytes] | ForkedProcess", pipes: tuple[int, int], log: Log
+    ) -> None:
         self.rank = rank
         self.pid = process.pid
         self.log = log
@@ -93,7 +100,7 @@ class RankProcess:
         self.resident_bytes: int | None = None
         self.stdout = RankStream(log, prefix="" if rank == 0 else f"[rank {rank}] ")
         self.stderr = RankStream(log, prefix=f"[rank {rank}] ")
-        self.streams = {process.stdout.fileno(): self.stdout, process.stderr.fileno(): self.stderr}
+        self.streams = dict(zip(pipes, (self.stdout, self.stderr), strict=True))
         for fd in self.streams:
             os.set_blocking(fd, False)
         self.pid_fd = os.pidfd_open(process.pid) if sys.platform == "linux" else -1
@@ -131,9 +138,9 @@ class RankProcess:
 
     def close(self) -> None:
         """Close every descriptor of this rank."""
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
+        for fd in self.streams:
+            os.close(fd)
+        self.streams = {}
         if self.pid_fd >= 0:
             os.close(self.pid_fd)
             self.pid_fd = -1
@@ -160,31 +167,39 @@ def start_rank(
         RunError: the system could not start it.
     """
     log = Log(RunDir(request.run_dir).log(rank))
-    try:
-        descriptors = (board.fd, store_fd) if rank == 0 else (board.fd,)
-        process: subprocess.Popen[bytes] | ForkedProcess | None = nursery.start(
-            request.module, request.arguments, environment=environment, descriptors=descriptors
-        )
-        process = process or subprocess.Popen(
-            request.command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            # Ctrl-C in the terminal goes to the supervisor alone, which stops the ranks in order.
-            start_new_session=True,
-            pass_fds=descriptors,
-            env={**_inherited(os.environ), **environment},
-        )
+    descriptors = (board.fd, store_fd) if rank == 0 else (board.fd,)
+    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        ours.callback(log.close)
         try:
-            return RankProcess(rank, process, log)
-        except OSError:
-            process.kill()
-            process.communicate()
-            raise
-    except OSError as error:
-        log.close()
-        raise RunError(f"cannot start rank {rank} of {request.num_ranks} ({request.command[0]}): {error}") from error
+            (stdout, output), (stderr, errors) = os.pipe(), os.pipe()
+            for stack, descriptor in ((ours, stdout), (ours, stderr), (theirs, output), (theirs, errors)):
+                stack.callback(os.close, descriptor)
+            streams = Streams(stdout=output, stderr=errors)
+            process: subprocess.Popen[bytes] | ForkedProcess | None = nursery.start(
+                request.module, request.arguments, environment=environment, streams=streams, descriptors=descriptors
+            )
+            process = process or subprocess.Popen(
+                request.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                # Ctrl-C in the terminal goes to the supervisor alone, which stops the ranks in order.
+                start_new_session=True,
+                pass_fds=descriptors,
+                env={**_inherited(os.environ), **environment},
+            )
+            try:
+                found = RankProcess(rank, process, (stdout, stderr), log)
+            except OSError:
+                process.kill()
+                process.wait()
+                raise
+        except OSError as error:
+            raise RunError(
+                f"cannot start rank {rank} of {request.num_ranks} ({request.command[0]}): {error}"
+            ) from error
+        ours.pop_all()
+        return found
 
 
 def _inherited(environment: Mapping[str, str]) -> dict[str, str]:

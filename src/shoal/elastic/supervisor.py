@@ -30,7 +30,6 @@ def supervise(request: LaunchRequest) -> Outcome:
         RunError: a rank could not be started, or this is not the main thread.
     """
     with SignalInbox() as inbox, contextlib.closing(_nursery_for(request)) as nursery:
-        nursery.open()
         try:
             for number in itertools.count():
                 end = Generation(request, number, inbox, nursery).run()

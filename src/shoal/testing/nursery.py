@@ -20,14 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
-
-import numpy as np
+from typing import IO, Any, NoReturn
 
 from shoal.comm.lifeline import die_with_parent
 from shoal.core.errors import RunError
+from shoal.elastic.forked import count_threads, run_to_end, take_descriptors
 
 _WARM = ("shoal.testing.ranks", "shoal.testing.parity", "shoal.trainer.loop")
 _MOST_BYTES = 1 << 20
@@ -176,8 +174,9 @@ def main() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
     for module in _WARM:
         importlib.import_module(module)
-    running = len(os.listdir("/proc/self/task"))
-    assert running == 1, f"{running} threads run here: a fork would copy one of them, and the locks of all"
+    assert count_threads() == 1, (
+        f"{count_threads()} threads run here: a fork would copy one of them, and the locks of all"
+    )
     # Keepers are nobody's to wait for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -213,40 +212,20 @@ def _keep(order: Mapping[str, Any], descriptors: Sequence[int], nursery: int) ->
     os._exit(0)
 
 
-def _become(order: Mapping[str, Any], descriptors: Sequence[int], keeper: int) -> None:
-    """Be the rank, and never return."""
+def _become(order: Mapping[str, Any], descriptors: Sequence[int], keeper: int) -> NoReturn:
+    """Be the rank."""
     die_with_parent(keeper)
     os.setsid()
     output, *inherited = descriptors
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    # Moved out of the way first: a number that is wanted may be that of another one.
-    moved = [os.dup(descriptor) for descriptor in inherited]
-    for source, target in zip(moved, order["descriptors"], strict=True):
-        os.dup2(source, target)
-    for descriptor in {output, *inherited, *moved} - {1, 2, *order["descriptors"]}:
-        os.close(descriptor)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    numbers = (0, 1, 2, *order["descriptors"])
+    take_descriptors(dict(zip(numbers, (empty, output, os.dup(output), *inherited), strict=True)))
     os.environ.clear()
     os.environ.update(order["environment"], SHOAL_SUPERVISOR_PID=str(keeper))
     sys.path[:] = order["path"]
     os.chdir(order["folder"])
-    # A fresh process would have drawn its own; random does so by itself after a fork.
-    np.random.seed()
-    sys.argv = ["-c"]
-    code = 1
-    try:
-        module, _, function = order["call"].partition(":")
-        getattr(importlib.import_module(module), function)()
-        code = 0
-    except SystemExit as asked:
-        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
-    except BaseException:
-        # The end of a process that has no interpreter to print this for it.
-        traceback.print_exc()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    module, _, function = order["call"].partition(":")
+    run_to_end(module, [], function=function)
 
 
 if __name__ == "__main__":

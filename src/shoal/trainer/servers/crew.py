@@ -150,7 +150,7 @@ class Crew:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._signals.append, number)
         try:
-            await self._spawner.open()
+            self._spawner.open()
             self._begin(self._herald.run())
             if self._request.resume:
                 self._begin(self._say_where_from())
