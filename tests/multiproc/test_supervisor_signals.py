@@ -3,13 +3,17 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from harness import wait_until
+from shoal.elastic.launch import LaunchRequest
 from shoal.elastic.story import describe
+from shoal.elastic.supervisor import supervise
 from shoal.telemetry.board import SlotState
 from supervised import Recorder, all_in, once, run
 from supervised import nothing_left as nothing_left
@@ -137,3 +141,37 @@ def test_signal_between_generations_ends_the_run(tmp_path: Path) -> None:
     body = 'fail(ValueError("x")) if generation == 0 else for_ever()'
     outcome = run(tmp_path, body, Striking(), max_restarts=5)
     assert (outcome.status, outcome.signal, outcome.restarts) == ("interrupted", signal.SIGTERM, 1)
+
+
+SLOW = """
+import signal
+from pathlib import Path
+
+Path(__file__).with_suffix(".importing").touch()
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="ranks are forked on Linux only")
+def test_signal_before_the_first_rank_is_there_starts_none(tmp_path: Path) -> None:
+    """Ranks are forked from a process that imports for seconds, and Ctrl-C does not wait for that."""
+    (tmp_path / "slow_worker.py").write_text(SLOW)
+
+    def strike() -> None:
+        wait_until((tmp_path / "slow_worker.importing").exists, "the import to begin")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    request = LaunchRequest(
+        module="slow_worker",
+        num_ranks=2,
+        run_dir=tmp_path / "run",
+        run_id="test",
+        display=Recorder(),
+        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    )
+    striking = threading.Thread(target=strike)
+    striking.start()
+    outcome = supervise(request)
+    striking.join()
+    assert (outcome.status, outcome.exit_code, outcome.culprit, outcome.was_forced) == ("interrupted", 143, None, False)
+    assert not (tmp_path / "run" / "logs").exists()
