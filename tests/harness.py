@@ -105,15 +105,18 @@ def wait_until(condition, what, seconds=30.0):
 
 
 def ranks_of(process):
-    """The rank processes of a running ``shoal train``, by rank."""
+    """The rank processes of a running ``shoal train``, by rank: the log of each says which process it is."""
     found = {}
     for child in psutil.Process(process.pid).children():
         try:
-            environment = child.environ()
+            words, folder = child.cmdline(), Path(child.cwd())
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-        if "RANK" in environment:
-            found[int(environment["RANK"])] = child
+        if "shoal.trainer.worker" in words:
+            logs = folder / words[words.index("shoal.trainer.worker") + 1] / "logs"
+            for path in sorted(logs.glob("rank-*.log")):
+                if f", pid {child.pid} ---" in path.read_text(errors="replace"):
+                    found[int(path.stem.partition("-")[2])] = child
     return found
 
 

@@ -16,7 +16,7 @@ class LaunchRequest:
     argv: Sequence[str] = ()
     """The worker's command, the same for every rank; what differs is in its environment. Left out where a module is given."""
     module: str = ""
-    """Whose ``main`` is the worker. Ranks are then forked from one process that has called its ``warm_up``."""
+    """Whose ``main`` is the worker. Ranks are then forked from one process that has imported it."""
     arguments: Sequence[str] = ()
     """Of the module."""
     num_ranks: int

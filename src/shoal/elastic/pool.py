@@ -11,28 +11,54 @@ import selectors
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
+from shoal.elastic.nursery import WARM_OPTIMIZER, ForkedProcess, Nursery, Streams
 
 # After one rank failed the others get this long to say what they saw; most are stuck in a collective and never will.
 _GRACE_SECONDS = 1.0
+_DEATH_SECONDS = 10.0
 _LOG_TAIL = 1500
 
 
+class _Member:
+    """One process, with the pipes to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes] | ForkedProcess, jobs: int, replies: int) -> None:
+        self.process = process
+        self.jobs: IO[bytes] = os.fdopen(jobs, "wb", buffering=0)
+        self.replies: IO[bytes] = os.fdopen(replies, "rb", buffering=0)
+
+    def close(self) -> None:
+        """Wait for its end, and close the pipes."""
+        self.process.wait()
+        self.jobs.close()
+        self.replies.close()
+
+
 class Pool:
-    """``size`` processes that run ``module``; started at the first job."""
+    """``size`` processes that run ``module``; started at the first job.
+
+    Args:
+        module: has a ``main``, which serves jobs (``jobs.py``).
+        size: how many.
+        threads: of each.
+        called: what messages call one.
+    """
 
     def __init__(self, module: str, size: int, *, threads: int, called: str = "rank") -> None:
         self.module = module
         self.size = size
         self.threads = threads
         self.called = called
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._members: list[_Member] = []
+        self._nursery: Nursery | None = None
         self._logs: list[Path] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -43,14 +69,12 @@ class Pool:
             RequestError: every process refused it as a wrong request.
             RunError: one failed, died or did not answer in time; says which, and all are ended.
         """
-        if not self._processes:
+        if not self._members:
             self._start()
         line = json.dumps(dict(job)).encode() + b"\n"
         try:
-            for process in self._processes:
-                assert process.stdin is not None
-                process.stdin.write(line)
-                process.stdin.flush()
+            for member in self._members:
+                member.jobs.write(line)
         except BrokenPipeError:
             # Whoever died has said why in its log; the wait below finds out who.
             pass
@@ -62,20 +86,39 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-pool-logs-")
+        # One alone is sooner there by itself.
+        warm = [self.module, WARM_OPTIMIZER] if self.size > 1 else []
+        self._nursery = Nursery(warm, self._environment(-1))
+        self._nursery.open()
         for rank in range(self.size):
             log = Path(self._folder.name) / f"{self.called}-{rank}.txt"
             self._logs.append(log)
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "shoal.elastic.child", self.module],
-                    env=self._environment(rank),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=output,
-                    # Ctrl-C in the terminal goes to the parent alone, which ends the processes.
-                    start_new_session=True,
-                )
-            self._processes.append(process)
+            (stdin, jobs), (replies, stdout) = os.pipe(), os.pipe()
+            try:
+                with log.open("wb") as output:
+                    process = self._start_one(rank, Streams(stdin=stdin, stdout=stdout, stderr=output.fileno()))
+            except BaseException:
+                os.close(jobs)
+                os.close(replies)
+                raise
+            finally:
+                os.close(stdin)
+                os.close(stdout)
+            self._members.append(_Member(process, jobs, replies))
+
+    def _start_one(self, rank: int, streams: Streams) -> subprocess.Popen[bytes] | ForkedProcess:
+        assert self._nursery is not None
+        environment = self._environment(rank)
+        forked = self._nursery.start(self.module, [], environment=environment, streams=streams)
+        return forked or subprocess.Popen(
+            [sys.executable, "-m", "shoal.elastic.child", self.module],
+            env=environment,
+            stdin=streams.stdin,
+            stdout=streams.stdout,
+            stderr=streams.stderr,
+            # Ctrl-C in the terminal goes to the parent alone, which ends the processes.
+            start_new_session=True,
+        )
 
     def _environment(self, rank: int) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
@@ -95,9 +138,8 @@ class Pool:
         answers: dict[int, dict[str, Any]] = {}
         pending = dict.fromkeys(range(self.size), b"")
         with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self._processes):
-                assert process.stdout is not None
-                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            for rank, member in enumerate(self._members):
+                selector.register(member.replies, selectors.EVENT_READ, rank)
             while len(answers) < self.size:
                 for key, _ in selector.select(timeout=min(0.2, deadline.remaining)):
                     rank = key.data
@@ -133,7 +175,12 @@ class Pool:
         return [answers[rank] for rank in range(self.size)]
 
     def _death(self, rank: int) -> str:
-        code = self._processes[rank].wait(timeout=10)
+        # It has closed its pipe, so it ends, or is made to.
+        process, deadline = self._members[rank].process, Deadline(seconds=_DEATH_SECONDS)
+        while process.poll() is None and not deadline.is_over:
+            time.sleep(0.01)
+        process.kill()
+        code = process.wait()
         return f"the process ended with code {code}\n{self._tail(rank)}"
 
     def _tail(self, rank: int) -> str:
@@ -141,11 +188,14 @@ class Pool:
 
     def end(self) -> None:
         """End every process; the next job starts new ones."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.communicate()
-        self._processes, self._logs = [], []
+        for member in self._members:
+            member.process.kill()
+        for member in self._members:
+            member.close()
+        self._members, self._logs = [], []
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -12,7 +12,7 @@ from shoal.core.events import RankFailed
 from shoal.core.rundir import RunDir
 from shoal.elastic.generation import Generation
 from shoal.elastic.launch import LaunchRequest
-from shoal.elastic.nursery import Nursery
+from shoal.elastic.nursery import WARM_OPTIMIZER, Nursery
 from shoal.elastic.outcome import Outcome, judge
 from shoal.elastic.signals import SignalInbox
 from shoal.elastic.spawn import cradle_environment
@@ -61,4 +61,4 @@ def supervise(request: LaunchRequest) -> Outcome:
 def _nursery_for(request: LaunchRequest) -> Nursery:
     # One rank alone is sooner there by itself.
     is_worth_it = request.module and request.num_ranks > 1
-    return Nursery([f"{request.module}:warm_up"] if is_worth_it else [], cradle_environment(request))
+    return Nursery([request.module, WARM_OPTIMIZER] if is_worth_it else [], cradle_environment(request))

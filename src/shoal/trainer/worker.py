@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import Store  # torch types this name only there
 
 from shoal.comm.channel import PeerLost
@@ -28,8 +27,6 @@ from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.elastic.reports import ErrorReport, write_report
 from shoal.elastic.verdict import EXIT_INTERRUPTED
-from shoal.optim.build import build_optimizer
-from shoal.optim.config import OptimConfig
 from shoal.telemetry.board import Board, Heartbeat, RankSlot, SlotState
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, table
 from shoal.trainer.build import build_trainer
@@ -151,12 +148,6 @@ def is_peer_failure(error: BaseException) -> bool:
         "Socket closed",
     )
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
-
-
-def warm_up() -> None:
-    """Do before ranks are forked what each would spend seconds on: importing this module, and what torch leaves for later."""
-    # torch imports its compiler, of which no rank needs anything, when the first optimizer is made.
-    build_optimizer(OptimConfig(), nn.Linear(1, 1))
 
 
 def main() -> None:

@@ -155,5 +155,10 @@ def _account_values(account: Account) -> dict[str, list[int]]:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point: serves jobs."""
     serve(lambda job: run_job(job))
+
+
+if __name__ == "__main__":
+    main()

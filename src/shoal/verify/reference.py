@@ -121,5 +121,10 @@ def _run_job(job: dict[str, Any]) -> dict[str, Any]:
     return run(case, tree, Path(job["folder"]))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point: serves jobs."""
     serve(_run_job)
+
+
+if __name__ == "__main__":
+    main()

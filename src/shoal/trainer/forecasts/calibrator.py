@@ -170,5 +170,10 @@ def _timed(world: World, operation: str, ranks: int, num_bytes: int, call: Calla
     return {"operation": operation, "ranks": ranks, "num_bytes": num_bytes, "seconds": seconds}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point: serves jobs."""
     serve(lambda job: run_job(job))
+
+
+if __name__ == "__main__":
+    main()

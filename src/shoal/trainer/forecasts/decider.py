@@ -82,5 +82,10 @@ def forecast_rows(timed: PlanTime) -> list[dict[str, Any]]:
     ]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point: serves jobs."""
     serve(lambda job: run_job(job))
+
+
+if __name__ == "__main__":
+    main()

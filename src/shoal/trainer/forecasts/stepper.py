@@ -45,5 +45,10 @@ def _subject(recipe: str) -> Subject:
     return build_subject(Recipe.model_validate_json(recipe))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point: serves jobs."""
     serve(lambda job: run_job(job))
+
+
+if __name__ == "__main__":
+    main()

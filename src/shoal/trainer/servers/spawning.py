@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from shoal.elastic.nursery import ForkedProcess, Nursery, Streams
+from shoal.elastic.nursery import WARM_OPTIMIZER, ForkedProcess, Nursery, Streams
 
-_WARM = ("shoal.trainer.servers.warming:warm_up",)
+_WARM = ("shoal.trainer.servers.warming", WARM_OPTIMIZER)
 
 
 class Watched:
