@@ -81,14 +81,15 @@ class Pool:
         try:
             return self._collect(Deadline(seconds=deadline_seconds))
         except BaseException:
-            self.end()
+            self._end_members()
             raise
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-pool-logs-")
-        # One alone is sooner there by itself.
-        warm = [self.module, WARM_OPTIMIZER] if self.size > 1 else []
-        self._nursery = Nursery(warm, self._environment(-1))
+        if self._nursery is None:
+            # One alone is sooner there by itself.
+            warm = [self.module, WARM_OPTIMIZER] if self.size > 1 else []
+            self._nursery = Nursery(warm, self._environment(-1))
         self._nursery.open()
         for rank in range(self.size):
             log = Path(self._folder.name) / f"{self.called}-{rank}.txt"
@@ -188,14 +189,17 @@ class Pool:
 
     def end(self) -> None:
         """End every process; the next job starts new ones."""
+        self._end_members()
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
+
+    def _end_members(self) -> None:
         for member in self._members:
             member.process.kill()
         for member in self._members:
             member.close()
         self._members, self._logs = [], []
-        if self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -26,8 +26,11 @@ def handle(job):
     print("this goes to the log")
     return {"rank": rank, "pid": os.getpid()}
 
-if __name__ == "__main__":
+def main():
     serve(handle)
+
+if __name__ == "__main__":
+    main()
 '''
 
 
