@@ -16,7 +16,6 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -27,7 +26,6 @@ from shoal.elastic.nursery import READY
 
 _MOST_BYTES = 1 << 17
 _MOST_DESCRIPTORS = 16
-_ADOPTION_SECONDS = 10.0
 
 
 def main() -> None:
@@ -82,18 +80,14 @@ def _fork(order: Mapping[str, Any], descriptors: Sequence[int], line: socket.soc
 
 
 def _become(order: Mapping[str, Any], descriptors: Sequence[int], starter: int) -> NoReturn:
-    end = time.monotonic() + _ADOPTION_SECONDS
-    while os.getppid() != starter:
-        if time.monotonic() > end:
-            os._exit(EXIT_NO)
-        time.sleep(0.001)
-    die_with_parent(starter)
     os.setsid()
     go, *streams = descriptors
-    # Until the starter knows of this process it may start another in its place, and it takes the word back by closing the pipe.
+    # The word comes when the starter knows of this process, which is its child by then. Before that it may have died, or have
+    # started another one in its place: the pipe is closed then.
     if not os.read(go, 1):
         os._exit(EXIT_NO)
     os.close(go)
+    die_with_parent(starter)
     take_descriptors(dict(zip((0, 1, 2, *order["descriptors"]), streams, strict=True)))
     os.environ.update(order["environment"])
     show_command_line([sys.executable, "-m", "shoal.elastic.child", order["module"], *order["arguments"]])

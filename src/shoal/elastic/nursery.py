@@ -158,7 +158,8 @@ class Nursery:
         order = {
             "module": module,
             "arguments": list(arguments),
-            "environment": dict(environment),
+            # What the cradle has already need not be sent: an environment can be longer than a message.
+            "environment": {name: text for name, text in environment.items() if self._environment.get(name) != text},
             "descriptors": list(descriptors),
         }
         with contextlib.ExitStack() as opened:
