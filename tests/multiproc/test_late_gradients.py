@@ -149,6 +149,7 @@ def test_a_step_is_divided_by_the_staleness_of_its_gradient(crew, tmp_path):
     assert distance(after, replay(updates, source, before, size=by_rate, correct=plain)) > 1e-6, "it changes nothing"
 
 
+@pytest.mark.soak
 def test_without_either_a_late_gradient_counts_as_any_other(crew, tmp_path):
     updates, source, before, after = train(crew, tmp_path, "")
     assert all(event["step_sizes"] == [event["lr"]] for event in updates)

@@ -92,7 +92,8 @@ def test_a_module_in_which_nothing_can_be_split_is_refused_before_any_process(sh
     assert not (shoal.folder / "never").exists()
 
 
-@pytest.mark.parametrize("plan", ["tp=2", pytest.param("dp=2 zero=3", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2 zero=3"])
 def test_a_nan_on_one_rank_of_a_sharded_model_is_traced_to_it(shoal, plan):
     (shoal.folder / "mine.py").write_text(POISONED)
     (shoal.folder / "own.toml").write_text(OWN.format(build="build", features="[8]"))

@@ -10,7 +10,7 @@ from harness import ROOT, read_events, read_summary
     [
         # 1,617 samples in batches of 64: the last batch has 17, and batch norm is synchronised over the unequal halves.
         ("digits", ("train.epochs=2",)),
-        ("reverse", ("train.steps=20",)),
+        pytest.param("reverse", ("train.steps=20",), marks=pytest.mark.soak),
         # `make demo` trains it whole.
         pytest.param(
             "gpt",

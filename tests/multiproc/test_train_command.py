@@ -69,6 +69,7 @@ def test_the_same_command_runs_under_torchrun(shoal, tiny):
     assert theirs["world_size"] == 2
 
 
+@pytest.mark.soak
 def test_a_wrong_request_under_torchrun_ends_on_every_rank(shoal, tiny):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "shoal", "train", str(tiny), "--set", "train.global_batch=7"]
