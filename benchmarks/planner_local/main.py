@@ -1,102 +1,160 @@
 """Predicted beside measured steps of all legal plans on this machine, and how far the plan that auto picks is from the fastest.
 
-python benchmarks/planner_local/main.py [--recipe recipes/gpt.toml] [--nproc 2 4] [--steps 8] [--rounds 2] [--machine FILE]
+python benchmarks/planner_local/main.py --processes 2 [--rounds 10] [--minutes 10] [--picks 2] [--recipe recipes/gpt.toml]
+
+The machine drifts from minute to minute, so nothing is compared over minutes: in every round each plan is rehearsed and then run,
+or run and then rehearsed, by the same processes, which stay up; plans come in an order that is shuffled; one plan is there twice.
 """
 
 import argparse
 import json
-import math
 import os
+import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from judging import CONTROL, Pair, Round, judge
+
+from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
-from shoal.planner.machine import cpu_name, num_cores, read_machine, torch_version, write_machine
-from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.forecasts.auto import legal_plans
+from shoal.planner.machine import Machine, cpu_name, num_cores, read_machine, torch_version
+from shoal.trainer.config import load_recipe
 from shoal.trainer.forecasts.calibrating import measure_machine
-from shoal.trainer.forecasts.deciding import decide, pick
-from shoal.trainer.forecasts.rehearsal import build_subject
-from shoal.trainer.forecasts.trial import Trial
+from shoal.trainer.forecasts.cast import Cast
+from shoal.trainer.forecasts.deciding import pick_from, search
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def measure_count(recipe: Recipe, count: int, machine: Path, steps: int, rounds: int) -> dict[str, Any]:
-    """Every legal plan over so many processes, predicted and measured, and the pick."""
-    plans = [str(plan) for plan in legal_plans(build_subject(recipe), count)]
-    say(f"{count} processes: predicting {len(plans)} plans")
-    predicted = {page["plan"]: page for page in decide(recipe, count, machine=machine, plans=plans).ranked}
-    picked = pick(recipe, count, machine=machine)
-    say(f"picked {picked.plan} of {len(picked.ranked)} rehearsed in {picked.seconds:.0f} s; measuring all")
-    with Trial(recipe, count) as trial:
-        tried = trial.run(plans, steps=steps, rounds=rounds)
-    rows = [
-        {
-            "plan": one.plan,
-            "predicted_ms": 1e3 * predicted[one.plan]["seconds"],
-            "measured_ms": 1e3 * one.median,
-            "error": predicted[one.plan]["seconds"] / one.median - 1,
-        }
-        for one in tried
-        if not one.problem
-    ]
-    return {
-        "num_plans": len(plans),
-        "failed": {one.plan: one.problem for one in tried if one.problem},
-        "picked": picked.plan,
-        "num_rehearsed": len(picked.ranked),
-        "search_seconds": picked.seconds,
-        **judge(rows, picked.plan),
-        "plans": sorted(rows, key=lambda row: row["measured_ms"]),
-    }
+class Bench:
+    """One take: the processes, the machine's constants, and how long there is."""
 
+    def __init__(self, cast: Cast, machine: Machine, *, steps: int, ends: float) -> None:
+        self.cast = cast
+        self.machine = machine
+        self.steps = steps
+        self.failed: dict[str, str] = {}
+        self.picks: list[dict[str, Any]] = []
+        self._ends = ends
+        self._random = random.Random(0)
 
-def judge(rows: Sequence[dict[str, Any]], picked: str) -> dict[str, Any]:
-    """Errors, order and regret."""
-    errors = [abs(row["error"]) for row in rows]
-    fastest = min(rows, key=lambda row: row["measured_ms"])
-    of_pick = next(row for row in rows if row["plan"] == picked)
-    return {
-        "mean_absolute_error": statistics.mean(errors),
-        "median_absolute_error": statistics.median(errors),
-        "signed_bias": statistics.mean(row["error"] for row in rows),
-        "kendall_tau": kendall([row["predicted_ms"] for row in rows], [row["measured_ms"] for row in rows]),
-        "fastest": fastest["plan"],
-        "regret": of_pick["measured_ms"] / fastest["measured_ms"] - 1,
-        "error_of_pick": of_pick["error"],
-    }
-
-
-def kendall(first: Sequence[float], second: Sequence[float]) -> float:
-    """Pairs in the same order less pairs in the other, over all pairs."""
-    signs = [
-        math.copysign(1, (first[a] - first[b]) * (second[a] - second[b]))
-        for a in range(len(first))
-        for b in range(a)
-        if first[a] != first[b] and second[a] != second[b]
-    ]
-    return sum(signs) / len(signs) if signs else float("nan")
-
-
-def as_markdown(results: dict[str, Any]) -> str:
-    """The README's tables."""
-    lines = [
-        "| processes | plans | mean error | bias | Kendall tau | picked | fastest | regret |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for count, found in results["counts"].items():
-        lines.append(
-            f"| {count} | {found['num_plans']} | {found['mean_absolute_error']:.1%} | {found['signed_bias']:+.1%} | "
-            f"{found['kendall_tau']:.2f} | `{found['picked']}` ({found['error_of_pick']:+.1%}) | `{found['fastest']}` | "
-            f"{found['regret']:.1%} |"
+    def pick(self) -> None:
+        """Let auto pick, as ``shoal train --plan auto`` does."""
+        started = time.monotonic()
+        decision = pick_from(self.cast, search(self.cast, self.machine, "measured for this take"))
+        self.picks.append(
+            {
+                "plan": decision.plan,
+                "seconds": time.monotonic() - started,
+                "num_rehearsed": len(decision.ranked),
+                "tried": [page["plan"] for page in decision.ranked if "tried_seconds" in page],
+            }
         )
+        say(f"auto picked {decision.plan} in {self.picks[-1]['seconds']:.0f} s")
+
+    def round(self, plans: Sequence[str], fixed: str) -> Round | None:
+        """Every plan once, the fixed one twice; None where there was no time for all."""
+        found: dict[str, Pair] = {}
+        names = [*(plan for plan in plans if plan not in self.failed), CONTROL]
+        self._random.shuffle(names)
+        for name in names:
+            if time.monotonic() > self._ends:
+                return None
+            text = fixed if name == CONTROL else name
+            try:
+                found[name] = self._pair(Plan.parse(text))
+            except (RequestError, RunError) as problem:
+                self.failed[text] = str(problem).splitlines()[0]
+                say(f"{text} cannot be run: {self.failed[text]}")
+        return found
+
+    def _pair(self, plan: Plan) -> Pair:
+        if self._random.random() < 0.5:
+            predicted = self._predict(plan)
+            return Pair(predicted=predicted, measured=self._measure(plan))
+        measured = self._measure(plan)
+        return Pair(predicted=self._predict(plan), measured=measured)
+
+    def _predict(self, plan: Plan) -> float:
+        return float(self.cast.rehearse(plan, self.machine, steps=self.steps)["seconds"])
+
+    def _measure(self, plan: Plan) -> float:
+        return statistics.median(self.cast.play(plan, steps=self.steps).seconds)
+
+
+def take(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The whole of it."""
+    count, ends = arguments.processes, time.monotonic() + 60 * arguments.minutes
+    if arguments.machine is None:
+        say("measuring the machine")
+    machine = (
+        measure_machine(counts=sorted({1, 2, count}), tell=say)
+        if arguments.machine is None
+        else read_machine(arguments.machine)
+    )
+    rounds: list[Round] = []
+    with Cast(load_recipe(arguments.recipe, arguments.set), count) as cast:
+        bench = Bench(cast, machine, steps=arguments.steps, ends=ends)
+        plans = [str(plan) for plan in cast.legal_plans()]
+        plans = [plan for plan in plans if not arguments.only or any(word in plan for word in arguments.only)]
+        fixed = plans[0]
+        say(f"{len(plans)} legal plans on {count} processes; {fixed} is there twice in every round")
+        for number in range(arguments.rounds):
+            # Picks are spread over the take: the machine of the first minutes is not that of the last.
+            gone = max(number / arguments.rounds, 1 - (ends - time.monotonic()) / (60 * arguments.minutes))
+            if len(bench.picks) < arguments.picks and gone >= len(bench.picks) / arguments.picks:
+                bench.pick()
+            started = time.monotonic()
+            found = bench.round(plans, fixed)
+            if found is None:
+                say(f"the {arguments.minutes:g} minutes are over in round {number + 1}, which does not count")
+                break
+            rounds.append(found)
+            say(f"round {number + 1} took {time.monotonic() - started:.0f} s")
+        while not bench.picks and arguments.picks:
+            bench.pick()
+    if not rounds:
+        sys.exit("not one round was whole: give more --minutes")
+    shared = [plan for plan in rounds[0] if all(plan in one for one in rounds)]
+    rounds = [{plan: one[plan] for plan in shared} for one in rounds]
+    return {
+        "processes": count,
+        "failed": bench.failed,
+        "auto": bench.picks,
+        **judge(rounds, fixed=fixed, picks=[pick["plan"] for pick in bench.picks if pick["plan"] in shared]),
+        "rounds": [{plan: asdict(pair) for plan, pair in one.items()} for one in rounds],
+        "sharing": [point.model_dump() for point in machine.sharing],
+    }
+
+
+def as_markdown(found: dict[str, Any]) -> str:
+    """The README's table."""
+    noise = found["noise"]
+    lines = [
+        "| processes | plans | rounds | mean error | within 10% | bias | Kendall tau | fastest | best predicted: regret |",
+        "|---|---|---|---|---|---|---|---|---|",
+        f"| {found['processes']} | {found['num_plans']} | {found['num_rounds']} | {found['mean_absolute_error']:.1%} | "
+        f"{found['within_a_tenth']:.0%} | {found['signed_bias']:+.1%} | {found['kendall_tau']:.2f} | `{found['fastest']}` | "
+        f"`{found['best_predicted']}`: {found['regret_of_best_predicted']:.1%} |",
+        "",
+        "| auto picked | regret | regret across rounds |",
+        "|---|---|---|",
+        *(
+            f"| `{pick['plan']}` | {pick['regret']:.1%} | "
+            f"{'-' if pick['regret_across_rounds'] is None else format(pick['regret_across_rounds'], '.1%')} |"
+            for pick in found["picks"]
+        ),
+        "",
+        f"One plan timed twice differs by {noise['measured_in_a_round']:.1%} in a round and {noise['measured_over_rounds']:.1%} "
+        f"over rounds; predicted twice by {noise['predicted_in_a_round']:.1%} and {noise['predicted_over_rounds']:.1%}. "
+        f"The median plan drifted by {noise['drift_of_the_machine']:.0%} from the fastest round to the slowest.",
+    ]
     return "\n".join(lines)
 
 
@@ -107,23 +165,20 @@ def say(line: str) -> None:
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2, help="of every plan")
+    parser.add_argument("--rounds", type=int, default=10, help="at most")
+    parser.add_argument("--minutes", type=float, default=10.0, help="after which no turn is begun")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a rehearsal and of a run")
+    parser.add_argument("--picks", type=int, default=2, help="how often auto is asked")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="plans that have one of these words")
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "gpt.toml")
-    parser.add_argument("--nproc", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--machine", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--machine", type=Path, help="a file of `shoal calibrate`; measured when left out")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    started, load = time.perf_counter(), os.getloadavg()
-    machine = arguments.machine or Path(tempfile.gettempdir()) / "shoal-planner-local-machine.json"
-    if arguments.machine is None:
-        say("measuring the machine")
-        write_machine(machine, measure_machine(tell=say))
-    recipe = load_recipe(arguments.recipe, ())
-    counts = {
-        count: measure_count(recipe, count, machine, arguments.steps, arguments.rounds) for count in arguments.nproc
-    }
+    started, load = time.monotonic(), os.getloadavg()
+    found = take(arguments)
     results = {
         "date": str(date.today()),
         "cpu": cpu_name(),
@@ -131,23 +186,19 @@ def main() -> None:
         "torch": torch_version(),
         "load_before": [round(value, 1) for value in load],
         "load_after": [round(value, 1) for value in os.getloadavg()],
-        "seconds": round(time.perf_counter() - started),
+        "seconds": round(time.monotonic() - started),
         "recipe": arguments.recipe.name,
         "steps": arguments.steps,
-        "rounds": arguments.rounds,
-        "sharing": [point.model_dump() for point in read_machine(machine).sharing],
-        "counts": counts,
+        **found,
     }
-    out = arguments.out or Path(__file__).parent / "results" / f"{date.today()}.json"
+    out = arguments.out or Path(__file__).parent / "results" / f"{date.today()}-{arguments.processes}.json"
     out.write_text(json.dumps(results, indent=1) + "\n")
+    for row in found["plans"]:
+        say(
+            f"{row['measured_ms']:8.1f} ms measured {row['predicted_ms']:8.1f} predicted {row['error']:+7.1%} "
+            f"(x{row['measured_ratio']:.2f} +-{row['spread']:.0%})  {row['plan']}"
+        )
     print(as_markdown(results))
-    for count, found in counts.items():
-        for row in found["plans"]:
-            say(
-                f"{count}: {row['measured_ms']:8.1f} ms measured {row['predicted_ms']:8.1f} predicted "
-                f"{row['error']:+7.1%}  {row['plan']}"
-            )
-    assert all(Plan.parse(found["picked"]) for found in counts.values())
 
 
 if __name__ == "__main__":

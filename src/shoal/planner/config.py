@@ -1,4 +1,4 @@
-"""What ``[planner]`` of a recipe can say: a model by its numbers, devices that are no presets, and whose software runs."""
+"""What ``[planner]`` of a recipe can say: a model by its numbers, devices of one's own, whose software runs, how long to look."""
 
 from typing import Annotated
 
@@ -58,8 +58,22 @@ class DeviceConfig(Config):
     """Microseconds of a message between nodes."""
 
 
+class AutoConfig(Config):
+    """How long ``--plan auto`` may look before the run begins."""
+
+    search_seconds: Positive = 45.0
+    """Seconds in which plans are rehearsed; when they are over, what was found until then counts."""
+    finalists: Count = 8
+    """Plans that are tried for real steps, at most: the best predicted of those within a quarter of the best."""
+    try_seconds: Annotated[float, Field(ge=0.0)] = 60.0
+    """Seconds in which finalists are tried, in rounds, until one is clearly best; 0 takes the best predicted one untried."""
+
+
 class PlannerConfig(Config):
     """Planning."""
+
+    auto: AutoConfig = AutoConfig()
+    """How long ``--plan auto`` may look."""
 
     shape: ShapeConfig | None = None
     """A transformer by its numbers, in place of the recipe's module."""

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 # What torch's CPU allocator says; it raises a plain RuntimeError.
-_ALLOCATOR_WORDS = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory", "out of memory")
+_ALLOCATOR_WORDS = (
+    "DefaultCPUAllocator",
+    "not enough memory",
+    "Cannot allocate memory",
+    "out of memory",
+    "MemoryError",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +162,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True when an exception means that memory ran out, whoever raised it."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in _ALLOCATOR_WORDS)
+    return isinstance(error, RuntimeError | OSError) and tells_of_memory(str(error))
+
+
+def tells_of_memory(text: str) -> bool:
+    """True when the text of an error, which may have come from another process, means that memory ran out."""
+    return any(words in text for words in _ALLOCATOR_WORDS)
 
 
 def _tensors(model: "nn.Module", optimizer: "Optimizer | None") -> Iterator[tuple[str, str, "Tensor"]]:

@@ -1,4 +1,4 @@
-"""Picks a plan for this machine: legal plans are rehearsed, family by family, and the one whose step is predicted shortest wins.
+"""Picks plans for this machine to be tried: legal plans are rehearsed, family by family, and ranked by predicted step. No torch.
 
 A family is a way of sharing out the processes (dp, tp, cp, pp). One plain plan of each is timed first; then the variants of the
 best families, ZeRO stages, sequence parallelism, kinds of attention and schedules. What is never picked: asynchronous schedules
@@ -6,33 +6,29 @@ and parameter servers, because they change what is computed; recompute, because 
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-import psutil
-
-from shoal.core.errors import RequestError
-from shoal.core.pipelines import schedule_facts
-from shoal.core.plan import Plan, all_plans
-from shoal.parallel.rules import describe_facts
-from shoal.trainer.forecasts.localtime import Clock, PlanTime
-from shoal.trainer.forecasts.rehearsal import Subject
-from shoal.trainer.layout import check_samples, check_settings, derive_layout
+from shoal.core.errors import RequestError, RunError
+from shoal.core.plan import Plan
+from shoal.core.units import format_bytes
+from shoal.planner.machine import Machine
+from shoal.telemetry.headroom import free_bytes
+from shoal.trainer.forecasts.cast import MEMORY_SHARE, NoRoom
+from shoal.trainer.forecasts.localtime import Page, held_bytes
 
 _BEST_FAMILIES = 2
-_CLOSE = 1.05
-"""Plans within this of the best are timed again, longer, before one is picked."""
-_AGAIN = 3
-_BUDGET_SECONDS = 45.0
-_MEMORY_SHARE = 0.9
-"""Of the memory that is free now."""
+_NEAR = 1.25
+"""A further family is looked at where its plain plan is predicted within this of the best."""
+
+Family = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was picked, and from what."""
+    """What was rehearsed, and from what."""
 
-    ranked: tuple[PlanTime, ...]
+    ranked: tuple[Page, ...]
     """All plans that were rehearsed, the best first."""
     num_legal: int
     """Synchronous plans that the model, the batch and the number of processes allow, without recompute."""
@@ -40,70 +36,50 @@ class Choice:
     """How long it took to look."""
     remarks: tuple[str, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
-    """Plans that turned out not to fit the model, and why."""
+    """Plans that turned out not to fit the model or the memory, and why."""
 
     @property
-    def best(self) -> PlanTime:
-        """The pick."""
-        return self.ranked[0]
+    def best(self) -> str:
+        """The plan with the shortest predicted step."""
+        return str(self.ranked[0]["plan"])
 
 
-def legal_plans(subject: Subject, num_processes: int, *, recompute: str = "none") -> list[Plan]:
-    """The synchronous plans over so many processes that the model and the recipe allow, derived; plain ones first."""
-    recipe = subject.recipe
-    facts = describe_facts(subject.anatomy, subject.model)
-    found: list[Plan] = []
-    for plan in all_plans(num_processes, facts):
-        if plan.recompute != recompute or (plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous):
-            continue
-        try:
-            check_settings(recipe.train, plan)
-            check_samples(num_samples=len(subject.data.train), replicas=plan.num_shares)
-            derived = derive_layout(recipe.train, plan).plan
-        except RequestError:
-            continue
-        if derived not in found:
-            found.append(derived)
-    return found
-
-
-def pick_plan(clock: Clock, num_processes: int, *, budget_seconds: float = _BUDGET_SECONDS) -> Choice:
-    """The plan with the shortest predicted step.
+def search_plans(
+    plans: Sequence[Plan], predict: Callable[[Plan], Page], machine: Machine, *, budget_seconds: float
+) -> Choice:
+    """Rehearse the plans that may be best.
 
     Args:
-        clock: times plans of the recipe's model.
-        num_processes: that the plan must use, all of them.
-        budget_seconds: after which no further variant is looked at.
+        plans: the legal ones.
+        predict: rehearses one; may raise ``RequestError`` where it does not fit and ``RunError`` where it fails.
+        machine: its constants.
+        budget_seconds: after which no further plan is looked at.
 
     Raises:
-        RequestError: no synchronous plan runs on so many processes.
+        RequestError: none of them can be run.
     """
     started = time.monotonic()
-    subject = clock.subject
-    plans = legal_plans(subject, num_processes)
-    if not plans:
-        raise RequestError(
-            f"no plan for {num_processes} processes fits the model and global_batch {subject.recipe.train.global_batch}; "
-            "change --nproc or train.global_batch"
-        )
-    found: dict[Plan, PlanTime] = {}
+    found: dict[Plan, Page] = {}
     refused: dict[str, str] = {}
     remarks: list[str] = []
+    num_tight = 0
     for plan in _in_order(plans, found):
         if time.monotonic() - started > budget_seconds and found:
-            remarks.append(
-                f"looked for {budget_seconds:g} s: {len(plans) - len(found)} of {len(plans)} plans were not tried"
-            )
+            left = len(plans) - len(found) - len(refused)
+            remarks.append(f"looked for {budget_seconds:g} s: {left} of {len(plans)} plans were not rehearsed")
             break
         try:
-            found[plan] = clock.predict(plan)
-        except RequestError as refusal:
-            refused[str(plan)] = str(refusal).splitlines()[0]
+            found[plan] = predict(plan)
+        except (RequestError, RunError) as problem:
+            num_tight += isinstance(problem, NoRoom)
+            refused[str(plan)] = str(problem).splitlines()[0]
     if not found:
-        raise RequestError(next(iter(refused.values())))
-    _time_again(clock, found)
-    ranked = sorted(found.values(), key=lambda timed: timed.time.seconds)
-    ranked, told = _within_memory(clock, ranked)
+        raise RequestError(f"none of the {len(refused)} plans that were rehearsed can be run: {_first_of(refused)}")
+    if num_tight:
+        remarks.append(f"{num_tight} plans do not fit this machine's memory: {_first_of(refused)}")
+    if len(refused) > num_tight:
+        remarks.append(f"{len(refused) - num_tight} plans could not be rehearsed")
+    ranked, told = _within_memory(sorted(found.values(), key=lambda page: float(page["seconds"])), machine)
     return Choice(
         ranked=tuple(ranked),
         num_legal=len(plans),
@@ -113,23 +89,25 @@ def pick_plan(clock: Clock, num_processes: int, *, budget_seconds: float = _BUDG
     )
 
 
-def family_of(plan: Plan) -> tuple[int, int, int, int]:
+def family_of(plan: Plan) -> Family:
     """How a plan shares out the processes."""
     return plan.dp or 1, plan.tp, plan.cp, plan.pp
 
 
-def _in_order(plans: Sequence[Plan], found: dict[Plan, PlanTime]) -> Iterator[Plan]:
+def _in_order(plans: Sequence[Plan], found: dict[Plan, Page]) -> Iterator[Plan]:
     """One plan of each family, then the other plans of the best families; ``found`` fills up in between."""
-    families: dict[tuple[int, int, int, int], list[Plan]] = {}
+    families: dict[Family, list[Plan]] = {}
     for plan in plans:
         families.setdefault(family_of(plan), []).append(plan)
-    for members in families.values():
-        yield _plainest(members)
-    tried = sorted(found.values(), key=lambda timed: timed.time.seconds)
-    for timed in tried[:_BEST_FAMILIES]:
-        for plan in families[family_of(timed.plan)]:
-            if plan not in found:
-                yield plan
+    plain = [_plainest(members) for members in families.values()]
+    yield from plain
+    times = sorted((float(page["seconds"]), family_of(plan)) for plan, page in found.items())
+    near = [family for seconds, family in times if seconds <= times[0][0] * _NEAR]
+    # A family whose plain plan did not fit may have one that does: ZeRO is there for it.
+    without = [family for family in families if all(family != known for _, known in times)]
+    best = near if len(near) > _BEST_FAMILIES else [family for _, family in times[:_BEST_FAMILIES]]
+    for family in (*best, *without):
+        yield from (plan for plan in families[family] if plan not in plain)
 
 
 def _plainest(members: Sequence[Plan]) -> Plan:
@@ -139,31 +117,16 @@ def _plainest(members: Sequence[Plan]) -> Plan:
     )
 
 
-def _time_again(clock: Clock, found: dict[Plan, PlanTime]) -> None:
-    """Two rehearsals of one plan differ by some percent; those that are close get the mean of two."""
-    ranked = sorted(found.values(), key=lambda timed: timed.time.seconds)
-    close = [timed for timed in ranked if timed.time.seconds <= ranked[0].time.seconds * _CLOSE][:_AGAIN]
-    for timed in close if len(close) > 1 else []:
-        again = clock.predict(timed.plan)
-        mean = (timed.time.seconds + again.time.seconds) / 2
-        found[timed.plan] = replace(again, time=replace(again.time, seconds=mean))
-
-
-def _within_memory(clock: Clock, ranked: list[PlanTime]) -> tuple[list[PlanTime], list[str]]:
+def _within_memory(ranked: list[Page], machine: Machine) -> tuple[list[Page], list[str]]:
     """Plans that fit this machine's memory first, and what to say of the others."""
-    limit = psutil.virtual_memory().available * _MEMORY_SHARE
-    fits = [timed for timed in ranked if _held_bytes(clock, timed) <= limit]
-    if len(fits) == len(ranked):
+    limit = free_bytes() * MEMORY_SHARE
+    rest = [page for page in ranked if held_bytes(page, machine) > limit]
+    if not rest:
         return ranked, []
-    rest = [timed for timed in ranked if timed not in fits]
-    smallest = min(_held_bytes(clock, timed) for timed in rest)
-    told = f"{len(rest)} plans need {smallest / 2**30:.1f} GiB or more, and {limit / 2**30:.1f} GiB are free"
-    return (fits or rest) + (rest if fits else []), [told]
+    smallest = min(held_bytes(page, machine) for page in rest)
+    told = f"{len(rest)} plans need {format_bytes(smallest)} or more, and {format_bytes(limit)} are free"
+    return [page for page in ranked if page not in rest] + rest, [told]
 
 
-def _held_bytes(clock: Clock, timed: PlanTime) -> float:
-    """What all ranks together hold at most; activations left out where the system does not say."""
-    return sum(
-        clock.machine.rank_bytes + rank.state_bytes if peak is None else peak
-        for rank, peak in zip(timed.ranks, timed.peak_bytes, strict=True)
-    )
+def _first_of(refused: dict[str, str]) -> str:
+    return next(iter(refused.values()))

@@ -4,135 +4,92 @@ A rank that is timed alone has the caches, the memory bus and the other half of 
 others come depends on the plan. So the others come: every process rehearses its own rank of the same plan, and goes on computing
 until all have been timed. Of a pipeline, whose ranks also wait for each other, the first rank is then timed alone as well.
 
-The processes are those of a ``Pool`` and meet in a store; the first says which plan is next.
+The processes are those of a ``Cast``, which gives all of them the same plan; they meet in a store. Every one answers with a page
+of JSON, and ``localtime.py`` makes a prediction of all answers together.
 """
 
 import gc
 import json
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store  # torch types this name only there
 
-from shoal.comm.ledger import Traffic
 from shoal.comm.rehearsal import rehearsed_world
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
-from shoal.schedules.action import Action, Kind, parse_action
-from shoal.telemetry.memory import GrowthMeter
-from shoal.trainer.forecasts.forecast import RankForecast, account_rows, read_trace
+from shoal.schedules.action import Action, Kind
+from shoal.telemetry.memory import GrowthMeter, is_out_of_memory
+from shoal.trainer.forecasts.forecast import account_rows, read_trace
 from shoal.trainer.forecasts.rehearsal import StepTrace, Subject, replace_stages, trace_rank
 
 _WARM = 1
 """Steps that are not timed: the first makes buffers and lets DDP look."""
-_TIMED = 4
 _ALONE = 2
 _POLL_SECONDS = 0.002
+_GIVEN_UP = "given-up"
 _STEP_SECONDS = 120.0
 """The longest that a process waits for the others before or after a step of theirs."""
-_IDLE_SECONDS = 3600.0
-"""The longest that a process waits for the next plan; it dies with the first one's launcher anyway."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """One rank of a plan, timed while the others computed."""
-
-    seconds: float
-    """The median step."""
-    cells: Mapping[Action, float]
-    """With a pipeline: what each action took; empty without."""
-    forecast: RankForecast
-    grown_bytes: int | None = None
-    """Resident memory that the rank took at most, over what it had without a model; None where the system does not say."""
-    slow_down: float | None = None
-    """Of the first rank of a pipeline: its cells in company over its cells alone."""
 
 
 class Company:
-    """This process among those that rehearse together.
+    """This process among those that rehearse one plan together.
 
     Args:
         store: where they meet; nobody else uses it.
         rank: of this process.
-        size: ranks of every plan.
+        size: ranks of the plan.
         threads: of a rank.
+        num_timed: steps that are timed.
     """
 
-    def __init__(self, store: Store, *, rank: int, size: int, threads: int) -> None:
+    def __init__(self, store: Store, *, rank: int, size: int, threads: int, num_timed: int) -> None:
         self.size = size
+        self.num_timed = num_timed
         self._store, self._rank, self._threads = store, rank, threads
-        self._num_plans = 0
-        store.set_timeout(timedelta(seconds=_IDLE_SECONDS))
+        store.set_timeout(timedelta(seconds=_STEP_SECONDS))
 
-    def rehearse(self, subject: Subject, plan: Plan) -> list[Timed]:
-        """All ranks of a plan, in their order. Only the first process asks; the others ``follow``.
+    def rehearse(self, subject: Subject, plan: Plan) -> dict[str, Any]:
+        """What this rank of a plan took, moved and held; all processes call it.
 
-        Raises:
-            RequestError: the plan is asynchronous, does not fit the model, or has another number of ranks.
-            RunError: a process failed in another way, or did not come.
+        Where it could not be done the answer has one word, and why: ``refused`` (the plan does not fit the model), ``no_memory``,
+        ``failed``, or ``left``, when it was another rank that gave up.
         """
-        if plan.world_size != self.size:
-            raise RequestError(f"plan {str(plan)!r} has {plan.world_size} ranks, and {self.size} processes rehearse")
-        subject = _cut(subject, plan)
-        order = {"plan": str(plan), "stages": subject.recipe.pipeline.stages}
-        self._store.set(self._key("plan"), json.dumps(order))
-        answers = [self._rehearse(subject, plan)]
-        answers += [self._answer_of(rank) for rank in range(1, self.size)]
-        self._num_plans += 1
-        for kind, error in (("refused", RequestError), ("failed", RunError), ("left", RunError)):
-            # Who only left because another did is not the one to listen to.
-            if told := [answer[kind] for answer in answers if kind in answer]:
-                raise error(told[0])
-        return [_read_timed(answer) for answer in answers]
-
-    def _answer_of(self, rank: int) -> dict[str, Any]:
-        deadline = Deadline(seconds=_STEP_SECONDS)
-        while not self._store.check([self._key(f"answer-{rank}")]):
-            deadline.check(f"rank {rank} of the rehearsal to answer")
-            time.sleep(_POLL_SECONDS)
-        found: dict[str, Any] = json.loads(self._store.get(self._key(f"answer-{rank}")))
-        return found
-
-    def follow(self, subject: Subject) -> None:
-        """Rehearse what the first process asks for, until it is done."""
-        while text := self._store.get(self._key("plan")).decode():
-            order = json.loads(text)
-            answer = self._rehearse(_with_stages(subject, order["stages"]), Plan.parse(order["plan"]))
-            self._store.set(self._key(f"answer-{self._rank}"), json.dumps(answer))
-            self._num_plans += 1
-
-    def end(self) -> None:
-        """Let the others go."""
-        self._store.set(self._key("plan"), "")
-
-    def _rehearse(self, subject: Subject, plan: Plan) -> dict[str, Any]:
-        pace = _Pace(self, times_alone=self._rank == 0 and plan.pp > 1)
-        before, meter = torch.get_num_threads(), GrowthMeter()
+        before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
-            with rehearsed_world(self._rank, self.size) as world:
-                trace = trace_rank(subject, plan, world=world, num_steps=_WARM + _TIMED, go_on=pace.go_on)
-            grown = meter.read()
-        except (RequestError, RunError) as error:
+            return self._rehearse(self._cut(subject, plan), plan)
+        except (RequestError, RunError, RuntimeError, MemoryError) as error:
             # The others must not wait for this one.
-            self._store.set(self._key("given-up"), "1")
-            kind = "refused" if isinstance(error, RequestError) else "left" if isinstance(error, _Left) else "failed"
-            return {kind: str(error)}
+            self._store.set(_GIVEN_UP, "1")
+            if isinstance(error, RequestError):
+                return {"refused": str(error)}
+            if is_out_of_memory(error):
+                return {"no_memory": str(error).splitlines()[0]}
+            if isinstance(error, RunError):
+                return {"left" if isinstance(error, _Left) else "failed": str(error)}
+            raise
         finally:
             torch.set_num_threads(before)
             # Models and their hooks refer to each other; the next plan needs the memory.
             gc.collect()
+
+    def _rehearse(self, subject: Subject, plan: Plan) -> dict[str, Any]:
+        pace = _Pace(self, times_alone=self._rank == 0 and plan.pp > 1)
+        meter = GrowthMeter()
+        with rehearsed_world(self._rank, self.size) as world:
+            trace = trace_rank(subject, plan, world=world, num_steps=_WARM + self.num_timed, go_on=pace.go_on)
+        grown = meter.read()
         if self._rank > 0:
             # Only now: whoever is timed alone must not have the others' tidying beside it.
             self.arrive("still")
-        timed = trace.steps[_WARM : _WARM + _TIMED]
+        timed = trace.steps[_WARM : _WARM + self.num_timed]
         cells = _smooth(timed)
         # What is not in a cell: the update, clipping, what is summed at the end.
         rest = statistics.median(step.seconds - step.cell_seconds for step in timed)
@@ -146,12 +103,24 @@ class Company:
             "slow_down": sum(cells.values()) / sum(_smooth(alone).values()) if alone else None,
         }
 
-    def _key(self, name: str) -> str:
-        return f"{self._num_plans}/{name}"
+    def _cut(self, subject: Subject, plan: Plan) -> Subject:
+        """With its stages said by name, by the first process, where they would be measured: every process would find others."""
+        pipeline = subject.recipe.pipeline
+        if plan.pp == 1 or pipeline.balance != "measured" or pipeline.stages:
+            return subject
+        if self._rank == 0:
+            recipe = replace_stages(subject.recipe, subject.stages(plan))
+            self._store.set("stages", json.dumps(recipe.pipeline.stages))
+            return replace(subject, recipe=recipe)
+        while not self._store.check(["stages"]):
+            self.are_all("cut")
+            time.sleep(_POLL_SECONDS)
+        pipeline = pipeline.model_copy(update={"stages": json.loads(self._store.get("stages"))})
+        return replace(subject, recipe=subject.recipe.model_copy(update={"pipeline": pipeline}))
 
     def arrive(self, name: str) -> None:
         """Say that this process is there."""
-        self._store.add(self._key(name), 1)
+        self._store.add(name, 1)
 
     def are_all(self, name: str) -> bool:
         """Whether all are there.
@@ -159,9 +128,9 @@ class Company:
         Raises:
             RunError: one of them has given up.
         """
-        if self._store.check([self._key("given-up")]):
+        if self._store.check([_GIVEN_UP]):
             raise _Left("another rank of the rehearsal has given up")
-        return self._store.add(self._key(name), 0) >= self.size
+        return self._store.add(name, 0) >= self.size
 
     def wait_for_all(self, name: str) -> None:
         """Wait until all are there, without computing."""
@@ -182,6 +151,7 @@ class _Pace:
         self.alone_from: int | None = None
         """The first step that nobody computed beside; None where there is none."""
         self._company, self._times_alone = company, times_alone
+        self._last = _WARM + company.num_timed
         self._deadline: Deadline | None = None
 
     def go_on(self, number: int) -> bool:
@@ -191,10 +161,10 @@ class _Pace:
         if number == _WARM:
             self._company.arrive("ready")
             self._company.wait_for_all("ready")
-        if number == _WARM + _TIMED:
+        if number == self._last:
             self._company.arrive("timed")
             self._deadline = Deadline(seconds=_STEP_SECONDS)
-        if number < _WARM + _TIMED:
+        if number < self._last:
             return True
         if not self._company.are_all("timed"):
             assert self._deadline is not None
@@ -208,39 +178,10 @@ class _Pace:
         return True
 
 
-def _cut(subject: Subject, plan: Plan) -> Subject:
-    """With its stages said by name where they would be measured: every process would find others."""
-    pipeline = subject.recipe.pipeline
-    if plan.pp == 1 or pipeline.balance != "measured" or pipeline.stages:
-        return subject
-    return replace(subject, recipe=replace_stages(subject.recipe, subject.stages(plan)))
-
-
-def _with_stages(subject: Subject, stages: list[str] | None) -> Subject:
-    pipeline = subject.recipe.pipeline.model_copy(update={"stages": stages})
-    return replace(subject, recipe=subject.recipe.model_copy(update={"pipeline": pipeline}))
-
-
-def _smooth(steps: tuple[StepTrace, ...]) -> dict[Action, float]:
+def _smooth(steps: Sequence[StepTrace]) -> dict[Action, float]:
     """What an action takes: the median over all microbatches of its stage and kind, which do the same."""
     by_kind: dict[tuple[Kind, int], list[float]] = {}
     for step in steps:
         for cell in step.cells:
             by_kind.setdefault((cell.action.kind, cell.action.stage), []).append(cell.seconds)
     return {cell.action: statistics.median(by_kind[cell.action.kind, cell.action.stage]) for cell in steps[0].cells}
-
-
-def _read_timed(answer: Mapping[str, Any]) -> Timed:
-    traffic = {
-        (axis, operation): Traffic(calls=calls, num_bytes=num_bytes)
-        for (axis, _, operation), (calls, num_bytes) in (
-            (key.partition(" "), moved) for key, moved in answer["traffic"].items()
-        )
-    }
-    return Timed(
-        seconds=answer["seconds"],
-        cells={parse_action(text): seconds for text, seconds in answer["cells"].items()},
-        forecast=RankForecast(traffic=traffic, state=answer["state"]),
-        grown_bytes=answer["grown_bytes"],
-        slow_down=answer["slow_down"],
-    )

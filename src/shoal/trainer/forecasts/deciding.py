@@ -1,7 +1,6 @@
 """Asks for a plan and says what was found: the launcher's side of ``--plan auto`` and of ``shoal tune``. No torch."""
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,21 +8,20 @@ from typing import Any
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.elastic.pool import Pool
-from shoal.planner.machine import default_path, num_cores
+from shoal.planner.machine import Machine, num_cores
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.forecasts.auto import search_plans
 from shoal.trainer.forecasts.calibrating import find_machine
-from shoal.trainer.forecasts.trial import Trial
-from shoal.trainer.layout import default_threads
+from shoal.trainer.forecasts.cast import Cast
+from shoal.trainer.forecasts.heats import run_heats
 
 AUTO = "auto"
 _UNSURE = 1.25
 """Plans that are predicted within this of the best are tried for real: predictions of single plans are up to a fifth off."""
-_FINALISTS = 5
-_STEPS = 6
-_DEADLINE = 900.0
-_BUDGET = 45.0
+_FEWEST = 2
+_STEPS = 3
+"""Real steps of a turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +30,15 @@ class Decision:
 
     ranked: tuple[dict[str, Any], ...]
     """``plan``, ``seconds``, ``compute_seconds``, ``communication_seconds``, ``bubble``, and ``ranks``: what each will move and
-    hold; the best first. ``tried_seconds`` where it was tried for real."""
+    hold; the best first. Where it was tried for real: ``tried_seconds``, ``tried_ratio`` (to the best of the same rounds) and
+    ``num_turns``."""
     num_legal: int
     seconds: float
     machine: str
     """Where the machine's constants are from."""
     remarks: tuple[str, ...]
+    tried: str = ""
+    """How the best were tried, in words; empty where they were not."""
 
     @property
     def plan(self) -> str:
@@ -54,10 +55,9 @@ class Decision:
         if len(self.ranked) > 1:
             second = self.ranked[1]
             lines.append(f"  runner-up: {second['plan']}, {_how_much_slower(best, second)}")
-        tried_plans = [page for page in self.ranked if "tried_seconds" in page]
-        if tried_plans:
-            each = ", ".join(f"{page['plan']} {page['tried_seconds'] * 1e3:.1f} ms" for page in tried_plans)
-            lines.append(f"  tried for {_STEPS} real steps each, being close in the prediction: {each}")
+        if self.tried:
+            lines.append(f"  {self.tried}:")
+            lines += [f"    {_of_turns(page)}" for page in self.ranked if "tried_seconds" in page]
         lines.append(f"  constants: {self.machine}")
         lines.append("  asynchronous schedules and parameter servers are never picked: they change what is computed")
         return lines + [f"  {remark}" for remark in self.remarks]
@@ -75,10 +75,16 @@ def _without_ranks(page: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in page.items() if key != "ranks"}
 
 
+def _of_turns(page: dict[str, Any]) -> str:
+    turns = f"{page['num_turns']} turn{'' if page['num_turns'] == 1 else 's'}"
+    ratio = "the fastest" if page["tried_ratio"] == 1.0 else f"{page['tried_ratio'] - 1:+.1%} in the same rounds"
+    return f"{page['plan']}: {page['tried_seconds'] * 1e3:.1f} ms in {turns}, {ratio}"
+
+
 def _how_much_slower(best: dict[str, Any], other: dict[str, Any]) -> str:
     """By real steps where both were tried, which say no reason; else by the prediction, which does."""
     if "tried_seconds" in best and "tried_seconds" in other:
-        return f"{other['tried_seconds'] / best['tried_seconds'] - 1:.1%} slower in real steps"
+        return f"{other['tried_ratio'] - 1:.1%} slower in real steps"
     return f"{other['seconds'] / best['seconds'] - 1:.1%} slower: {_why(best, other)}"
 
 
@@ -101,7 +107,6 @@ def decide(
     *,
     machine: Path | None = None,
     plans: Sequence[str] = (),
-    budget: float = _BUDGET,
 ) -> Decision:
     """Rank the legal plans of a recipe on this machine, or time the plans that are named.
 
@@ -110,60 +115,88 @@ def decide(
         num_processes: of every plan; of the plans that are named, or as many as there are cores, when left out.
         machine: the machine file; the user's own when left out.
         plans: to be timed in place of a search.
-        budget: seconds after which the search stops.
 
     Raises:
         RequestError: no plan fits, or the machine file is wrong.
         RunError: a process that looks died.
     """
     count = num_processes or (Plan.parse(plans[0]).world_size if plans else num_cores())
-    _, origin = find_machine(machine, num_processes=count, tell=_tell)
-    threads = recipe.train.threads or default_threads(count)
-    with (
-        tempfile.TemporaryDirectory(prefix="shoal-rehearsal-") as folder,
-        Pool("shoal.trainer.forecasts.decider", count, threads=threads, called="planner") as pool,
-    ):
-        job = {
-            "recipe": recipe.model_dump(mode="json"),
-            "machine": str(machine or default_path()),
-            "folder": folder,
-            "plans": list(plans),
-            "budget": budget,
-        }
-        answer = pool.run(job, deadline_seconds=_DEADLINE)[0]
-    if "no_plan" in answer:
-        raise RequestError(answer["no_plan"])
+    found, origin = find_machine(machine, num_processes=count, tell=_tell)
+    with Cast(recipe, count) as cast:
+        return search(cast, found, origin) if not plans else _predict_all(cast, found, origin, plans)
+
+
+def search(cast: Cast, machine: Machine, origin: str) -> Decision:
+    """Rank the legal plans that may be best, by rehearsing them.
+
+    Raises:
+        RequestError: no plan fits.
+    """
+    legal = cast.legal_plans()
+    if not legal:
+        raise RequestError(
+            f"no plan for {cast.num_processes} processes fits the model and global_batch "
+            f"{cast.recipe.train.global_batch}; change --nproc or train.global_batch"
+        )
+    budget = cast.recipe.planner.auto.search_seconds
+    choice = search_plans(legal, lambda plan: cast.rehearse(plan, machine), machine, budget_seconds=budget)
     return Decision(
-        ranked=tuple(answer["ranked"]),
-        num_legal=answer["num_legal"],
-        seconds=answer["seconds"],
+        ranked=choice.ranked,
+        num_legal=choice.num_legal,
+        seconds=choice.seconds,
         machine=origin,
-        remarks=tuple(answer["remarks"]),
+        remarks=choice.remarks,
     )
 
 
+def _predict_all(cast: Cast, machine: Machine, origin: str, plans: Sequence[str]) -> Decision:
+    pages = tuple(cast.rehearse(Plan.parse(plan), machine) for plan in plans)
+    return Decision(ranked=pages, num_legal=len(pages), seconds=0.0, machine=origin, remarks=())
+
+
 def pick(recipe: Recipe, num_processes: int | None, *, machine: Path | None = None) -> Decision:
-    """The plan to run: the best predicted ones are tried for a few real steps each, and the fastest of them comes first.
+    """The plan to run: the best predicted ones are tried for real, and the fastest of them comes first.
 
     Raises:
         RequestError: no plan fits, or the machine file is wrong.
         RunError: a process that looks died.
     """
-    decision = decide(recipe, num_processes, machine=machine)
+    count = num_processes or num_cores()
+    found, origin = find_machine(machine, num_processes=count, tell=_tell)
+    auto = recipe.planner.auto
+    _tell(
+        f"plan auto: looking at plans for {count} processes, for at most {auto.search_seconds:g} s, and then trying the best "
+        f"for at most {auto.try_seconds:g} s (planner.auto.search_seconds, try_seconds)"
+    )
+    with Cast(recipe, count) as cast:
+        return pick_from(cast, search(cast, found, origin))
+
+
+def pick_from(cast: Cast, decision: Decision) -> Decision:
+    """Try the finalists of a search, on the processes that rehearsed them; the fastest comes first."""
+    auto = cast.recipe.planner.auto
     limit = decision.ranked[0]["seconds"] * _UNSURE
     num_close = sum(page["seconds"] <= limit for page in decision.ranked)
-    finalists = decision.ranked[: min(_FINALISTS, max(2, num_close))]
-    if len(finalists) < 2:
+    finalists = decision.ranked[: min(auto.finalists, max(_FEWEST, num_close))]
+    if len(finalists) < 2 or auto.try_seconds == 0:
         return decision
-    with Trial(recipe, Plan.parse(decision.plan).world_size) as trial:
-        tried = {one.plan: one for one in trial.run([page["plan"] for page in finalists], steps=_STEPS)}
-    pages = [{**page, "tried_seconds": tried[page["plan"]].median} for page in finalists]
-    pages = [page for page in pages if not tried[page["plan"]].problem]
-    pages.sort(key=lambda page: float(page["tried_seconds"]))
-    if not pages:
+    heats = run_heats(
+        [str(page["plan"]) for page in finalists],
+        lambda plan, steps: cast.play(plan, steps=steps).seconds,
+        steps=_STEPS,
+        budget_seconds=auto.try_seconds,
+    )
+    pages = {page["plan"]: page for page in finalists}
+    tried = [
+        {**pages[entry.plan], "tried_seconds": entry.seconds, "tried_ratio": entry.ratio, "num_turns": len(entry.turns)}
+        for entry in heats.entries
+        if not entry.problem
+    ]
+    if not tried:
         return decision
-    rest = [page for page in decision.ranked if all(page["plan"] != one["plan"] for one in pages)]
-    return replace(decision, ranked=(*pages, *rest))
+    rest = [page for page in decision.ranked if all(page["plan"] != one["plan"] for one in tried)]
+    told = f"tried for {heats.num_rounds} rounds of {_STEPS} real steps in {heats.seconds:.0f} s, until {heats.why}"
+    return replace(decision, ranked=(*tried, *rest), tried=told)
 
 
 def asks_auto(path: Path, plan: str | None, overrides: Sequence[str]) -> bool:

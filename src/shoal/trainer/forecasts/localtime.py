@@ -1,71 +1,82 @@
-"""What a plan's step will take on this machine: its ranks rehearsed together and timed, the rest from measured constants.
+"""What a plan's step will take on this machine: what its rehearsed ranks said, the rest from measured constants. No torch.
 
 How a schedule's cells follow one another, and which ranks then share the cores, is played by ``planner/local.py``.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shoal.core.plan import Plan
-from shoal.planner.local import LocalTime, RankWork, predict_step
+from shoal.planner.local import RankWork, predict_step
 from shoal.planner.machine import Machine
-from shoal.trainer.forecasts.company import Company, Timed
-from shoal.trainer.forecasts.forecast import RankForecast
-from shoal.trainer.forecasts.rehearsal import Subject
-from shoal.trainer.layout import default_threads, derive_layout, schedule_of
+from shoal.schedules.action import parse_action
+from shoal.trainer.layout import schedule_of
+
+Page = dict[str, Any]
+"""A prediction as JSON: ``plan``, ``seconds``, ``compute_seconds``, ``communication_seconds`` by axis, ``bubble``,
+``fixed_seconds``, and ``ranks``: what each will move and hold."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanTime:
-    """A plan and what was predicted of it."""
+def price_plan(plan: Plan, answers: Sequence[Mapping[str, Any]], machine: Machine, *, threads: int) -> Page:
+    """The step of a derived plan.
 
-    plan: Plan
-    """Derived."""
-    time: LocalTime
-    ranks: tuple[RankForecast, ...]
-    """All of them, in their order."""
-    peak_bytes: tuple[int | None, ...]
-    """The most memory that each will have; None where the system does not say."""
+    Args:
+        plan: the plan.
+        answers: of all its ranks, in their order (``company.py``).
+        machine: its constants.
+        threads: of a rank.
+    """
+    per_place = plan.world_size // plan.pp
+    places = [answers[start : start + per_place] for start in range(0, plan.world_size, per_place)]
+    time = predict_step(
+        plan,
+        schedule_of(plan) if plan.pp > 1 else None,
+        [_work(place, threads) for place in places],
+        machine,
+        slow_down=answers[0]["slow_down"],
+    )
+    return {
+        "plan": str(plan),
+        "seconds": time.seconds,
+        "compute_seconds": time.compute,
+        "communication_seconds": dict(time.communication),
+        "bubble": time.bubble,
+        "fixed_seconds": time.fixed,
+        "ranks": [
+            {"state_bytes": answer["state"], "traffic": answer["traffic"], "peak_bytes": _peak(answer, machine)}
+            for answer in answers
+        ],
+    }
 
 
-@dataclass
-class Clock:
-    """Times plans of one subject."""
-
-    subject: Subject
-    machine: Machine
-    company: Company
-    loaded_bytes: int = 0
-    """Memory that data and the like take in every rank, beside the model."""
-
-    def predict(self, plan: Plan) -> PlanTime:
-        """The step of a plan.
-
-        Raises:
-            RequestError: it is asynchronous, does not fit the model, or has another number of ranks than there are processes.
-        """
-        plan = derive_layout(self.subject.recipe.train, plan).plan
-        timed = self.company.rehearse(self.subject, plan)
-        threads = self.subject.recipe.train.threads or default_threads(plan.world_size)
-        per_place = plan.world_size // plan.pp
-        places = [timed[start : start + per_place] for start in range(0, plan.world_size, per_place)]
-        time = predict_step(
-            plan,
-            schedule_of(plan) if plan.pp > 1 else None,
-            [_work(place, threads) for place in places],
-            self.machine,
-            slow_down=timed[0].slow_down,
+def held_bytes(page: Mapping[str, Any], machine: Machine) -> float:
+    """What all ranks together hold at most; activations left out where the system does not say."""
+    return float(
+        sum(
+            machine.rank_bytes + sum(rank["state_bytes"].values()) if rank["peak_bytes"] is None else rank["peak_bytes"]
+            for rank in page["ranks"]
         )
-        common = self.machine.rank_bytes + self.loaded_bytes
-        return PlanTime(
-            plan=plan,
-            time=time,
-            ranks=tuple(rank.forecast for rank in timed),
-            peak_bytes=tuple(None if rank.grown_bytes is None else common + rank.grown_bytes for rank in timed),
-        )
+    )
 
 
-def _work(place: list[Timed], threads: int) -> RankWork:
+def _peak(answer: Mapping[str, Any], machine: Machine) -> int | None:
+    """The most memory that a rank will have; None where the system does not say."""
+    if answer["grown_bytes"] is None:
+        return None
+    return int(machine.rank_bytes + answer["loaded_bytes"] + answer["grown_bytes"])
+
+
+def _work(place: Sequence[Mapping[str, Any]], threads: int) -> RankWork:
     """Of the ranks of one pipeline place: they do the same, and the slowest is waited for."""
-    slowest = max(place, key=lambda rank: rank.seconds)
-    account = {key: (traffic.calls, traffic.num_bytes) for key, traffic in slowest.forecast.traffic.items()}
-    return RankWork(seconds=slowest.seconds, cells=slowest.cells, account=account, threads=threads)
+    slowest = max(place, key=lambda answer: float(answer["seconds"]))
+    return RankWork(
+        seconds=slowest["seconds"],
+        cells={parse_action(text): seconds for text, seconds in slowest["cells"].items()},
+        account={_key(name): (moved[0], moved[1]) for name, moved in slowest["traffic"].items()},
+        threads=threads,
+    )
+
+
+def _key(name: str) -> tuple[str, str]:
+    axis, _, operation = name.partition(" ")
+    return axis, operation

@@ -1,5 +1,6 @@
 """``shoal tune``: the best predicted plans, tried for a few real steps each; the fastest is kept. No torch."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,13 @@ from typing import Any
 from shoal.core.errors import RunError
 from shoal.planner.machine import num_cores
 from shoal.trainer.config import Recipe
-from shoal.trainer.forecasts.deciding import Decision, decide
-from shoal.trainer.forecasts.trial import Trial
+from shoal.trainer.forecasts.calibrating import find_machine
+from shoal.trainer.forecasts.cast import Cast
+from shoal.trainer.forecasts.deciding import search
+from shoal.trainer.forecasts.heats import Entry, run_heats
+
+_LEAST_STEPS, _MOST_TURNS = 2, 4
+"""Of a turn, and turns of a plan: short ones, so that a machine that drifts slows all plans alike."""
 
 Tell = Callable[[str], None]
 
@@ -21,7 +27,7 @@ class TunedPlan:
     plan: str
     predicted_seconds: float
     measured_seconds: float | None
-    """Median of the steps; None where it could not be tried."""
+    """The median step of the fastest, times the ratio of both in the same rounds; None where it could not be tried."""
     error: float | None
     """Predicted over measured, less one."""
     problem: str = ""
@@ -49,7 +55,6 @@ def tune(
     steps: int,
     machine: Path | None = None,
     tell: Tell | None = None,
-    decision: Decision | None = None,
 ) -> Tuned:
     """Try the best plans.
 
@@ -57,41 +62,50 @@ def tune(
         recipe: what is to be trained.
         num_processes: of every plan; as many as there are cores when left out.
         top: how many plans.
-        steps: real steps of each, in two turns.
+        steps: real steps of each, in several turns.
         machine: the machine file; the user's own when left out.
         tell: told what is being done.
-        decision: what was predicted; worked out when left out.
 
     Raises:
         RequestError: no plan fits.
         RunError: none of the plans could be tried.
     """
     count = num_processes or num_cores()
-    decision = decision or decide(recipe, count, machine=machine)
-    chosen = decision.ranked[:top]
-    with Trial(recipe, count) as trial:
-        tried = trial.run([str(page["plan"]) for page in chosen], steps=steps, tell=tell)
-    plans = [_tuned(page, one.median, one.problem) for page, one in zip(chosen, tried, strict=True)]
-    plans.sort(key=lambda plan: float("inf") if plan.measured_seconds is None else plan.measured_seconds)
-    fastest = plans[0].measured_seconds
-    if fastest is None:
-        raise RunError(f"none of the {len(plans)} plans could be tried; the first failed with: {plans[0].problem}")
-    first = next(plan for plan in plans if plan.plan == chosen[0]["plan"]).measured_seconds
+    found, origin = find_machine(machine, num_processes=count, tell=tell or (lambda line: None))
+    with Cast(recipe, count) as cast:
+        decision = search(cast, found, origin)
+        chosen = {str(page["plan"]): page for page in decision.ranked[:top]}
+        turns = min(_MOST_TURNS, max(1, steps // _LEAST_STEPS))
+        heats = run_heats(
+            list(chosen),
+            lambda plan, steps: cast.play(plan, steps=steps).seconds,
+            steps=math.ceil(steps / turns),
+            budget_seconds=math.inf,
+            halves=False,
+            most_rounds=turns,
+            tell=tell,
+        )
+    fastest = heats.entries[0]
+    if fastest.problem:
+        raise RunError(f"none of the {len(chosen)} plans could be tried; the first failed with: {fastest.problem}")
+    plans = [_tuned(chosen[entry.plan], entry, fastest.seconds) for entry in heats.entries]
+    first = next(entry for entry in heats.entries if entry.plan == decision.plan)
     return Tuned(
-        plan=plans[0].plan,
+        plan=fastest.plan,
         plans=tuple(plans),
         num_legal=decision.num_legal,
         machine=decision.machine,
-        regret=float("nan") if first is None else first / fastest - 1,
+        regret=float("nan") if first.problem else first.ratio - 1,
     )
 
 
-def _tuned(page: dict[str, Any], median: float, problem: str) -> TunedPlan:
+def _tuned(page: dict[str, Any], entry: Entry, fastest: float) -> TunedPlan:
     predicted = float(page["seconds"])
+    measured = None if entry.problem else fastest * entry.ratio
     return TunedPlan(
-        plan=str(page["plan"]),
+        plan=entry.plan,
         predicted_seconds=predicted,
-        measured_seconds=None if problem else median,
-        error=None if problem else predicted / median - 1,
-        problem=problem,
+        measured_seconds=measured,
+        error=None if measured is None else predicted / measured - 1,
+        problem=entry.problem,
     )

@@ -2,16 +2,18 @@
 
 import pytest
 
+from machine_cases import build
 from shoal.core.config import validate
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
-from shoal.planner.local import LocalTime
 from shoal.trainer.config import Recipe
-from shoal.trainer.forecasts.auto import family_of, legal_plans, pick_plan
-from shoal.trainer.forecasts.forecast import RankForecast
-from shoal.trainer.forecasts.localtime import PlanTime
+from shoal.trainer.forecasts.auto import family_of, search_plans
+from shoal.trainer.forecasts.cast import NoRoom
+from shoal.trainer.forecasts.legal import legal_plans
+from shoal.trainer.forecasts.localtime import held_bytes
 from shoal.trainer.forecasts.rehearsal import build_subject
 
+MACHINE = build()
 RECIPE = {
     "plan": "auto",
     "model": {"name": "gpt", "layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2},
@@ -25,23 +27,23 @@ def subject():
     return build_subject(validate(Recipe, RECIPE, origin="test"))
 
 
-class ToldClock:
+class Told:
     """Says that a plan takes what a table says; whatever is not in it takes long."""
 
-    class machine:
-        rank_bytes = 0
+    def __init__(self, table, *, peak=1):
+        self.table, self.asked, self.peak = table, [], peak
 
-    def __init__(self, subject, table, *, state=1):
-        self.subject, self.table, self.asked, self.state = subject, table, [], state
-
-    def predict(self, plan):
+    def __call__(self, plan):
         self.asked.append(str(plan))
         seconds = next((value for text, value in self.table.items() if matches(plan, text)), 9.0)
         if isinstance(seconds, Exception):
             raise seconds
-        time = LocalTime(seconds=seconds, compute=seconds, communication={}, bubble=None, fixed=0.0)
-        rank = RankForecast(traffic={}, state={"weights": self.state})
-        return PlanTime(plan=plan, time=time, ranks=(rank,) * plan.world_size, peak_bytes=(None,) * plan.world_size)
+        rank = {"state_bytes": {"weights": 1}, "traffic": {}, "peak_bytes": self.peak}
+        return {"plan": str(plan), "seconds": seconds, "ranks": [rank] * plan.world_size}
+
+
+def search(subject, told, *, budget_seconds=1e9):
+    return search_plans(legal_plans(subject, 2), told, MACHINE, budget_seconds=budget_seconds)
 
 
 def matches(plan, text):
@@ -71,42 +73,61 @@ def test_a_batch_that_cannot_be_shared_out_leaves_other_plans(subject):
 
 
 def test_the_variants_of_the_best_families_are_looked_at(subject):
-    clock = ToldClock(
-        subject, {"dp=1 tp=2 sp=true": 1.0, "dp=1 tp=2 sp=false": 2.0, "dp=2 zero=0": 3.0, "dp=2 zero=1": 2.5}
-    )
-    choice = pick_plan(clock, 2)
-    assert str(choice.best.plan) == "dp=1 tp=2 sp=true"
-    assert str(choice.ranked[1].plan) == "dp=1 tp=2"
-    # Families that were slow had one plan tried.
-    assert sum("pp=2" in text for text in clock.asked) == 1
-    assert sum("cp=2" in text for text in clock.asked) == 1
+    told = Told({"dp=1 tp=2 sp=true": 1.0, "dp=1 tp=2 sp=false": 2.0, "dp=2 zero=0": 3.0, "dp=2 zero=1": 2.5})
+    choice = search(subject, told)
+    assert choice.best == "dp=1 tp=2 sp=true"
+    assert choice.ranked[1]["plan"] == "dp=1 tp=2"
+    assert len(told.asked) == len(set(told.asked))
+    # Families that were slow had one plan rehearsed.
+    assert sum("pp=2" in text for text in told.asked) == 1
+    assert sum("cp=2" in text for text in told.asked) == 1
 
 
-def test_plans_that_are_close_are_timed_twice(subject):
-    clock = ToldClock(subject, {"dp=2 zero=0": 1.0, "dp=2 zero=1": 1.02, "dp=2 zero=2": 2.0})
-    pick_plan(clock, 2)
-    assert clock.asked.count("dp=2") == 2 and clock.asked.count("dp=2 zero=1") == 2
-    assert clock.asked.count("dp=2 zero=2") == 1
+def test_all_families_that_are_near_are_looked_at(subject):
+    told = Told({"dp=2 zero=0": 1.0, "dp=1 tp=2": 1.1, "dp=1 cp=2": 1.2, "dp=1 pp=2": 1.6})
+    search(subject, told)
+    assert "dp=1 cp=2 cp_kind=alltoall" in told.asked and "dp=1 tp=2 sp=true" in told.asked
+    assert sum("pp=2" in text for text in told.asked) == 1
 
 
 def test_a_plan_that_does_not_fit_after_all_is_passed_over_and_named(subject):
-    clock = ToldClock(subject, {"dp=2 zero=0": RequestError("no"), "dp=1 tp=2 sp=false": 1.0})
-    choice = pick_plan(clock, 2)
-    assert str(choice.best.plan) == "dp=1 tp=2"
-    assert choice.refused == {"dp=2": "no"}
+    choice = search(subject, Told({"dp=2 zero=0": RequestError("no"), "dp=1 tp=2 sp=false": 1.0}))
+    assert choice.best == "dp=1 tp=2"
+    assert choice.refused == {"dp=2": "no"} and "1 plans could not be rehearsed" in choice.remarks
+
+
+def test_a_plan_without_room_is_said_and_others_of_its_family_are_looked_at(subject):
+    told = Told({"dp=2 zero=0": NoRoom("plan dp=2 does not fit"), "dp=2 zero=3": 1.0})
+    choice = search(subject, told)
+    assert choice.best == "dp=2 zero=3"
+    assert "1 plans do not fit this machine's memory: plan dp=2 does not fit" in choice.remarks
+
+
+def test_a_rehearsal_that_dies_does_not_end_the_search(subject):
+    choice = search(
+        subject, Told({"dp=2 zero=0": RunError("rank 1: the process ended with code -11"), "dp=1 tp=2": 1.0})
+    )
+    assert choice.best == "dp=1 tp=2" and "dp=2" in choice.refused
+
+
+def test_where_nothing_can_be_run_the_first_reason_is_said(subject):
+    plans = legal_plans(subject, 2)
+    told = Told({str(plan): NoRoom("plan needs a lot") for plan in plans})
+    with pytest.raises(RequestError, match=f"none of the {len(plans)} plans .*: plan needs a lot"):
+        search(subject, told)
 
 
 def test_a_search_that_has_no_time_says_what_it_left_out(subject):
-    choice = pick_plan(ToldClock(subject, {}), 2, budget_seconds=0.0)
+    choice = search(subject, Told({}), budget_seconds=0.0)
     assert len(choice.ranked) == 1
-    assert f"{choice.num_legal - 1} of {choice.num_legal} plans were not tried" in choice.remarks[0]
+    assert f"{choice.num_legal - 1} of {choice.num_legal} plans were not rehearsed" in choice.remarks[0]
 
 
 def test_what_does_not_fit_in_memory_comes_last_and_is_said(subject):
-    choice = pick_plan(ToldClock(subject, {"dp=2 zero=0": 1.0}, state=2**50), 2)
-    assert choice.ranked and "GiB are free" in choice.remarks[-1]
+    choice = search(subject, Told({"dp=2 zero=0": 1.0}, peak=2**50))
+    assert choice.ranked and "are free" in choice.remarks[-1]
 
 
-def test_more_processes_than_any_plan_takes(subject):
-    with pytest.raises(RequestError, match="no plan for 77 processes"):
-        pick_plan(ToldClock(subject, {}), 77)
+def test_without_a_peak_the_state_counts(subject):
+    page = Told({}, peak=None)(legal_plans(subject, 2)[0])
+    assert held_bytes(page, build(rank_bytes=7)) == 2 * (7 + 1)
