@@ -5,7 +5,20 @@ import json
 import pytest
 
 from harness import read_summary
+from machine_cases import build
+from shoal.core.config import validate
+from shoal.core.plan import Plan
+from shoal.trainer.config import Recipe
 from shoal.trainer.forecasts.calibrating import measure_machine
+from shoal.trainer.forecasts.cast import Cast, NoRoom
+
+# What a replica says of 16 samples at once takes 128 MiB, and as much again for every function of it.
+WORDY = {
+    "plan": "auto",
+    "model": {"name": "gpt", "layers": 1, "hidden": 16, "heads": 2},
+    "data": {"source": "synthetic", "kind": "tokens", "samples": 64, "sequence": 256, "vocab": 8192},
+    "train": {"steps": 3, "global_batch": 32},
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +33,13 @@ def at(cache):
 
 
 def test_without_a_machine_file_auto_measures_shortly_picks_runs_and_compares(shoal, tiny, at, cache):
-    done = shoal.run("train", tiny, "--plan", "auto", "--nproc", "2", "--run-dir", "run", environment=at, timeout=110)
+    short = ("--set", "planner.auto.search_seconds=5", "--set", "planner.auto.try_seconds=2")
+    chosen = ("--plan", "auto", "--nproc", "2", "--run-dir", "run", *short)
+    done = shoal.run("train", tiny, *chosen, environment=at, timeout=110)
     machine = json.loads((cache / "shoal" / "machine.json").read_text())
     assert machine["provenance"]["cores"] >= 1 and len(machine["sha256"]) == 64
     assert "timing this machine shortly" in done.stderr and "never picked" in done.stderr
-    assert "runner-up" in done.stderr and "real steps each" in done.stderr
+    assert "runner-up" in done.stderr and "real steps" in done.stderr and "try_seconds" in done.stderr
     summary = read_summary(shoal.folder / "run")
     told = summary["forecast"]
     assert told["plan"] == summary["plan"] and summary["world_size"] == 2
@@ -47,6 +62,7 @@ def test_a_run_that_goes_on_keeps_its_plan(shoal, tiny, at):
     assert read_summary(shoal.folder / "run")["plan"] == "dp=1 tp=2"
 
 
+@pytest.mark.soak
 def test_a_named_plan_can_be_forecast_too(shoal, tiny, at):
     done = shoal.run(
         "train", tiny, "--plan", "dp=1 pp=2", "--forecast", "--run-dir", "run", environment=at, timeout=110
@@ -59,7 +75,10 @@ def test_a_named_plan_can_be_forecast_too(shoal, tiny, at):
 
 def test_tune_tries_the_best_plans_for_real(shoal, tiny, at):
     done = shoal.run(
-        "tune", tiny, "--nproc", "2", "--top", "3", "--steps", "4", "--json", "out.json", environment=at, timeout=110
+        *("tune", tiny, "--nproc", "2", "--top", "3", "--steps", "4", "--json", "out.json"),
+        *("--set", "planner.auto.search_seconds=3"),
+        environment=at,
+        timeout=110,
     )
     found = json.loads((shoal.folder / "out.json").read_text())
     assert len(found["plans"]) == 3 and found["plan"] == found["plans"][0]["plan"]
@@ -68,12 +87,23 @@ def test_tune_tries_the_best_plans_for_real(shoal, tiny, at):
     assert found["regret"] >= 0 and f"fastest: {found['plan']}" in done.stdout
 
 
+@pytest.mark.soak
 def test_constants_are_refitted_to_a_run(shoal, tiny, at, cache):
     shoal.run("train", tiny, "--plan", "dp=2", "--run-dir", "run", environment=at)
     shoal.run("calibrate", "--from-runs", "run", "--json", "out.json", environment=at, timeout=110)
     fit = json.loads((shoal.folder / "out.json").read_text())["fit"]
     assert fit["runs"] == ["run"] and fit["compute"] > 0
     assert json.loads((cache / "shoal" / "machine.json").read_text())["fit"] == fit
+
+
+def test_a_plan_without_room_is_known_for_it_and_the_next_has_its_turn():
+    whole, cut = Plan.parse("dp=2"), Plan.parse("dp=2 microbatches=16")
+    with Cast(validate(Recipe, WORDY, origin="test"), 2, memory_bytes=300 << 20) as cast:
+        with pytest.raises(NoRoom, match="plan dp=2 does not fit"):
+            cast.rehearse(whole, build(), steps=1)
+        assert cast.rehearse(cut, build(), steps=1)["seconds"] > 0
+        with pytest.raises(NoRoom, match="plan dp=2 does not fit"):
+            cast.play(whole, steps=1)
 
 
 def test_an_odd_number_of_processes_is_timed():
