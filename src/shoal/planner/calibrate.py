@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.errors import RequestError
-from shoal.planner.machine import CollectiveTime, CopyTime, Fit, Machine, MatmulTime, Provenance, Sharing
+from shoal.planner.machine import CollectiveTime, CopyTime, Fit, Machine, MatmulTime, Meeting, Provenance, Sharing
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 """Bytes of the collectives that are timed."""
+MEETING_SIZES = (4 << 10, 1 << 20)
+"""Bytes of the operations that are timed between ranks that compute."""
+_MOST_FACTOR = 5.0
 SHAPES = ((64, 64, 256), (512, 128, 512), (1024, 512, 1024))
 """Matrix products that are timed: rows, inner, outer."""
 _PRIOR = 0.05
@@ -30,7 +33,7 @@ class Measured:
 
 def build_machine(found: Iterable[Measured], provenance: Provenance) -> Machine:
     """Put measurements together. Of an operation that all ranks do together the slowest rank's time counts."""
-    matmuls, copies, sharing, collectives, rank_bytes = [], [], [], [], 0
+    matmuls, copies, sharing, collectives, meetings, rank_bytes = [], [], [], [], [], 0
     for group in found:
         first = group.answers[0]
         rank_bytes = max(rank_bytes, *(int(answer["rank_bytes"]) for answer in group.answers))
@@ -50,13 +53,32 @@ def build_machine(found: Iterable[Measured], provenance: Provenance) -> Machine:
         for number, timed in enumerate(first["collectives"]):
             seconds = max(answer["collectives"][number]["seconds"] for answer in group.answers)
             collectives.append(CollectiveTime(**{**timed, "processes": group.processes, "seconds": seconds}))
+        meetings += [build_meeting(group.processes, timed) for timed in first["meetings"]]
     return Machine(
         provenance=provenance,
         matmuls=matmuls,
         copies=copies,
         sharing=sharing,
         collectives=collectives,
+        meetings=meetings,
         rank_bytes=rank_bytes,
+    )
+
+
+def build_meeting(processes: int, timed: Mapping[str, Any]) -> Meeting:
+    """Two constants from the times of a small and of a large operation, each alone and between ranks that compute.
+
+    Args:
+        processes: of the group.
+        timed: ``operation``, ``ranks``, and by size ``alone`` and ``between``: seconds of an operation in a row of them, and
+            seconds that it adds to ranks that compute.
+    """
+    (small, large), (small_between, large_between) = timed["alone"], timed["between"]
+    grown, grown_between = large - small, large_between - small_between
+    factor = min(_MOST_FACTOR, max(1.0, grown_between / grown)) if grown > 0 else 1.0
+    seconds = max(0.0, small_between - factor * small)
+    return Meeting(
+        operation=timed["operation"], ranks=timed["ranks"], processes=processes, seconds=seconds, factor=factor
     )
 
 

@@ -87,6 +87,21 @@ class Sharing(Config):
     """Of a training step of a small transformer, against one process alone with as many threads."""
 
 
+class Meeting(Config):
+    """What operations take between ranks that compute, beyond what they take one right after another.
+
+    A rank that computes comes late now and then, and the others wait; who sleeps must be woken; and what is sent is not in the
+    cache of whoever reads it. An operation then takes ``seconds`` more, and its bytes ``factor`` times as long.
+    """
+
+    operation: str
+    """``send`` for messages of a pipeline; ``sum`` for all that a whole channel does."""
+    ranks: int = Field(ge=2)
+    processes: int = Field(ge=2)
+    seconds: float = Field(ge=0)
+    factor: float = Field(ge=1)
+
+
 class Fit(Config):
     """What past runs taught: predictions are multiplied by these."""
 
@@ -107,6 +122,9 @@ class Machine(Config):
     copies: list[CopyTime]
     sharing: list[Sharing]
     collectives: list[CollectiveTime]
+    """Of ranks that do nothing else."""
+    meetings: list[Meeting] = Field(default_factory=list)
+    """What is added where they compute in between; nothing in files of before."""
     rank_bytes: int = Field(ge=0)
     """Resident memory of a rank before it has a model."""
     fit: Fit = Fit()
@@ -124,7 +142,7 @@ class Machine(Config):
         return max(1.0, _line(sorted(points.items()), active)) if active > 1 else 1.0
 
     def collective_seconds(self, operation: str, num_bytes: float, *, ranks: int, processes: int) -> float:
-        """What one call takes, by a straight line between measured sizes.
+        """What one call takes between ranks that compute, by a straight line between measured sizes.
 
         A channel of as many ranks in as large a run is looked for first, then one of as many ranks, then the nearest.
         """
@@ -136,7 +154,15 @@ class Machine(Config):
             return 0.0
         best = min({(time.ranks, time.processes) for time in known}, key=lambda pair: _distance(pair, ranks, processes))
         points = sorted((time.num_bytes, time.seconds) for time in known if (time.ranks, time.processes) == best)
-        return max(points[0][1] * 0.5, _line(points, num_bytes))
+        alone = max(points[0][1] * 0.5, _line(points, num_bytes))
+        meeting = self._meeting("send" if name == "send" else "sum", ranks, processes)
+        return alone if meeting is None else meeting.seconds + meeting.factor * alone
+
+    def _meeting(self, operation: str, ranks: int, processes: int) -> Meeting | None:
+        known = [meeting for meeting in self.meetings if meeting.operation == operation]
+        # How crowded the machine is counts more here than how many meet.
+        near = sorted(known, key=lambda one: _distance((one.processes, one.ranks), processes, ranks))
+        return near[0] if near else None
 
 
 def _distance(pair: tuple[int, int], ranks: int, processes: int) -> tuple[float, float]:

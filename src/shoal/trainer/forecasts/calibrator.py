@@ -6,7 +6,7 @@ Started by ``calibrating.py`` through a ``Pool``, with the threads that a rank w
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ from shoal.comm.world import World, join_world
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.elastic.jobs import serve
-from shoal.planner.calibrate import SHAPES
+from shoal.planner.calibrate import MEETING_SIZES, SHAPES
 from shoal.telemetry.memory import rss_bytes
 
 _COPY_BYTES = 32 << 20
 _FEWEST, _MOST = 3, 200
+_FEWEST_BETWEEN, _MOST_BETWEEN = 10, 40
+_SAMPLES_BETWEEN = 4
+"""Of the block that ranks compute between two operations: some ten milliseconds."""
 _TURNS = 3
 _CALL_BYTES = 16 << 20
 """A size is repeated until about this much has been moved."""
@@ -61,6 +64,12 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             timed for plan in job["plans"] for timed in _time_collectives(world, Plan.parse(plan), job["sizes"])
         ]
         world.barrier()
+        answer["meetings"] = [
+            timed
+            for plan in job["plans"]
+            for timed in _time_meetings(world, Plan.parse(plan), _step_of_a_block(_SAMPLES_BETWEEN), job["seconds"])
+        ]
+        world.barrier()
         return answer
     finally:
         world.close()
@@ -78,10 +87,10 @@ def _repeat(work: Callable[[], object], seconds: float) -> float:
     return statistics.median(taken)
 
 
-def _step_of_a_block() -> Callable[[], object]:
+def _step_of_a_block(samples: int = 8) -> Callable[[], object]:
     """Forward and backward pass of a transformer block: the mixture of products and memory that training is."""
     block = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-    x_BLD = torch.randn(8, 128, 128)
+    x_BLD = torch.randn(samples, 128, 128)
 
     def work() -> None:
         block(x_BLD).square().mean().backward()
@@ -113,6 +122,94 @@ def _time_collectives(world: World, plan: Plan, sizes: Sequence[int]) -> list[di
         return found
     finally:
         mesh.close()
+
+
+def _time_meetings(world: World, plan: Plan, work: Callable[[], object], seconds: float) -> Iterator[dict[str, Any]]:
+    """A sum and a message, in a row and between passes of a block."""
+    mesh = build_mesh(world, plan)
+    try:
+        channel = mesh.channel(Axis.TENSOR if plan.tp > 1 else Axis.DATA)
+        sums = [_operations(channel, num_bytes)["sum"] for num_bytes in MEETING_SIZES]
+        yield {
+            "operation": "sum",
+            "ranks": channel.size,
+            "alone": [
+                _timed(world, "sum", channel.size, MEETING_SIZES[k], call)["seconds"] for k, call in enumerate(sums)
+            ],
+            "between": [_between(world, work, call, seconds) for call in sums],
+        }
+        if plan.tp == 1:
+            yield {
+                "operation": "send",
+                "ranks": 2,
+                "alone": [
+                    _timed(world, "send", 2, num_bytes, _message(world, num_bytes))["seconds"]
+                    for num_bytes in MEETING_SIZES
+                ],
+                "between": [_between_messages(world, work, num_bytes, seconds) for num_bytes in MEETING_SIZES],
+            }
+    finally:
+        mesh.close()
+
+
+def _between(world: World, work: Callable[[], object], call: Callable[[], object], seconds: float) -> float:
+    """What an operation adds to ranks that compute: the time from one to the next, less what the slowest computes in it."""
+    whole, own = _alternate(world, work, call, seconds)
+    return max(0.0, max(whole) - max(own))
+
+
+def _between_messages(world: World, work: Callable[[], object], num_bytes: int, seconds: float) -> float:
+    """The same of a message: two neighbours compute by turns, each when the other's message has come."""
+    peer, sent, received = world.rank ^ 1, torch.ones(num_bytes // 4), torch.empty(num_bytes // 4)
+    is_second, spent = world.rank % 2 == 1, [0.0]
+
+    def computing() -> None:
+        if is_second and peer < world.size:
+            _wait(dist.irecv(received, peer, group=world.group))
+        begin = time.perf_counter()
+        work()
+        spent[0] = time.perf_counter() - begin
+
+    def answering() -> None:
+        _wait(dist.isend(sent, peer, group=world.group))
+        if not is_second:
+            _wait(dist.irecv(received, peer, group=world.group))
+
+    whole, own = _alternate(world, computing, answering if peer < world.size else lambda: None, seconds, spent)
+    pairs = [(first, first + 1) for first in range(0, world.size - 1, 2)]
+    return statistics.median(max(0.0, (whole[first] - own[first] - own[second]) / 2) for first, second in pairs)
+
+
+def _alternate(
+    world: World,
+    work: Callable[[], object],
+    call: Callable[[], object],
+    seconds: float,
+    spent: list[float] | None = None,
+) -> tuple[list[float], list[float]]:
+    """Of every rank: the median time of a work and a call, and of the work alone (or of what it says of itself)."""
+    wholes, owns = [], []
+    num_turns = _num_turns(world, work, seconds) if spent is None else max(_FEWEST_BETWEEN, _MOST_BETWEEN // 2)
+    world.barrier()
+    for _ in range(num_turns):
+        begin = time.perf_counter()
+        work()
+        middle = time.perf_counter()
+        call()
+        wholes.append(time.perf_counter() - begin)
+        owns.append(middle - begin if spent is None else spent[0])
+    world.barrier()
+    told = torch.tensor([statistics.median(wholes), statistics.median(owns)], dtype=torch.float64)
+    pages = [tensor.tolist() for tensor in world.gather(told)]
+    return [page[0] for page in pages], [page[1] for page in pages]
+
+
+def _num_turns(world: World, work: Callable[[], object], seconds: float) -> int:
+    """As many as fit, the same on all ranks."""
+    begin = time.perf_counter()
+    work()
+    longest = max(float(tensor) for tensor in world.gather(torch.tensor([time.perf_counter() - begin])))
+    return int(min(_MOST_BETWEEN, max(_FEWEST_BETWEEN, seconds / longest)))
 
 
 def _operations(channel: Channel, num_bytes: int) -> dict[str, Callable[[], object]]:
