@@ -84,7 +84,10 @@ def peak_rss_bytes() -> int:
 
 
 class GrowthMeter:
-    """How much resident memory a part of a process needs, whatever the process did before. Linux and glibc; elsewhere unknown."""
+    """How much resident memory a part of a process needs, whatever the process did before. Linux and glibc; elsewhere unknown.
+
+    Pages of libraries do not count: they are read when code is first used, and stay.
+    """
 
     def __init__(self) -> None:
         self._before: int | None = None
@@ -93,17 +96,22 @@ class GrowthMeter:
             ctypes.CDLL(None).malloc_trim(0)
             # proc(5): 5 sets the high-water mark back to what is resident now.
             Path("/proc/self/clear_refs").write_text("5")
-            self._before = rss_bytes()
-        except (OSError, AttributeError):
+            self._before, self._files_before = rss_bytes(), _status_bytes("RssFile")
+        except (OSError, AttributeError, KeyError):
             pass
 
     def read(self) -> int | None:
         """Bytes between what was resident at first and the most since; None where it cannot be known."""
         if self._before is None:
             return None
-        status = Path("/proc/self/status").read_text()
-        highest = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")), None)
-        return None if highest is None else max(0, int(highest) * 1024 - self._before)
+        read_since = max(0, _status_bytes("RssFile") - self._files_before)
+        return max(0, _status_bytes("VmHWM") - self._before - read_since)
+
+
+def _status_bytes(name: str) -> int:
+    """A line of this process's status, in bytes."""
+    lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return {key: int(value.split()[0]) * 1024 for key, _, value in lines if value.endswith("kB")}[name]
 
 
 def breakdown(model: "nn.Module", optimizer: "Optimizer | None" = None) -> MemoryBreakdown:

@@ -69,6 +69,11 @@ def _subject(recipe: str) -> tuple[Subject, int]:
     return subject, max(0, rss_bytes() - before - sum(weight.nbytes for weight in subject.model.parameters()))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point: serves jobs until nobody asks."""
     offer_to_the_kernel()
     serve(lambda job: run_job(job))
+
+
+if __name__ == "__main__":
+    main()
