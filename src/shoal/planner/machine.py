@@ -155,7 +155,7 @@ class Machine(Config):
         best = min({(time.ranks, time.processes) for time in known}, key=lambda pair: _distance(pair, ranks, processes))
         points = sorted((time.num_bytes, time.seconds) for time in known if (time.ranks, time.processes) == best)
         alone = max(points[0][1] * 0.5, _line(points, num_bytes))
-        meeting = self._meeting("send" if name == "send" else "sum", ranks, processes)
+        meeting = self._meeting("send" if operation == "send" else "sum", ranks, processes)
         return alone if meeting is None else meeting.seconds + meeting.factor * alone
 
     def _meeting(self, operation: str, ranks: int, processes: int) -> Meeting | None:

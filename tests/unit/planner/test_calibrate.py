@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.planner.calibrate import SHAPES, Measured, PastRun, build_machine, fit_runs
+from shoal.planner.calibrate import SHAPES, Measured, PastRun, build_machine, build_meeting, fit_runs
 from shoal.planner.machine import Provenance
 
 PROVENANCE = Provenance(date="2026-01-01", cpu="a", cores=2, torch="2", seconds=1.0, what="a test")
@@ -17,7 +17,9 @@ def answer(*, alone=1.0, together=1.0, seconds=1.0, rank_bytes=10):
         "together": [together, together, 100 * together],
         "matmuls": [0.1 * (number + 1) for number in range(len(SHAPES))],
         "copy": {"num_bytes": 100, "seconds": 0.5},
+        "meetings": [],
         "collectives": [timed],
+        "meetings": [],
     }
 
 
@@ -36,6 +38,24 @@ def test_the_slowest_rank_counts_and_the_first_was_alone():
 
 def run(compute, communication, measured):
     return PastRun(name="run", compute=compute, communication=communication, measured=measured)
+
+
+@pytest.mark.parametrize(
+    ("alone", "between", "seconds", "factor"),
+    [
+        pytest.param([1e-4, 1e-3], [3e-4, 3e-3], 0.0, 3.0, id="bytes-are-cold"),
+        pytest.param([1e-4, 1e-3], [2e-3, 2.9e-3], 1.9e-3, 1.0, id="the-other-is-late"),
+        pytest.param([1e-4, 1e-3], [2.1e-3, 3.9e-3], 1.9e-3, 2.0, id="both"),
+        pytest.param([1e-4, 1e-3], [0.0, 0.0], 0.0, 1.0, id="never-less-than-in-a-row"),
+        pytest.param([1e-4, 1e-3], [0.0, 1.0], 0.0, 5.0, id="not-without-bounds"),
+        pytest.param([1e-3, 1e-3], [2e-3, 9e-3], 1e-3, 1.0, id="sizes-that-are-not-told-apart"),
+    ],
+)
+def test_what_ranks_that_compute_add_is_a_delay_and_a_factor(alone, between, seconds, factor):
+    timed = {"operation": "sum", "ranks": 2, "alone": alone, "between": between}
+    meeting = build_meeting(4, timed)
+    assert (meeting.seconds, meeting.factor) == (pytest.approx(seconds), pytest.approx(factor))
+    assert (meeting.operation, meeting.ranks, meeting.processes) == ("sum", 2, 4)
 
 
 def test_runs_give_the_constants_back_that_made_them():

@@ -7,7 +7,7 @@ import pytest
 from machine_cases import build
 from shoal.core.errors import RequestError
 from shoal.planner import machine as module
-from shoal.planner.machine import Fit, default_path, read_machine, write_machine
+from shoal.planner.machine import Fit, Meeting, default_path, read_machine, write_machine
 
 
 def test_a_machine_comes_back_as_it_was(tmp_path):
@@ -98,3 +98,17 @@ def test_a_collective_is_a_line_between_sizes(num_bytes, ranks, processes, secon
 def test_an_operation_that_was_not_timed_is_taken_for_a_sum():
     machine = build()
     assert machine.collective_seconds("largest", 2000, ranks=2, processes=2) == pytest.approx(1.5e-3)
+
+
+def test_ranks_that_compute_take_longer_to_meet():
+    late = Meeting(operation="sum", ranks=2, processes=2, seconds=0.01, factor=2.0)
+    crowded = Meeting(operation="sum", ranks=2, processes=4, seconds=0.05, factor=1.0)
+    bare, met = build(), build(meetings=[late, crowded])
+    alone = bare.collective_seconds("sum", 2000, ranks=2, processes=2)
+    assert met.collective_seconds("sum", 2000, ranks=2, processes=2) == pytest.approx(0.01 + 2 * alone)
+    in_four = bare.collective_seconds("sum", 2000, ranks=2, processes=4)
+    assert met.collective_seconds("sum", 2000, ranks=2, processes=4) == pytest.approx(0.05 + in_four)
+    # A message has a meeting of its own, or none; one rank alone meets nobody.
+    message = bare.collective_seconds("send", 2000, ranks=2, processes=2)
+    assert met.collective_seconds("send", 2000, ranks=2, processes=2) == message
+    assert met.collective_seconds("sum", 2000, ranks=1, processes=2) == 0.0

@@ -187,7 +187,10 @@ def _alternate(
     seconds: float,
     spent: list[float] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Of every rank: the median time of a work and a call, and of the work alone (or of what it says of itself)."""
+    """Of every rank: the mean time of a work and a call, and of the work alone (or of what it says of itself).
+
+    Means, without the highest and lowest tenth: a step has many meetings, and what it loses in them is their sum.
+    """
     wholes, owns = [], []
     num_turns = _num_turns(world, work, seconds) if spent is None else max(_FEWEST_BETWEEN, _MOST_BETWEEN // 2)
     world.barrier()
@@ -199,9 +202,14 @@ def _alternate(
         wholes.append(time.perf_counter() - begin)
         owns.append(middle - begin if spent is None else spent[0])
     world.barrier()
-    told = torch.tensor([statistics.median(wholes), statistics.median(owns)], dtype=torch.float64)
+    told = torch.tensor([_mean(wholes), _mean(owns)], dtype=torch.float64)
     pages = [tensor.tolist() for tensor in world.gather(told)]
     return [page[0] for page in pages], [page[1] for page in pages]
+
+
+def _mean(values: list[float]) -> float:
+    cut = len(values) // 10
+    return statistics.mean(sorted(values)[cut : len(values) - cut])
 
 
 def _num_turns(world: World, work: Callable[[], object], seconds: float) -> int:
