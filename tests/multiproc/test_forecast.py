@@ -22,6 +22,18 @@ RECIPE = {
 }
 # Above DDP's first bucket of 1 MiB, so that gradients travel in several.
 WIDE = {**RECIPE, "model": {"name": "gpt", "layers": 4, "hidden": 192, "heads": 4}}
+EVERY_KIND = [
+    "dp=2",
+    "dp=2 zero=3 microbatches=2 recompute=full",
+    "tp=2 sp=true",
+    "cp=2",
+    "cp=2 cp_kind=alltoall zero=1",
+    "pp=2 schedule=1f1b",
+    "pp=2 schedule=zbv",
+    "pp=2 schedule=chimera",
+]
+"""One plan of everything that moves or holds something in its own way; the others are made of these, and are in the soak."""
+EVERY_PRODUCT = ["dp=2 tp=2 sp=true zero=3", "dp=2 cp=2", "dp=2 pp=2 schedule=zb-h1 zero=3"]
 TWO = [
     "dp=2",
     "dp=2 zero=1",
@@ -99,25 +111,33 @@ def with_replicas(text: str, num_ranks: int) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("plans", [TWO[:8], TWO[8:15], TWO[15:]], ids=["data", "tensor-context", "pipeline"])
-def test_two_ranks_count_and_hold_what_was_forecast(plans):
-    compare(RECIPE, plans, 2, deadline_seconds=100)
+def test_two_ranks_count_and_hold_what_was_forecast():
+    compare(RECIPE, EVERY_KIND, 2, deadline_seconds=100)
 
 
-@pytest.mark.parametrize(
-    "plans",
-    [
-        pytest.param(FOUR[:6], id="whole"),
-        pytest.param(FOUR[6:10], id="stages"),
-        pytest.param(FOUR[10:], id="deep", marks=pytest.mark.soak),
-    ],
-)
-def test_four_ranks_count_and_hold_what_was_forecast(plans):
-    compare(RECIPE, plans, 4, deadline_seconds=100)
+def test_four_ranks_count_and_hold_what_was_forecast():
+    compare(RECIPE, EVERY_PRODUCT, 4, deadline_seconds=100)
 
 
 def test_buckets_of_a_larger_model_are_forecast():
-    compare(WIDE, ["dp=2", "dp=2 microbatches=2"], 2, deadline_seconds=100)
+    compare(WIDE, ["dp=2"], 2, deadline_seconds=100)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plans", [TWO[:8], TWO[8:15], TWO[15:]], ids=["data", "tensor-context", "pipeline"])
+def test_two_ranks_and_many_plans(plans):
+    compare(RECIPE, plans, 2, deadline_seconds=100)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plans", [FOUR[:6], FOUR[6:10], FOUR[10:]], ids=["whole", "stages", "deep"])
+def test_four_ranks_and_many_plans(plans):
+    compare(RECIPE, plans, 4, deadline_seconds=100)
+
+
+@pytest.mark.soak
+def test_buckets_are_forecast_with_microbatches():
+    compare(WIDE, ["dp=2 microbatches=2"], 2, deadline_seconds=100)
 
 
 @pytest.mark.soak

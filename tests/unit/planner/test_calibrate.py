@@ -17,7 +17,6 @@ def answer(*, alone=1.0, together=1.0, seconds=1.0, rank_bytes=10):
         "together": [together, together, 100 * together],
         "matmuls": [0.1 * (number + 1) for number in range(len(SHAPES))],
         "copy": {"num_bytes": 100, "seconds": 0.5},
-        "meetings": [],
         "collectives": [timed],
         "meetings": [],
     }
