@@ -12,6 +12,11 @@ from shoal.trainer.config import Recipe
 from shoal.trainer.forecasts.calibrating import measure_machine
 from shoal.trainer.forecasts.cast import Cast, NoRoom
 
+# One block with one head is cut neither by tp nor by pp: four plans of dp, one of cp. All are rehearsed, however long it takes;
+# those that are tried have one round.
+SETTINGS = ("layers=1", "heads=1", "kv_heads=1")
+BUDGETS = ("search_seconds=900", "try_seconds=0.01")
+FEW = [f"--set=model.{setting}" for setting in SETTINGS] + [f"--set=planner.auto.{budget}" for budget in BUDGETS]
 # What a replica says of 16 samples at once takes 128 MiB, and as much again for every function of it.
 WORDY = {
     "plan": "auto",
@@ -33,8 +38,7 @@ def at(cache):
 
 
 def test_without_a_machine_file_auto_measures_shortly_picks_runs_and_compares(shoal, tiny, at, cache):
-    short = ("--set", "planner.auto.search_seconds=5", "--set", "planner.auto.try_seconds=2")
-    chosen = ("--plan", "auto", "--nproc", "2", "--run-dir", "run", *short)
+    chosen = ("--plan", "auto", "--nproc", "2", "--run-dir", "run", *FEW)
     done = shoal.run("train", tiny, *chosen, environment=at, timeout=110)
     machine = json.loads((cache / "shoal" / "machine.json").read_text())
     assert machine["provenance"]["cores"] >= 1 and len(machine["sha256"]) == 64
@@ -76,7 +80,7 @@ def test_a_named_plan_can_be_forecast_too(shoal, tiny, at):
 def test_tune_tries_the_best_plans_for_real(shoal, tiny, at):
     done = shoal.run(
         *("tune", tiny, "--nproc", "2", "--top", "3", "--steps", "4", "--json", "out.json"),
-        *("--set", "planner.auto.search_seconds=3"),
+        *FEW,
         environment=at,
         timeout=110,
     )

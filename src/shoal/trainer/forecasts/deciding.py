@@ -195,7 +195,8 @@ def pick_from(cast: Cast, decision: Decision) -> Decision:
     if not tried:
         return decision
     rest = [page for page in decision.ranked if all(page["plan"] != one["plan"] for one in tried)]
-    told = f"tried for {heats.num_rounds} rounds of {_STEPS} real steps in {heats.seconds:.0f} s, until {heats.why}"
+    rounds = f"{heats.num_rounds} round{'' if heats.num_rounds == 1 else 's'}"
+    told = f"tried for {rounds} of {_STEPS} real steps in {heats.seconds:.0f} s, until {heats.why}"
     return replace(decision, ranked=(*tried, *rest), tried=told)
 
 
