@@ -8,6 +8,7 @@ from harness import read_summary
 from machine_cases import build
 from shoal.core.config import validate
 from shoal.core.plan import Plan
+from shoal.planner.machine import write_machine
 from shoal.trainer.config import Recipe
 from shoal.trainer.forecasts.calibrating import measure_machine
 from shoal.trainer.forecasts.cast import Cast, NoRoom
@@ -116,17 +117,20 @@ def test_an_odd_number_of_processes_is_timed():
     assert sends and all(timed.processes == 3 and timed.seconds > 0 for timed in sends)
 
 
-def test_what_cannot_be_fitted_to_is_refused(shoal, at):
+def test_what_cannot_be_fitted_to_is_refused(shoal, tmp_path):
+    at = {"XDG_CACHE_HOME": str(tmp_path)}
+    write_machine(tmp_path / "shoal" / "machine.json", build())
     (shoal.folder / "empty").mkdir()
     done = shoal.run("calibrate", "--from-runs", "empty", expect=2, environment=at)
     assert "not a run directory" in done.stderr
 
 
-def test_an_edited_machine_file_is_refused_by_name(shoal, tiny, at, cache):
-    page = json.loads((cache / "shoal" / "machine.json").read_text())
+def test_an_edited_machine_file_is_refused_by_name(shoal, tiny):
+    write_machine(shoal.folder / "mine.json", build())
+    page = json.loads((shoal.folder / "mine.json").read_text())
     page["rank_bytes"] += 1
     (shoal.folder / "mine.json").write_text(json.dumps(page))
-    done = shoal.run("tune", tiny, "--nproc", "2", "--machine", "mine.json", expect=2, environment=at)
+    done = shoal.run("tune", tiny, "--nproc", "2", "--machine", "mine.json", expect=2)
     assert "changed after it was measured" in done.stderr
 
 
