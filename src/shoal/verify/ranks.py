@@ -23,7 +23,6 @@ from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.elastic.jobs import serve
 from shoal.models.build import Loss
-from shoal.pipeline.build import Pipeline
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
@@ -119,7 +118,7 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
         rank=rank,
         optimizer=trainer.optim_config.name,
         precision=trainer.precision,
-        stages=None if cut is None else _names_of(cut),
+        part=None if cut is None else cut.part,
     )
     measured = measure_state(trainer.placed, is_asynchronous=trainer.stream is not None)
     predicted = {what: size for what, size in predicted.items() if what in measured}
@@ -134,12 +133,6 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
             # A forward pass that looks at values cannot run without them; then there is a measurement and no prediction.
             print(f"activations cannot be predicted: {type(error).__name__}: {error}", file=sys.stderr)
     return {"predicted": predicted, "measured": measured}
-
-
-def _names_of(cut: Pipeline) -> set[str]:
-    """The parameters of this rank's stages."""
-    own = cut.schedule.grid.stages_of(cut.rank)
-    return {name for name, stages in cut.holders.items() if not stages.isdisjoint(own)}
 
 
 def adds_in_order(trainer: Trainer) -> bool:
