@@ -122,6 +122,10 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
     )
     measured = measure_state(trainer.placed, is_asynchronous=trainer.stream is not None)
     predicted = {what: size for what, size in predicted.items() if what in measured}
+    if plan.zero == 0 and "gradients" in predicted:
+        # One that no sample touched has no gradient to keep; that it has none in one process either is compared elsewhere.
+        trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        predicted["gradients"] -= sum(parameter.nbytes for parameter in trained if parameter.grad is None)
     # Stage 3 keeps weights out of what autograd saves with hooks of its own, which would hide from the count what is inside them.
     if meter.microbatch is not None and meter.num_bytes is not None and plan.zero < 3:
         measured["activations"] = meter.num_bytes
