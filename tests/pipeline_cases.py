@@ -31,7 +31,16 @@ def build(kind: str):
     if kind == "cnn":
         return build_model(CnnConfig(dropout=0.1), DataSpec(kind="classes", features=(8, 8), classes=10))
     config = GptConfig(layers=4, hidden=16, heads=2, dropout=0.1, tied=kind == "tied gpt")
-    return build_model(config, DataSpec(kind="tokens", vocab=VOCAB, sequence=LENGTH))
+    model = build_model(config, DataSpec(kind="tokens", vocab=VOCAB, sequence=LENGTH))
+    return with_seldom_used(model) if kind == "spare gpt" else model
+
+
+def with_seldom_used(model):
+    """A weight in the first block that nothing reads, and one that only a microbatch of one sample does."""
+    block = model.blocks[0]
+    block.spare, block.rare = (torch.nn.Parameter(torch.ones(16)) for _ in range(2))
+    block.register_forward_hook(lambda module, args, output: output * module.rare if len(output) == 1 else output)
+    return model
 
 
 def batch(kind: str, microbatch: int):
@@ -99,7 +108,7 @@ def train_alone(kind: str, *, halves: bool, steps: int, turns=None):
         if turns:
             total = _turned(model, feed, uses, turns)
         for name, parameter in parameters.items():
-            parameter.grad = total[name]
+            parameter.grad = total.get(name)
         optimizer.step()
         found.append((total, {name: parameter.detach().clone() for name, parameter in parameters.items()}))
     return found
@@ -117,8 +126,8 @@ def _turned(model, feed, uses, turns):
     for name, own in turns.items():
         for turn in range(max(own)):
             for use, count in enumerate(own):
-                if turn < count:
-                    part = sums[count, turn][name][use]
+                parts = sums[count, turn][name] if turn < count else []
+                for part in parts[use : use + 1]:
                     total[name] = total[name] + part if name in total else part
     return total
 
@@ -138,7 +147,7 @@ def _sums(model, feed, microbatches, uses):
         with feed.drawing(microbatch):
             output = model(*feed.inputs(microbatch))
         feed.loss(output, microbatch).backward()
-    found = {name: [value.grad.clone()] for name, value in own.items()}
+    found = {name: [] if value.grad is None else [value.grad.clone()] for name, value in own.items()}
     for path, weight in tied.items():
         model.get_submodule(path).weight = weight
     for name, paths in uses.items():
@@ -178,7 +187,8 @@ def train_in_stages(world, kind, schedule, references, *, steps, plant=None):
         shared.finish()
         grads, weights = reference[step]
         for name, parameter in own.items():
-            if not torch.equal(parameter.grad, grads[name]):
+            found, expected = parameter.grad, grads.get(name)
+            if (found is None) != (expected is None) or (found is not None and not torch.equal(found, expected)):
                 differences.append(f"step {step}: gradient of {name}")
         optimizer.step()
         for name, parameter in own.items():

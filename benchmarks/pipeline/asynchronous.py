@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bubble import at_medians, medians_of, spans_of, transfer_of
+from bubble import Key, at_medians, medians_of, spans_of, transfer_of
 from workload import SAMPLES, Feed, Rank, Record, build_rank
 
 from shoal.comm.world import World
@@ -133,13 +133,13 @@ def _predict(name: str, ranks: list[dict[str, Any]]) -> tuple[float, float]:
     updates = [end - begin for what, begin, _, end in ranks[0]["1f1b"] if what == UPDATE]
     # One step's actions have the names of another's: they are priced one by one.
     flushes, seconds = 0.0, []
-    pooled: dict[tuple[int, str], list[float]] = {}
+    pooled: dict[Key, list[float]] = {}
     for step in zip(*steps, strict=True):
         spans = spans_of(list(step))
         transfer = transfer_of(with_flush, spans)
         seconds.append(transfer)
         flushes += price(with_flush, _own(spans, transfer)).makespan
-        for key, value in medians_of(spans).items():
+        for key, value in medians_of(with_flush, spans).items():
             pooled.setdefault(key, []).append(value)
     medians = {key: statistics.median(values) for key, values in pooled.items()}
     transfer = statistics.median(seconds)

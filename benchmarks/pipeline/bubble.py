@@ -1,7 +1,7 @@
 """The idle time of a step that was taken, beside what its schedule prices at the times of that same step.
 
 measured    1 - busy / (ranks * makespan): busy is the time in actions without what they waited for other ranks
-predicted   the schedule, priced at the median of each stage's F, B, I and W in this step, and the median transfer
+predicted   the schedule, priced at the median of each rank's F, B, I and W of each stage in this step, and the median transfer
 jitter      how much more the schedule prices when each action has its own time in place of the median
 rest        measured less predicted less jitter: what is between the actions
 """
@@ -73,18 +73,27 @@ def transfer_of(schedule: Schedule, spans: dict[Action, Span]) -> float:
     return statistics.median(found) if found else 0.0
 
 
-def medians_of(spans: dict[Action, Span]) -> dict[tuple[int, str], float]:
-    """By stage and kind."""
+Key = tuple[int, int, str]
+"""Rank, stage and kind. Two ranks that have a stage, as those of chimera, need not be equally fast."""
+
+
+def key_of(schedule: Schedule, action: Action) -> Key:
+    """What an action's time is a sample of."""
+    return schedule.grid.rank_of(action.stage, action.microbatch), action.stage, str(action.kind)
+
+
+def medians_of(schedule: Schedule, spans: dict[Action, Span]) -> dict[Key, float]:
+    """By rank, stage and kind."""
     seconds = defaultdict(list)
     for action, span in spans.items():
-        seconds[action.stage, str(action.kind)].append(span.seconds)
+        seconds[key_of(schedule, action)].append(span.seconds)
     return {key: statistics.median(values) for key, values in seconds.items()}
 
 
-def at_medians(schedule: Schedule, medians: dict[tuple[int, str], float], transfer: float) -> Costs:
-    """What each action of a schedule takes, by its stage and kind."""
+def at_medians(schedule: Schedule, medians: dict[Key, float], transfer: float) -> Costs:
+    """What each action of a schedule takes, by its rank, stage and kind."""
     every = [action for rank in range(len(schedule.rows)) for action in schedule.actions(rank)]
-    return Costs(measured={action: medians[action.stage, str(action.kind)] for action in every}, transfer=transfer)
+    return Costs(measured={action: medians[key_of(schedule, action)] for action in every}, transfer=transfer)
 
 
 def bubble_of(schedule: Schedule, rows: Rows) -> Bubble:
@@ -93,7 +102,7 @@ def bubble_of(schedule: Schedule, rows: Rows) -> Bubble:
     makespan = max(span.end for span in spans.values()) - min(span.begin for span in spans.values())
     busy = [sum(end - begin - waited for _, begin, waited, end in row) for row in rows]
     transfer = transfer_of(schedule, spans)
-    timeline = price(schedule, at_medians(schedule, medians_of(spans), transfer))
+    timeline = price(schedule, at_medians(schedule, medians_of(schedule, spans), transfer))
     own = Costs(measured={action: span.seconds for action, span in spans.items()}, transfer=transfer)
     expected = [1 - timeline.busy(rank) / timeline.makespan for rank in range(len(rows))]
     return Bubble(

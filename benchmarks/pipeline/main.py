@@ -1,6 +1,6 @@
 """A pipeline step on two processes: beside ``torch.distributed.pipelining``, beside its own prediction, and without a flush.
 
-python benchmarks/pipeline/main.py [--rounds 9]
+python benchmarks/pipeline/main.py [--rounds 9] [--only zbv,chimera]
 """
 
 import argparse
@@ -75,7 +75,16 @@ def main() -> None:
     """Measure, print the tables of the README and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    results = measure(parser.parse_args().rounds)
+    parser.add_argument(
+        "--only", help="steps of these schedules alone, by commas; prints their table and writes no file"
+    )
+    given = parser.parse_args()
+    if given.only:
+        names = given.only.split(",")
+        answers = run_on_ranks(steps.race, 2, given.rounds, names, deadline_seconds=900.0)
+        print(as_markdown({"step": steps.summarise(answers, names), "asynchronous": {}, "memory": {}}))
+        return
+    results = measure(given.rounds)
     print(as_markdown(results))
     target = Path(__file__).parent / "results" / f"{date.today()}.json"
     target.parent.mkdir(exist_ok=True)

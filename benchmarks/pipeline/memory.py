@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from workload import MICROBATCHES, Feed, build_rank, cut
 
 from shoal.comm.world import World
-from shoal.parallel.recompute import SavedActivations, measure_saved
+from shoal.costs.saved import SavedActivations, measure_saved
 from shoal.pipeline.deferred import Later, deferring
-from shoal.pipeline.runtime import Runtime, row_places
+from shoal.pipeline.runtime import Runtime, receives_by_cell, row_places
 from shoal.schedules.action import Action, Kind
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.pricing import peak_activations
@@ -93,6 +93,7 @@ def predict(schedule: Schedule, rank: int, stages: list[Held], *, keeps_sent: bo
     """Tensors between stages that are here, and what holds them."""
     sent: list[tuple[Result, int]] = []
     made, needed = row_places(schedule)
+    posted = receives_by_cell(schedule, rank)
 
     def give(result: Result, target: int) -> None:
         if target == rank:
@@ -110,9 +111,8 @@ def predict(schedule: Schedule, rank: int, stages: list[Held], *, keeps_sent: bo
                 between[parcel].discard("sent")
 
     for place, action in enumerate(row):
-        for near in row[place : place + 2]:
-            for result in _from_afar(schedule, near):
-                between[result].add("on its way")
+        for result in posted[place]:
+            between[result].add("on its way")
         for result in _from_afar(schedule, action):
             take(result)
         stage, microbatch = action.stage, action.microbatch

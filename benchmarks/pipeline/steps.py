@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from shoal.schedules.catalogue import make_schedule
 NAMES = (*TORCH_SCHEDULES, "zb-h1", "zbv", "v-min", "chimera")
 
 
-def race(world: World, rounds: int) -> dict[str, Any]:
+def race(world: World, rounds: int, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """Seconds per step of each contender, taking turns, and every action of ours."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    for name in NAMES:
+    for name in names:
         ours, record = shoal_step(world, make_schedule(name, ranks=world.size, microbatches=MICROBATCHES))
         contenders = {"shoal": ours}
         if name in TORCH_SCHEDULES:
@@ -42,10 +43,10 @@ def race(world: World, rounds: int) -> dict[str, Any]:
     return found
 
 
-def summarise(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(answers: list[dict[str, Any]], names: Sequence[str] = NAMES) -> dict[str, Any]:
     """One row for each schedule."""
     rows: dict[str, Any] = {}
-    for name in NAMES:
+    for name in names:
         schedule = make_schedule(name, ranks=len(answers), microbatches=MICROBATCHES)
         steps = zip(*(answer[name]["taken"] for answer in answers), strict=True)
         rows[name] = _times(answers[0][name]["seconds"]) | _bubbles([bubble_of(schedule, list(step)) for step in steps])

@@ -97,12 +97,13 @@ def test_a_short_last_batch_leaves_turns_without_samples(found):
 
 
 def test_replicated_stages_are_proved_bit_for_bit_and_a_lost_sum_is_caught():
-    """Tied weights, dropout and clipping; traffic and sizes as predicted. Then the bug, and its control."""
+    """Tied weights, dropout and clipping; traffic and sizes as predicted; mixed precision. Then the bug, and its control."""
     recipe = recipe_of("gpt", {"model": {"tied": True}, "data": {"samples": 64}})
     subject, _ = build_subject(recipe)
     with Prover(steps=5) as prover:
-        for text in (f"dp=1 {PLAN}", "dp=1 pp=3 replicas=1-2 microbatches=8"):
-            proved = prover.prove(subject, Plan.parse(text), "float32")
+        other = "dp=1 pp=3 replicas=1-2 microbatches=8"
+        for text, precision in ((f"dp=1 {PLAN}", "float32"), (other, "float32"), (f"dp=1 {PLAN}", "bfloat16")):
+            proved = prover.prove(subject, Plan.parse(text), precision)
             assert proved.ok and proved.bitwise, proved.first_difference
         caught = try_mutant(prover, MUTANTS[MUTANT], recipe, {})
         assert caught.caught and caught.control_ok, caught
@@ -116,6 +117,19 @@ def test_replicas_of_replicated_pipelines_are_proved_with_and_without_zero(text)
     with Prover(steps=3) as prover:
         proved = prover.prove(subject, Plan.parse(f"{text} replicas=2-1 microbatches=4"), "float32")
     assert proved.ok and proved.bitwise, proved.first_difference
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_replicated_stages_in_mixed_precision_are_proved_bit_for_bit(precision):
+    """Parcels are of 16 bits, sums of copies of 32, and the scale of the loss is in both."""
+    subject, _ = build_subject(recipe_of("gpt", {"model": {"tied": True}, "optim": {"clip": 1.0}}))
+    plans = (PLAN, "pp=3 replicas=1-2 microbatches=4", "pp=3 schedule=gpipe replicas=2-1 microbatches=8")
+    with Prover(steps=5) as prover:
+        for text in plans:
+            proved = prover.prove(subject, Plan.parse(f"dp=1 {text}"), precision)
+            assert proved.ok and proved.bitwise, proved.first_difference
 
 
 REHEARSED = {

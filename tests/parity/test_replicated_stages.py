@@ -15,6 +15,7 @@ CASES = {
     3: {
         "gpt": [("1f1b", (2, 1)), ("1f1b", (1, 2)), ("gpipe", (2, 1))],
         "tied gpt": [("1f1b", (2, 1)), ("1f1b", (1, 2))],
+        "spare gpt": [("1f1b", (2, 1))],
     },
     4: {"gpt": [("1f1b", (2, 1, 1)), ("1f1b", (1, 2, 1)), ("1f1b", (3, 1)), ("pipedream-flush", (2, 2))]},
 }
@@ -73,18 +74,26 @@ def train_with_bugs(world):
     found["another order"] = train_in_turns(world, "tied gpt", case, 1)
     share.places_of = honest
     found["others' microbatches"] = train_in_turns(world, "gpt", case, 2, plant=take_the_others_microbatch)
+    pack = share.Shared._pack
+    share.Shared._pack = lambda self, keys: torch.cat(
+        [(own := pack(self, keys))[: -len(keys)], own.new_ones(len(keys))]
+    )
+    found["zeros for nothing"] = train_in_turns(world, "spare gpt", case, 1)
+    share.Shared._pack = pack
     found["none"] = train_in_turns(world, "tied gpt", case, 1)
     return {bug: difference["1f1b-2-1"] for bug, difference in found.items()}
 
 
 def test_planted_bugs_are_seen():
     """Sums left out are seen on both ranks of the stage, and the other stage is right; the tied weight has three terms, which
-    from the other end come to other bits; a microbatch on the wrong rank is seen by all."""
+    from the other end come to other bits; a microbatch on the wrong rank is seen by all; a weight that no microbatch touches
+    has no gradient in one process, where zeros would have it decay."""
     ranks = run_on_ranks(train_with_bugs, 3, deadline_seconds=100.0)
     first, second, last = (found["nothing summed"] for found in ranks)
     assert first.startswith("step 0: gradient of") and second.startswith("step 0: gradient of") and last is None
     assert [found["another order"] for found in ranks] == ["step 0: gradient of embedding.weight"] * 3
     assert all(found["others' microbatches"] for found in ranks)
+    assert [found["zeros for nothing"] for found in ranks] == [*["step 0: gradient of blocks.0.spare"] * 2, None]
     assert [found["none"] for found in ranks] == [None] * 3, "the control"
 
 

@@ -67,6 +67,14 @@ class Absent(nn.Module):
         module._parameters[last] = parameter
 
 
+def keep_part(model: nn.Module, *, elsewhere: Collection[str], kept: Collection[nn.Parameter]) -> list[Absent]:
+    """Let go of the units at some paths and of every parameter that is not kept; what took the units' places."""
+    absent = [let_go(model, path, kept=kept) for path in elsewhere]
+    # What is left now and not kept is in no unit.
+    let_go_of_others(model, kept=kept)
+    return absent
+
+
 def let_go(model: nn.Module, path: str, *, kept: Collection[nn.Parameter]) -> Absent:
     """Put an ``Absent`` in a unit's place and free its weights, but for those that are kept elsewhere on this rank."""
     unit = model.get_submodule(path)

@@ -12,6 +12,7 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.models.dropout import DropoutKey
 from shoal.parallel.anatomy import Anatomy
+from shoal.pipeline.absent import keep_part
 from shoal.pipeline.choose import Agree, choose_starts
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.cut import Chain
@@ -29,6 +30,14 @@ class Stages:
     units: tuple[Unit, ...]
     starts: tuple[int, ...]
     schedule: Schedule
+
+    def elsewhere(self, rank: int) -> tuple[str, ...]:
+        """The units that no stage of a rank calls, in the order of calls."""
+        own = self.schedule.grid.stages_of(rank)
+        called = {
+            unit.path for call, unit in enumerate(self.units) if sum(call >= start for start in self.starts) - 1 in own
+        }
+        return tuple(dict.fromkeys(unit.path for unit in self.units if unit.path not in called))
 
     def describe(self) -> list[str]:
         """A line per stage, for people."""
@@ -101,6 +110,21 @@ def prove_stages(model: nn.Module, example: tuple[Tensor, ...], stages: Stages) 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a rank keeps of a model, by names only: enough to cut another copy of the model as that rank's own."""
+
+    elsewhere: tuple[str, ...]
+    """Paths of the units that its stages do not call."""
+    names: frozenset[str]
+    """Of its parameters; one of the names of a tied one is enough."""
+
+    def cut(self, model: nn.Module) -> None:
+        """Leave of a whole model, in place, what the rank has: its modules, in whose order ZeRO lays weights out, included."""
+        named = model.named_parameters(remove_duplicate=False)
+        keep_part(model, elsewhere=self.elsewhere, kept=[value for name, value in named if name in self.names])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """A model of which this rank has kept its stages."""
 
@@ -126,6 +150,11 @@ class Pipeline:
     def trained(self) -> dict[str, nn.Parameter]:
         """Those of ``own`` that are trained, in the order of names."""
         return {name: parameter for name, parameter in sorted(self.own.items()) if parameter.requires_grad}
+
+    @property
+    def part(self) -> Part:
+        """What this rank kept."""
+        return Part(elsewhere=self.stages.elsewhere(self.rank), names=frozenset(self.own))
 
     def is_first_keeper(self, name: str) -> bool:
         """True on one of the ranks that keep a tensor."""

@@ -26,7 +26,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.costs.undisturbed import undisturbed
 from shoal.models.dropout import DropoutKey
 from shoal.parallel.recompute import surrounding
-from shoal.pipeline.absent import let_go, let_go_of_others
+from shoal.pipeline.absent import keep_part
 from shoal.pipeline.mail import parcel_problem
 from shoal.pipeline.passing import Gone, Left, Pass, Received, are_same, has_no_value
 from shoal.pipeline.standin import StandIns
@@ -93,11 +93,10 @@ class Chain:
     def keep(self, stages: Collection[int]) -> dict[str, nn.Parameter]:
         """Let go of the weights of all other stages; those that stay, by their names in the whole module."""
         own = {name: self._whole[name] for name, holders in self.holders().items() if not holders.isdisjoint(stages)}
-        for path in dict.fromkeys(unit.path for unit in self.units):
-            if self.stages_of(path).isdisjoint(stages):
-                self._surround(let_go(self.model, path, kept=own.values()))
-        # What is left now and not kept is in no unit.
-        let_go_of_others(self.model, kept=own.values())
+        paths = dict.fromkeys(unit.path for unit in self.units)
+        elsewhere = [path for path in paths if self.stages_of(path).isdisjoint(stages)]
+        for absent in keep_part(self.model, elsewhere=elsewhere, kept=own.values()):
+            self._surround(absent)
         self._whole = {name: parameter for name, parameter in self._whole.items() if name in own}
         return own
 

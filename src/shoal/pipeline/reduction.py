@@ -4,7 +4,7 @@ DDP cannot serve here: it sums in the backward pass of the module that it wraps,
 once, after the last cell, when every gradient is there; under ZeRO they are scattered to their shards at the same point.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -33,6 +33,8 @@ class StageReduction:
         replicas: ranks with the same stages and other data.
         placements: of parameters that tensor parallelism has cut.
         sharded: where ZeRO keeps state; None without it.
+        allows_untouched: replicas tell each other which parameters got no gradient, and one that has none anywhere keeps none,
+            as in one process; costs a number per parameter.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class StageReduction:
         replicas: Channel,
         placements: Mapping[str, Placement],
         sharded: ZeroReduction | None = None,
+        allows_untouched: bool = False,
     ) -> None:
         self._own = dict(own)
         self._shared = shared
         self._replicas = replicas
         self.sharded = sharded
+        self._allows_untouched = allows_untouched
         self._untouched: list[str] = []
         self._placements = {
             name: placements.get(name, place_whole(parameter.shape)) for name, parameter in self._own.items()
@@ -90,14 +94,20 @@ class StageReduction:
         self._shared.finish()
         if self.sharded is None:
             self._untouched = [name for name, parameter in self._own.items() if parameter.grad is None]
-            sum_gradients_(self._own, self._replicas)
+            sum_gradients_(self._own, self._replicas, allows_untouched=self._allows_untouched)
             return
         for name in self._shared.names:
             parameter = self._own[name]
-            assert parameter.grad is not None
-            self.sharded.gradients.put(name, parameter.grad)
-            parameter.grad = None
+            if parameter.grad is not None:
+                self.sharded.gradients.put(name, parameter.grad)
+                parameter.grad = None
         self.sharded.finish()
+
+    @property
+    def num_flag_bytes(self) -> int:
+        """Of what replicas tell each other beside gradients."""
+        is_told = self._allows_untouched and self.sharded is None and self._replicas.size > 1
+        return sum(parameter.element_size() for parameter in self._own.values()) if is_told else 0
 
     def publish(self) -> None:
         """See ``Reduction``."""
@@ -115,9 +125,16 @@ class StageReduction:
 
 
 def reduce_stages(
-    model: nn.Module, pipeline: Pipeline, *, plan: Plan, mesh: Mesh, anatomy: Anatomy, laid: Laid
+    model: nn.Module,
+    pipeline: Pipeline,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    anatomy: Anatomy,
+    laid: Laid,
+    unused_parameters: bool = False,
 ) -> StageReduction:
-    """The reduction of a model that was cut, with ZeRO or without."""
+    """The reduction of a model that was cut, with ZeRO or without; ``unused_parameters`` is the setting of that name."""
     trained = pipeline.trained
     sharded = None
     # A stage may have nothing to train, on all its replicas alike, and then nothing to shard.
@@ -126,20 +143,40 @@ def reduce_stages(
         sharded = apply_zero(
             model, anatomy=anatomy, mesh=mesh, stage=plan.zero, num_microbatches=2, placements=laid.placements
         )
-    return StageReduction(trained, pipeline.shared, replicas=mesh.replicas, placements=laid.placements, sharded=sharded)
+    return StageReduction(
+        trained,
+        pipeline.shared,
+        replicas=mesh.replicas,
+        placements=laid.placements,
+        sharded=sharded,
+        allows_untouched=unused_parameters,
+    )
 
 
-def sum_gradients_(parameters: Mapping[str, nn.Parameter], channel: Channel) -> None:
-    """Add gradients over the ranks of a channel, in the order of names, in messages of some megabytes."""
-    if channel.size == 1:
+def sum_gradients_(parameters: Mapping[str, nn.Parameter], channel: Channel, *, allows_untouched: bool = False) -> None:
+    """Add gradients over the ranks of a channel, in the order of names, in messages of some megabytes.
+
+    One that a rank does not have counts as zeros. With ``allows_untouched`` one that no rank has stays None.
+    """
+    if channel.size == 1 or not parameters:
         return
+    grads = [parameter.grad for parameter in parameters.values()]
+    # Another replica may have those that are missing here: messages must be of one size.
+    summed = [
+        torch.zeros_like(parameter) if grad is None else grad
+        for grad, parameter in zip(grads, parameters.values(), strict=True)
+    ]
+    touched = summed[-1].new_tensor([grad is not None for grad in grads])
+    _sum_in_buckets([*summed, touched] if allows_untouched else summed, channel)
+    num_holders = touched.tolist() if allows_untouched else [1] * len(summed)
+    for parameter, total, num in zip(parameters.values(), summed, num_holders, strict=True):
+        parameter.grad = total if num else None
+
+
+def _sum_in_buckets(grads: Sequence[Tensor], channel: Channel) -> None:
     bucket: list[Tensor] = []
     size = 0
-    for parameter in parameters.values():
-        if parameter.grad is None:
-            # Another replica may have one: messages must be of one size.
-            parameter.grad = torch.zeros_like(parameter)
-        grad = parameter.grad
+    for grad in grads:
         if bucket and (size + grad.nbytes > _BUCKET_BYTES or grad.dtype != bucket[0].dtype):
             _sum_packed(bucket, channel)
             bucket, size = [], 0

@@ -2,10 +2,11 @@
 
 Each use of a weight, and each copy of a stage (a direction, or a rank that takes turns), has a sum over microbatches of its own;
 these are added in the order of copies, then of stages. The order is the same wherever the stages lie, so every rank that holds
-the weight gets the same bits under every schedule.
+the weight gets the same bits under every schedule. A weight that no copy has touched keeps no gradient, as in one process: an
+optimizer skips it, and would decay it if it had zeros.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -75,37 +76,38 @@ class Shared:
         for name, places in self._places.items():
             total: Tensor | None = None
             for _, stage, rank in places:
-                part = self._own(name, stage) if rank == self._rank else arrived[rank][name, stage]
-                total = part if total is None else total + part
+                part = (self._sums if rank == self._rank else arrived[rank]).get((name, stage))
+                if part is not None:
+                    total = part if total is None else total + part
             self._parameters[name].grad = total
         self._sums.clear()
 
-    def _exchange(self) -> dict[int, dict[tuple[str, int], Tensor]]:
-        """Every other holder's sums, one message each way."""
+    def _exchange(self) -> dict[int, dict[tuple[str, int], Tensor | None]]:
+        """Every other holder's sums, one message each way: the sums, then a number for each that says whether there is one."""
         peers = sorted({rank for places in self._places.values() for *_, rank in places if rank != self._rank})
-        arrived: dict[int, dict[tuple[str, int], Tensor]] = {}
+        arrived: dict[int, dict[tuple[str, int], Tensor | None]] = {}
         if not peers:
             return arrived
         assert self._mail is not None
         # All receives are posted before anything is sent: every holder sends to every other at the same time.
         parcels = {peer: self._expect(peer, self._mail) for peer in peers}
         for peer in peers:
-            parts = [self._own(name, stage).reshape(-1) for name, stage in self._common(peer, of=self._rank)]
-            self._mail.send([torch.cat(parts)], Lane(peer, _TAG), "shared", called=SHARE)
+            packed = self._pack(self._common(peer, of=self._rank))
+            self._mail.send([packed], Lane(peer, _TAG), "shared", called=SHARE)
         for peer, parcel in parcels.items():
             (packed,), _ = parcel.open()
             keys = self._common(peer, of=peer)
-            sizes = [self._parameters[name].numel() for name, _ in keys]
+            *parts, there = torch.split(packed, [self._parameters[name].numel() for name, _ in keys] + [len(keys)])
             arrived[peer] = {
-                key: part.view_as(self._parameters[key[0]])
-                for key, part in zip(keys, torch.split(packed, sizes), strict=True)
+                key: part.view_as(self._parameters[key[0]]) if is_there else None
+                for key, part, is_there in zip(keys, parts, there.tolist(), strict=True)
             }
         self._mail.flush()
         return arrived
 
     def _expect(self, peer: int, mail: Mail) -> Parcel:
         held = [self._parameters[name] for name, _ in self._common(peer, of=peer)]
-        size = sum(parameter.numel() for parameter in held)
+        size = sum(parameter.numel() + 1 for parameter in held)
         lane = Lane(peer, _TAG)
         mail.agree(lane, "shared", (Piece((size,), held[0].dtype, False),))
         return mail.expect(lane, "shared")
@@ -123,9 +125,14 @@ class Shared:
     def _is_here(self, places: tuple[Place, ...], stage: int) -> bool:
         return any(place[1:] == (stage, self._rank) for place in places)
 
-    def _own(self, name: str, stage: int) -> Tensor:
-        grad = self._sums.get((name, stage))
-        return torch.zeros_like(self._parameters[name]) if grad is None else grad
+    def _pack(self, keys: Sequence[tuple[str, int]]) -> Tensor:
+        own = [self._sums.get(key) for key in keys]
+        parts = [
+            torch.zeros_like(self._parameters[name]) if part is None else part
+            for (name, _), part in zip(keys, own, strict=True)
+        ]
+        there = parts[0].new_tensor([part is not None for part in own])
+        return torch.cat([*(part.reshape(-1) for part in parts), there])
 
 
 def places_of(grid: Grid, stages: frozenset[int]) -> tuple[Place, ...]:

@@ -85,12 +85,12 @@ def expected_sends(schedule: Schedule, rank: int, microbatches: Sequence[Boundar
 
 
 def expected_exchange(
-    sizes: Mapping[str, int], holders: Mapping[str, frozenset[int]], *, grid: Grid, rank: int
+    trained: Mapping[str, Tensor], holders: Mapping[str, frozenset[int]], *, grid: Grid, rank: int
 ) -> Account:
     """Sums of weights that several stages hold: one message to every rank that holds one of them too.
 
     Args:
-        sizes: bytes of every trained parameter.
+        trained: parameters, of which only sizes are read; a sum has one number more, which says whether there is a gradient.
         holders: their stages.
         grid: where stages lie.
         rank: along ``pp``.
@@ -98,10 +98,10 @@ def expected_exchange(
     accounts: list[Account] = []
     for peer in (other for other in range(grid.num_ranks) if other != rank):
         sent = 0
-        for name, size in sizes.items():
+        for name, parameter in trained.items():
             ranks = [where for *_, where in places_of(grid, holders[name])]
             if peer in ranks:
-                sent += size * ranks.count(rank)
+                sent += (parameter.nbytes + parameter.element_size()) * ranks.count(rank)
         if sent:
             accounts.append({(Axis.PIPELINE.value, SHARE): Traffic(calls=1, num_bytes=sent)})
     return add_accounts(*accounts)

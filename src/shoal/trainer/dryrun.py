@@ -5,7 +5,7 @@ can still be described on it.
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from shoal.parallel.describe import describe
 from shoal.parallel.sizes import predict_sizes
 from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.pipeline.advise import advise_replicas
-from shoal.pipeline.build import prove_stages
+from shoal.pipeline.build import Part, Stages, prove_stages
 from shoal.trainer.build import build_parts, build_without_memory
 from shoal.trainer.laying import look_at
 from shoal.trainer.layout import asks_the_model, schedule_of
@@ -137,7 +137,7 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
                 )
             )
         keepers = prove_stages(whole, example_of(data), stages)
-        parts = [part_of(model, {name for name in keepers if rank in keepers[name]}) for rank in range(plan.pp)]
+        parts = [_part_of(model, stages, keepers, rank) for rank in range(plan.pp)]
         versions = [0] * plan.pp
         if stages.schedule.updates.flows:
             # The weights themselves are the optimizer's; passes read copies of the versions, which begin to differ with steps.
@@ -148,15 +148,12 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     return max(found, key=lambda sizes: sizes["total"]), lines
 
 
-def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
-    """A copy of a model without memory that has only some of its saved tensors."""
-    part = copy.deepcopy(model)
-    for path, module in part.named_modules():
-        for slots in (module._parameters, module._buffers):
-            for name in slots:
-                if f"{path}.{name}".lstrip(".") not in kept and name not in module._non_persistent_buffers_set:
-                    slots[name] = None
-    return part
+def _part_of(model: nn.Module, stages: Stages, keepers: Mapping[str, tuple[int, ...]], rank: int) -> nn.Module:
+    """A copy of a model without memory, cut as on a rank of a pipeline."""
+    own = copy.deepcopy(model)
+    names = frozenset(name for name, ranks in keepers.items() if rank in ranks)
+    Part(elsewhere=stages.elsewhere(rank), names=names).cut(own)
+    return own
 
 
 def _sizes_of_part(model: nn.Module, prepared: Prepared, anatomy: Anatomy, num_copies: int) -> dict[str, int]:

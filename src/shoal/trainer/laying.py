@@ -222,7 +222,15 @@ def _reduce(
 ) -> tuple[nn.Module, Reduction, Runtime | None]:
     """How gradients are summed, by the objective's wrapper or by the stages; and what runs these."""
     if cut is not None:
-        stages = reduce_stages(objective.model, cut, plan=plan, mesh=mesh, anatomy=anatomy, laid=laid)
+        stages = reduce_stages(
+            objective.model,
+            cut,
+            plan=plan,
+            mesh=mesh,
+            anatomy=anatomy,
+            laid=laid,
+            unused_parameters=train.unused_parameters,
+        )
         return objective, stages, Runtime(cut.chain, cut.schedule, rank=cut.rank, mail=cut.mail, sums=stages)
     wrapped, reduction = apply_to_objective(
         objective,

@@ -4,7 +4,6 @@ Both must agree to the byte; ``shoal verify`` compares them, and a forecast says
 """
 
 import copy
-from collections.abc import Collection
 from dataclasses import asdict
 
 from torch import nn
@@ -18,6 +17,7 @@ from shoal.optim.precision import Precision
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.apply import apply_to_model
 from shoal.parallel.sizes import measure_sizes, predict_sizes
+from shoal.pipeline.build import Part
 from shoal.pipeline.reduction import StageReduction
 from shoal.trainer.laying import Placed
 
@@ -32,19 +32,19 @@ def predict_state(
     rank: int,
     optimizer: OptimizerName,
     precision: Precision,
-    stages: Collection[str] | None = None,
+    part: Part | None = None,
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state of one rank, from the plain model and the plan.
 
-    ``stages`` are the parameters of the rank's pipeline stages; None where it has all.
+    ``part`` is what the rank's pipeline stages keep; None where it has all.
     """
     mesh = pretend_mesh(plan, rank)
     # In memory, not on the meta device: moving there would untie tied weights.
     own = copy.deepcopy(model).to(dtype=precision.weight_dtype)
     dropout = apply_keyed_dropout(own, 0)
     apply_to_model(own, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm="local")
-    for name, parameter in own.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and (stages is None or name in stages))
+    if part is not None:
+        part.cut(own)
     sizes = predict_sizes(
         own,
         anatomy=anatomy,

@@ -160,9 +160,9 @@ def batch_loss(parts: Parts, step: int, ids: Ids, total: float, run: Callable[..
     return loss.reshape(()) * (items.weight / total)
 
 
-def gradient_of(leaf: Tensor) -> Tensor:
-    """What backward passes left at a leaf, as a tensor of its own; zeros where none reached it."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach().clone()
+def gradients_of(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """What backward passes left at leaves, as tensors of their own; leaves that none reached are left out."""
+    return [leaf.grad.detach().clone() for leaf in leaves if leaf.grad is not None]
 
 
 def measure_movement(parts: Parts, initial: Mapping[str, Tensor]) -> dict[str, float]:

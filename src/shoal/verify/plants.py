@@ -304,7 +304,8 @@ def keep_own_tied_sum(world: World) -> list[Swap]:
         arrived = honest(self)
         for parts in arrived.values():
             for part in parts.values():
-                part.zero_()
+                if part is not None:
+                    part.zero_()
         return arrived
 
     return [Swap(share.Shared, "_exchange", exchange)]

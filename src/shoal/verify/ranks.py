@@ -23,7 +23,6 @@ from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.elastic.jobs import serve
 from shoal.models.build import Loss
-from shoal.pipeline.build import Pipeline
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
@@ -119,10 +118,14 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
         rank=rank,
         optimizer=trainer.optim_config.name,
         precision=trainer.precision,
-        stages=None if cut is None else _names_of(cut),
+        part=None if cut is None else cut.part,
     )
     measured = measure_state(trainer.placed, is_asynchronous=trainer.stream is not None)
     predicted = {what: size for what, size in predicted.items() if what in measured}
+    if plan.zero == 0 and "gradients" in predicted:
+        # One that no sample touched has no gradient to keep; that it has none in one process either is compared elsewhere.
+        trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        predicted["gradients"] -= sum(parameter.nbytes for parameter in trained if parameter.grad is None)
     # Stage 3 keeps weights out of what autograd saves with hooks of its own, which would hide from the count what is inside them.
     if meter.microbatch is not None and meter.num_bytes is not None and plan.zero < 3:
         measured["activations"] = meter.num_bytes
@@ -134,12 +137,6 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
             # A forward pass that looks at values cannot run without them; then there is a measurement and no prediction.
             print(f"activations cannot be predicted: {type(error).__name__}: {error}", file=sys.stderr)
     return {"predicted": predicted, "measured": measured}
-
-
-def _names_of(cut: Pipeline) -> set[str]:
-    """The parameters of this rank's stages."""
-    own = cut.schedule.grid.stages_of(cut.rank)
-    return {name for name, stages in cut.holders.items() if not stages.isdisjoint(own)}
 
 
 def adds_in_order(trainer: Trainer) -> bool:

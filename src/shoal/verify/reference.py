@@ -28,7 +28,7 @@ from shoal.verify.parts import (
     build_parts,
     cut_batch,
     global_batches,
-    gradient_of,
+    gradients_of,
     measure_movement,
     norm_of,
     refuse_not_finite,
@@ -80,7 +80,8 @@ def tree_gradients(parts: Parts, step: int, ids: Ids, tree: Tree, scale: float) 
     loss: Tensor | None = None
     for group in replicas:
         partial, own = group_gradients(parts, step, group, tree, total=total, scale=scale)
-        sums = {name: sums[name] + grad for name, grad in own.items()} if sums else own
+        for name, grad in own.items():
+            sums[name] = sums[name] + grad if name in sums else grad
         loss = partial if loss is None else loss + partial
     assert loss is not None
     return float(loss), sums
@@ -91,12 +92,14 @@ def flat_gradients(parts: Parts, step: int, ids: Ids, scale: float) -> dict[str,
     parts.optimizer.zero_grad(set_to_none=True)
     weight = float(parts.train.collate(ids).weight)
     (batch_loss(parts, step, ids, max(1.0, weight)) * scale).backward()  # type: ignore[no-untyped-call]
-    return {name: gradient_of(parameter) for name, parameter in parts.named}
+    return {name: grad for name, parameter in parts.named for grad in gradients_of([parameter])}
 
 
 def relative_distance(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
     """How far two gradients are apart, over all tensors together, relative to the first."""
-    apart = sum(float((gradients[name].double() - others[name].double()).square().sum()) for name in gradients)
+    apart = sum(
+        float((gradients[name].double() - others[name].double()).square().sum()) for name in gradients if name in others
+    )
     size = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
     return math.sqrt(apart / size) if size > 0 else math.sqrt(apart)
 
@@ -105,9 +108,9 @@ def _update(parts: Parts, gradients: Mapping[str, Tensor], norm: float, scale: f
     limit = parts.optim.clip
     shorten = limit / norm if limit is not None and norm > limit else 1.0
     for name, parameter in parts.named:
-        parameter.grad = gradients[name]
-        if shorten / scale != 1.0:
-            parameter.grad = gradients[name] * (shorten / scale)
+        parameter.grad = gradients.get(name)
+        if parameter.grad is not None and shorten / scale != 1.0:
+            parameter.grad = parameter.grad * (shorten / scale)
     parts.optimizer.step()
 
 

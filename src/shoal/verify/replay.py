@@ -148,9 +148,10 @@ class Replay:
         own = sum(weigh(parts, cut) for cut in cuts[share])
         total = sum(weigh(parts, cut) for group in cuts for cut in group) if log.adds_to_steps else own
         total = max(1.0, total)
-        partial, gradient = group_gradients(parts, step, cuts[share], log.tree, total=total)
+        partial, found = group_gradients(parts, step, cuts[share], log.tree, total=total)
         mean = float(partial) * total / own if own else 0.0
-        return mean, own, gradient
+        # A push is a whole row: what a worker has no gradient of is zeros there.
+        return mean, own, {name: found.get(name, torch.zeros_like(value)) for name, value in parts.named}
 
     def _put_together(self, versions: Sequence[int]) -> Weights:
         """The weights as a worker had them, each shard's stretches in the version that it read of that shard."""

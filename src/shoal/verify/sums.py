@@ -1,7 +1,7 @@
 """The gradient of one replica's microbatches, or of one worker's, added in its plan's order: what every reference is made of.
 
 One partial sum per direction of a bidirectional pipeline, per rank of a stage whose ranks take turns, and per stage that uses a
-tied weight; these are added in this order.
+tied weight; these are added in this order. A parameter that no microbatch touches has no gradient, and an optimizer skips it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.verify.case import Tree
-from shoal.verify.parts import Ids, Parts, batch_loss, gradient_of
+from shoal.verify.parts import Ids, Parts, batch_loss, gradients_of
 from shoal.verify.uses import split_uses
 
 Way = list[tuple[int, Ids]]
@@ -23,7 +23,7 @@ Way = list[tuple[int, Ids]]
 def group_gradients(
     parts: Parts, step: int, group: Sequence[Ids], tree: Tree, *, total: float, scale: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradient, by the weights that the model has now.
+    """Loss and gradient, by the weights that the model has now; what no microbatch touched is left out.
 
     Args:
         parts: model and data.
@@ -48,8 +48,8 @@ def group_gradients(
                     (value if scale == 1.0 else value * scale).backward()  # type: ignore[no-untyped-call]
                 partial = partial + value.detach()
         for name, own in leaves.items():
-            terms[name] += turns.sums(name) if name in tree.turns else [gradient_of(leaf) for leaf in own]
-    return partial, {name: reduce(add, found) for name, found in terms.items()}
+            terms[name] += turns.sums(name) if name in tree.turns else gradients_of(own)
+    return partial, {name: reduce(add, found) for name, found in terms.items() if found}
 
 
 class _Turns:
@@ -76,10 +76,10 @@ class _Turns:
         """A leaf's sums: the first rank of every stage that uses it, then the second of those that have one, and so on."""
         leaves, counts = self._leaves[name], self._counts[name]
         return [
-            self._sums.get((name, use, turn), torch.zeros_like(leaf))
+            self._sums[name, use, turn]
             for turn in range(max(counts))
-            for use, leaf in enumerate(leaves)
-            if turn < counts[use]
+            for use in range(len(leaves))
+            if (name, use, turn) in self._sums
         ]
 
 

@@ -107,12 +107,14 @@ class TrafficSurvey:
         boundaries = [self._boundary(cut, microbatch) for microbatch in trainer.runner.padded(batch)]
         sent = expected_sends(cut.schedule, cut.rank, boundaries)
         key = (Axis.PIPELINE.value, "send")
-        sizes = {name: value.nbytes for name, value in cut.trained.items()}
-        shared = expected_exchange(sizes, cut.holders, grid=cut.schedule.grid, rank=cut.rank)
+        shared = expected_exchange(cut.trained, cut.holders, grid=cut.schedule.grid, rank=cut.rank)
         if (trainer.plan.sp or trainer.plan.cp > 1) and key in sent and key in counted:
             # The plain model's sequence is whole; how much of it a rank has at a boundary is its own affair.
             sent[key] = replace(sent[key], num_bytes=counted[key].num_bytes)
-        return add_accounts(sent, shared)
+        told = trainer.reduction.num_flag_bytes if isinstance(trainer.reduction, StageReduction) else 0
+        # In the last bucket of gradients: no message of their own.
+        flags = {(trainer.mesh.replicas.axis, "sum"): Traffic(calls=0, num_bytes=told)} if told else {}
+        return add_accounts(sent, shared, flags)
 
     def _boundary(self, cut: Pipeline, microbatch: Microbatch) -> Boundaries:
         kind = kind_of(microbatch)

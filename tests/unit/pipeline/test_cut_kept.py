@@ -12,6 +12,8 @@ from shoal.parallel.config import ParallelConfig
 from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.zero.layout import lay_out
 from shoal.pipeline.absent import Absent
+from shoal.pipeline.build import Part, Stages
+from shoal.schedules.catalogue import make_schedule
 
 
 def stored_bytes(model):
@@ -139,3 +141,16 @@ def test_zero_lays_out_what_a_rank_has_kept(stage):
     blocks = [visit.path for visit in layout.visits]
     assert [path for path in blocks if path != "blocks.0"] == expected[0]
     assert [unit.path for unit in layout.units] == expected[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_copy_is_cut_by_names_as_the_rank_itself_was(rank):
+    """A prediction lays out this copy: modules, names and order must be those of the stage that trains."""
+    example = batch("gpt", 0)[0]
+    chain = cut_at(gpt(), example, "blocks.1")
+    stages = Stages(units=chain.units, starts=chain.starts, schedule=make_schedule("1f1b", ranks=2, microbatches=2))
+    own, copied = chain.keep({rank}), gpt()
+    Part(elsewhere=stages.elsewhere(rank), names=frozenset(own)).cut(copied)
+    for look in (nn.Module.named_modules, nn.Module.named_parameters):
+        assert [(name, type(found)) for name, found in look(copied)] == [(n, type(f)) for n, f in look(chain.model)]
+    assert list(copied.state_dict()) == list(chain.model.state_dict())

@@ -69,6 +69,30 @@ def test_a_clipped_step_is_shorter(tmp_path):
     assert sum(value**2 for value in held.facts["movement"].values()) ** 0.5 == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.parametrize("tree", [Tree(replicas=2, microbatches=2), Tree(replicas=1, microbatches=4, directions=2)])
+def test_what_no_sample_touches_has_no_gradient_and_is_left_alone(tmp_path, monkeypatch, tree):
+    """As in any training in one process; zeros would have AdamW decay it."""
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: Sparing())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+        optim={"name": "adamw", "lr": 1e-2, "weight_decay": 0.5},
+    )
+    run_here(run_reference, case, tree, tmp_path)
+    last = Recording.open(tmp_path, "reference").step(1).tensors
+    assert {key for key in last if key.startswith("grad/")} == {"grad/used.weight", "grad/used.bias"}
+    assert last["weight/spare"].tolist() == [1.0] * 3
+
+
+class Sparing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(16, 4), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.used(x)
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()

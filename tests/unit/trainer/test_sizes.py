@@ -1,0 +1,61 @@
+"""A stage's bytes are predicted from the stage itself: a weight tied to another rank's module lies where the cut left it."""
+
+import pytest
+
+from cut_cases import gpt
+from pipeline_cases import batch
+from shoal.comm.mesh import pretend_mesh
+from shoal.core.axes import Axis
+from shoal.core.plan import Plan
+from shoal.optim.build import build_optimizer, initialise_state
+from shoal.optim.config import OptimConfig
+from shoal.optim.precision import Precision
+from shoal.parallel.config import ParallelConfig
+from shoal.parallel.find.search import find_anatomy
+from shoal.parallel.sizes import measure_sizes
+from shoal.parallel.zero.apply import apply_zero
+from shoal.pipeline.build import Part, Stages
+from shoal.pipeline.cut import Chain
+from shoal.pipeline.units import find_units
+from shoal.schedules.catalogue import make_schedule
+from shoal.trainer.sizes import predict_state
+
+
+def lay_out_rank(model, plan, rank):
+    """A rank of a pipeline without its peers: its anatomy and what it kept."""
+    example = batch("gpt", 0)[0]
+    anatomy = find_anatomy(model, example, ParallelConfig())
+    schedule = make_schedule("1f1b", ranks=plan.pp, microbatches=plan.microbatches)
+    units = find_units(model, example, anatomy)
+    stages = Stages(units=units, starts=(0, [unit.path for unit in units].index("blocks.1")), schedule=schedule)
+    chain = Chain(model, units, stages.starts)
+    chain.settle(example)
+    place = pretend_mesh(plan, rank).coordinate(Axis.PIPELINE)
+    own = chain.keep(schedule.grid.stages_of(place))
+    return anatomy, Part(elsewhere=stages.elsewhere(place), names=frozenset(own))
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("zero", [1, 3])
+def test_bytes_of_a_stage_with_a_tied_weight_are_those_of_the_real_stage(zero, rank):
+    """The last stage holds the embedding for its head, where no embedding is called: it is laid out beside the norm there."""
+    plan = Plan.parse(f"dp=2 pp=2 schedule=1f1b microbatches=2 zero={zero}")
+    whole, stage = gpt(), gpt()
+    anatomy, part = lay_out_rank(stage, plan, rank)
+    how = {"anatomy": anatomy, "mesh": pretend_mesh(plan, rank), "num_microbatches": 2, "placements": {}}
+    reduction = apply_zero(stage, stage=zero, **how)
+    optimizer = build_optimizer(OptimConfig(name="adamw"), stage, reduction.updated)
+    initialise_state(optimizer)
+    reduction.begin_step()
+    measured = measure_sizes(stage, reduction, optimizer)
+    predicted = predict_state(
+        whole,
+        anatomy=anatomy,
+        plan=plan,
+        rank=rank,
+        optimizer="adamw",
+        precision=Precision.named("float32"),
+        part=part,
+    )
+    assert (predicted["weights"], predicted["optimizer"]) == (measured.weights, measured.optimizer)
+    assert "embedding.weight" in part.names and whole.head.weight is whole.embedding.weight
