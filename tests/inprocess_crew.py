@@ -321,9 +321,9 @@ class Crew:
             attempt_seconds=ATTEMPT_SECONDS,
         )
         while (portion := await client.take()) is not None:
-            version = await client.pull(portion.need)
+            read = await client.pull(portion.need)
             gradient = compute(weights, portion.step, portion.share)
-            number = await client.push(gradient, version=version)
+            number = await client.push(gradient, read=read)
             self.pushed[(node.incarnation, number)] = (portion.number,)
             contribution = Contribution(
                 worker=node.incarnation,
@@ -332,7 +332,7 @@ class Crew:
                 samples=1,
                 weight=1.0,
                 loss=float(weights.sum()),
-                version=version,
+                version=min(read),
             )
             if await client.commit(contribution):
                 self.kept[(node.incarnation, number)] = (portion.number,)

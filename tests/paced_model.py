@@ -25,10 +25,6 @@ class Paced(nn.Module):
         return self.out(self.dropout(self.hidden(self.embedding(tokens)).tanh()))
 
 
-def build(spec, seconds):
-    return Paced(spec.vocab, seconds)
-
-
 class Ration(nn.Module):
     """Its process may make as many training passes as a file says, and waits before the next one until the file says more.
 
@@ -64,8 +60,8 @@ class Rationed(Paced):
         return super().forward(self.ration(tokens))
 
 
-def build_rationed(spec, seconds, ration):
-    return Rationed(spec.vocab, seconds, ration)
+def build(spec, seconds, ration=""):
+    return Rationed(spec.vocab, seconds, ration) if ration else Paced(spec.vocab, seconds)
 
 
 def build_rationed_digits(spec, ration):
@@ -79,21 +75,23 @@ def allow(ration: Path, passes: int) -> None:
 
 
 class Pause(nn.Module):
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, ration: str = "") -> None:
         super().__init__()
         self.seconds = seconds
+        self.ration = Ration(ration) if ration else nn.Identity()
 
     def forward(self, hidden):
+        hidden = self.ration(hidden)
         if self.training:
             time.sleep(self.seconds)
         return hidden
 
 
-def build_row(spec, seconds):
+def build_row(spec, seconds, ration=""):
     """One module after the other, so that it can be cut into stages; each half takes half of the time."""
     return nn.Sequential(
         nn.Embedding(spec.vocab, 24),
-        Pause(seconds / 2),
+        Pause(seconds / 2, ration),
         nn.Linear(24, 48),
         nn.Tanh(),
         nn.Dropout(0.1),

@@ -1,6 +1,6 @@
 """Push and pull of 64 MB between two processes, the update applied on the server: Shoal's wire, gloo, and Ray's actors, in turns.
 
-python benchmarks/paramserver/main.py [--rounds 9] [--ray-python PATH]
+python benchmarks/paramserver/main.py [--rounds 9] [--only tcp,gloo] [--ray-python PATH]
 """
 
 import argparse
@@ -13,6 +13,8 @@ import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+
+import psutil
 
 HERE = Path(__file__).parent
 NUM_BYTES = 64 << 20
@@ -51,6 +53,12 @@ class Contender:
                 return [float(seconds) for seconds in json.loads(line)]
         raise SystemExit("a contender ended early; what it said is above")
 
+    def cpu_seconds(self) -> float:
+        """Of the processor, that the driver and its server have used so far; on a busy machine steadier than any time."""
+        driver = psutil.Process(self.process.pid)
+        used = [process.cpu_times() for process in (driver, *driver.children(recursive=True))]
+        return float(sum(times.user + times.system for times in used))
+
     def end(self) -> None:
         """Let it finish; its server ends with it."""
         assert self.process.stdin is not None
@@ -62,32 +70,42 @@ class Contender:
             self.process.wait()
 
 
-def start(ray_python: str | None, folder: Path) -> dict[str, Contender]:
+def start(ray_python: str | None, only: list[str], folder: Path) -> dict[str, Contender]:
     scripts = dict.fromkeys(("shared", "view", "tcp-shared", "tcp", "curve"), (sys.executable, "shoal_pair.py"))
     scripts["gloo"] = (sys.executable, "gloo_pair.py")
     if ray_python is not None:
         scripts["ray"] = (ray_python, "ray_pair.py")
-    return {name: Contender(name, *script, folder / name) for name, script in scripts.items()}
+    return {
+        name: Contender(name, *script, folder / name) for name, script in scripts.items() if not only or name in only
+    }
 
 
-def measure(contenders: dict[str, Contender], rounds: int, repeats: int) -> dict[str, list[float]]:
-    """GB/s of each contender in each round: the bytes of push and pull over the median time of the round."""
+def measure(
+    contenders: dict[str, Contender], rounds: int, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """GB/s of each contender in each round: the bytes of push and pull over the median time of the round.
+
+    And the milliseconds of the processor that one push and pull took in both processes, over all rounds.
+    """
     found: dict[str, list[float]] = {name: [] for name in contenders}
+    used = dict.fromkeys(contenders, 0.0)
     for turn in range(rounds + 1):
         names = list(contenders) if turn % 2 else list(reversed(contenders))
         for name in names:
+            before = contenders[name].cpu_seconds()
             seconds = contenders[name].measure(repeats)
             if turn:  # the first round warms up
                 found[name].append(2 * NUM_BYTES / statistics.median(seconds) / 1e9)
-    return found
+                used[name] += contenders[name].cpu_seconds() - before
+    return found, {name: 1e3 * seconds / (rounds * repeats) for name, seconds in used.items()}
 
 
-def summarise(found: dict[str, list[float]]) -> list[dict[str, object]]:
+def summarise(found: dict[str, list[float]], used: dict[str, float]) -> list[dict[str, object]]:
     """The median over rounds, and of the ratio to each peer in the same round."""
     rows: list[dict[str, object]] = []
     for name, speeds in found.items():
         row: dict[str, object] = {"name": name, "what": CONTENDERS[name], "gb_per_s": statistics.median(speeds)}
-        row["best_gb_per_s"] = max(speeds)
+        row["best_gb_per_s"], row["cpu_ms"] = max(speeds), used[name]
         for peer in ("gloo", "ray", "tcp"):
             if peer in found and peer != name:
                 ratios = [ours / theirs for ours, theirs in zip(speeds, found[peer], strict=True)]
@@ -101,19 +119,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--repeats", type=int, default=7, help="pushes and pulls in a round")
     parser.add_argument("--ray-python", help="a python that has ray and numpy; without it Ray is left out")
+    parser.add_argument(
+        "--only", default="", help="these contenders, with commas; a quick look, of which nothing is written"
+    )
     options = parser.parse_args()
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="shoal-bench-", dir=memory))
-    contenders = start(options.ray_python, folder)
+    contenders = start(options.ray_python, options.only.split(",") if options.only else [], folder)
     try:
-        rows = summarise(measure(contenders, options.rounds, options.repeats))
+        rows = summarise(*measure(contenders, options.rounds, options.repeats))
     finally:
         for contender in contenders.values():
             contender.end()
         shutil.rmtree(folder)
     for row in rows:
         ratios = "  ".join(f"{value:.2f} x {key[6:]}" for key, value in row.items() if key.startswith("times_"))
-        print(f"{row['what']:60} {row['gb_per_s']:5.2f} GB/s   {ratios}")
+        print(f"{row['what']:60} {row['gb_per_s']:5.2f} GB/s   {row['cpu_ms']:4.0f} ms of processor   {ratios}")
+    if options.only:
+        return
     results = {"date": str(date.today()), "bytes": NUM_BYTES, "rounds": options.rounds, "rows": rows}
     target = HERE / "results" / f"{date.today()}.json"
     target.write_text(json.dumps(results, indent=2) + "\n")

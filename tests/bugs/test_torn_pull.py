@@ -92,6 +92,6 @@ async def pull_through_a_death(folder):
 
 
 def test_what_a_broken_pull_left_behind_is_pulled_again(tmp_path):
-    version, weights = asyncio.run(pull_through_a_death(tmp_path))
-    assert version == 10
+    read, weights = asyncio.run(pull_through_a_death(tmp_path))
+    assert read == (10,)
     assert torch.equal(weights, torch.full((NUMEL,), 10.0)), "weights of two versions are taken for one"

@@ -58,6 +58,7 @@ def test_a_portion_whose_worker_stands_still_is_done_by_another(crew, tmp_path):
     assert summary["weights_sha256"] == undisturbed["weights_sha256"]
     twice = {event["update"]: event["num_duplicates"] for event in run.events("update")}
     assert [twice.get(update, 0) for update in range(3)] == [1, 0, 0], "what stood still is done by the other, once"
-    # Nobody took it for dead: that would have freed its portion too.
-    views = re.findall(r"epoch \d+: 2 servers, (\d) workers", run.logs())
-    assert views in (["2"], ["1", "2"]), views
+    # Nobody took it for dead: that would have freed its portion too. Of several centers one may have led after the other.
+    found = re.findall(r"epoch (\d+): 2 servers, (\d) workers", run.logs())
+    views = [int(workers) for _, workers in sorted(found, key=lambda view: int(view[0]))]
+    assert views == sorted(views) and views[-1] == 2, found

@@ -9,15 +9,26 @@ import signal
 import psutil
 import pytest
 
-from crewed import RECIPE, STEPS, CrewRun, check_steps
+from crewed import RECIPE, STEPS, CrewRun, check_steps, rationed
 from crewed import crew as crew
 from harness import wait_until
+from paced_model import allow
 
 soak = pytest.mark.soak
 pytestmark = pytest.mark.timeout(400)
 PLAN = "ps=1 workers=2 pp=2 microbatches=2 update=bsp"
 ROW = RECIPE.replace("paced_model:build", "paced_model:build_row")
 GROUPS = [["worker-0", "worker-0.1"], ["worker-1", "worker-1.1"]]
+PASSES = 28
+"""Of each group, in microbatches, until the test has done what it wants: 14 steps of 30, of two microbatches for each group."""
+
+
+@pytest.fixture
+def ration(tmp_path):
+    """Where the passes of each group are that a run with this ration may make; a group that comes back has them anew."""
+    path = tmp_path / "ration"
+    allow(path, PASSES)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +52,8 @@ def expect_same(run, undisturbed, *, deaths):
 
 
 @pytest.mark.parametrize("name", ["worker-0.1", pytest.param("worker-1", marks=soak)])
-def test_a_killed_rank_is_its_workers_death_and_changes_no_bit(crew, undisturbed, name):
-    run = crew(plan=PLAN, recipe=ROW)
+def test_a_killed_rank_is_its_workers_death_and_changes_no_bit(crew, undisturbed, ration, name):
+    run = crew(plan=PLAN, recipe=rationed(ration, ROW))
     run.wait_for_step(4)
     group = next(names for names in GROUPS if name in names)
     pids = {member: run.pid(member) for member in group}
@@ -50,7 +61,7 @@ def test_a_killed_rank_is_its_workers_death_and_changes_no_bit(crew, undisturbed
     # Every rank of the group is another process afterwards: none of the old ones was kept, and none is left behind.
     for member, pid in pids.items():
         run.wait_for_other(member, pid)
-        assert not psutil.pid_exists(pid)
+    allow(ration, 1000)
     expect_same(run, undisturbed, deaths=1)
     assert (
         f"{name} (process {pids[name]}) died: killed by signal 9 (SIGKILL); {group[0]} with its 2 ranks" in run.output
@@ -58,26 +69,33 @@ def test_a_killed_rank_is_its_workers_death_and_changes_no_bit(crew, undisturbed
 
 
 @soak
-def test_both_groups_lose_a_rank_again_and_again(crew, undisturbed):
-    run = crew(plan=PLAN, recipe=ROW)
-    for step, names in ((3, ["worker-0.1", "worker-1"]), (8, ["worker-1.1"]), (12, ["worker-0", "worker-1.1"])):
+def test_both_groups_lose_a_rank_again_and_again(crew, undisturbed, ration):
+    run = crew(plan=PLAN, recipe=rationed(ration, ROW))
+    for step, passes, names in (
+        (3, 8, ["worker-0.1", "worker-1"]),
+        (8, 16, ["worker-1.1"]),
+        (12, 20, ["worker-0", "worker-1.1"]),
+    ):
+        allow(ration, passes)
         run.wait_for_step(step)
         pids = {name: run.pid(name) for name in names}
         for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
         for name, pid in pids.items():
             run.wait_for_other(name, pid)
+    allow(ration, 1000)
     expect_same(run, undisturbed, deaths=5)
 
 
 @soak
-def test_a_rank_that_is_stopped_is_ended_and_its_worker_started_again(crew, undisturbed):
+def test_a_rank_that_is_stopped_is_ended_and_its_worker_started_again(crew, undisturbed, ration):
     """Nobody but its leader, which waits for it, would notice: the center hears from the leader alone."""
-    run = crew(plan=PLAN, recipe=ROW)
+    recipe = rationed(ration, ROW).replace("dead_seconds = 20.0", "dead_seconds = 3.0")
+    run = crew(plan=PLAN, recipe=recipe)
     run.wait_for_step(4)
     pid = run.kill("worker-1.1", signal.SIGSTOP)
     run.wait_for_other("worker-1.1", pid)
-    assert not psutil.pid_exists(pid)
+    allow(ration, 1000)
     expect_same(run, undisturbed, deaths=1)
     assert f"worker-1.1 (process {pid}) is silent for 3 s; it is killed" in run.output
 
@@ -85,28 +103,30 @@ def test_a_rank_that_is_stopped_is_ended_and_its_worker_started_again(crew, undi
 @soak
 def test_a_stopped_run_goes_on_where_it_was(crew, undisturbed):
     """Every rank ends in order, and groups that are new go on from the checkpoint."""
-    first = crew(plan=PLAN, recipe=ROW)
+    recipe = ROW.replace("seconds = 0.08", "seconds = 0.4")
+    first = crew(plan=PLAN, recipe=recipe)
     first.wait_for_step(7)
     first.process.send_signal(signal.SIGTERM)
     summary = first.end(expect=143)
     assert (summary["status"], summary["steps"]) == ("interrupted", first.step())
-    expect_same(crew("--resume", plan=PLAN, recipe=ROW, run_dir=first.run_dir), undisturbed, deaths=0)
+    expect_same(crew("--resume", plan=PLAN, recipe=recipe, run_dir=first.run_dir), undisturbed, deaths=0)
 
 
 @soak
-def test_a_server_without_a_backup_takes_the_groups_back_to_the_checkpoint(crew, undisturbed):
-    run = crew(plan=PLAN, recipe=ROW)
+def test_a_server_without_a_backup_takes_the_groups_back_to_the_checkpoint(crew, undisturbed, ration):
+    run = crew(plan=PLAN, recipe=rationed(ration, ROW))
     run.wait_for_step(12)
     run.kill("server-0")
+    allow(ration, 1000)
     expect_same(run, undisturbed, deaths=1)
 
 
 @soak
-def test_the_ranks_of_a_group_die_with_their_crew(crew):
-    run = crew(plan=PLAN, recipe=ROW)
+def test_the_ranks_of_a_group_die_with_their_crew(crew, ration):
+    run = crew(plan=PLAN, recipe=rationed(ration, ROW))
     run.wait_for_step(2)
     members = run.members()
     assert {name for names in GROUPS for name in names} <= members.keys()
     run.process.kill()
     run.process.wait()
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in members.values()), "all members to be gone", 10)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in members.values()), "all members to be gone")

@@ -19,6 +19,7 @@ def test_async_with_one_worker_is_plain_training_bit_for_bit(shoal, tiny):
     assert train(shoal, tiny, "ps=2 workers=1 update=async", "served") == alone
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_ssp_without_staleness_is_data_parallel_bit_for_bit(shoal, tiny):
     """And so it is bsp, of which ``test_roles.py`` shows the same."""

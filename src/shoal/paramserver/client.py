@@ -24,7 +24,7 @@ from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import FINISHED, Commit, Committed, Message, Part, Pull, Pulled, Push, Take, Taken
 from shoal.paramserver.refusals import Moved
 from shoal.paramserver.relay import ATTEMPT_SECONDS
-from shoal.paramserver.rounds import Contribution
+from shoal.paramserver.rounds import Contribution, Read
 from shoal.paramserver.sparse import RowPacker
 from shoal.paramserver.steward import PARK_SECONDS
 
@@ -100,8 +100,8 @@ class Client:
                 self._tell(f"nothing to do for {self._deadline:g} s: waiting for {taken.reason}")
                 notice = Deadline(seconds=self._deadline)
 
-    async def pull(self, need: int, bound: int | None = None) -> int:
-        """Bring the weights up to a version at least; the lowest version that any shard has then.
+    async def pull(self, need: int, bound: int | None = None) -> Read:
+        """Bring the weights up to a version at least; what they are then, to be told with what is computed from them.
 
         Args:
             need: of the shards that are always read fresh: all of them, or the first where the others are cached.
@@ -110,27 +110,26 @@ class Client:
         shards = range(len(self._stretches))
         if not self._cache_staleness:
             await asyncio.gather(*(self._pull(shard, need) for shard in shards))
-            return min(self.versions)
+            return tuple(self.versions)
         await self._pull(_BOOK_SHARD, need)
         # Measured against what was just read: whatever the servers do meanwhile, these two are not further apart.
         least = max(need if bound is None else bound, self.versions[_BOOK_SHARD] - self._cache_staleness)
         old = [shard for shard in shards if shard != _BOOK_SHARD and self.versions[shard] < max(least, 0)]
         await asyncio.gather(*(self._pull(shard, least) for shard in old))
-        return min(self.versions)
+        return tuple(self.versions)
 
-    async def push(self, gradient: Tensor, *, version: int) -> int:
+    async def push(self, gradient: Tensor, *, read: Read) -> int:
         """Bring a gradient, laid out as the weights are, to all servers; the contribution's number.
 
         Args:
             gradient: all shards, one after the other.
-            version: the lowest version of the weights that it was computed from.
+            read: the weights that it was computed from, as the pull said that brought them. Newer ones may be here by now.
 
         Raises:
             GradientRefused: it is not finite, or not of this model.
         """
         number, self._num_pushes = self._num_pushes, self._num_pushes + 1
-        # Shards are read one by one, and some are ahead of the lowest. Where newer ones were fetched since, that is not known.
-        read = list(self.versions) if min(self.versions) == version else [version] * len(self._stretches)
+        assert len(read) == len(self._stretches), f"{len(read)} versions for {len(self._stretches)} shards"
         await asyncio.gather(
             *(
                 self._push(shard, gradient[stretch], number=number, version=read[shard])
@@ -170,7 +169,8 @@ class Client:
         first, again = (Pull(shard=shard, need=need, have=known) for known in (have, -1))
         answer = await self._ask(shard, first, again=again, into=stretch)
         pulled = _expect(answer, Pulled)
-        self.versions[shard] = pulled.version
+        # Nothing new: what is here stays here, and a server that took over may know less of it than this worker.
+        self.versions[shard] = pulled.version if pulled.is_new else have
         self.num_pulled_bytes += stretch.nbytes if pulled.is_new else 0
 
     async def _ask(

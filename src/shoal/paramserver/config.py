@@ -50,7 +50,10 @@ class ParamServerConfig(Config):
     deadline: float = Field(default=60.0, gt=0)
     """The longest wait for a server, backup or center before a process gives up and names it."""
     hang_after: float = Field(default=50.0, ge=0)
-    """A worker that is in one portion for so many of its mean ones, and hang_seconds, ends and is started again; 0: never."""
+    """A worker that is in one portion for so many of its usual ones, and hang_seconds, ends and is started again; 0: never.
+
+    Usual is the median of its last twenty; no portion is taken to hang that lasts less than twice the longest of them.
+    """
     hang_seconds: float = Field(default=60.0, gt=0)
     """No portion is taken to hang before it has lasted so long; see hang_after."""
     max_respawns: int = Field(default=200, ge=0)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import RequestError, RunError
+from shoal.paramserver.rounds import Read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,13 @@ class Push:
     """The sum of its gradients; flat, and nobody else's."""
     num_gradients: int
     first_step: int
-    version: int
-    """Of the weights that the oldest of these gradients began from: the servers' version less this is how late it is."""
+    read: Read
+    """The servers' weights that the oldest of these gradients began from."""
+
+    @property
+    def version(self) -> int:
+        """The oldest of them: the servers' version less this is how late it is."""
+        return min(self.read)
 
 
 class DownpourWorker:
@@ -73,17 +79,17 @@ class DownpourWorker:
         self.settings = settings
         self.step = 0
         """Steps done."""
-        self.version = 0
-        """Of the servers' weights that this worker's own are based on."""
+        self.read: Read = (0,)
+        """The servers' weights that this worker's own are based on."""
         self.num_applied = 0
         """Fetches that reached the weights; one that a newer one overtook did not."""
         self._weights = weights.detach()
         self._accrued = torch.empty_like(self._weights)
         self._num_accrued = 0
-        self._accrued_version = 0
+        self._accrued_read: Read = self.read
         self._is_stepping = False
-        self._landed: tuple[Tensor, int] | None = None
-        self._newest_landed = -1
+        self._landed: tuple[Tensor, Read] | None = None
+        self._newest_landed: Read = (-1,)
         self._lock = threading.Lock()
 
     @property
@@ -91,12 +97,12 @@ class DownpourWorker:
         """True when the rule asks for a fetch before the step that comes next."""
         return not self._is_stepping and self.step % self.settings.fetch_every == 0
 
-    def land(self, weights: Tensor, version: int) -> bool:
+    def land(self, weights: Tensor, read: Read) -> bool:
         """Fetched weights are here; they are used from the next step that begins. False when newer ones were here before.
 
         Args:
             weights: flat; kept, not copied.
-            version: of the servers.
+            read: what they are.
 
         Raises:
             RunError: they do not fit the worker's.
@@ -107,9 +113,9 @@ class DownpourWorker:
                 f"{tuple(self._weights.shape)}; does every process build the same model?"
             )
         with self._lock:
-            if version < self._newest_landed:
+            if _age(read) < _age(self._newest_landed):
                 return False
-            self._landed, self._newest_landed = (weights, version), version
+            self._landed, self._newest_landed = (weights, read), read
             return True
 
     @torch.no_grad()
@@ -120,7 +126,7 @@ class DownpourWorker:
             landed, self._landed = self._landed, None
         if landed is not None:
             self._weights.copy_(landed[0])
-            self.version = landed[1]
+            self.read = landed[1]
             self.num_applied += 1
         self._is_stepping = True
 
@@ -144,7 +150,7 @@ class DownpourWorker:
         if self._num_accrued:
             self._accrued.add_(gradient)
         else:
-            self._accrued_version = self.version
+            self._accrued_read = self.read
             self._accrued.copy_(gradient)
         self._num_accrued += 1
         self._weights.add_(gradient, alpha=-(self.settings.lr if lr is None else lr))
@@ -162,9 +168,14 @@ class DownpourWorker:
             gradient=self._accrued,
             num_gradients=self._num_accrued,
             first_step=self.step - self._num_accrued,
-            version=self._accrued_version,
+            read=self._accrued_read,
         )
         # The push keeps its tensor: it may still be on its way when the next gradient comes.
         self._accrued = torch.empty_like(self._weights)
         self._num_accrued = 0
         return push
+
+
+def _age(read: Read) -> tuple[int, int]:
+    """By the shard that is furthest behind, because that is what a rule asks for; then by all of them."""
+    return min(read), sum(read)

@@ -38,7 +38,7 @@ class Push(Message, frozen=True):
     shard: int
     number: int
     version: int
-    """The version of this shard that it was computed from; or, where that is not known, the lowest of all shards."""
+    """The version of this shard that it was computed from."""
     rows: tuple[tuple[str, int], ...] = ()
     """Tensors of which the payload has only so many rows (``sparse.py``); empty: it is the whole stretch."""
 

@@ -7,7 +7,10 @@ read the same ones.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+Read: TypeAlias = tuple[int, ...]
+"""The version of each shard in the weights that somebody works with. Shards are pulled one by one, so they may differ."""
 
 
 class Identity(NamedTuple):
@@ -48,7 +51,7 @@ class Contribution:
     loss: float
     """Mean over its samples."""
     version: int
-    """Version of the weights that it was computed with."""
+    """Version of the weights that it was computed with: of the shard that was furthest behind."""
     waited: float = 0.0
     """Seconds of its time that were no work: the random wait of ``half``. They are left out of the worker's mean step time."""
     steps: float = 1.0

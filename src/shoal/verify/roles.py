@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.comm.world import Place, World
 from shoal.core.errors import RunError
 from shoal.paramserver.answers import Portion
-from shoal.paramserver.rounds import Contribution, Round, round_to_json
+from shoal.paramserver.rounds import Contribution, Read, Round, round_to_json
 from shoal.paramserver.shard import ShardState
 from shoal.trainer.servers.entry import run_process
 from shoal.trainer.servers.member import MemberPlace
@@ -137,13 +137,13 @@ class RecordedLine(Line):
             self._works.append({"portion": portion.number, "read": None})
         return portion
 
-    def pull(self, need: int, bound: int | None = None) -> int:
+    def pull(self, need: int, bound: int | None = None) -> Read:
         """As the run does it; what is pulled is for the portion that was taken last."""
-        version = super().pull(need, bound)
+        read = super().pull(need, bound)
         self._note_read()
-        return version
+        return read
 
-    async def _fetch(self, portion: Portion, land: Callable[[Tensor, int], object]) -> None:
+    async def _fetch(self, portion: Portion, land: Callable[[Tensor, Read], object]) -> None:
         await super()._fetch(portion, land)
         self._note_read()
 
@@ -151,7 +151,7 @@ class RecordedLine(Line):
         if self._works:
             self._works[-1]["read"] = list(self.client.versions)
 
-    def hand_in(self, gradient: Tensor, contribution: Contribution) -> "Future[bool]":
+    def hand_in(self, gradient: Tensor, contribution: Contribution, read: Read) -> "Future[bool]":
         """As the run does it, after it is put down what the gradient was computed from."""
         number, self._num_handed_in = self._num_handed_in, self._num_handed_in + 1
         works, self._works = self._works, []
@@ -164,7 +164,7 @@ class RecordedLine(Line):
         }
         self._base = next((work["read"] for work in reversed(works) if work["read"]), self._base)
         _write_whole(self._job.folder / f"{READS}-{contribution.worker}-{number}.json", page)
-        return super().hand_in(gradient, contribution)
+        return super().hand_in(gradient, contribution, read)
 
 
 def run_recorded(role: str, place: MemberPlace) -> None:

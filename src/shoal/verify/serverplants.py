@@ -14,7 +14,7 @@ from shoal.core.placement import Patch
 from shoal.core.updates import UpdateRule
 from shoal.elastic.view import Chain
 from shoal.paramserver import client, consistency, replica, shard, shelf
-from shoal.paramserver.rounds import Contribution, Round
+from shoal.paramserver.rounds import Contribution, Read, Round
 from shoal.trainer.servers import dealing, flatmodel, serving, workline
 from shoal.verify.plants import Plant, Swap
 
@@ -160,11 +160,11 @@ def _late_once() -> list[Swap]:
     honest = workline.Line.hand_in
     seen: list[int] = []
 
-    def hand_in(self: workline.Line, gradient: Tensor, contribution: Contribution) -> "Future[bool]":
+    def hand_in(self: workline.Line, gradient: Tensor, contribution: Contribution, read: Read) -> "Future[bool]":
         if not seen:
             seen.append(1)
             # Answered when the others have closed a round.
             self.pull(contribution.version + 1)
-        return honest(self, gradient, contribution)
+        return honest(self, gradient, contribution, read)
 
     return [Swap(workline.Line, "hand_in", hand_in)]

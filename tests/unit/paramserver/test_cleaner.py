@@ -53,7 +53,7 @@ def test_of_a_dead_worker_and_a_dead_server_nothing_is_left(tmp_path_factory, mo
             client = crew.members["worker-0"].client
             for task in crew.members["worker-0"].tasks:
                 task.cancel()
-            await client.push(torch.ones_like(client._weights), version=0)
+            await client.push(torch.ones_like(client._weights), read=(0,) * len(client.versions))
             assert any(worker in {one.worker for one in stored(server)} for server in crew.servers())
             await crew.kill("worker-0")
             await crew.kill("server-2")

@@ -15,6 +15,37 @@ from shoal.paramserver.messages import OPERATIONS, Done, Join, Joined, Pull, Pul
 def test_each_shard_hears_which_version_of_it_a_gradient_was_computed_from(tmp_path):
     """Delay compensation moves a gradient from the weights that it read: of this shard, and not of the furthest behind."""
     ahead = {0: 7, 1: 4}
+
+    async def run(client):
+        read = await client.pull(0)
+        assert read == (7, 4)
+        await client.push(torch.ones(4), read=read)
+        # Fetched in the background meanwhile: not those of the gradient, also where the shard furthest behind is the same.
+        ahead.update({0: 9, 1: 4})
+        newer = await client.pull(0)
+        assert newer == (9, 4)
+        await client.push(torch.ones(4), read=read)
+        await client.push(torch.ones(4), read=newer)
+
+    pushed = run_with_servers(tmp_path, ahead, run)
+    assert sorted(pushed) == [(0, 0, 7), (0, 1, 4), (1, 0, 7), (1, 1, 4), (2, 0, 9), (2, 1, 4)]
+
+
+def test_a_server_that_took_over_and_is_behind_does_not_make_weights_older_that_are_here(tmp_path):
+    """It has nothing new to send, so the weights stay those that were read from the one before it."""
+    ahead = {0: 7, 1: 7}
+
+    async def run(client):
+        assert await client.pull(0) == (7, 7)
+        ahead.update({0: 5, 1: 8})
+        assert await client.pull(0) == (7, 8)
+        assert client._weights.tolist() == [7.0, 7.0, 8.0, 8.0]
+
+    run_with_servers(tmp_path, ahead, run)
+
+
+def run_with_servers(tmp_path, ahead, use):
+    """Let somebody use a client of two shards of two numbers, each its version; the pushes as (number, shard, version)."""
     pushed = []
 
     async def run():
@@ -27,8 +58,10 @@ def test_each_shard_hears_which_version_of_it_a_gradient_was_computed_from(tmp_p
                 case Watch(epoch=epoch):
                     if epoch < view.epoch:
                         await request.answer(Watched(view=view, halt="", stopped=""))
+                case Pull(shard=shard, have=have) if have >= ahead[shard]:
+                    await request.answer(Pulled(version=ahead[shard], is_new=False))
                 case Pull(shard=shard):
-                    await request.answer(Pulled(version=ahead[shard]), payload=torch.zeros(2))
+                    await request.answer(Pulled(version=ahead[shard]), payload=torch.full((2,), float(ahead[shard])))
                 case Push():
                     pushed.append((request.body.number, request.body.shard, request.body.version))
                     await request.answer(Done())
@@ -48,16 +81,11 @@ def test_each_shard_hears_which_version_of_it_a_gradient_was_computed_from(tmp_p
             assert await contact.newer_than(0, 30.0)
             stretches = [slice(0, 2), slice(2, 4)]
             client = Client(worker, contact, weights=torch.zeros(4), stretches=stretches, deadline_seconds=30.0)
-            assert await client.pull(0) == 4
-            await client.push(torch.ones(4), version=4)
-            # Weights that were fetched in the background since are not those of the gradient.
-            ahead.update({0: 9, 1: 8})
-            assert await client.pull(5) == 8
-            await client.push(torch.ones(4), version=4)
+            await use(client)
         finally:
             await contact.stop()
             await worker.close()
             await other.close()
 
     asyncio.run(run())
-    assert sorted(pushed) == [(0, 0, 7), (0, 1, 4), (1, 0, 4), (1, 1, 4)]
+    return pushed

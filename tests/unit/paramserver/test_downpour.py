@@ -37,7 +37,7 @@ class Server:
         self.sizes.append(push.num_gradients)
 
     def pull(self):
-        return self.weights.detach().clone(), self.version
+        return self.weights.detach().clone(), (self.version,)
 
 
 def train(server, settings, num_steps):
@@ -62,7 +62,7 @@ def test_one_worker_that_pushes_and_fetches_each_step_is_plain_training(kind):
         plain.weights.grad = gradient_at(plain.weights.detach(), step)
         plain.optimizer.step()
     assert torch.equal(server.weights, plain.weights)
-    assert worker.version == 24 and server.version == 25
+    assert worker.read == (24,) and server.version == 25
 
 
 def paper(push_every, fetch_every, lr, server_lr, num_steps):
@@ -102,15 +102,15 @@ def test_a_fetch_that_lands_inside_a_step_waits_for_its_end():
     worker = DownpourWorker(weights, DownpourSettings(lr=0.5))
     worker.begin_step()
     before = weights.clone()
-    thread = threading.Thread(target=worker.land, args=(torch.full((SIZE,), 9.0), 4))
+    thread = threading.Thread(target=worker.land, args=(torch.full((SIZE,), 9.0), (4, 6)))
     thread.start()
     thread.join(timeout=10)
     assert torch.equal(weights, before), "a step's weights are those that it began with"
     worker.end_step(torch.ones(SIZE))
     assert weights.tolist() == [-0.5] * SIZE, "the worker's own step is taken from them"
-    assert worker.version == 0
+    assert worker.read == (0,)
     worker.begin_step()
-    assert weights.tolist() == [9.0] * SIZE and worker.version == 4 and worker.num_applied == 1
+    assert weights.tolist() == [9.0] * SIZE and worker.read == (4, 6) and worker.num_applied == 1
 
 
 def test_many_fetches_from_another_thread_never_show_inside_a_step():
@@ -122,7 +122,7 @@ def test_many_fetches_from_another_thread_never_show_inside_a_step():
         version = 0
         while not stop.is_set():
             version += 1
-            worker.land(torch.full((4096,), float(version)), version)
+            worker.land(torch.full((4096,), float(version)), (version,))
 
     thread = threading.Thread(target=fetch)
     thread.start()
@@ -130,7 +130,7 @@ def test_many_fetches_from_another_thread_never_show_inside_a_step():
         for _ in range(300):
             worker.begin_step()
             seen = weights.clone()
-            assert seen.min() == seen.max() == worker.version, "one version, and the one it says"
+            assert seen.min() == seen.max() == worker.read[0], "one version, and the one it says"
             assert torch.equal(seen, weights)
             worker.end_step(seen)
     finally:
@@ -141,26 +141,28 @@ def test_many_fetches_from_another_thread_never_show_inside_a_step():
 
 def test_an_older_answer_does_not_replace_a_newer_one():
     worker = DownpourWorker(torch.zeros(SIZE), DownpourSettings(lr=0.1))
-    assert worker.land(torch.ones(SIZE), 5)
-    assert not worker.land(torch.zeros(SIZE), 4)
+    assert worker.land(torch.ones(SIZE), (5, 7))
+    assert not worker.land(torch.zeros(SIZE), (4, 9)), "a rule counts from the shard that is furthest behind"
+    assert not worker.land(torch.zeros(SIZE), (5, 6)), "and of two that are even in it the other shards tell"
     worker.begin_step()
-    assert worker.version == 5
+    assert worker.read == (5, 7)
     worker.end_step(torch.ones(SIZE))
-    assert not worker.land(torch.zeros(SIZE), 4), "not even after it was used"
+    assert not worker.land(torch.zeros(SIZE), (4, 7)), "not even after it was used"
+    assert worker.land(torch.ones(SIZE), (5, 8))
 
 
 def test_a_push_says_how_late_it_is_and_keeps_its_tensor():
     worker = DownpourWorker(torch.zeros(SIZE), DownpourSettings(push_every=2, fetch_every=1, lr=0.1))
     pushes = []
     for step in range(5):
-        worker.land(torch.zeros(SIZE), 10 * step)
+        worker.land(torch.zeros(SIZE), (10 * step + 3, 10 * step))
         worker.begin_step()
         push = worker.end_step(torch.full((SIZE,), float(step)))
         pushes += [push] if push is not None else []
-    assert [(push.first_step, push.num_gradients, push.version) for push in pushes] == [
-        (0, 1, 0),
-        (1, 2, 10),
-        (3, 2, 30),
+    assert [(push.first_step, push.num_gradients, push.read, push.version) for push in pushes] == [
+        (0, 1, (3, 0), 0),
+        (1, 2, (13, 10), 10),
+        (3, 2, (33, 30), 30),
     ]
     assert [float(push.gradient[0]) for push in pushes] == [0.0, 3.0, 7.0]
 
@@ -174,7 +176,19 @@ def test_wrong_settings_are_refused(wrong):
 def test_what_does_not_fit_is_refused():
     worker = DownpourWorker(torch.zeros(SIZE), DownpourSettings(lr=0.1))
     with pytest.raises(RunError, match="does every process build the same model"):
-        worker.land(torch.zeros(SIZE + 1), 0)
+        worker.land(torch.zeros(SIZE + 1), (0,))
     worker.begin_step()
     with pytest.raises(RunError, match="step 0 gave a gradient"):
         worker.end_step(torch.zeros(SIZE, dtype=torch.float64))
+
+
+def test_a_push_tells_what_was_read_although_a_newer_fetch_with_the_same_oldest_shard_is_here():
+    worker = DownpourWorker(torch.zeros(SIZE), DownpourSettings(push_every=1, fetch_every=1, lr=0.1))
+    worker.land(torch.zeros(SIZE), (7, 4))
+    worker.begin_step()
+    worker.land(torch.ones(SIZE), (9, 4))
+    push = worker.end_step(torch.ones(SIZE))
+    assert push is not None and push.read == (7, 4)
+    worker.begin_step()
+    push = worker.end_step(torch.ones(SIZE))
+    assert push is not None and push.read == (9, 4)

@@ -149,7 +149,9 @@ class Peer:
         return self._num_hung_up >= _HUNG_UP_TIMES
 
     async def close(self) -> None:
-        """End the connection; calls that wait end with ``WireClosed`` at once."""
+        """End the connection; calls that wait end with ``WireClosed`` at once. Each of those who use it may do so."""
+        if self.is_closed:
+            return
         self.is_closed = True
         for call in self._calls.values():
             call.fail(self._closed(call.operation))

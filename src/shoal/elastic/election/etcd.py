@@ -44,7 +44,7 @@ class _Read:
 
 
 class _Store:
-    """The two keys in etcd. Every call blocks, for a third of a lease at most, and may raise the library's exceptions."""
+    """The two keys in etcd. Every call blocks, for a third of a lease at most, and may raise one of ``failures``."""
 
     def __init__(self, url: str, key: str, *, timeout: float, tls: dict[str, Any]) -> None:
         parts = urlsplit(url)
@@ -56,7 +56,9 @@ class _Store:
             raise RequestError(
                 "an election by etcd needs the package etcd3gw; run `pip install 'shoal[etcd]'`"
             ) from error
-        self.failure: type[Exception] = etcd3gw.exceptions.Etcd3Exception
+        # Its own exceptions; those of requests, which it lets through where etcd dies in the middle of an answer; and what comes
+        # of an answer that is not one: a gateway without a leader says so with status 200 and no result.
+        self.failures: tuple[type[Exception], ...] = (etcd3gw.exceptions.Etcd3Exception, OSError, LookupError)
         self.client = etcd3gw.Etcd3Client(
             host=parts.hostname, port=parts.port or 2379, protocol=parts.scheme, timeout=timeout, **tls
         )
@@ -145,7 +147,7 @@ class EtcdLease:
             try:
                 if await self._attempt():
                     return self._epoch
-            except self._store.failure:
+            except self._store.failures:
                 # Whether the last transaction was made is not known; the lease that it may be under is given back.
                 await self._revoke()
             await asyncio.sleep(_POLL_SECONDS)
@@ -206,15 +208,19 @@ class EtcdLease:
             return False
         self._epoch = before.epoch + 1
         self._runs_out_at = started + self.lease_seconds
+        if not self.is_valid():
+            # It took too long, and nobody could lead before etcd forgets the key.
+            await self._revoke()
         return self.is_valid()
 
     async def _insist(self, work: Callable[[], bool], why: str) -> None:
         """Do something that extends the lease, again and again while etcd does not answer and the lease lasts."""
+        has_asked = False
         while boot_seconds() < self._runs_out_at:
-            started = boot_seconds()
+            started, has_asked = boot_seconds(), True
             try:
                 is_done = await self._store.run(work)
-            except self._store.failure:
+            except self._store.failures:
                 await asyncio.sleep(self.lease_seconds / _TRIES_PER_LEASE)
                 continue
             if is_done and boot_seconds() < self._runs_out_at:
@@ -223,7 +229,10 @@ class EtcdLease:
             if not is_done:
                 break
         else:
-            why = f"etcd at {self._store.url} did not answer within its lease of {self.lease_seconds:g} s"
+            lease = f"its lease of {self.lease_seconds:g} s"
+            why = f"etcd at {self._store.url} did not answer within {lease}"
+            if not has_asked:
+                why = f"it did nothing for as long as {lease}; was this process or its machine paused?"
         await self.resign()
         raise Deposed(f"candidate {self.name!r} was deposed from epoch {self._epoch}: {why}; it may campaign again")
 
@@ -232,7 +241,7 @@ class EtcdLease:
         if lease is not None:
             try:
                 await self._store.run(lease.revoke)
-            except self._store.failure:
+            except self._store.failures:
                 # It runs out by itself.
                 pass
 
@@ -254,7 +263,7 @@ async def find_center(url: str, *, key: str, deadline: Deadline, tls: dict[str, 
     while True:
         try:
             leader = (await store.run(store.read)).leader
-        except store.failure as error:
+        except store.failures as error:
             leader, problem = None, f" (etcd at {url}: {error.__class__.__name__})"
         if leader is not None:
             return Center(epoch=int(leader["epoch"]), address=str(leader["address"]), name=str(leader["name"]))

@@ -106,7 +106,8 @@ class Downpour:
             return
         self._wait_for_push()
         contribution = self._gathered.describe(self._line.identity, push)
-        self._pushing, self._pushed = self._line.hand_in(push.gradient, contribution), contribution.portions
+        self._pushing = self._line.hand_in(push.gradient, contribution, push.read)
+        self._pushed = contribution.portions
         if not self._overlap:
             self._wait_for_push()
 

@@ -1,9 +1,11 @@
 """A worker that hangs in its own compute: it notices by itself, says where, and ends, so that another is started in its place.
 
 Its heart beats on and it answers the center, so to everyone else it is only slow; under a rule that waits for all shares of a
-step the run would wait for ever. What is too long is measured by the worker's own portions: so many times their mean, and never
-under a time that no hiccup of a machine lasts. The first portions have no deadline, because nothing is known yet and a compiler
-may be at work. Time in which the whole process stood still (a pause, a laptop's lid) does not count.
+step the run would wait for ever. What is too long is measured by the worker's own portions: so many times the median of the last
+ones, and never under a time that no hiccup of a machine lasts. The median, because a portion that waited for a paused rank of its
+group, or for a compiler, says nothing of the others and must not make the watch patient for as many times its length; only twice
+its length for the next few, because a compiler may come again. The first portions have no deadline, because nothing is known yet.
+Time in which the whole process stood still (a pause, a laptop's lid) counts nowhere, and a portion that failed is not one.
 
 A thread watches. It cannot when something holds the interpreter's lock; such a process is silent too, and the center takes it for
 dead after ``dead_seconds``.
@@ -11,6 +13,7 @@ dead after ``dead_seconds``.
 
 import faulthandler
 import os
+import statistics
 import sys
 import threading
 import time
@@ -28,9 +31,13 @@ from shoal.trainer.servers.tidings import describe_hang
 from shoal.trainer.servers.workline import Shares
 
 _KNOWN_PORTIONS = 3
-"""Portions after which a worker knows its mean."""
-_MEAN_OVER = 20
+"""Portions after which a worker knows what is usual."""
+_USUAL_OF = 20
+"""The last ones, which say it."""
+_TIMES_LONGEST = 2.0
 _LOOK_SECONDS = 0.25
+_LOOKS_MISSED = 4
+"""For longer than so many looks' time nothing here ran at all."""
 
 T = TypeVar("T")
 
@@ -39,18 +46,56 @@ T = TypeVar("T")
 class Usual:
     """How long portions of this worker take."""
 
-    count: int = 0
-    seconds: float = 0.0
-    """Mean of the last ones."""
+    last: tuple[float, ...] = ()
+    """Seconds of the last ones."""
+
+    @property
+    def seconds(self) -> float:
+        """Their median; 0 when there is none."""
+        return statistics.median(self.last) if self.last else 0.0
 
     def and_one(self, seconds: float) -> "Usual":
         """With one more."""
-        count = self.count + 1
-        return Usual(count=count, seconds=self.seconds + (seconds - self.seconds) / min(count, _MEAN_OVER))
+        return Usual(last=(*self.last, seconds)[-_USUAL_OF:])
 
     def limit(self, multiple: float, least_seconds: float) -> float | None:
         """After how long a portion hangs; None while nothing is known."""
-        return max(multiple * self.seconds, least_seconds) if self.count >= _KNOWN_PORTIONS else None
+        if len(self.last) < _KNOWN_PORTIONS:
+            return None
+        return max(multiple * self.seconds, _TIMES_LONGEST * max(self.last), least_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Awake:
+    """How long this process ran, by a thread of it that looks at the clock often: where it does not, all stood still."""
+
+    looked: float
+    """When, by a clock that goes on meanwhile."""
+    still: float = 0.0
+    """Seconds until then in which nothing ran."""
+
+    def ran_until(self, now: float, allowed: float) -> float:
+        """Seconds of running, from a beginning that is the same for all calls.
+
+        Args:
+            now: by that clock; nobody may have looked since a pause that is over.
+            allowed: the longest time between two looks of a process that runs.
+        """
+        return now - self.still - max(0.0, now - self.looked - allowed)
+
+    def and_look(self, now: float, allowed: float) -> "Awake":
+        """With one more look."""
+        return Awake(looked=now, still=now - self.ran_until(now, allowed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _At:
+    """The portion that is computed now."""
+
+    number: int
+    step: int
+    began: float
+    """By the time that this process ran."""
 
 
 class WatchedShares:
@@ -58,7 +103,7 @@ class WatchedShares:
 
     Args:
         shares: what computes.
-        multiple: of the mean portion.
+        multiple: of the usual portion.
         least_seconds: no portion hangs before.
         on_hang: called in the watching thread with the step, the seconds so far and what is usual; once for a portion.
     """
@@ -70,8 +115,8 @@ class WatchedShares:
         self._multiple, self._least = multiple, least_seconds
         self._on_hang = on_hang
         self._usual = Usual()
-        self._at: tuple[int, int] | None = None
-        """Number of the portion that is computed now, and its step."""
+        self._awake = Awake(looked=time.monotonic())
+        self._at: _At | None = None
         self._number = 0
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, name="hang-watch", daemon=True).start()
@@ -95,28 +140,30 @@ class WatchedShares:
         self._shares.end()
 
     def _timed(self, step: int, compute: Callable[[], T]) -> T:
-        began = time.monotonic()
         self._number += 1
-        self._at = (self._number, step)
+        began = self._ran()
+        self._at = _At(number=self._number, step=step, began=began)
         try:
-            return compute()
+            result = compute()
         finally:
             self._at = None
-            self._usual = self._usual.and_one(time.monotonic() - began)
+        self._usual = self._usual.and_one(self._ran() - began)
+        return result
+
+    def _ran(self) -> float:
+        return self._awake.ran_until(time.monotonic(), _LOOKS_MISSED * _LOOK_SECONDS)
 
     def _watch(self) -> None:
-        seen, spent, looked = -1, 0.0, time.monotonic()
+        told = 0
         while not self._is_over.wait(_LOOK_SECONDS):
-            now, at = time.monotonic(), self._at
-            # No more than a few looks' worth: for longer than that nothing here ran at all.
-            since, looked = min(now - looked, 4 * _LOOK_SECONDS), now
-            if at is None:
+            self._awake = self._awake.and_look(time.monotonic(), _LOOKS_MISSED * _LOOK_SECONDS)
+            at, limit = self._at, self._usual.limit(self._multiple, self._least)
+            if at is None or limit is None or at.number == told:
                 continue
-            seen, spent = (seen, spent + since) if at[0] == seen else (at[0], 0.0)
-            limit = self._usual.limit(self._multiple, self._least)
-            if limit is not None and spent > limit:
-                self._on_hang(at[1], spent, self._usual.seconds)
-                spent = float("-inf")
+            spent = self._ran() - at.began
+            if spent > limit:
+                told = at.number
+                self._on_hang(at.step, spent, self._usual.seconds)
 
 
 def watch_shares(shares: Shares, place: MemberPlace) -> Shares:

@@ -180,15 +180,15 @@ def work_off(line: Line, worker: Worker, place: MemberPlace) -> None:
     pace = Pace(place)
     compute = LocalSteps(line, worker, place) if config.local_steps else worker.compute
     while (portion := line.take(held)) is not None:
-        version = line.pull(portion.need, portion.bound)
+        read = line.pull(portion.need, portion.bound)
         pace.begin()
         computed = compute(portion)
         waited = pace.wait()
         if under_way is not None:
             under_way.result()
         gradient = computed.gradient if spare is None else spare.copy_(computed.gradient)
-        contribution = describe(line.identity, portion, computed, version=version, waited=waited)
-        under_way = line.hand_in(gradient, contribution)
+        contribution = describe(line.identity, portion, computed, read=read, waited=waited)
+        under_way = line.hand_in(gradient, contribution, read)
         # Until its commit is answered it is in this worker's hands, or the book would take it for lost and give it again.
         held = contribution.portions
         if not config.overlap:

@@ -17,7 +17,7 @@ from shoal.paramserver.consistency import wait_seconds
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.line import LoopThread
 from shoal.paramserver.messages import FINISHED, Draw, Drawn, Join
-from shoal.paramserver.rounds import Contribution
+from shoal.paramserver.rounds import Contribution, Read
 from shoal.paramserver.sparse import RowPacker
 from shoal.telemetry.writer import EventLog
 from shoal.trainer.servers.flatmodel import FlatRow
@@ -144,8 +144,8 @@ class Line:
         """The next portion."""
         return self._thread.call(self.client.take(held))
 
-    def pull(self, need: int, bound: int | None = None) -> int:
-        """Newer weights; their version. See ``Client.pull``."""
+    def pull(self, need: int, bound: int | None = None) -> Read:
+        """Newer weights; what they are. See ``Client.pull``."""
         return self._thread.call(self.client.pull(need, bound))
 
     def draw(self, num_samples: int, done: tuple[int, int, float] | None) -> Drawn | None:
@@ -176,20 +176,27 @@ class Line:
         """Bring the gradient of one portion of a batch to all servers."""
         self._thread.call(self.client.add_part(gradient, evaluation=evaluation, portion=portion))
 
-    def fetch(self, portion: Portion, land: Callable[[torch.Tensor, int], object]) -> "Future[None]":
-        """Bring a copy of weights that are new enough, and their version, to somebody, while something else is done."""
+    def fetch(self, portion: Portion, land: Callable[[torch.Tensor, Read], object]) -> "Future[None]":
+        """Bring a copy of weights that are new enough, and what they are, to somebody, while something else is done."""
         return self._thread.start(self._fetch(portion, land))
 
-    async def _fetch(self, portion: Portion, land: Callable[[torch.Tensor, int], object]) -> None:
-        version = await self.client.pull(portion.need, portion.bound)
-        land(self.landing.clone(), version)
+    async def _fetch(self, portion: Portion, land: Callable[[torch.Tensor, Read], object]) -> None:
+        read = await self.client.pull(portion.need, portion.bound)
+        land(self.landing.clone(), read)
 
-    def hand_in(self, gradient: torch.Tensor, contribution: Contribution) -> "Future[bool]":
-        """Push a gradient and commit it, while something else is done."""
-        return self._thread.start(self._hand_in(gradient, contribution))
+    def hand_in(self, gradient: torch.Tensor, contribution: Contribution, read: Read) -> "Future[bool]":
+        """Push a gradient and commit it, while something else is done.
 
-    async def _hand_in(self, gradient: torch.Tensor, contribution: Contribution) -> bool:
-        number = await self.client.push(gradient, version=contribution.version)
+        Args:
+            gradient: all shards; must stay as it is until this is done.
+            contribution: what the book is told of it.
+            read: the weights that it was computed from.
+        """
+        assert contribution.version == min(read), f"version {contribution.version} is told of weights {read}"
+        return self._thread.start(self._hand_in(gradient, contribution, read))
+
+    async def _hand_in(self, gradient: torch.Tensor, contribution: Contribution, read: Read) -> bool:
+        number = await self.client.push(gradient, read=read)
         return await self.client.commit(replace(contribution, number=number))
 
     def close(self) -> None:
@@ -208,7 +215,7 @@ class Line:
         self._thread.close(leave)
 
 
-def describe(worker: str, portion: Portion, computed: Computed, *, version: int, waited: float) -> Contribution:
+def describe(worker: str, portion: Portion, computed: Computed, *, read: Read, waited: float) -> Contribution:
     """What the book is told of a gradient."""
     return Contribution(
         worker=worker,
@@ -217,7 +224,7 @@ def describe(worker: str, portion: Portion, computed: Computed, *, version: int,
         samples=computed.result.samples,
         weight=computed.result.weight,
         loss=computed.result.mean_loss,
-        version=version,
+        version=min(read),
         waited=waited,
         steps=computed.steps,
     )
