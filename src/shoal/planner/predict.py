@@ -39,6 +39,8 @@ class Predicted:
     why_not: str = ""
     """Why the row is out of range, or has no prediction."""
     group: tuple[str, ...] = ()
+    choice: str = ""
+    """How it was run: rows of a group that have this in common are one choice, measured several times."""
     seconds: float | None = None
     """Of a step, whatever the metric: what plans are ranked by."""
     runs_out: bool | None = None
@@ -120,6 +122,7 @@ def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
         in_range=not reasons,
         why_not="; ".join(reasons),
         group=run.group,
+        choice=f"{plan} {run.recompute} {run.precision} {run.micro_batch:g}",
         seconds=seconds,
         runs_out=None if run.metric in _COMPUTED else _runs_out(run, job, plan),
     )
@@ -216,9 +219,8 @@ def _reserved(run: Run, job: Job, plan: Plan, seconds: float) -> float:
 
 
 def _utilisation(run: Run, job: Job, plan: Plan, seconds: float) -> float:
-    share = _tflops(run, job, plan, seconds, with_recompute=False) * 1e12 / job.cluster.device.flops(job.precision)
-    # Nobody reaches more than all of it: a number above 1 is in percent.
-    return share * 100 if run.measured is not None and run.measured > 1 else share
+    """As a share: what a metric is counted in is said by its name, never by what was measured."""
+    return _tflops(run, job, plan, seconds, with_recompute=False) * 1e12 / job.cluster.device.flops(job.precision)
 
 
 Metric = Callable[[Run, Job, Plan, float], float]
@@ -233,6 +235,7 @@ _METRICS: Mapping[str, Metric] = {
     "tflops_per_gpu_model": partial(_tflops, with_recompute=False),
     "tflops_per_gpu": partial(_tflops, with_recompute=False),
     "mfu": _utilisation,
+    "mfu_percent": lambda run, job, plan, seconds: 100 * _utilisation(run, job, plan, seconds),
     "peak_mem_gib": lambda run, job, plan, seconds: fullest(job, plan).allocated / GIB,
     "peak_reserved_gib": _reserved,
     "mem_gb_nvidia_smi_max": lambda run, job, plan, seconds: fullest(job, plan).device / GIB,

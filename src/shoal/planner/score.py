@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from shoal.planner.predict import TIMED, Predicted, is_better_low
 
@@ -22,7 +22,8 @@ class Score:
     bias: float | None = None
     """Mean signed error; above zero where predictions are too high."""
     kendall_tau: float | None = None
-    """Agreement of the order of steps' times within groups of one model on the same devices: 1 the same, -1 reversed."""
+    """Agreement of the order of steps' times within groups of one model on the same devices: 1 the same, -1 reversed. What was
+    run several times counts once, by its mean."""
     regret: float | None = None
     """Measured time of the run that would have been picked in a group, over the best measured one, minus 1; mean over groups."""
     oom_precision: float | None = None
@@ -74,9 +75,16 @@ def _mean(values: Iterable[float]) -> float | None:
 
 def _groups(rows: Sequence[Predicted]) -> list[list[Predicted]]:
     timed = [row for row in rows if row.metric in TIMED and row.group]
-    keys = dict.fromkeys((row.group, row.metric) for row in timed)
-    found = [[row for row in timed if (row.group, row.metric) == key] for key in keys]
+    groups: dict[tuple[object, ...], dict[str, list[Predicted]]] = {}
+    for row in timed:
+        groups.setdefault((row.group, row.metric), {}).setdefault(row.choice or str(row.row), []).append(row)
+    found = [[_averaged(repeats) for repeats in choices.values()] for choices in groups.values()]
     return [group for group in found if len(group) > 1]
+
+
+def _averaged(repeats: Sequence[Predicted]) -> Predicted:
+    """One row for a choice that was measured several times: whoever picks it cannot pick the better of its measurements."""
+    return replace(repeats[0], measured=_mean(row.measured for row in repeats if row.measured is not None))
 
 
 def _slowness(row: Predicted) -> tuple[float, float]:

@@ -42,6 +42,14 @@ def test_regret_is_what_the_pick_costs():
     assert score(per_second).regret == pytest.approx(100 / 80 - 1) and score(per_second).kendall_tau == -1
 
 
+def test_what_was_run_several_times_is_one_choice_with_its_mean():
+    # Nobody can pick the better of two measurements of one plan.
+    twice = [row(0, 12.0, 9.0, choice="a"), row(1, 10.0, 9.0, choice="a")]
+    assert score(twice).regret is None and score(twice).kendall_tau is None
+    other = row(2, 10.0, 9.5, choice="b")
+    assert score([*twice, other]).regret == pytest.approx(0.1)
+
+
 def test_groups_and_metrics_are_judged_by_themselves():
     first = [row(0, 1.0, 1.0, group=("a",)), row(1, 2.0, 2.0, group=("a",))]
     second = [row(2, 1.0, 2.0, group=("b",)), row(3, 2.0, 1.0, group=("b",))]
