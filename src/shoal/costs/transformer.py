@@ -30,6 +30,8 @@ class TransformerShape:
     dropout: bool = True
     fused_attention: bool = False
     """One kernel that never writes the scores."""
+    fused_loss: bool = False
+    """One kernel that reads the output layer's scores once, and writes their gradient over them."""
     experts: int = 1
     chosen_experts: int = 1
     """Experts that a token goes to."""
@@ -133,8 +135,8 @@ def _head(shape: TransformerShape) -> Layer:
         ops=(
             Op(kind=OpKind.MEMORY, num_bytes=2 * positions * hidden * item),
             Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=vocab, cut=Cut.COLUMNS),
-            # The loss: scores are read and written in float32, for their largest, their exponentials and their sum.
-            Op(kind=OpKind.MEMORY, num_bytes=scores * (item + 3 * 4), cut=Cut.ALL),
+            # The loss: scores are read and written in float32, for their largest, their exponentials and their sum; or read once.
+            Op(kind=OpKind.MEMORY, num_bytes=scores * (item if shape.fused_loss else item + 3 * 4), cut=Cut.ALL),
         ),
         whole_weights=hidden * (1 if shape.is_gated else 2),
         split_weights=0.0 if shape.tied else vocab * hidden,

@@ -67,7 +67,8 @@ def _network(text: str, devices: int) -> float | None:
 
 
 _SOFTWARE_WORDS = (
-    ("fsdp", ("llm-foundry", "torchtitan", "TorchTitan", "FSDP FULL_SHARD", "FSDP SHARD_GRAD_OP", "FSDP2")),
+    ("torchtitan", ("torchtitan", "TorchTitan", "FSDP2")),
+    ("fsdp", ("llm-foundry", "FSDP FULL_SHARD", "FSDP SHARD_GRAD_OP")),
     (
         "megatron-core",
         (
@@ -85,6 +86,18 @@ _RECENT = re.compile(r"\b(gb\d00|gh\d00|[bh]\d{2,3}|mi3\d\d[ax])", re.IGNORECASE
 def read_software(text: str) -> str | None:
     """The name of a software of ``SOFTWARE`` that a text speaks of; None where it speaks of none."""
     return next((name for name, words in _SOFTWARE_WORDS if any(word in text for word in words)), None)
+
+
+_GRAPHED = (26, 6)
+"""Year and month of the NeMo container from which on steps with experts in MXFP8 are captured whole."""
+
+
+def release_of(software: str, text: str, precision: str, *, has_experts: bool) -> str:
+    """The software as of the release that a text names, where what it does depends on that."""
+    found = re.search(r"(\d\d)\.(\d\d)(?:\.\d+)? NeMo", text)
+    is_new = found is not None and (int(found[1]), int(found[2])) >= _GRAPHED
+    is_graphed = software == "megatron-core" and is_new and has_experts and "mx" in precision.lower()
+    return "megatron-core-graphs" if is_graphed else software
 
 
 def likely_software(device: str, zero: int | None) -> str:

@@ -41,7 +41,7 @@ def wire_of(group: Group, cluster: Cluster, constants: Constants) -> Wire:
         return Wire(1, math.inf, 0.0)
     span = (group.size - 1) * group.stride + 1
     if span <= inner.devices:
-        return Wire(group.size, inner.bandwidth * constants.link, inner.latency)
+        return Wire(group.size, inner.bandwidth_among(group.size) * constants.link, inner.latency)
     tier = cluster.tier_of(span)
     in_node = max(1, min(group.size, inner.devices // group.stride))
     outer = tier.bandwidth * constants.network * in_node

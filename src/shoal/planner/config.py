@@ -80,4 +80,5 @@ class PlannerConfig(Config):
     devices: dict[str, DeviceConfig] = Field(default_factory=dict)
     """Devices by the user's own numbers."""
     software: str = "shoal"
-    """Whose constants are used: shoal, fsdp, megatron, megatron-core, megatron-deepspeed or bigscience."""
+    """Whose constants are used: shoal, fsdp, torchtitan, megatron, megatron-core, megatron-core-graphs, megatron-deepspeed or
+    bigscience."""

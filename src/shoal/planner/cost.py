@@ -25,6 +25,9 @@ _UPDATE_BYTES = 40.0
 
 _FIXED = 0.005
 """Seconds of a step that are nobody's: the batch, the loss, the counters."""
+_SLOWED = 0.3
+"""Of communication that goes on beside compute, what it costs all the same: it takes processors and memory from kernels (15% of
+them over NVLink: Isaev et al. 2023, Calculon), and is itself the slower for them (by 13%: Galvatron's overlap coefficient)."""
 _TOGETHER = 3.0
 """How host and device add up: kernels differ in size, so some wait for the host and others do not (1: one after the other)."""
 
@@ -172,13 +175,14 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
     pair = all_reduce(layer.pair_bytes * local, wires.tensor) * layer.num_pairs * (1.0 - software.overlaps_tensor)
     ring = (plan.cp - 1) * send(layer.kv_bytes / plan.tp * local, wires.context) if plan.cp > 1 else 0.0
     # Where experts are whole, tensor-parallel ranks send each their own positions of a sequence.
-    routed = 2 * exchange(layer.routed_bytes * local * part.expert_tensor / plan.tp, wires.expert)
+    exchanged = 2 * exchange(layer.routed_bytes * local * part.expert_tensor / plan.tp, wires.expert)
+    routed = max(0.0, exchanged - kernels.forward) if software.overlaps_exchange else exchanged
     # Attention of a chunk goes on while the next one's keys and values arrive.
     ring_forward = max(0.0, ring - kernels.attention)
     ring_backward = max(0.0, 2 * ring - 2 * kernels.attention)
-    missed = _missed(layer, plan, constants.sync)
+    missed = 0.0 if software.replays else _missed(layer, plan, constants.sync)
     talk = pair + routed
-    host = kernels.kernels * constants.launch
+    host = 0.0 if software.replays else kernels.kernels * constants.launch
     forward = _beside(host, kernels.forward + talk + ring_forward) + missed
     backward = _beside(2 * host, kernels.backward + talk + ring_backward) + missed
     again = {"none": 0.0, "selective": kernels.attention, "full": forward}[plan.recompute]
@@ -235,9 +239,8 @@ def _replicas(
 ) -> tuple[float, float, float, float]:
     """Seconds of reducing gradients and of gathering weights along dp, each with the part that compute hides."""
     software = job.stack.software
-    if wires.data.size == 1:
-        return 0.0, 0.0, 0.0, 0.0
-    # Experts are summed over the ranks that have the same ones: none, where ep takes all replicas.
+    # A wire of one rank takes no time. Experts are summed over the ranks that have the same ones: none, where ep takes all
+    # replicas, and tensor-parallel ranks too where a software leaves them whole.
     reduce = gathered = 0.0
     for own, wire in zip(weights, (wires.data, wires.expert_data), strict=True):
         if plan.zero == 0:
@@ -251,6 +254,6 @@ def _replicas(
         reduce, gathered = times * reduce, 2 * times * gathered
     # Gradients can be hidden behind the backward pass of the last microbatch only, but for stage 3.
     window = compute if plan.zero == 3 else compute * 2 / 3 / max(1, microbatches)
-    reduce_hidden = min(reduce, window * 0.5) if software.overlaps_reduce else 0.0
-    gather_hidden = min(gathered, window * 0.5) if software.overlaps_gather else 0.0
+    reduce_hidden = min(reduce, window * 0.5) * (1 - _SLOWED) if software.overlaps_reduce else 0.0
+    gather_hidden = min(gathered, window * 0.5) * (1 - _SLOWED) if software.overlaps_gather else 0.0
     return reduce, reduce_hidden, gathered, gather_hidden

@@ -4,6 +4,7 @@ A cluster is nested groups of devices: each tier says how many devices it joins 
 collective runs at the speed of the widest tier that its ranks span.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,9 @@ class Device:
     source: str
     """Where these numbers are from."""
     watts: float | None = None
-    """Power that it may draw; None where that does not limit it."""
+    """Power that it may draw; None where that is not known, and then it does not limit it."""
+    exponentials: float | None = None
+    """Exponentials per second, which a softmax waits for; None where no document says, and then what Hopper has for its peak."""
 
     def flops(self, precision: str) -> float:
         """Peak of a compute type; where the device has none of its own, of the next wider one that it has."""
@@ -36,16 +39,28 @@ class Device:
         )
 
     def sustained_flops(self, precision: str) -> float:
-        """What of the peak its power allows for long: a product in half the bits takes half the energy."""
+        """What its clock and its power allow for long: a product in half the bits takes half the energy.
+
+        Neither limit alone is reached near the other one, because voltage and clock are lowered before the power is used up and
+        kernels differ in what they draw: the two add up like the two sides of a right angle.
+        """
         peak = self.flops(precision)
         if self.watts is None:
             return peak
-        return peak * min(1.0, self.watts * _FLOPS_PER_JOULE / self.flops("bfloat16"))
+        powered = self.watts * _FLOPS_PER_JOULE * peak / self.flops("bfloat16")
+        return 1 / math.hypot(1 / peak, 1 / powered)
+
+    @property
+    def softmax_rate(self) -> float:
+        """Exponentials per second."""
+        return self.exponentials or self.flops("bfloat16") / _FLOPS_PER_EXPONENTIAL
 
 
 _FLOPS_PER_JOULE = 1.4e12
-"""At most, in 16 bit, on a 4 nm process; set by hand, once for all devices. Large products on a B200 of 1 kW reach 0.45 to 0.51
-of its peak, 1.1e12 a joule, where shorter ones reach 0.65 (SimuMax 1.2, configs/system/b200_bf16_ceperm.json)."""
+"""At most, in 16 bit; set by hand, once for all devices. With it an A100 sustains 0.87 of its peak, an H100 0.70, a B200 0.53;
+large products on a B200 of 1 kW reach 0.45 to 0.51 (SimuMax 1.2, configs/system/b200_bf16_ceperm.json)."""
+_FLOPS_PER_EXPONENTIAL = 256.0
+"""Of a device of which only the peak is known: 989 Tflop/s for 3.9e12 exponentials (Shah et al. 2024, arXiv:2407.08608, 3.1)."""
 _WIDER = ["float4", "float8", "float16", "bfloat16", "float32", "float64"]
 
 
@@ -61,6 +76,12 @@ class Tier:
     latency: float
     """Seconds of one message."""
     source: str
+    is_mesh: bool = False
+    """Every pair of devices has links of its own, and no switch: some of the devices have between them only their share."""
+
+    def bandwidth_among(self, num_devices: int) -> float:
+        """Bytes per second of one device to so many, itself counted, of those that are joined."""
+        return self.bandwidth * (num_devices - 1) / (self.devices - 1) if self.is_mesh else self.bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)

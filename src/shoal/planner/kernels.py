@@ -127,7 +127,10 @@ def _attention(op: Op, part: Slice, device: Device, precision: str, item_bytes: 
     peak = device.sustained_flops("bfloat16" if precision in _NARROW else precision)
     flops = 4.0 * rows * op.inner * op.outer * heads * samples
     if op.is_fused:
-        return op.count * flops * (0.5 if op.causal else 1.0) / (peak * constants.matmul * constants.attention)
+        # Between its two products every score waits for an exponential, of which newer devices have hardly more than old ones
+        # (Shah et al. 2024, arXiv:2407.08608, section 3.1): what holds attention back is not what holds products back.
+        waits = rows * op.outer * heads * samples / (device.softmax_rate * constants.attention)
+        return op.count * (0.5 if op.causal else 1.0) * (flops / (peak * constants.matmul) + waits)
     # float32 has no tensor cores to miss.
     slow = _PLAIN_CORES if op.inner % _ALIGNED and precision != "float32" else 1.0
     moved = (op.num_bytes / part.tensor / part.context + 4 * rows * op.inner * heads * item_bytes) * samples

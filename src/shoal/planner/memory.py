@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
-from shoal.costs.chain import Chain, Layer, LayerKind
+from shoal.costs.chain import Chain, Cut, Layer, LayerKind, OpKind
 from shoal.planner.job import Job, count_ranks
 from shoal.planner.sharing import dense_weights, expert_weights, layer_weights, share_weights
 from shoal.schedules.catalogue import FAMILIES
@@ -22,6 +22,8 @@ _FUSED_LOSS = 2.0 + 4.0
 """Bytes of a score while a fused loss is computed: 16 bit as it comes, and float32."""
 _PLAIN_LOSS = 2.0 + 4.0 + 4.0 + 4.0
 """The same where it is not fused: the score in both types, its exponential, its gradient."""
+_NARROW_BYTES = {"float8": 1.0, "float4": 0.5}
+"""Of an element of a product's operand in fewer than 16 bits."""
 CONTEXT_BYTES = 2.0 * 2**30
 """What a process has on a device before its first tensor: the driver's context, kernels, NCCL's buffers."""
 
@@ -114,7 +116,7 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     if job.precision == "bfloat16" and software.gradient_bytes_bfloat16 is not None:
         gradient_bytes = software.gradient_bytes_bfloat16
     samples = job.global_batch / (dp * (plan.microbatches or 1))
-    kept = [_kept(layer, plan) * samples for layer, _ in layers]
+    kept = [rank_kept_bytes(layer, job, plan, plan.recompute) * samples for layer, _ in layers]
     activations = held * sum(each * count for each, (_, count) in zip(kept, layers, strict=True))
     return Memory(
         weights=(shards if plan.zero == 3 else whole) * job.weight_bytes,
@@ -129,9 +131,31 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     )
 
 
-def _kept(layer: Layer, plan: Plan) -> float:
+def rank_kept_bytes(layer: Layer, job: Job, plan: Plan, recompute: str) -> float:
     """Bytes that one sample leaves behind in a layer on one rank."""
-    return kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute=plan.recompute)
+    kept = kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute=recompute)
+    spared = job.chain.item_bytes - _NARROW_BYTES.get(job.precision, job.chain.item_bytes)
+    if layer.kind is not LayerKind.BLOCK or recompute == "full" or not spared or not job.stack.software.keeps_narrow:
+        return kept
+    whole, split = _product_inputs(layer)
+    return kept - spared * (whole / (plan.tp if plan.sp else 1) + split / plan.tp) / plan.cp
+
+
+def _product_inputs(layer: Layer) -> tuple[float, float]:
+    """Elements of one sample that are kept for products alone: between the split regions, and inside them.
+
+    Not what an attention hands on, which its own backward pass needs as it was, and not what a router reads.
+    """
+    whole = split = 0.0
+    last, attended = OpKind.MATMUL, False
+    for op in layer.ops:
+        size = op.rows * op.inner * op.count if op.kind is OpKind.MATMUL else 0.0
+        if op.experts > 1 or (op.cut is Cut.ROWS and last is not OpKind.ATTENTION):
+            split += size
+        elif op.cut is Cut.COLUMNS or not attended:
+            whole += size
+        last, attended = op.kind, attended or op.kind is OpKind.ATTENTION
+    return whole, split
 
 
 def kept_bytes(layer: Layer, *, tensor: int, sequence_parallel: bool, context: int, recompute: str) -> float:
@@ -160,8 +184,7 @@ def _working(layer: Layer, job: Job, plan: Plan, samples: float, chain: Chain) -
             / (plan.cp if scores else 1)
         )
     if plan.recompute != "none" and layer.kind is LayerKind.BLOCK:
-        whole = kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute="none")
-        return (whole - _kept(layer, plan)) * samples
+        return (rank_kept_bytes(layer, job, plan, "none") - rank_kept_bytes(layer, job, plan, plan.recompute)) * samples
     return 0.0
 
 

@@ -34,19 +34,26 @@ class Link:
     bandwidth: float
     latency: float
     source: str
+    is_mesh: bool = False
+    """Links go from device to device, without a switch."""
 
 
 LINKS: dict[str, Link] = {
-    "nvlink2": Link(bandwidth=150 * GB, latency=6e-6, source="NVIDIA V100 data sheet: 300 GB/s both ways"),
+    "nvlink2": Link(
+        bandwidth=150 * GB, latency=6e-6, source="NVIDIA V100 data sheet: 300 GB/s both ways", is_mesh=True
+    ),
     "nvlink3": Link(bandwidth=300 * GB, latency=6e-6, source="NVIDIA A100 data sheet: 600 GB/s both ways"),
     "nvlink3-export": Link(bandwidth=200 * GB, latency=6e-6, source="NVIDIA A800 and H800: 400 GB/s both ways"),
     "nvlink4": Link(bandwidth=450 * GB, latency=6e-6, source="NVIDIA H100 data sheet: 900 GB/s both ways"),
     "nvlink5": Link(bandwidth=900 * GB, latency=6e-6, source="NVIDIA B200 data sheet: 1.8 TB/s both ways"),
     "infinity-fabric": Link(
-        bandwidth=448 * GB, latency=8e-6, source="AMD MI300X data sheet: 7 links of 64 GB/s each way"
+        bandwidth=448 * GB, latency=8e-6, source="AMD MI300X data sheet: 7 links of 64 GB/s each way", is_mesh=True
     ),
     "infinity-fabric-2": Link(
-        bandwidth=200 * GB, latency=8e-6, source="AMD MI250X data sheet: 400 GB/s both ways between modules"
+        bandwidth=200 * GB,
+        latency=8e-6,
+        source="AMD MI250X data sheet: 400 GB/s both ways between modules",
+        is_mesh=True,
     ),
     "pcie4": Link(bandwidth=32 * GB, latency=10e-6, source="PCI Express 4.0 x16: 32 GB/s each way"),
     "pcie5": Link(bandwidth=64 * GB, latency=10e-6, source="PCI Express 5.0 x16: 64 GB/s each way"),
@@ -64,7 +71,14 @@ LINKS: dict[str, Link] = {
 
 
 def _device(
-    name: str, peaks: dict[str, float], memory: float, bandwidth: float, source: str, *, watts: float | None = None
+    name: str,
+    peaks: dict[str, float],
+    memory: float,
+    bandwidth: float,
+    source: str,
+    *,
+    watts: float | None = None,
+    exponentials: float | None = None,
 ) -> Device:
     return Device(
         name=name,
@@ -73,9 +87,12 @@ def _device(
         memory_bandwidth=bandwidth * TERA,
         source=source,
         watts=watts,
+        exponentials=None if exponentials is None else exponentials * TERA,
     )
 
 
+# Exponentials: 16 in a clock of each multiprocessor (CUDA C++ Programming Guide, "Arithmetic Instructions"), twice as many on
+# Blackwell Ultra (NVIDIA, "Making Softmax More Efficient with NVIDIA Blackwell Ultra").
 _V100 = {"float32": 15.7, "float16": 125.0}
 _A100 = {"float32": 156.0, "bfloat16": 312.0, "float16": 312.0}
 _H100 = {"float32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
@@ -92,43 +109,62 @@ PRESETS: dict[str, Preset] = {
     preset.device.name: preset
     for preset in (
         Preset(
-            device=_device("v100-16gb", _V100, 16, 0.9, "NVIDIA V100 SXM2 data sheet"),
+            device=_device("v100-16gb", _V100, 16, 0.9, "NVIDIA V100 SXM2 data sheet", watts=300, exponentials=1.96),
             inside="nvlink2",
             between="infiniband-edr",
         ),
         Preset(
-            device=_device("v100-32gb", _V100, 32, 0.9, "NVIDIA V100 SXM2 data sheet"),
+            device=_device("v100-32gb", _V100, 32, 0.9, "NVIDIA V100 SXM2 data sheet", watts=300, exponentials=1.96),
             inside="nvlink2",
             between="infiniband-edr",
         ),
         Preset(
-            device=_device("a100-40gb", _A100, 40, 1.555, "NVIDIA A100 SXM data sheet"),
+            device=_device("a100-40gb", _A100, 40, 1.555, "NVIDIA A100 SXM data sheet", watts=400, exponentials=2.44),
             inside="nvlink3",
             between="infiniband-hdr",
         ),
         Preset(
-            device=_device("a100-80gb", _A100, 80, 2.039, "NVIDIA A100 SXM data sheet"),
+            device=_device("a100-80gb", _A100, 80, 2.039, "NVIDIA A100 SXM data sheet", watts=400, exponentials=2.44),
             inside="nvlink3",
             between="infiniband-hdr",
         ),
         Preset(
-            device=_device("a100-40gb-pcie", _A100, 40, 1.555, "NVIDIA A100 PCIe data sheet"),
+            device=_device(
+                "a100-40gb-pcie", _A100, 40, 1.555, "NVIDIA A100 PCIe data sheet", watts=250, exponentials=2.44
+            ),
             inside="pcie4",
             between="infiniband-hdr",
         ),
         Preset(
-            device=_device("a100-80gb-pcie", _A100, 80, 1.935, "NVIDIA A100 PCIe data sheet"),
+            device=_device(
+                "a100-80gb-pcie", _A100, 80, 1.935, "NVIDIA A100 PCIe data sheet", watts=300, exponentials=2.44
+            ),
             inside="pcie4",
             between="infiniband-hdr",
         ),
         Preset(
-            device=_device("h100-80gb", _H100, 80, 3.35, "NVIDIA H100 SXM data sheet, without sparsity", watts=700),
+            device=_device(
+                "h100-80gb",
+                _H100,
+                80,
+                3.35,
+                "NVIDIA H100 SXM data sheet, without sparsity",
+                watts=700,
+                exponentials=3.87,
+            ),
             inside="nvlink4",
             between="infiniband-ndr",
         ),
         Preset(
-            # 500 W, which are enough for the two thirds of its peak that softwares reach.
-            device=_device("h100-96gb", _H100, 96, 2.46, "NVIDIA H100 with six stacks of HBM2e at 3.2 Gb/s a pin"),
+            device=_device(
+                "h100-96gb",
+                _H100,
+                96,
+                2.46,
+                "NVIDIA H100 with six stacks of HBM2e at 3.2 Gb/s a pin",
+                watts=500,
+                exponentials=3.87,
+            ),
             inside="nvlink4",
             between="infiniband-ndr",
             is_usual=False,
@@ -141,49 +177,76 @@ PRESETS: dict[str, Preset] = {
                 2.0,
                 "NVIDIA H100 PCIe data sheet, without sparsity",
                 watts=350,
+                exponentials=3.2,
             ),
             inside="pcie5",
             between="infiniband-ndr",
         ),
         Preset(
-            device=_device("h800-80gb", _H100, 80, 3.35, "NVIDIA H800: an H100 with slower NVLink", watts=700),
+            device=_device(
+                "h800-80gb", _H100, 80, 3.35, "NVIDIA H800: an H100 with slower NVLink", watts=700, exponentials=3.87
+            ),
             inside="nvlink3-export",
             between="infiniband-ndr",
         ),
         Preset(
-            device=_device("a800-80gb", _A100, 80, 2.039, "NVIDIA A800: an A100 with slower NVLink"),
+            device=_device(
+                "a800-80gb", _A100, 80, 2.039, "NVIDIA A800: an A100 with slower NVLink", watts=400, exponentials=2.44
+            ),
             inside="nvlink3-export",
             between="infiniband-hdr",
         ),
         Preset(
-            device=_device("h20-96gb", _H20, 96, 4.0, "NVIDIA H20 data sheet, without sparsity", watts=400),
+            device=_device(
+                "h20-96gb", _H20, 96, 4.0, "NVIDIA H20 data sheet, without sparsity", watts=400, exponentials=2.28
+            ),
             inside="nvlink4",
             between="infiniband-ndr",
         ),
         Preset(
-            device=_device("gh200-96gb", _H100, 96, 4.0, "NVIDIA GH200 data sheet, without sparsity", watts=700),
+            device=_device(
+                "gh200-96gb", _H100, 96, 4.0, "NVIDIA GH200 data sheet, without sparsity", watts=700, exponentials=3.87
+            ),
             inside="nvlink4",
             between="infiniband-ndr",
             devices_per_node=4,
         ),
         Preset(
-            device=_device("l40s-48gb", _L40S, 48, 0.864, "NVIDIA L40S data sheet, without sparsity", watts=350),
+            device=_device(
+                "l40s-48gb", _L40S, 48, 0.864, "NVIDIA L40S data sheet, without sparsity", watts=350, exponentials=5.7
+            ),
             inside="pcie4",
             between="infiniband-hdr",
         ),
         Preset(
-            device=_device("h200-141gb", _H100, 141, 4.8, "NVIDIA H200 data sheet, without sparsity", watts=700),
+            device=_device(
+                "h200-141gb", _H100, 141, 4.8, "NVIDIA H200 data sheet, without sparsity", watts=700, exponentials=3.87
+            ),
             inside="nvlink4",
             between="infiniband-ndr",
         ),
         Preset(
-            device=_device("b200-180gb", _B200, 180, 7.7, "NVIDIA DGX B200 data sheet, without sparsity", watts=1000),
+            device=_device(
+                "b200-180gb",
+                _B200,
+                180,
+                7.7,
+                "NVIDIA DGX B200 data sheet, without sparsity",
+                watts=1000,
+                exponentials=4.5,
+            ),
             inside="nvlink5",
             between="infiniband-ndr",
         ),
         Preset(
             device=_device(
-                "gb200-186gb", _GB200, 186, 8.0, "NVIDIA GB200 NVL72 data sheet, without sparsity", watts=1200
+                "gb200-186gb",
+                _GB200,
+                186,
+                8.0,
+                "NVIDIA GB200 NVL72 data sheet, without sparsity",
+                watts=1200,
+                exponentials=5.0,
             ),
             inside="nvlink5",
             between="infiniband-ndr",
@@ -191,7 +254,13 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             device=_device(
-                "gb300-279gb", _GB300, 279, 8.0, "NVIDIA GB300 NVL72 data sheet, without sparsity", watts=1400
+                "gb300-279gb",
+                _GB300,
+                279,
+                8.0,
+                "NVIDIA GB300 NVL72 data sheet, without sparsity",
+                watts=1400,
+                exponentials=10.0,
             ),
             inside="nvlink5",
             between="infiniband-xdr",
@@ -205,6 +274,7 @@ PRESETS: dict[str, Preset] = {
                 8.0,
                 "NVIDIA DGX B300 data sheet, without sparsity",
                 watts=1100,
+                exponentials=9.0,
             ),
             inside="nvlink5",
             between="infiniband-xdr",
@@ -331,6 +401,7 @@ def cluster_of(preset: Preset, *, num_nodes: int, devices_per_node: int) -> Clus
             bandwidth=inside.bandwidth,
             latency=inside.latency,
             source=inside.source,
+            is_mesh=inside.is_mesh,
         )
     ]
     if num_nodes > 1:

@@ -7,7 +7,7 @@ and, for bytes and kernels that no document states, from the residuals of the ca
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 class Constants:
     """What is reached of the data sheet. At most six are fitted for a stack; the others keep the values here."""
 
-    matmul: float = 0.65
-    """Share of the peak that a large matrix product reaches."""
+    matmul: float = 0.85
+    """Share of what a device sustains that a large matrix product reaches."""
     memory: float = 0.75
     """Share of the memory's bandwidth that a kernel reaches which only reads and writes."""
     launch: float = 12e-6
@@ -27,8 +27,9 @@ class Constants:
     """Share of the bandwidth that a collective reaches inside a node."""
     network: float = 0.6
     """Share of the bandwidth that a collective reaches between nodes."""
-    attention: float = 0.75
-    """Share of a matrix product's efficiency that a fused attention reaches (FlashAttention-2, arXiv:2307.08691, Fig. 5)."""
+    attention: float = 0.7
+    """Share of a device's exponentials that a fused attention reaches while its products wait: FlashAttention-2 then runs at 180
+    Tflop/s on an A100 and 400 on an H100, with heads of 128 (arXiv:2307.08691, Fig. 5; arXiv:2407.08608, Fig. 5)."""
     narrow: float = 0.8
     """What a product in fewer than 16 bits reaches of its own peak, over what one in 16 bits does: its operands are scaled and
     cast; above 1 where power holds the wider one back more."""
@@ -39,7 +40,7 @@ class Constants:
 
     def as_dict(self) -> dict[str, float]:
         """By name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +74,21 @@ class Software:
     """Under a pipeline, weights that ZeRO-3 gathered stay until the step is over, and are not gathered for every microbatch."""
     shards_context: bool = False
     """ZeRO cuts along ``cp`` too, whose ranks have the same weights as replicas have."""
+    replays: bool = False
+    """A whole step is captured once and replayed: the host launches no kernel, and ranks do not wait for each other's hosts."""
+    overlaps_exchange: bool = False
+    """Tokens travel to experts and back while another microbatch is computed."""
+    fitted_as: str = ""
+    """The software whose constants it has, where its own are not fitted apart."""
+    apart: Mapping[str, float] = field(default_factory=dict)
+    """Constants in which it differs from that one."""
     splits_experts: bool = True
     """Tensor-parallel ranks share each expert's matrices; if not, they are among the ranks that share the experts."""
     sends_once: bool = False
     """A token that goes to several experts of a node travels there once."""
+    keeps_narrow: bool = False
+    """What a product in fewer than 16 bits reads is kept for the backward pass in as many bits (Transformer Engine's guide, "FP8
+    primer")."""
     fused_attention: bool = True
     fused_loss: bool = True
     kernels_per_op: float = 1.0
@@ -142,13 +154,39 @@ SOFTWARE: dict[str, Software] = {
             shards_context=True,
             splits_experts=False,
             sends_once=True,
+            keeps_narrow=True,
+        ),
+        Software(
+            name="megatron-core-graphs",
+            source="Megatron-Bridge 0.5 (NeMo 26.06), experts in MXFP8: CUDA graphs of whole steps, exchange overlapped, "
+            "products of experts as one kernel (NVIDIA-NeMo/Megatron-Bridge: release notes of 0.5.1, pulls 3983 and 4606)",
+            overlaps_transfer=True,
+            scatters_transfer=True,
+            overlaps_tensor=0.5,
+            shards_context=True,
+            splits_experts=False,
+            sends_once=True,
+            keeps_narrow=True,
+            replays=True,
+            overlaps_exchange=True,
+            fitted_as="megatron-core",
         ),
         Software(
             name="fsdp",
-            source="PyTorch FSDP as llm-foundry and torchtitan use it, whose mesh of shards is dp x cp",
+            source="PyTorch FSDP as llm-foundry uses it, whose mesh of shards is dp x cp",
             shards_context=True,
             reduced_bytes=2.0,
             keeps_gathered=True,
+        ),
+        Software(
+            name="torchtitan",
+            source="pytorch/torchtitan: FSDP2, blocks compiled, which fuses casts into what is before them, and "
+            "scaled_dot_product_attention, which is FlashAttention-2; llm-foundry's runs are from before both",
+            shards_context=True,
+            reduced_bytes=2.0,
+            keeps_gathered=True,
+            fitted_as="fsdp",
+            apart={"attention": Constants.attention, "narrow": 1.0},
         ),
     )
 }
@@ -173,14 +211,15 @@ _CHIPS = {"h200": "h100", "h800": "h100", "gh200": "h100", "a800": "a100"}
 """Devices that are another one with other memory or links."""
 
 
+def chip_of(device: str) -> str:
+    """The family of a device; devices of one are fitted together."""
+    family = device.partition("-")[0]
+    return _CHIPS.get(family, family)
+
+
 def same_chip(device: str, others: Iterable[str]) -> list[str]:
     """Those of some devices that have the same chip: the nearest relatives of one that was not fitted."""
-
-    def chip(name: str) -> str:
-        family = name.partition("-")[0]
-        return _CHIPS.get(family, family)
-
-    return [other for other in others if chip(other) == chip(device)]
+    return [other for other in others if chip_of(other) == chip_of(device)]
 
 
 @lru_cache(maxsize=1)
@@ -188,6 +227,11 @@ def _stored() -> Mapping[str, Any]:
     content = files("shoal.planner").joinpath("constants.json").read_text(encoding="utf-8")
     loaded: Mapping[str, Any] = json.loads(content)
     return loaded
+
+
+def constants_of(software: Software, fitted: Constants) -> Constants:
+    """The constants of a software, from those of the one that it is fitted as."""
+    return replace(fitted, **software.apart)
 
 
 def find_stack(software: str, device: str) -> Stack:
@@ -198,14 +242,15 @@ def find_stack(software: str, device: str) -> Stack:
         device: a preset's name.
     """
     entries = _stored()["stacks"]
-    alike = (f"{software}/{other}" for other in same_chip(device, [name.partition("/")[2] for name in entries]))
-    for candidate in (f"{software}/{device}", *alike, f"{software}/*", f"*/{device}", "*/*"):
+    fitted = SOFTWARE[software].fitted_as or software
+    alike = (f"{fitted}/{other}" for other in same_chip(device, [name.partition("/")[2] for name in entries]))
+    for candidate in (f"{fitted}/{device}", *alike, f"{fitted}/*", f"*/{device}", "*/*"):
         if candidate in entries:
             entry = entries[candidate]
             return Stack(
                 software=SOFTWARE[software],
-                constants=Constants(**entry["constants"]),
-                is_fitted=candidate == f"{software}/{device}" and entry["rows"] >= _ENOUGH,
+                constants=constants_of(SOFTWARE[software], Constants(**entry["constants"])),
+                is_fitted=candidate == f"{fitted}/{device}" and entry["rows"] >= _ENOUGH,
                 fitted_on=entry["fitted_on"],
             )
     return Stack(software=SOFTWARE[software], constants=Constants(), is_fitted=False)

@@ -25,8 +25,10 @@ from shoal.planner.cells import (
     read_schedule,
     read_software,
     read_zero,
+    release_of,
 )
 from shoal.planner.hardware import Cluster
+from shoal.planner.stacks import SOFTWARE
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "vocab", "gpu",
@@ -63,7 +65,8 @@ class Run:
     recompute: str
     """none, selective, full, or ``unknown``."""
     group: tuple[str, ...]
-    """What rows must have in common for their order to mean anything: the same model on the same devices."""
+    """What rows must have in common for their order to mean anything: the same model on the same devices. A name is not enough:
+    models that differ in heads or width have been published under one."""
     assumed: tuple[str, ...] = ()
     """What the row does not say and was taken for granted."""
 
@@ -149,6 +152,7 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None, oth
         software = likely_software(preset.device.name, zero)
         assumed.append(f"a software like {software}")
     shape = _shape(row, text, software, other_heads, assumed)
+    software = release_of(software, text, row["precision"], has_experts=shape.experts > 1)
     degrees, num_devices = _degrees(row, assumed)
     micro_batch, global_batch = _batch(row, degrees, software, assumed)
     recompute = read_recompute(row["recompute"])
@@ -188,7 +192,15 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None, oth
         software=software,
         precision=precision,
         recompute=recompute,
-        group=(row["source"], row["model"], row["gpu"], row["n_gpus"], row["seq_len"], row["global_batch"]),
+        group=(
+            row["source"],
+            row["model"],
+            row["gpu"],
+            row["n_gpus"],
+            row["seq_len"],
+            row["global_batch"],
+            *(row[name] for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden")),
+        ),
         assumed=tuple(assumed),
     )
 
@@ -220,7 +232,7 @@ def _batch(row: Mapping[str, str], degrees: Mapping[str, int], software: str, as
     micro_batch = _float(row, "micro_batch")
     if micro_batch is None:
         micro_batch = 1.0
-        if software == "fsdp" and degrees["pp"] == 1 and row["global_batch"].strip():
+        if software in ("fsdp", "torchtitan") and degrees["pp"] == 1 and row["global_batch"].strip():
             # Nothing is gained by cutting a batch that fits, where every part gathers all weights again.
             micro_batch = max(1.0, _need(row, "global_batch") / degrees["dp"])
         assumed.append(f"micro_batch {micro_batch:g}")
@@ -267,7 +279,8 @@ def _shape(
         tied="untied" not in text and software not in ("megatron-core", "shoal"),
         query_rank=int(query[1]) if query else 1536 if latent else 0,
         kv_rank=int(key[1]) if key else 512 if latent else 0,
-        fused_attention=software in ("megatron-core", "fsdp"),
+        fused_attention=SOFTWARE[software].fused_attention,
+        fused_loss=SOFTWARE[software].fused_loss,
         **experts,
     )
     return _gate(shape, row, text)

@@ -1,5 +1,6 @@
 """Seconds of a step's parts: what scales, what divides, what is done again, and what is exposed."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,10 @@ def block_of(job):
     return next(layer for layer in job.chain.layers if layer.kind is LayerKind.BLOCK)
 
 
+SUSTAINED = 1 / math.hypot(1 / 312e12, 1 / (400 * 1.4e12))
+"""Of an A100 of 400 W."""
+
+
 def kernels_of(job, part: Slice, precision: str = "bfloat16"):
     return time_layer(
         block_of(job), part, device=job.cluster.device, precision=precision, item_bytes=2,
@@ -32,8 +37,11 @@ def test_a_large_product_takes_its_flops_at_the_reached_peak_and_its_bytes_after
     job = job_of(shape_of(hidden=8192, heads=64, ffn=32768))
     block = block_of(job)
     found = kernels_of(job, Slice(samples=1))
-    products = sum(op.flops for op in block.ops if op.kind == "matmul") / (312e12 * ROUND.matmul)
-    attention = sum(op.flops for op in block.ops if op.kind == "attention") / 2 / (312e12 * ROUND.matmul * 0.75)
+    reached = SUSTAINED * ROUND.matmul
+    products = sum(op.flops for op in block.ops if op.kind == "matmul") / reached
+    (core,) = (op for op in block.ops if op.kind == "attention")
+    scores = core.rows * core.outer * core.heads
+    attention = core.flops / 2 / reached + scores / 2 / (2.44e12 * ROUND.attention)
     assert found.attention == pytest.approx(attention)
     assert found.weight > products and found.weight == pytest.approx(products, rel=0.25)
     assert found.forward > found.weight + attention and found.input > found.weight + 2.5 * attention
@@ -80,7 +88,7 @@ def test_heads_that_are_misaligned_are_done_without_tensor_cores_unless_they_are
         for is_fused in (False, True)
     )
     if_aligned = plain[1] + (plain[0] - plain[1]) * 36 / 64
-    products = 4 * 1024 * 1024 * 100 * 8 * 4 / (312e12 * 0.5)
+    products = 4 * 1024 * 1024 * 100 * 8 * 4 / (SUSTAINED * 0.5)
     assert plain[2] - if_aligned == pytest.approx(15 * products)
     assert fused[1] < fused[2] < fused[0]
 
@@ -221,3 +229,45 @@ def test_known_times_are_the_same_times():
     for plan in plans:
         assert price_parts(job, plan, known) == price_parts(job, plan)
     assert len(known) == 1
+
+
+def test_what_goes_on_beside_compute_still_costs_a_part_of_itself():
+    job = job_of(software="fsdp", constants=replace(ROUND, network=0.01))
+    parts = price_parts(job, Plan.parse("dp=16 microbatches=1 zero=3"))
+    assert 0 < parts.gather_hidden <= 0.7 * parts.gather and 0 < parts.reduce_hidden <= 0.7 * parts.reduce
+
+
+def test_experts_are_summed_over_tensor_parallel_ranks_though_nothing_else_is():
+    """Whole experts over two of four tensor-parallel ranks, one replica: two ranks have each; dense layers nobody else has."""
+    shape = shape_of(experts=8, expert_ffn=1024, is_gated=True)
+    job = job_of(shape, cluster="h100:4", software="megatron-core")
+    plan = Plan.parse("tp=4 sp=true ep=2 microbatches=4")
+    parts = price_parts(job, plan)
+    experts = shape.layers * 8 * 3 * 1024 * 1024 / 2
+    assert parts.reduce == pytest.approx(all_reduce(experts * job.reduced_bytes, wires_of(plan, job).expert_data))
+    assert (
+        price_parts(job_of(cluster="h100:4", software="megatron-core"), Plan.parse("tp=4 microbatches=4")).reduce == 0
+    )
+
+
+def test_a_step_that_is_replayed_waits_for_no_host_and_hides_what_experts_exchange():
+    shape = shape_of(experts=8, expert_ffn=1024, is_gated=True)
+    slow_host = replace(ROUND, launch=1e-3, sync=1e-3)
+    plan = Plan.parse("dp=8 ep=8 microbatches=8")
+    launched, replayed = (
+        price_parts(job_of(shape, cluster="h100:8", software=name, constants=slow_host), plan)
+        for name in ("megatron-core", "megatron-core-graphs")
+    )
+    (stage,) = replayed.stages
+    assert stage.exposed["ep"] == stage.exposed["tp"] == 0 < launched.stages[0].exposed["ep"]
+    free_host = replace(slow_host, launch=1e-12, sync=1e-12)
+    free = price_parts(job_of(shape, cluster="h100:8", software="megatron-core", constants=free_host), plan)
+    assert whole(replayed) < whole(free) < whole(launched) / 2
+
+
+def test_a_fused_loss_reads_the_scores_once():
+    plain, fused = (whole(price_parts(job_of(shape_of(fused_loss=loss)), Plan.parse("dp=16 microbatches=1")))
+                    for loss in (False, True))  # fmt: skip
+    scores = 4 * 1024 * 51200
+    # Twelve bytes less of each in the forward pass, and half as much again in the backward pass.
+    assert plain - fused == pytest.approx(scores * 12 * 2.5 / (2.039e12 * ROUND.memory), rel=0.01)

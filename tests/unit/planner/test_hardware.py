@@ -1,6 +1,7 @@
 """Devices, clusters and stacks: names, nearest names, numbers of one's own, and constants with their provenance."""
 
-from dataclasses import fields
+import math
+from dataclasses import fields, replace
 
 import pytest
 
@@ -108,12 +109,37 @@ def test_power_holds_a_device_back_in_every_precision_alike():
         )
         for watts in (1000.0, 5000.0, None)
     )  # fmt: skip
-    assert hot.sustained_flops("bfloat16") == pytest.approx(1.4e15) and hot.flops("bfloat16") == 2e15
-    assert hot.sustained_flops("float8") == pytest.approx(2.8e15)
-    assert cool.sustained_flops("float8") == unknown.sustained_flops("float8") == 4e15
+    # 1.4e15 by its power and 2e15 by its clock, like the sides of a right angle.
+    assert hot.sustained_flops("bfloat16") == pytest.approx(1 / math.hypot(1 / 1.4e15, 1 / 2e15))
+    assert hot.flops("bfloat16") == 2e15
+    assert hot.sustained_flops("float8") == pytest.approx(2 * hot.sustained_flops("bfloat16"))
+    assert hot.sustained_flops("float8") < cool.sustained_flops("float8") < unknown.sustained_flops("float8") == 4e15
 
 
 def test_a_device_of_more_power_sustains_more_of_the_same_peak():
     small, large = (PRESETS[name].device for name in ("gb200-186gb", "gb300-279gb"))
     assert small.flops("float8") == large.flops("float8") and small.watts < large.watts
-    assert small.sustained_flops("float8") / large.sustained_flops("float8") == pytest.approx(small.watts / large.watts)
+    assert small.watts / large.watts < small.sustained_flops("float8") / large.sustained_flops("float8") < 1
+
+
+def test_exponentials_are_the_data_sheets_or_what_hopper_has_for_its_peak():
+    assert PRESETS["h100-80gb"].device.softmax_rate == pytest.approx(3.87e12)
+    assert PRESETS["gb300-279gb"].device.softmax_rate == 2 * PRESETS["gb200-186gb"].device.softmax_rate
+    unknown = replace(PRESETS["h100-80gb"].device, exponentials=None)
+    assert unknown.softmax_rate == pytest.approx(3.87e12, rel=0.01)
+
+
+def test_devices_without_a_switch_have_between_them_their_share_of_the_links():
+    mesh, switched = (build_cluster(f"{name}:8").tiers[0] for name in ("mi300x", "h100"))
+    assert mesh.is_mesh and mesh.bandwidth_among(2) == pytest.approx(mesh.bandwidth / 7)
+    assert mesh.bandwidth_among(8) == mesh.bandwidth
+    assert not switched.is_mesh and switched.bandwidth_among(2) == switched.bandwidth
+
+
+def test_a_release_or_a_relative_has_the_constants_of_the_software_that_it_is_fitted_as():
+    for device in ("gb300-279gb", "mi300x"):
+        own, relative = (find_stack(name, device) for name in ("megatron-core-graphs", "megatron-core"))
+        assert own.constants == relative.constants and own.is_fitted == relative.is_fitted
+        assert own.software.replays and not relative.software.replays
+    titan, fsdp = (find_stack(name, "h100-80gb").constants for name in ("torchtitan", "fsdp"))
+    assert titan.matmul == fsdp.matmul and (titan.attention, titan.narrow) == (Constants.attention, 1.0)

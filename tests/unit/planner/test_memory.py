@@ -204,3 +204,16 @@ def test_a_schedule_that_turns_round_has_first_and_last_stage_on_one_rank():
     assert ranks_of_stages(replace(plan, schedule="interleaved")) == (0, 1, 2, 3, 0, 1, 2, 3)
     first, *rest = count_ranks(job_of().chain, plan)
     assert sum(first.values()) == 4 and [sum(counted.values()) for counted in rest] == [2, 2, 2]
+
+
+def test_what_products_in_eight_bits_read_is_kept_in_eight_bits_where_a_software_does():
+    plan = Plan.parse("dp=16 microbatches=1")
+    held = {
+        (software, precision): price_memory(job_of(software=software, precision=precision), plan)[0].activations
+        for software in ("megatron-core", "fsdp")
+        for precision in ("bfloat16", "float8")
+    }
+    assert held["fsdp", "float8"] == held["fsdp", "bfloat16"] == held["megatron-core", "bfloat16"]
+    # The inputs of the first products of both halves, and of the last: h + h + 4 h elements, of one byte less each.
+    spared = 4 * 8 * 1024 * 1024 * (1 + 1 + 4)
+    assert held["megatron-core", "bfloat16"] - held["megatron-core", "float8"] == pytest.approx(spared)

@@ -53,8 +53,35 @@ def test_every_metric_says_the_same_step(tmp_path):
     assert found["mfu"] == pytest.approx(found["tflops_per_gpu_model"] / 312)
     assert found["iter_time_ms"] == pytest.approx(seconds * 1e3)
     assert found["samples_per_s"] == pytest.approx(512 / seconds) == pytest.approx(32 * found["samples_per_s_per_gpu"])
-    (percent,) = predict(tmp_path, {"measured_metric": "mfu", "measured_value": 43.5})
+    (percent,) = predict(tmp_path, {"measured_metric": "mfu_percent", "measured_value": 0.5})
     assert percent.predicted == pytest.approx(100 * found["mfu"])
+
+
+@pytest.mark.parametrize("metric", ["mfu", "mfu_percent", "iter_time_s", "peak_mem_gib", "oom", "tokens_per_s_per_gpu"])
+def test_what_was_measured_does_not_change_what_is_predicted(tmp_path, metric):
+    rows = predict(tmp_path, *({"measured_metric": metric, "measured_value": value} for value in ("", 0.4, 1, 43.5)))
+    assert len({row.predicted for row in rows}) == 1 and rows[0].predicted is not None
+
+
+@pytest.mark.parametrize(
+    ("release", "precision", "experts", "software"),
+    [
+        ("26.06", "MXFP8", True, "megatron-core-graphs"),
+        ("26.08.01", "FP8-MX", True, "megatron-core-graphs"),
+        ("26.04.01", "MXFP8", True, "megatron-core"),
+        ("26.06", "NVFP4", True, "megatron-core"),
+        ("26.06", "MXFP8", False, "megatron-core"),
+    ],
+)
+def test_a_release_that_captures_steps_is_told_from_those_before(tmp_path, release, precision, experts, software):
+    (run,) = read(
+        tmp_path,
+        {
+            "source": f"Megatron-Bridge, {release} NeMo Container{'; MoE: 128 experts top-8' if experts else ''}",
+            "gpu": "GB300", "precision": precision,
+        },
+    )  # fmt: skip
+    assert isinstance(run, Run) and run.software == software
 
 
 def test_memory_metrics_are_in_order(tmp_path):
