@@ -57,6 +57,13 @@ def test_without_a_machine_file_auto_measures_shortly_picks_runs_and_compares(sh
     assert "predicted beside measured" in done.stdout
 
 
+def test_what_no_plan_fits_is_refused_before_the_machine_is_timed(shoal, tiny, tmp_path):
+    at = {"XDG_CACHE_HOME": str(tmp_path)}
+    done = shoal.run("train", tiny, "--plan", "auto", "--nproc", "77", environment=at, timeout=110, expect=2)
+    assert "no plan for 77 processes fits" in done.stderr and "timing this machine" not in done.stderr
+    assert not (tmp_path / "shoal").exists()
+
+
 @pytest.mark.soak
 def test_a_run_that_goes_on_keeps_its_plan(shoal, tiny, at):
     (shoal.folder / "auto.toml").write_text((shoal.folder / "tiny.toml").read_text().replace('"dp=1"', '"auto"', 1))

@@ -33,7 +33,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     with limited_growth(job["most_bytes"]):
         subject, loaded = _subject(Recipe.model_validate(job["recipe"]).model_dump_json())
         if job["kind"] == "legal":
-            return {"plans": [str(plan) for plan in legal_plans(subject, size)] if rank == 0 else []}
+            return {"plans": [str(plan) for plan in legal_plans(subject, job["count"])] if rank == 0 else []}
         plan = Plan.parse(job["plan"])
         store = FileStore(str(Path(job["folder"]) / job["store"]), size)
         if job["kind"] == "rehearse":

@@ -88,7 +88,9 @@ def _pool(count: int, threads: int) -> Pool:
     return Pool("shoal.trainer.forecasts.calibrator", count, threads=threads, called="process")
 
 
-def find_machine(path: Path | None, *, num_processes: int, tell: Tell) -> tuple[Machine, str]:
+def find_machine(
+    path: Path | None, *, num_processes: int, tell: Tell, before: Callable[[], None] | None = None
+) -> tuple[Machine, str]:
     """The machine to predict with, and where its numbers are from, in words.
 
     A file that is there is read; where there is none, or where it is another machine's, this one is timed shortly and the file
@@ -98,6 +100,7 @@ def find_machine(path: Path | None, *, num_processes: int, tell: Tell) -> tuple[
         path: the machine file; the user's own when left out.
         num_processes: of the runs that are to be predicted.
         tell: told why it takes a while.
+        before: called before anything is timed; what it raises spares the wait.
 
     Raises:
         RequestError: a file that the user named is missing or wrong.
@@ -110,9 +113,12 @@ def find_machine(path: Path | None, *, num_processes: int, tell: Tell) -> tuple[
         except RequestError as refusal:
             if path is not None:
                 raise
-            tell(f"{refusal}; measuring anew")
+            why = f"{refusal}; measuring anew"
     else:
-        tell(f"there is no {where}: timing this machine shortly; `shoal calibrate` does it thoroughly")
+        why = f"there is no {where}: timing this machine shortly; `shoal calibrate` does it thoroughly"
+    if before is not None:
+        before()
+    tell(why)
     machine = measure_machine(counts=sorted({1, 2, num_processes}), quick=True)
     write_machine(where, machine)
     return machine, f"timed shortly just now, kept in {where}"

@@ -62,14 +62,18 @@ class Cast:
         self._memory_bytes = memory_bytes
         self._num_jobs = 0
 
-    def legal_plans(self) -> list[Plan]:
+    def legal_plans(self, num_processes: int | None = None) -> list[Plan]:
         """The plans that may be picked, derived; plain ones first.
+
+        Args:
+            num_processes: of every plan; as many as there are here when left out.
 
         Raises:
             NoRoom: the model does not fit.
             RequestError: model or data are wrong.
         """
-        return [Plan.parse(text) for text in self._run("the model and its data", kind="legal")[0]["plans"]]
+        count = num_processes or self.num_processes
+        return [Plan.parse(text) for text in self._run("the model and its data", kind="legal", count=count)[0]["plans"]]
 
     def rehearse(self, plan: Plan, machine: Machine, *, steps: int = _TIMED) -> Page:
         """The predicted step of a plan.

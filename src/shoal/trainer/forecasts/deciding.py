@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,9 @@ def decide(
         RunError: a process that looks died.
     """
     count = num_processes or (Plan.parse(plans[0]).world_size if plans else num_cores())
-    found, origin = find_machine(machine, num_processes=count, tell=_tell)
+    found, origin = find_machine(
+        machine, num_processes=count, tell=_tell, before=None if plans else partial(_require_plans, recipe, count)
+    )
     with Cast(recipe, count) as cast:
         return search(cast, found, origin) if not plans else _predict_all(cast, found, origin, plans)
 
@@ -134,10 +137,7 @@ def search(cast: Cast, machine: Machine, origin: str) -> Decision:
     """
     legal = cast.legal_plans()
     if not legal:
-        raise RequestError(
-            f"no plan for {cast.num_processes} processes fits the model and global_batch "
-            f"{cast.recipe.train.global_batch}; change --nproc or train.global_batch"
-        )
+        raise _no_plan(cast.recipe, cast.num_processes)
     budget = cast.recipe.planner.auto.search_seconds
     choice = search_plans(legal, lambda plan: cast.rehearse(plan, machine), machine, budget_seconds=budget)
     return Decision(
@@ -147,6 +147,24 @@ def search(cast: Cast, machine: Machine, origin: str) -> Decision:
         machine=origin,
         remarks=choice.remarks,
     )
+
+
+def _no_plan(recipe: Recipe, num_processes: int) -> RequestError:
+    return RequestError(
+        f"no plan for {num_processes} processes fits the model and global_batch {recipe.train.global_batch}; change --nproc or "
+        f"train.global_batch"
+    )
+
+
+def _require_plans(recipe: Recipe, num_processes: int) -> None:
+    """Ask one process whether there is a plan at all: it takes as long as building the model, and timing a machine half a minute.
+
+    Raises:
+        RequestError: no plan fits.
+    """
+    with Cast(recipe, 1) as cast:
+        if not cast.legal_plans(num_processes):
+            raise _no_plan(recipe, num_processes)
 
 
 def _predict_all(cast: Cast, machine: Machine, origin: str, plans: Sequence[str]) -> Decision:
@@ -162,7 +180,9 @@ def pick(recipe: Recipe, num_processes: int | None, *, machine: Path | None = No
         RunError: a process that looks died.
     """
     count = num_processes or num_cores()
-    found, origin = find_machine(machine, num_processes=count, tell=_tell)
+    found, origin = find_machine(
+        machine, num_processes=count, tell=_tell, before=partial(_require_plans, recipe, count)
+    )
     auto = recipe.planner.auto
     _tell(
         f"plan auto: looking at plans for {count} processes, for at most {auto.search_seconds:g} s, and then trying the best "

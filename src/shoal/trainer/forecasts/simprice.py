@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from shoal.core.plan import Plan
 from shoal.planner.cost import price_parts
 from shoal.planner.job import Job, count_stages
-from shoal.planner.memory import CONTEXT_BYTES, kept_bytes, price_memory
+from shoal.planner.memory import CONTEXT_BYTES, price_memory, rank_kept_bytes
 from shoal.planner.parts import StepParts
 from shoal.planner.simulate import schedule_for
 from shoal.planner.simulation.holding import Held, StepBytes
@@ -54,10 +54,7 @@ def _bytes(job: Job, plan: Plan) -> StepBytes:
     """States of every pipeline rank, and what one microbatch leaves behind in every stage."""
     chain = job.chain
     samples = job.global_batch / ((plan.dp or 1) * (plan.microbatches or 1))
-    kept = [
-        kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute=plan.recompute)
-        for layer in chain.distinct
-    ]
+    kept = [rank_kept_bytes(layer, job, plan, plan.recompute) for layer in chain.distinct]
     stages = count_stages(chain, plan.pp * (plan.chunks or 1))
     return StepBytes(
         places=tuple(
