@@ -23,13 +23,13 @@ from pathlib import Path
 
 from shoal.planner import stacks
 from shoal.planner.predict import TIMED, job_of, mixed_seconds, needed_recompute, step_seconds, timed_value
-from shoal.planner.stacks import SOFTWARE, Constants, Stack, same_chip
+from shoal.planner.stacks import SOFTWARE, Constants, Stack, chip_of, constants_of
 from shoal.planner.table import Run, read_table
 
 TARGET = Path(stacks.__file__).with_name("constants.json")
 LIMITS = {
     "matmul": (0.2, 1.0), "memory": (0.2, 1.0), "launch": (1e-6, 1e-4), "link": (0.05, 1.0), "network": (0.05, 1.0),
-    "sync": (1e-7, 2e-3), "attention": (0.2, 1.0), "narrow": (0.3, 1.4),
+    "sync": (1e-7, 2e-3), "attention": (0.1, 2.0), "narrow": (0.3, 1.4),
 }  # fmt: skip
 DENSE = ("matmul", "memory", "launch", "link", "network", "sync")
 SHARDED = ("matmul", "memory", "attention", "narrow", "network", "launch")
@@ -52,7 +52,7 @@ GROUP_FOLDS = 8
 
 @dataclass(frozen=True)
 class Fitted:
-    """Constants of a stack, and how well they do."""
+    """Constants of a stack, and how well they do on its device's rows."""
 
     constants: Constants
     rows: int
@@ -72,13 +72,19 @@ def usable(runs: Sequence[object]) -> list[Run]:
     ]
 
 
+def fitted_as(run: Run) -> str:
+    """The software that a row teaches: releases that differ in what they do have one set of constants."""
+    return SOFTWARE[run.software].fitted_as or run.software
+
+
 RECOMPUTED: dict[int, float] = {}
 """By row, the share of blocks that is recomputed where the row does not say; memory decides that, so constants do not matter."""
 
 
 def error_of(run: Run, constants: Constants) -> float:
     """The absolute error of one row, as a share of what was measured."""
-    job = job_of(run, Stack(software=SOFTWARE[run.software], constants=constants, is_fitted=True))
+    software = SOFTWARE[run.software]
+    job = job_of(run, Stack(software=software, constants=constants_of(software, constants), is_fitted=True))
     if run.recompute == "unknown":
         if run.row not in RECOMPUTED:
             RECOMPUTED[run.row] = needed_recompute(job, run.plan)
@@ -133,9 +139,10 @@ def thin(runs: Sequence[Run]) -> list[Run]:
     return kept
 
 
-def fit_stack(runs: Sequence[Run], start: Constants, free: Sequence[str], folds: int) -> Fitted:
-    """Fit on all rows, and measure on rows that were left out."""
+def fit_stack(runs: Sequence[Run], start: Constants, free: Sequence[str], folds: int, device: str = "") -> Fitted:
+    """Fit on all rows, and measure on rows that were left out; of one device, where its chip has several."""
     chosen = thin(runs)
+    judged = [run for run in runs if device in ("", run.device)]
     # One row moves whatever comes first; it has had its say where all devices are fitted together.
     constants = fit(chosen, start, free) if len(chosen) > 1 else start
     errors: list[float] = []
@@ -144,28 +151,26 @@ def fit_stack(runs: Sequence[Run], start: Constants, free: Sequence[str], folds:
             held = [run for at, run in enumerate(chosen) if at % folds == fold]
             rest = [run for at, run in enumerate(chosen) if at % folds != fold]
             learned = fit(rest, start, free)
-            errors += [mean_error([run], learned) for run in held]
-    return Fitted(constants, len(chosen), mean_error(runs, constants), sum(errors) / len(errors) if errors else None)
+            errors += [error_of(run, learned) for run in held if device in ("", run.device)]
+    num_rows = sum(device in ("", run.device) for run in chosen)
+    return Fitted(constants, num_rows, mean_error(judged, constants), mean(errors) if errors else None)
 
 
 def fit_software(runs: Sequence[Run], software: str) -> Callable[[Run], Constants]:
-    """What predicts a row of a software when only ``runs`` are known, as ``find_stack`` does: its device's constants, those of a
-    device with the same chip, or all devices' together."""
+    """What predicts a row of a software when only ``runs`` are known, as ``find_stack`` does: the constants of its device's chip,
+    or those of all devices together."""
     free, chosen = FREE[software], thin(runs)
     joint = fit(chosen, START.get(software, Constants()), free)
-    own = {
-        device: fit([run for run in chosen if run.device == device], joint, free)
-        for device in dict.fromkeys(run.device for run in chosen)
-        if sum(run.device == device for run in chosen) > 1
-    }
-    return lambda run: next(
-        (own[device] for device in (run.device, *same_chip(run.device, own)) if device in own), joint
-    )
+    chips: dict[str, list[Run]] = defaultdict(list)
+    for run in chosen:
+        chips[chip_of(run.device)].append(run)
+    own = {chip: fit(alike, joint, free) for chip, alike in chips.items() if len(alike) > 1}
+    return lambda run: own.get(chip_of(run.device), joint)
 
 
 def leave_out(runs: Sequence[Run], software: str, by: str) -> dict[str, list[float]]:
     """Errors of rows by device, each predicted without its group, or without all rows of its device."""
-    own = [run for run in runs if run.software == software]
+    own = [run for run in runs if fitted_as(run) == software]
     keys = {run.row: run.device if by == "device" else "/".join((run.device, *run.group[1:4])) for run in own}
     names = list(dict.fromkeys(keys.values()))
     num_folds = len(names) if by == "device" else min(GROUP_FOLDS, len(names))
@@ -203,7 +208,7 @@ def main() -> None:
     parser.add_argument("--software", choices=list(FREE), help="fit only this one, and keep the others as they are")
     arguments = parser.parse_args()
     runs = usable(read_table(arguments.table))
-    softwares = list(dict.fromkeys(run.software for run in runs if arguments.software in (None, run.software)))
+    softwares = [name for name in dict.fromkeys(map(fitted_as, runs)) if arguments.software in (None, name)]
     if arguments.leave:
         report_left_out(runs, softwares, arguments.leave)
         return
@@ -222,13 +227,14 @@ def main() -> None:
         print(f"{name:32} {found.rows:4} rows, error {found.error:.1%}{validated}", flush=True)
 
     for software in softwares:
-        own = [run for run in runs if run.software == software]
+        own = [run for run in runs if fitted_as(run) == software]
         free = FREE[software]
         joint = fit_stack(own, START.get(software, Constants()), free, folds=0)
         record(f"{software}/*", joint, own)
         for device in dict.fromkeys(run.device for run in own):
-            here = [run for run in own if run.device == device]
-            record(f"{software}/{device}", fit_stack(here, joint.constants, free, arguments.folds), here)
+            alike = [run for run in own if chip_of(run.device) == chip_of(device)]
+            found = fit_stack(alike, joint.constants, free, arguments.folds, device)
+            record(f"{software}/{device}", found, [run for run in alike if run.device == device])
     # A software that nobody has published runs of starts from the sharded one, whose kernels are torch's own.
     entries["*/*"] = entries["fsdp/*"]
     content = {
