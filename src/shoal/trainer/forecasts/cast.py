@@ -114,7 +114,9 @@ class Cast:
         by_step = zip(*(answer["seconds"][WARM:] for answer in answers), strict=True)
         return Turn(seconds=tuple(max(seconds) for seconds in by_step), answers=tuple(answers))
 
-    def _run(self, what: str, *, kind: str, plan: Plan | None = None, steps: int = 0) -> list[dict[str, Any]]:
+    def _run(
+        self, what: str, *, kind: str, plan: Plan | None = None, steps: int = 0, count: int = 0
+    ) -> list[dict[str, Any]]:
         self._num_jobs += 1
         free = MEMORY_SHARE * free_bytes() if self._memory_bytes is None else self._memory_bytes
         job = {
@@ -125,6 +127,7 @@ class Cast:
             "plan": str(plan),
             "threads": self.threads,
             "steps": steps,
+            "count": count,
             "deadline_seconds": _DEADLINE,
             # Ranks of a pipeline hold what their stages are; all others hold alike.
             "most_bytes": int(free if plan is not None and plan.pp > 1 else free / self.num_processes),
