@@ -89,7 +89,7 @@ class Saver:
             deadline_s: seconds after which an uncommitted save has failed.
             report: takes the events; called from the writing thread.
             vote: how the processes agree, where no group connects them; called from the writing thread.
-            settle: puts on disk what must be there before a checkpoint counts; called from the writing thread before it votes.
+            settle: writes what should be in files before a checkpoint counts; called from the writing thread before it votes.
         """
         self._root = root
         self._vote: Votes = vote or Vote(group, rank=rank, world_size=world_size)

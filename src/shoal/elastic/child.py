@@ -1,4 +1,4 @@
-"""The first lines of every rank: tie its life to the supervisor's, then become the worker.
+"""The first lines of a process that is started by itself: tie its life to its starter's, then become what it is for.
 
 A module of its own because the worker imports torch, which takes seconds, and a supervisor that dies in those seconds must
 not leave the rank behind. ``python -m shoal.elastic.child MODULE ARGUMENTS`` runs MODULE as ``__main__``.

@@ -7,7 +7,7 @@ die, it dies with that one, and the death of the cradle harms nobody.
 Forking is safe because nothing but this one thread runs here: no event loop, no tensor was computed with.
 
     in   JSON and descriptors: {"module", "arguments", "environment", "descriptors"}, one message for each process
-    out  "ready" once; then the pid of each process, when it is the starter's child
+    out  "ready" once, or why not; then the pid of each process, when it is the starter's child
 """
 
 import gc
@@ -26,6 +26,7 @@ from shoal.elastic.nursery import READY
 
 _MOST_BYTES = 1 << 17
 _MOST_DESCRIPTORS = 16
+_MOST_REASON = 1000
 
 
 def main() -> None:
@@ -36,14 +37,12 @@ def main() -> None:
     starter = os.getppid()
     line = socket.socket(fileno=int(sys.argv[1]))
     show_command_line([sys.executable, "-m", "shoal.elastic.cradle"])
-    for name in sys.argv[2:]:
-        module, _, function = name.partition(":")
-        if not name.startswith("-"):
-            found = importlib.import_module(module)
-            getattr(found, function)() if function else None
-    assert count_threads() == 1, (
-        f"{count_threads()} threads run here: a fork would copy one of them, and the locks of all"
-    )
+    try:
+        _warm_up(sys.argv[2:])
+    except Exception as error:
+        # Whoever started this can do without, and tells why it must.
+        line.send(f"{type(error).__name__}: {error}".encode()[:_MOST_REASON])
+        raise
     # What was imported is never garbage, and a collection in a rank would copy the pages it looks at.
     gc.collect()
     gc.freeze()
@@ -55,6 +54,18 @@ def main() -> None:
         line.send(str(_fork(json.loads(data), descriptors, line, starter)).encode())
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _warm_up(names: Sequence[str]) -> None:
+    for name in names:
+        module, _, function = name.partition(":")
+        if not name.startswith("-"):
+            found = importlib.import_module(module)
+            getattr(found, function)() if function else None
+    if count_threads() != 1:
+        raise RuntimeError(
+            f"{count_threads()} threads run here, and a fork would copy one of them and the locks of all"
+        )
 
 
 def _fork(order: Mapping[str, Any], descriptors: Sequence[int], line: socket.socket, starter: int) -> int:
@@ -91,7 +102,6 @@ def _become(order: Mapping[str, Any], descriptors: Sequence[int], starter: int) 
     take_descriptors(dict(zip((0, 1, 2, *order["descriptors"]), streams, strict=True)))
     os.environ.update(order["environment"])
     show_command_line([sys.executable, "-m", "shoal.elastic.child", order["module"], *order["arguments"]])
-    gc.unfreeze()
     run_to_end(order["module"], order["arguments"])
 
 

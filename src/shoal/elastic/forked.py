@@ -40,6 +40,8 @@ def run_to_end(module: str, arguments: Sequence[str], *, function: str = "main")
     """Call what a process is for, and end with its exit code."""
     # A fresh process would have drawn its own; random does so by itself after a fork.
     np.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
     sys.argv = [module, *arguments]
     code = EXIT_NO
     try:
@@ -47,6 +49,8 @@ def run_to_end(module: str, arguments: Sequence[str], *, function: str = "main")
         code = EXIT_DONE
     except SystemExit as asked:
         code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+        if isinstance(asked.code, str):
+            print(asked.code, file=sys.stderr)
     except BaseException:
         # The end of a process that has no interpreter to print this for it.
         traceback.print_exc()
@@ -64,6 +68,6 @@ def show_command_line(arguments: Sequence[str]) -> None:
         return
     # Fields 48 and 49 of the man page proc(5), which counts from 1 and has two before the parenthesis ends.
     start, end = int(words[45]), int(words[46])
-    text = b"\0".join(argument.encode() for argument in arguments)[: end - start - 1]
+    text = b"\0".join(os.fsencode(argument) for argument in arguments)[: end - start - 1]
     if start and end > start:
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)

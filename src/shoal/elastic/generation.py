@@ -91,6 +91,8 @@ class Generation:
             self._take_signals()
             if self._mode is not _Mode.RUNNING:
                 return
+        if self._nursery.problem and self._number == 0:
+            self._display.message(f"ranks cannot be forked, so each imports by itself: {self._nursery.problem}")
         with open_store_socket() as listening:
             port = int(listening.getsockname()[1])
             for rank in range(self._request.num_ranks):
@@ -197,6 +199,8 @@ class Generation:
         self._display.message(
             f"{name_signal(number)}: finishing the step and writing a checkpoint, for at most {grace:g} s; "
             "another Ctrl-C stops at once"
+            if self._ranks
+            else f"{name_signal(number)}: stopping before a rank was started"
         )
         self._enter(_Mode.STOPPING, grace)
         for process in self._ranks:

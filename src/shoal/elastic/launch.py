@@ -30,6 +30,10 @@ class LaunchRequest:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables to add to, or to put over, those that the supervisor sets."""
 
+    def __post_init__(self) -> None:
+        """Refuse what would be started in two ways, or in none."""
+        assert bool(self.argv) != bool(self.module), "give a command or a module"
+
     @property
     def command(self) -> list[str]:
         """What starts one rank as an interpreter of its own."""

@@ -13,9 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from shoal.core.clock import Deadline
 
 READY = b"ready"
 """What a cradle says when it has imported everything."""
@@ -25,7 +28,9 @@ WARM_OPTIMIZER = "shoal.optim.warm:warm_up"
 """For a cradle of those who will make an optimizer."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _WARM_SECONDS, _FORK_SECONDS = 120.0, 20.0
+_END_SECONDS, _LOOK_SECONDS = 10.0, 0.002
 _MOST_FAILURES = 2
+_MOST_WORD = 4096
 
 
 class ForkedProcess:
@@ -37,24 +42,28 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
-        return self._look(os.WNOHANG)
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
 
-    def wait(self) -> int:
-        """Wait for its end; its exit code."""
-        code = self._look(0)
-        assert code is not None
+    def wait(self, timeout: float = _END_SECONDS) -> int:
+        """Wait for its end; its exit code.
+
+        Raises:
+            TimeoutExpired: it goes on, though it may have been killed: a disk that does not answer holds a process.
+        """
+        limit = Deadline(seconds=timeout)
+        while (code := self.poll()) is None:
+            if limit.is_over:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(_LOOK_SECONDS)
         return code
 
     def kill(self) -> None:
         """Kill it, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
-
-    def _look(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,8 @@ class Nursery:
         self._line: socket.socket | None = None
         self._is_ready = False
         self._num_failed = 0
+        self.problem = ""
+        """Why the last cradle is of no use; empty when it is."""
         self._adopted_before: bool | None = None
         self._sessions: set[int] = set()
 
@@ -126,11 +137,12 @@ class Nursery:
         if self._line is None or self._is_ready:
             return True
         line = self._line.fileno()
-        readable = select.select([line, *others], [], [], _WARM_SECONDS)[0]
+        readable = _wait_for([line, *others], _WARM_SECONDS)
         if line in readable or not readable:
-            self._is_ready = self._hear() == READY
+            word = self._hear()
+            self._is_ready = word == READY
             if not self._is_ready:
-                self._fail()
+                self._fail(word.decode(errors="replace") or "it died, or is stuck, while it imports")
             return True
         return False
 
@@ -173,9 +185,11 @@ class Nursery:
                 socket.send_fds(self._line, [json.dumps(order).encode()], sent)
                 pid = int(self._hear())
             except (OSError, ValueError):
-                # It died, or is stuck; should it have forked, that process ends when the pipe is closed here.
-                self._fail()
+                # Should it have forked, that process ends when the pipe is closed here.
+                self._fail("it died, or is stuck")
                 return None
+            # What a rank before left behind is dead and this process's by now.
+            _reap_left(self._sessions)
             self._sessions.add(pid)
             os.write(let_go, b"!")
             return ForkedProcess(pid)
@@ -183,9 +197,9 @@ class Nursery:
     def _hear(self) -> bytes:
         """The cradle's next word; nothing when it died or is silent."""
         assert self._line is not None
-        if not select.select([self._line], [], [], _FORK_SECONDS)[0]:
+        if not _wait_for([self._line.fileno()], _FORK_SECONDS):
             return b""
-        return self._line.recv(64)
+        return self._line.recv(_MOST_WORD)
 
     def close(self) -> None:
         """End the cradle and adopt orphans no longer. What was started is the caller's, and has ended."""
@@ -196,18 +210,29 @@ class Nursery:
         _reap_left(self._sessions)
         self._sessions.clear()
 
-    def _fail(self) -> None:
+    def _fail(self, problem: str) -> None:
         """There is none now. ``open`` tries again, but not for ever: what cannot be imported cannot be imported."""
+        self.problem = problem
         self._num_failed += 1
         self._end_cradle()
 
     def _end_cradle(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
         if self._line is not None:
             self._line.close()
         self._process, self._line, self._is_ready = None, None, False
+
+
+def _wait_for(descriptors: Sequence[int], seconds: float) -> set[int]:
+    """Which of some descriptors can be read, as soon as one can; none after that time."""
+    # Not select: that knows no descriptor above 1023.
+    waiting = select.poll()
+    for descriptor in descriptors:
+        waiting.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in waiting.poll(seconds * 1000)}
 
 
 def _reap_left(sessions: set[int]) -> None:

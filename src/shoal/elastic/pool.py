@@ -1,10 +1,11 @@
 """Processes that are kept for many jobs, seen from the parent: started together, given one job, answered or ended by a deadline.
 
 Ranks that failed are never used again: one that raised has left its peers inside a collective. The pool then ends all of them,
-and the next job starts fresh ones. They die with the parent (``elastic/child.py``), and every job has a store of its own, a
+and the next job starts fresh ones. They die with the parent (``elastic/nursery.py``), and every job has a store of its own, a
 file.
 """
 
+import contextlib
 import json
 import os
 import selectors
@@ -37,7 +38,8 @@ class _Member:
 
     def close(self) -> None:
         """Wait for its end, and close the pipes."""
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=_DEATH_SECONDS)
         self.jobs.close()
         self.replies.close()
 
@@ -70,7 +72,11 @@ class Pool:
             RunError: one failed, died or did not answer in time; says which, and all are ended.
         """
         if not self._members:
-            self._start()
+            try:
+                self._start()
+            except BaseException:
+                self._end_members()
+                raise
         line = json.dumps(dict(job)).encode() + b"\n"
         try:
             for member in self._members:
@@ -180,8 +186,10 @@ class Pool:
         process, deadline = self._members[rank].process, Deadline(seconds=_DEATH_SECONDS)
         while process.poll() is None and not deadline.is_over:
             time.sleep(0.01)
-        process.kill()
-        code = process.wait()
+        if process.poll() is None:
+            process.kill()
+            return f"the process closed its pipe and did not end within {_DEATH_SECONDS:g} s\n{self._tail(rank)}"
+        code = process.returncode
         return f"the process ended with code {code}\n{self._tail(rank)}"
 
     def _tail(self, rank: int) -> str:

@@ -22,6 +22,7 @@ from shoal.telemetry.board import Board
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
+_KILLED_SECONDS = 10.0
 
 
 def open_store_socket() -> socket.socket:
@@ -171,9 +172,7 @@ def start_rank(
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         ours.callback(log.close)
         try:
-            (stdout, output), (stderr, errors) = os.pipe(), os.pipe()
-            for stack, descriptor in ((ours, stdout), (ours, stderr), (theirs, output), (theirs, errors)):
-                stack.callback(os.close, descriptor)
+            (stdout, output), (stderr, errors) = (_open_pipe(ours, theirs) for _ in range(2))
             streams = Streams(stdout=output, stderr=errors)
             process: subprocess.Popen[bytes] | ForkedProcess | None = nursery.start(
                 request.module, request.arguments, environment=environment, streams=streams, descriptors=descriptors
@@ -192,7 +191,7 @@ def start_rank(
                 found = RankProcess(rank, process, (stdout, stderr), log)
             except OSError:
                 process.kill()
-                process.wait()
+                process.wait(timeout=_KILLED_SECONDS)
                 raise
         except OSError as error:
             raise RunError(
@@ -200,6 +199,13 @@ def start_rank(
             ) from error
         ours.pop_all()
         return found
+
+
+def _open_pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:
+    reading, writing = os.pipe()
+    ours.callback(os.close, reading)
+    theirs.callback(os.close, writing)
+    return reading, writing
 
 
 def _inherited(environment: Mapping[str, str]) -> dict[str, str]:

@@ -33,10 +33,13 @@ class Measured:
 
 def build_machine(found: Iterable[Measured], provenance: Provenance) -> Machine:
     """Put measurements together. Of an operation that all ranks do together the slowest rank's time counts."""
-    matmuls, copies, sharing, collectives, meetings, rank_bytes = [], [], [], [], [], 0
-    for group in found:
+    matmuls, copies, sharing, collectives, meetings = [], [], [], [], []
+    groups = list(found)
+    # Of the largest group: a process alone is not forked, and has a little more.
+    largest = max(groups, key=lambda group: group.processes)
+    rank_bytes = max(int(answer["rank_bytes"]) for answer in largest.answers)
+    for group in groups:
         first = group.answers[0]
-        rank_bytes = max(rank_bytes, *(int(answer["rank_bytes"]) for answer in group.answers))
         for number, (rows, inner, outer) in enumerate(SHAPES):
             seconds = _median(answer["matmuls"][number] for answer in group.answers)
             shape = {"rows": rows, "inner": inner, "outer": outer}

@@ -8,19 +8,38 @@ from pathlib import Path
 
 import psutil
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 _FIRST_TO_GO = "1000"
 """proc(5), oom_score_adj: the kernel ends such a process before any other."""
 
 
 def free_bytes() -> int:
-    """Memory that can still be taken: by the system, or by this process's control group where that allows less."""
+    """Memory that can still be taken: by the system, or by a control group of this process where that allows less."""
     free = int(psutil.virtual_memory().available)
-    with contextlib.suppress(OSError, ValueError):
-        # "max" where there is no limit, which is no number. Version 2 of cgroups, seen from inside a container.
-        limit = int((_CGROUP / "memory.max").read_text())
-        free = min(free, max(0, limit - int((_CGROUP / "memory.current").read_text())))
-    return free
+    return min([free, *(left for group in _control_groups() if (left := free_in_group(group)) is not None)])
+
+
+def free_in_group(folder: Path) -> int | None:
+    """What a control group (cgroups v2) lets its processes take still; None where it sets no limit."""
+    try:
+        # "max" where there is no limit, which is no number.
+        limit, current = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    # Files that were read and are not in use: the kernel gives that memory back before it refuses any.
+    cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+    return max(0, limit - current + cached)
+
+
+def _control_groups() -> list[Path]:
+    """The folders of this process's control group and of those around it."""
+    try:
+        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return [_CGROUPS]
+    folder = _CGROUPS / own.removeprefix("0::").strip("/")
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(_CGROUPS))]
 
 
 @contextlib.contextmanager
@@ -35,8 +54,7 @@ def limited_growth(most_bytes: int) -> Iterator[None]:
         return
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit = _data_bytes() + most_bytes
-    if before[1] != resource.RLIM_INFINITY:
-        limit = min(limit, before[1])
+    limit = min([limit, *(known for known in before if known != resource.RLIM_INFINITY)])
     resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
     try:
         yield

@@ -79,7 +79,10 @@ class EventLog:
             self._queue.append((time.time(), event))
 
     def flush(self) -> None:
-        """Wait until everything that was queued is in the file, for a few seconds at most. Not for the loop: this blocks."""
+        """Wait until everything that was queued is in the file, for a few seconds at most. Not for the loop: this blocks.
+
+        A disk or a sink that does not answer loses what the file lacks then, as ``write`` would, and holds up nobody for longer.
+        """
         mark = threading.Event()
         self._marks.append(mark)
         self._woken.set()

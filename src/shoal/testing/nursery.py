@@ -2,8 +2,9 @@
 
 Importing costs some three seconds of a core for every process, and a test session starts hundreds. The nursery pays it once. It
 computes nothing and has one thread, so a fork of it is what a fresh process is after its imports, but for two things: all ranks
-have one seed for the hashes of strings, and the interpreter is not torn down at their end. Runs of the ``shoal`` command have
-neither. Linux only; elsewhere every rank has an interpreter of its own (``testing/ranks.py``).
+have one seed for the hashes of strings, and the interpreter is not torn down at their end, as in runs of the ``shoal`` command
+(``elastic/cradle.py``). Unlike there, the process of the tests does not become the ranks' parent: orphans of whatever else it
+starts would come to it too. Linux only; elsewhere every rank has an interpreter of its own (``testing/ranks.py``).
 
     nursery -> keeper (one for each rank: writes its pid, waits, and writes its exit code into a pipe) -> rank
 

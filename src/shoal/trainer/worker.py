@@ -1,6 +1,6 @@
 """One rank of a run, from its first line to its exit code.
 
-``shoal.trainer.worker RUN_DIR`` is what the supervisor starts (through ``elastic/child.py``); under ``torchrun`` the same
+``shoal.trainer.worker RUN_DIR`` is what the supervisor starts (``elastic/nursery.py``); under ``torchrun`` the same
 ``run_rank`` is called by ``shoal train``. This is one of the two process boundaries where every exception is caught: what
 failed, where and why is written down for whoever has to name the culprit, and the process ends at once, so that its peers
 notice.

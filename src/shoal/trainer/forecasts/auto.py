@@ -2,7 +2,7 @@
 
 A family is a way of sharing out the processes (dp, tp, cp, pp). One plain plan of each is timed first; then the variants of the
 best families, ZeRO stages, sequence parallelism, kinds of attention and schedules. What is never picked: asynchronous schedules
-and parameter servers, because they change what is computed; recompute, because it only costs time, unless memory is short.
+and parameter servers, because they change what is computed; recompute, because it only costs time.
 """
 
 import time
@@ -120,10 +120,15 @@ def _plainest(members: Sequence[Plan]) -> Plan:
 def _within_memory(ranked: list[Page], machine: Machine) -> tuple[list[Page], list[str]]:
     """Plans that fit this machine's memory first, and what to say of the others."""
     limit = free_bytes() * MEMORY_SHARE
-    rest = [page for page in ranked if held_bytes(page, machine) > limit]
+
+    def further(page: Page) -> float:
+        # The processes that rehearse are as large as ranks without a model, and are not free to take now.
+        return held_bytes(page, machine) - machine.rank_bytes * len(page["ranks"])
+
+    rest = [page for page in ranked if further(page) > limit]
     if not rest:
         return ranked, []
-    smallest = min(held_bytes(page, machine) for page in rest)
+    smallest = min(map(further, rest))
     told = f"{len(rest)} plans need {format_bytes(smallest)} or more, and {format_bytes(limit)} are free"
     return [page for page in ranked if page not in rest] + rest, [told]
 

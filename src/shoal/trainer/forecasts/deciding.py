@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.planner.machine import Machine, num_cores
 from shoal.trainer.claim import read_plan
@@ -212,12 +212,17 @@ def pick_from(cast: Cast, decision: Decision) -> Decision:
         for entry in heats.entries
         if not entry.problem
     ]
+    failed = {entry.plan: str(entry.problem).splitlines()[0] for entry in heats.entries if entry.problem}
     if not tried:
-        return decision
-    rest = [page for page in decision.ranked if all(page["plan"] != one["plan"] for one in tried)]
+        plan, problem = next(iter(failed.items()))
+        raise RunError(f"none of the {len(failed)} best plans can make a step here; {plan}: {problem}")
+    spoken_for = {page["plan"] for page in tried} | set(failed)
+    rest = [page for page in decision.ranked if page["plan"] not in spoken_for]
+    rest += [page for page in finalists if page["plan"] in failed]
+    remarks = (*decision.remarks, *(f"{plan} was tried and failed: {problem}" for plan, problem in failed.items()))
     rounds = f"{heats.num_rounds} round{'' if heats.num_rounds == 1 else 's'}"
     told = f"tried for {rounds} of {_STEPS} real steps in {heats.seconds:.0f} s, until {heats.why}"
-    return replace(decision, ranked=(*tried, *rest), tried=told)
+    return replace(decision, ranked=(*tried, *rest), tried=told, remarks=remarks)
 
 
 def asks_auto(path: Path, plan: str | None, overrides: Sequence[str]) -> bool:

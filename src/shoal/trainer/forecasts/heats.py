@@ -98,7 +98,7 @@ def run_heats(
             gone = _slower_half(alive)
             left = gone + left
             alive = [entry for entry in alive if entry not in gone]
-        if len(alive) < 2:
+        if len(alive) < (2 if halves else 1):
             why = "one was left" if alive else "none could be tried"
             break
         if now() - started + (now() - begun) > budget_seconds:

@@ -8,13 +8,13 @@ from shoal.trainer.forecasts.rehearsal import Subject
 from shoal.trainer.layout import check_samples, check_settings, derive_layout
 
 
-def legal_plans(subject: Subject, num_processes: int, *, recompute: str = "none") -> list[Plan]:
+def legal_plans(subject: Subject, num_processes: int) -> list[Plan]:
     """The synchronous plans over so many processes that the model and the recipe allow, derived; plain ones first."""
     recipe = subject.recipe
     facts = describe_facts(subject.anatomy, subject.model)
     found: list[Plan] = []
     for plan in all_plans(num_processes, facts):
-        if plan.recompute != recompute or (plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous):
+        if plan.recompute != "none" or (plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous):
             continue
         try:
             check_settings(recipe.train, plan)

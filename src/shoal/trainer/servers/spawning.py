@@ -94,7 +94,7 @@ class Spawner:
         with log.open("ab", buffering=0) as output:
             forked = await self._fork(module, arguments, output.fileno()) if from_nursery else None
             if forked is not None:
-                return Watched(forked, on_end)
+                return _watch(forked, on_end)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -142,6 +142,16 @@ class Spawner:
     def _start_forked(self, module: str, arguments: Sequence[str], output: int) -> ForkedProcess | None:
         streams = Streams(stdout=output, stderr=output)
         return self._nursery.start(module, arguments, environment={}, streams=streams, descriptors=self._descriptors)
+
+
+def _watch(process: ForkedProcess, on_end: Callable[[], None]) -> Watched:
+    try:
+        return Watched(process, on_end)
+    except OSError:
+        # No descriptor to watch it by: it must not run on with nobody to end it.
+        process.kill()
+        process.wait()
+        raise
 
 
 async def _tell_end(process: asyncio.subprocess.Process, on_end: Callable[[], None]) -> None:
