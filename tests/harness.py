@@ -128,3 +128,12 @@ def wait_for_step(run_dir, step, seconds=60.0, rank=0):
         return path.exists() and any(event["step"] >= step for event in read_events(run_dir, rank, "step"))
 
     wait_until(reached, f"step {step} of {run_dir}", seconds)
+
+
+def listening_inode(port):
+    """The inode of the socket that listens on a port of loopback: unlike the port it is nobody else's a moment later."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[1] == f"0100007F:{port:04X}" and fields[3] == "0A":
+            return fields[9]
+    return None

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from harness import ranks_of, read_events, read_summary, wait_for_step, wait_until
+from harness import listening_inode, ranks_of, read_events, read_summary, wait_for_step, wait_until
 
 LONG = ("--set", "train.steps=100000")
 
@@ -68,25 +68,29 @@ def test_a_stopped_rank_is_named_within_the_deadline_with_what_it_missed(shoal, 
     assert "rank 0" in story, "it says where the others were waiting"
 
 
-def shared_memory():
-    """What lies there; folders of crews are of other tests, which may be at work on the machine."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("shoal-crew-")}
+def shared_files(processes):
+    """What lies in shared memory under a name and is in use by these processes."""
+    used = {one.path for process in processes for one in process.memory_maps()}
+    used |= {one.path for process in processes for one in process.open_files()}
+    return {path for path in used if path.startswith("/dev/shm/")}
 
 
 def test_killing_the_supervisor_leaves_nothing_behind(shoal, tiny):
-    shared_before = shared_memory()
     process, _ = start_long(shoal, tiny, "--set", "data.workers=1")
     everyone = psutil.Process(process.pid).children(recursive=True)
     assert len(everyone) >= 4, "two ranks and their loaders"
     ports = [
         c.laddr.port for one in everyone for c in one.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN
     ]
+    sockets = {port: listening_inode(port) for port in ports}
+    assert any(sockets.values()), "the store of the ranks listens"
+    shared = shared_files(everyone)
     process.kill()
     process.wait()
     assert not psutil.wait_procs(everyone, timeout=5)[1]
-    listening = {c.laddr.port for c in psutil.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN}
-    assert not listening & set(ports)
-    assert shared_memory() <= shared_before
+    # A killed process lets go of its files after it has become a zombie, hence the wait.
+    wait_until(lambda: all(inode is None or listening_inode(port) != inode for port, inode in sockets.items()), "ports")
+    assert not [path for path in shared if os.path.exists(path)]
     shoal.run("train", tiny, "--plan", "dp=2", "--run-dir", "run", "--resume", "--set", "train.steps=5")
 
 
@@ -112,7 +116,8 @@ def test_a_signal_before_the_first_step_is_an_orderly_interruption(shoal, tiny):
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 143 and "Traceback" not in stderr
-    assert read_summary(shoal.folder / "run")["status"] == "interrupted"
+    summary = read_summary(shoal.folder / "run")
+    assert (summary["status"], summary["stopped_by"]) == ("interrupted", "SIGTERM")
     assert (shoal.folder / "out.json").exists()
 
 

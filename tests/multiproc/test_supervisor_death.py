@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+from harness import listening_inode
 from shoal.core.clock import Deadline
 from supervised import Recorder, assert_gone, is_alive, make_request
 from supervised import nothing_left as nothing_left
@@ -73,12 +74,3 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
     while listening_inode(port) == inode:
         deadline.check(f"port {port} to be let go")
         time.sleep(0.01)
-
-
-def listening_inode(port: int) -> str | None:
-    """The inode of the socket that listens on a port of loopback."""
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[1] == f"0100007F:{port:04X}" and fields[3] == "0A":
-            return fields[9]
-    return None

@@ -92,7 +92,8 @@ class Generation:
             if self._mode is not _Mode.RUNNING:
                 return
         if self._nursery.problem and self._number == 0:
-            self._display.message(f"ranks cannot be forked, so each imports by itself: {self._nursery.problem}")
+            problem = self._nursery.problem
+            self._display.message(f"ranks are started one by one; the process to fork them from failed: {problem}")
         with open_store_socket() as listening:
             port = int(listening.getsockname()[1])
             for rank in range(self._request.num_ranks):

@@ -142,7 +142,7 @@ class Nursery:
             word = self._hear()
             self._is_ready = word == READY
             if not self._is_ready:
-                self._fail(word.decode(errors="replace") or "it died, or is stuck, while it imports")
+                self._fail(word.decode(errors="replace") or "it died or hung while it imported")
             return True
         return False
 
@@ -186,7 +186,7 @@ class Nursery:
                 pid = int(self._hear())
             except (OSError, ValueError):
                 # Should it have forked, that process ends when the pipe is closed here.
-                self._fail("it died, or is stuck")
+                self._fail("it died or hung")
                 return None
             # What a rank before left behind is dead and this process's by now.
             _reap_left(self._sessions)

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from shoal.core.errors import RequestError
 from shoal.costs.rows import opened_modules
 from shoal.costs.undisturbed import undisturbed
 from shoal.parallel.anatomy import Anatomy
@@ -27,7 +28,11 @@ class Unit:
 
 
 def find_units(model: nn.Module, example: tuple[Tensor, ...], anatomy: Anatomy) -> tuple[Unit, ...]:
-    """The calls of one forward pass at which it can be cut, in order."""
+    """The calls of one forward pass at which it can be cut, in order.
+
+    Raises:
+        RequestError: the model does not take a sample of its data; names the module that did not.
+    """
     opened = opened_modules(model, [block for stack in anatomy.stacks for block in stack.blocks])
     running: list[str] = [""]
     called: list[str] = []
@@ -48,7 +53,23 @@ def find_units(model: nn.Module, example: tuple[Tensor, ...], anatomy: Anatomy) 
     try:
         with undisturbed(model, training=False), torch.no_grad():
             model(*example)
+    except Exception as error:  # The user's code may raise anything.
+        raise RequestError(_describe_failure(model, running, called, error)) from error
     finally:
         for handle in handles:
             handle.remove()
     return tuple(Unit(path=path, is_once=called.count(path) == 1) for path in called)
+
+
+def _describe_failure(model: nn.Module, running: list[str], called: list[str], error: Exception) -> str:
+    where = running[-1]
+    module = (
+        f"{where!r} ({type(model.get_submodule(where)).__name__})"
+        if where
+        else f"its own {type(model).__name__}.forward"
+    )
+    before = f" What {called[-2]!r} puts out goes to {called[-1]!r}." if len(called) > 1 and where else ""
+    return (
+        f"the model does not take a sample of its data: {module} raised {type(error).__name__}: {error}.{before} "
+        "Mend the module or the data until model(sample) works on one process"
+    )

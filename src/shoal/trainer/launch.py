@@ -109,6 +109,7 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
         cause = "it did not stop within elastic.stop_grace, or Ctrl-C was pressed twice, and was killed"
     else:
         cause = "it was stopped before its first step"
+    can_resume = bool(committed_names(RunDir(run_dir).checkpoints))
     summary = summarise_death(
         status=outcome.status,
         plan=plan,
@@ -118,12 +119,14 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
         wall_seconds=time.time() - started,
         before=before,
     )
+    if outcome.signal is not None and culprit is None and not outcome.was_forced:
+        summary["stopped_by"] = signal.Signals(outcome.signal).name
     write_summary(run_dir, summary)
     if outcome.status == "failed" and culprit is not None:
-        can_resume = bool(committed_names(RunDir(run_dir).checkpoints))
         print(f"error: {describe(culprit, debug=debug, can_resume=can_resume)}", file=sys.stderr)
     else:
-        print(f"stopped: {cause}; the newest checkpoint is older than the stop", file=sys.stderr)
+        kept = "the newest checkpoint is older than the stop" if can_resume else "there is no checkpoint"
+        print(f"stopped: {cause}; {kept}", file=sys.stderr)
     return Ended(exit_code=outcome.exit_code, summary=summary, was_orderly=False)
 
 

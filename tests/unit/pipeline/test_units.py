@@ -1,9 +1,12 @@
 """The chain of calls that is found in modules of every shape, written out by hand."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from pipeline_cases import batch, build
+from shoal.core.errors import RequestError
+from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.find.search import find_anatomy
 from shoal.pipeline.units import find_units
@@ -101,3 +104,11 @@ def test_looking_changes_nothing():
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_block_that_cannot_take_what_the_one_before_puts_out_is_named():
+    blocks = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Sequential(nn.LayerNorm(5))]
+    with pytest.raises(RequestError) as refused:
+        find_units(nn.Sequential(*blocks), (torch.zeros(2, 4),), Anatomy())
+    message = str(refused.value)
+    assert "'2.0' (LayerNorm) raised RuntimeError" in message and "model(sample)" in message
