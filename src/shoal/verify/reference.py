@@ -96,10 +96,11 @@ def flat_gradients(parts: Parts, step: int, ids: Ids, scale: float) -> dict[str,
 
 
 def relative_distance(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
-    """How far two gradients are apart, over all tensors together, relative to the first."""
-    apart = sum(
-        float((gradients[name].double() - others[name].double()).square().sum()) for name in gradients if name in others
-    )
+    """How far two gradients are apart, over all tensors together, relative to the first; one that is not there is zeros."""
+    apart = 0.0
+    for name in {**gradients, **others}:
+        found = [side[name].double() for side in (gradients, others) if name in side]
+        apart += float((found[0] - found[1] if len(found) == 2 else found[0]).square().sum())
     size = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
     return math.sqrt(apart / size) if size > 0 else math.sqrt(apart)
 

@@ -112,8 +112,10 @@ class Company:
             recipe = replace_stages(subject.recipe, subject.stages(plan))
             self._store.set("stages", json.dumps(recipe.pipeline.stages))
             return replace(subject, recipe=recipe)
+        deadline = Deadline(seconds=_STEP_SECONDS)
         while not self._store.check(["stages"]):
-            self.are_all("cut")
+            self._check_that_none_left()
+            deadline.check("the first process to measure where stages begin")
             time.sleep(_POLL_SECONDS)
         pipeline = pipeline.model_copy(update={"stages": json.loads(self._store.get("stages"))})
         return replace(subject, recipe=subject.recipe.model_copy(update={"pipeline": pipeline}))
@@ -128,9 +130,12 @@ class Company:
         Raises:
             RunError: one of them has given up.
         """
+        self._check_that_none_left()
+        return self._store.add(name, 0) >= self.size
+
+    def _check_that_none_left(self) -> None:
         if self._store.check([_GIVEN_UP]):
             raise _Left("another rank of the rehearsal has given up")
-        return self._store.add(name, 0) >= self.size
 
     def wait_for_all(self, name: str) -> None:
         """Wait until all are there, without computing."""
