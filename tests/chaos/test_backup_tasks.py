@@ -37,6 +37,7 @@ dead_seconds = 600.0
 PLAN = "ps=2 workers=2 update=lbfgs"
 
 
+@pytest.mark.soak
 def test_a_portion_whose_worker_stands_still_is_done_by_another(crew, tmp_path):
     ration = tmp_path / "ration"
     allow(ration, 1_000_000)

@@ -58,6 +58,8 @@ SCENES = (
     Scene("the same step again", step=20, seed=4),
     Scene("over a torn one", step=30, seed=3, torn=True),
 )
+FIRST = (SCENES[0], *(pytest.param(scene, marks=pytest.mark.soak) for scene in SCENES[1:]))
+"""One scene for every run, the others for the long one, which also strikes at every call."""
 
 
 def run_save(root, scene, *strace):
@@ -151,7 +153,7 @@ def fail_at(folder, scene, kind, k):
     return done, root
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+@pytest.mark.parametrize("scene", FIRST, ids=lambda scene: scene.name)
 def test_a_kill_leaves_the_old_or_the_new(tmp_path, scene):
     outcomes = [kill_at(tmp_path / f"{kind}-{k}", scene, kind, k) for kind, k in chosen(scene)]
     assert len(outcomes) >= SLICE
@@ -172,7 +174,7 @@ def test_a_kill_at_every_call_leaves_the_old_or_the_new(tmp_path, scene):
     assert len(outcomes) >= 90 and set(outcomes) == {False, True}
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+@pytest.mark.parametrize("scene", FIRST, ids=lambda scene: scene.name)
 def test_a_failing_call_leaves_the_old_or_the_new_and_says_which(tmp_path, scene):
     for kind, k in chosen(scene):
         check_failure(tmp_path / f"{kind}-{k}", scene, kind, k)

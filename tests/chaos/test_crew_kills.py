@@ -273,6 +273,7 @@ def test_the_death_of_both_copies_of_a_shard_takes_everyone_back_and_says_so(cre
     assert f"step-{expect_return(run, ['server-0', 'server-1']):08d}" >= due.name
 
 
+@soak
 def test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced(crew, undisturbed, tmp_path):
     """Its heart beats and it answers the center, so nobody else can know; under bsp everyone would wait for it for ever."""
     recipe = RECIPE.replace("paced_model:build", "paced_model:build_hanging_once").replace(
@@ -412,6 +413,7 @@ def _latest(events):
     return {event["step"]: event for event in sorted(events, key=lambda event: event["t"])}.values()
 
 
+@soak
 def test_a_gradient_that_is_not_finite_ends_the_run_and_names_it(crew):
     recipe = RECIPE.replace("paced_model:build", "paced_model:build_poisoned")
     run = crew(recipe=recipe)

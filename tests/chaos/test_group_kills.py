@@ -51,7 +51,8 @@ def expect_same(run, undisturbed, *, deaths):
     check_steps(run, STEPS)
 
 
-@pytest.mark.parametrize("name", ["worker-0.1", pytest.param("worker-1", marks=soak)])
+@soak
+@pytest.mark.parametrize("name", ["worker-0.1", "worker-1"])
 def test_a_killed_rank_is_its_workers_death_and_changes_no_bit(crew, undisturbed, ration, name):
     run = crew(plan=PLAN, recipe=rationed(ration, ROW))
     run.wait_for_step(4)

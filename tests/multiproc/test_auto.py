@@ -85,6 +85,7 @@ def test_a_named_plan_can_be_forecast_too(shoal, tiny, at):
     assert "bubble" in done.stdout
 
 
+@pytest.mark.soak
 def test_tune_tries_the_best_plans_for_real(shoal, tiny, at):
     done = shoal.run(
         *("tune", tiny, "--nproc", "2", "--top", "3", "--steps", "4", "--json", "out.json"),

@@ -161,6 +161,7 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(shoal, tiny):
     assert ours["weights_sha256"] == theirs["weights_sha256"]
 
 
+@pytest.mark.soak
 def test_it_gives_up_after_the_last_restart(shoal, tiny):
     process, ranks = start_long(shoal, tiny, "--max-restarts", "1")
     os.kill(ranks[0].pid, signal.SIGKILL)

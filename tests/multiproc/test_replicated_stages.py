@@ -96,6 +96,7 @@ def test_a_short_last_batch_leaves_turns_without_samples(found):
     assert found["a short last batch"]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
+@pytest.mark.soak
 def test_replicated_stages_are_proved_bit_for_bit_and_a_lost_sum_is_caught():
     """Tied weights, dropout and clipping; traffic and sizes as predicted; mixed precision. Then the bug, and its control."""
     recipe = recipe_of("gpt", {"model": {"tied": True}, "data": {"samples": 64}})

@@ -23,8 +23,11 @@ MORE = {4: {"tied gpt": [("1f1b", (2, 1, 1)), ("1f1b", (1, 1, 2)), ("gpipe", (2,
 
 
 def each(cases):
+    """The cases as rows; those of four ranks are for the long run."""
     return [
-        (num_ranks, kind, "-".join([name, *map(str, replicas)]))
+        pytest.param(
+            num_ranks, kind, "-".join([name, *map(str, replicas)]), marks=[pytest.mark.soak] if num_ranks > 3 else []
+        )
         for num_ranks, by_kind in cases.items()
         for kind, own in by_kind.items()
         for name, replicas in own
