@@ -90,7 +90,7 @@ def test_store_socket_is_on_loopback_and_only_rank_0_keeps_it(tmp_path: Path) ->
     def look(states: Sequence[SlotState]) -> None:
         port = states[0].step
         listening = [entry for entry in psutil.net_connections("inet") if entry.laddr and entry.laddr.port == port]
-        ours = any(entry.pid == os.getpid() for entry in psutil.Process().net_connections("inet"))
+        ours = any(entry.laddr.port == port for entry in psutil.Process().net_connections("inet") if entry.laddr)
         with socket.create_connection(("127.0.0.1", port), timeout=2):
             pass
         holders = [entry.pid for entry in listening if entry.status == psutil.CONN_LISTEN]
