@@ -1,6 +1,5 @@
 """The supervisor takes whatever its ranks print, and nothing they leave behind holds it up."""
 
-import os
 import socket
 import textwrap
 import time
