@@ -31,7 +31,13 @@ class Address:
     @property
     def is_local(self) -> bool:
         """True when both ends are processes of this machine that may share memory."""
-        return self.kind == "ipc" or (self.kind == "tcp" and is_loopback(_host(self.endpoint)))
+        return self.kind == "ipc" or (self.kind == "tcp" and is_loopback(self.host))
+
+    @property
+    def host(self) -> str:
+        """Of a tcp address."""
+        assert self.kind == "tcp"
+        return self.endpoint.removeprefix("tcp://").rpartition(":")[0]
 
     @property
     def path(self) -> Path:
@@ -70,10 +76,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.IPv4Address(host).is_loopback
     except ValueError:
         return False
-
-
-def _host(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
 def _parse_ipc(text: str) -> Address:

@@ -5,6 +5,7 @@ A handler runs as a task of its own, so a slow one holds nobody up; nor does a c
 
 import asyncio
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,17 +15,19 @@ import zmq
 
 from shoal.comm.wire.addresses import Address
 from shoal.comm.wire.buffers import Payload
+from shoal.comm.wire.dock import Dock
 from shoal.comm.wire.header import REFUSED, TAKEN, Header
-from shoal.comm.wire.message import Envelope, is_chunk, unpack, unpack_chunk
-from shoal.comm.wire.operations import Refusal
+from shoal.comm.wire.lane import Lane, LaneBroken
+from shoal.comm.wire.message import Envelope, is_chunk, unpack, unpack_announcement, unpack_chunk
+from shoal.comm.wire.operations import LaneAsked, Refusal
 from shoal.comm.wire.pump import Pump
 from shoal.comm.wire.request import Request
-from shoal.comm.wire.streams import Streams
+from shoal.comm.wire.streams import Stream, Streams
 from shoal.comm.wire.verdict import Dropped
 from shoal.core.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.comm.wire.node import Node
+    from shoal.comm.wire.node import Node, Outgoing
 
 Handler: TypeAlias = Callable[[Request], Awaitable[None]]
 _RUNNING = 1024
@@ -32,6 +35,7 @@ _RUNNING = 1024
 _TOLD = frozenset({"version", "unknown", "oversized", "payload", "place", "stale", "busy", "malformed", "incomplete"})
 """Reasons that the sender is told, when its header was whole. A duplicate's first copy is answered anyway."""
 _TELL_SECONDS = 1.0
+_MAX_LANES = 1024
 _TIDY_SECONDS = 5.0
 
 
@@ -39,7 +43,14 @@ class Listener:
     """A bound ROUTER socket."""
 
     def __init__(
-        self, node: "Node", socket: "zmq.Socket[bytes]", address: Address, handler: Handler, *, shares: bool
+        self,
+        node: "Node",
+        router: "zmq.Socket[bytes]",
+        address: Address,
+        handler: Handler,
+        *,
+        shares: bool,
+        has_lanes: bool,
     ) -> None:
         self._node = node
         self._address = address
@@ -49,9 +60,11 @@ class Listener:
         self._streams = Streams()
         # So that only this socket's file is removed, and not that of a successor on the same path.
         self._file = os.stat(address.path).st_ino if address.kind == "ipc" else None
-        self._pump = Pump(socket, self._receive)
+        self._pump = Pump(router, self._receive)
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(_TIDY_SECONDS, self._tidy)
+        self._lanes: dict[bytes, Lane] = {}
+        self._dock = Dock(address.host, spawn=node.spawn, admit=self._add_lane) if has_lanes else None
 
     async def send_answer(
         self, request: Request, operation: str, body: msgspec.Struct, payload: Payload | None
@@ -65,6 +78,10 @@ class Listener:
     def close(self) -> None:
         """Stop listening; requests at work are not answered any more."""
         self._timer.cancel()
+        if self._dock is not None:
+            self._dock.close()
+        for lane in list(self._lanes.values()):
+            lane.close()
         self._streams.close_all()
         self._pump.close()
         if self._file is not None and self._address.path.exists() and self._address.path.stat().st_ino == self._file:
@@ -83,6 +100,28 @@ class Listener:
                 self._admit(route, unpack(parts))
         except Dropped as drop:
             self._drop(route, drop)
+
+    def _add_lane(self, route: bytes, connection: socket.socket) -> None:
+        """A lane of this route was connected; one that it had before is not used any more."""
+        if self._pump.is_closed or (route not in self._lanes and len(self._lanes) >= _MAX_LANES):
+            connection.close()
+            return
+        if route in self._lanes:
+            self._lanes[route].close()
+        begin, on_end = partial(self._begin, route), partial(self._lanes.pop, route, None)
+        node = self._node
+        self._lanes[route] = Lane(connection, begin=begin, counters=node.counters, spawn=node.spawn, on_end=on_end)
+
+    def _begin(self, route: bytes, frames: list[memoryview], num_bytes: int) -> Stream | None:
+        """Take one message that arrived over a lane; where its payload goes, if it is wanted."""
+        self._node.counters.add("received")
+        try:
+            envelope = unpack_announcement(frames, num_bytes)
+            self._admit(route, envelope)
+            return self._streams.find(route, envelope.header.sequence)
+        except Dropped as drop:
+            self._drop(route, drop)
+        return None
 
     def _admit(self, route: bytes, envelope: Envelope) -> None:
         header = envelope.header
@@ -149,11 +188,23 @@ class Listener:
 
     async def _handle(self, request: Request) -> None:
         try:
-            await self._handler(request)
+            if isinstance(request.body, LaneAsked):
+                await self._offer_lane(request)
+            else:
+                await self._handler(request)
         except ShoalError as error:
             self._node.counters.add("failed")
             if request.is_open:
                 await request.refuse("failed", str(error))
+
+    async def _offer_lane(self, request: Request) -> None:
+        if self._dock is None:
+            await request.refuse("lane", "payloads do not cross beside the messages here")
+            return
+        try:
+            await request.answer(self._dock.offer(request.route))
+        except Dropped as drop:
+            await request.refuse(drop.reason, drop.text)
 
     def _finish(self, request: Request, task: "asyncio.Task[None]") -> None:
         self._num_running -= 1
@@ -184,9 +235,10 @@ class Listener:
                 outgoing = await node.compose(
                     operation, body, payload, answers=asked.sequence, receiver=route, folder=folder
                 )
-                await self._pump.send([route, *outgoing.frames])
-                is_copied = self._address.kind == "inproc"
-                await node.send_chunks(self._pump, outgoing, route=route, is_copied=is_copied, track=True)
+                if not await self._send_by_lane(route, outgoing):
+                    await self._pump.send([route, *outgoing.frames])
+                    is_copied = self._address.kind == "inproc"
+                    await node.send_chunks(self._pump, outgoing, route=route, is_copied=is_copied, track=True)
         except TimeoutError:
             node.counters.add("expired")
         except Dropped as drop:
@@ -197,6 +249,17 @@ class Listener:
             node.counters.add("gone")
             if outgoing is not None:
                 node.payloads.abandon(outgoing.sequence)
+
+    async def _send_by_lane(self, route: bytes, outgoing: "Outgoing") -> bool:
+        """Send an answer with a long payload over the lane of its route; False when it has none, or that has broken."""
+        lane = self._lanes.get(route)
+        if lane is None or outgoing.stream is None:
+            return False
+        try:
+            await lane.send(outgoing.frames, outgoing.stream)
+        except LaneBroken:
+            return False
+        return True
 
     def _return(self, route: bytes, header: Header) -> None:
         """Nobody refers to the payload of a request any more."""

@@ -11,9 +11,10 @@ The wire knows no operation by itself; the rooms above say theirs::
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from shoal.comm.wire.message import BODY_BYTES, Envelope
 from shoal.comm.wire.verdict import Dropped
@@ -34,6 +35,17 @@ class Refusal(Body, frozen=True):
 
 class Taken(Body, frozen=True):
     """The body of a note that a payload in shared memory is not needed any more."""
+
+
+class LaneAsked(Body, frozen=True):
+    """Asks where a lane for long payloads may be connected."""
+
+
+class LaneOffer(Body, frozen=True):
+    """Where, and what to say there first."""
+
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    word: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 @dataclass(frozen=True)
@@ -64,14 +76,19 @@ class Op:
             raise Dropped("oversized", text, envelope.header)
 
 
+_OWN = {"!lane": Op(LaneAsked, LaneOffer, max_payload=0, max_body=64, fenced=False)}
+"""What the wire asks by itself."""
+
+
 class Operations:
-    """Operations by name and by the type of their request."""
+    """Operations by name and by the type of their request; the wire's own are in every table."""
 
     def __init__(self, table: Mapping[str, Op]) -> None:
-        self._table = dict(table)
+        assert not any(name.startswith("!") for name in table), sorted(table)
+        self._table = {**table, **_OWN}
         self._names: dict[type[msgspec.Struct], str] = {}
         for name, op in self._table.items():
-            assert name and not name.startswith("!") and len(name) <= 64, name
+            assert name and len(name) <= 64, name
             assert op.max_body <= BODY_BYTES, (name, op.max_body)
             assert op.request not in self._names, f"{op.request.__name__} is the request of two operations"
             self._names[op.request] = name
@@ -81,7 +98,7 @@ class Operations:
         self._refusals = msgspec.msgpack.Decoder(Refusal, strict=True)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._table)
+        return (name for name in self._table if name not in _OWN)
 
     def __contains__(self, name: str) -> bool:
         return name in self._table
@@ -91,8 +108,8 @@ class Operations:
 
     def __or__(self, other: "Operations") -> "Operations":
         """Both tables as one; a process that serves two rooms has one node."""
-        assert not set(self._table) & set(other._table)
-        return Operations({**self._table, **other._table})
+        assert not set(self) & set(other)
+        return Operations({name: table[name] for table in (self, other) for name in table})
 
     def name_of(self, body: msgspec.Struct) -> str:
         """The operation whose request ``body`` is."""

@@ -18,11 +18,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from shoal.comm.wire.addresses import Address
 from shoal.comm.wire.buffers import Payload, copy_politely, describe
+from shoal.comm.wire.caller_lane import CallerLane
 from shoal.comm.wire.errors import Refused, WireClosed, WireLost, WireTimeout
 from shoal.comm.wire.header import REFUSED, TAKEN, Header
-from shoal.comm.wire.message import Envelope, is_chunk, unpack, unpack_chunk
+from shoal.comm.wire.lane import Lane, LaneBroken
+from shoal.comm.wire.message import Envelope, is_chunk, unpack, unpack_announcement, unpack_chunk
+from shoal.comm.wire.operations import LaneAsked, LaneOffer
 from shoal.comm.wire.pump import Pump
-from shoal.comm.wire.streams import Streams
+from shoal.comm.wire.streams import Stream, Streams
 from shoal.comm.wire.verdict import Dropped
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ _HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DE
 _EVENTS = zmq.EVENT_DISCONNECTED | _HANDSHAKES
 _HUNG_UP_TIMES = 3
 """Handshakes in a row that the other side ended without a word, after which the keys are to blame and not its death."""
+_LANE_SECONDS = 10.0
 _NOT_DONE = frozenset({"place", "incomplete", "busy"})
 """Refusals that say nothing about the request: another attempt may succeed."""
 
@@ -78,7 +82,7 @@ class _Call:
 class Peer:
     """A DEALER socket, connected when the first call is made."""
 
-    def __init__(self, node: "Node", address: str, parsed: Address, *, shares: bool) -> None:
+    def __init__(self, node: "Node", address: str, parsed: Address, *, shares: bool, has_lanes: bool) -> None:
         self.address = address
         self.is_closed = False
         self._node = node
@@ -90,6 +94,11 @@ class Peer:
         self._streams = Streams()
         self._calls: dict[int, _Call] = {}
         self._folder = ""
+        self._lane: CallerLane | None = None
+        if has_lanes:
+            self._lane = CallerLane(
+                parsed.host, ask=self._ask_lane, begin=self._begin, counters=node.counters, spawn=node.spawn
+            )
         self._is_key_refused = False
         self._num_hung_up = 0
 
@@ -155,6 +164,8 @@ class Peer:
         self.is_closed = True
         for call in self._calls.values():
             call.fail(self._closed(call.operation))
+        if self._lane is not None:
+            self._lane.close()
         self._streams.close_all()
         if self._socket is not None and self._pump is not None and self._monitor is not None:
             # First of all: where nobody reads what happens to a socket that is still watched, and something does (the other side
@@ -181,7 +192,7 @@ class Peer:
                     operation, body, payload, key=key, deadline=seconds, receiver=self, folder=folder
                 )
                 self._calls[outgoing.sequence] = call
-                answer = await self._exchange(pump, call, outgoing)
+                answer = await self._exchange(pump, call, outgoing, seconds)
                 is_done = True
                 return answer
         except TimeoutError as error:
@@ -198,13 +209,17 @@ class Peer:
             if outgoing is not None:
                 self._end(outgoing, is_done=is_done)
 
-    async def _exchange(self, pump: Pump, call: _Call, outgoing: "Outgoing") -> Answer:
+    async def _exchange(self, pump: Pump, call: _Call, outgoing: "Outgoing", seconds: float) -> Answer:
+        lane = None
+        if self._lane is not None and outgoing.stream is not None:
+            lane = await self._lane.use(seconds)
         if self.is_closed:
             raise self._closed(call.operation)
-        await pump.send(outgoing.frames)
+        if lane is None:
+            await pump.send(outgoing.frames)
         call.is_sent = True
         # Beside it, because a refusal may come, or the connection break, before the whole payload is sent.
-        sending = self._node.spawn(self._send_chunks(pump, outgoing))
+        sending = self._node.spawn(self._send_payload(pump, lane, call, outgoing))
         try:
             envelope, body, payload = await call.future
         finally:
@@ -214,10 +229,21 @@ class Peer:
             payload = call.into
         return Answer(header=envelope.header, body=body, payload=payload)
 
-    async def _send_chunks(self, pump: Pump, outgoing: "Outgoing") -> None:
+    async def _send_payload(self, pump: Pump, lane: Lane | None, call: _Call, outgoing: "Outgoing") -> None:
+        if lane is not None and outgoing.stream is not None:
+            try:
+                await lane.send(outgoing.frames, outgoing.stream)
+            except LaneBroken:
+                call.fail(self._lost(call.operation))
+            return
         # Closed: the call was told so.
         with contextlib.suppress(zmq.ZMQError):
             await self._node.send_chunks(pump, outgoing, is_copied=self._parsed.kind == "inproc")
+
+    async def _ask_lane(self, seconds: float) -> LaneOffer:
+        offer = (await self.call(LaneAsked(), deadline=max(seconds, 1e-3))).body
+        assert isinstance(offer, LaneOffer)
+        return offer
 
     def _end(self, outgoing: "Outgoing", *, is_done: bool) -> None:
         del self._calls[outgoing.sequence]
@@ -227,6 +253,10 @@ class Peer:
     def _closed(self, operation: str) -> WireClosed:
         text = f"{operation} to {self.address} was given up: this process closed the connection"
         return WireClosed(text, address=self.address, operation=operation)
+
+    def _lost(self, operation: str) -> WireLost:
+        text = f"the connection to {self.address} broke while {operation} waited for its answer"
+        return WireLost(text, address=self.address, operation=operation)
 
     def _explain(self, error: WireTimeout, attempts: int, deadline: float) -> WireTimeout:
         why = ""
@@ -265,11 +295,12 @@ class Peer:
             return
         # Whoever listens there next may see another folder of arenas, or none.
         self._folder = ""
+        if self._lane is not None:
+            self._lane.close()
         self._streams.close_all()
         for call in self._calls.values():
             if call.is_sent:
-                text = f"the connection to {self.address} broke while {call.operation} waited for its answer"
-                call.fail(WireLost(text, address=self.address, operation=call.operation))
+                call.fail(self._lost(call.operation))
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         """Take one message that arrived. Nothing that it holds can make this fail."""
@@ -284,6 +315,17 @@ class Peer:
                 self._admit(unpack(parts))
         except Dropped as drop:
             counters.add(drop.reason)
+
+    def _begin(self, frames: list[memoryview], num_bytes: int) -> Stream | None:
+        """Take one message that arrived over the lane; where its payload goes, if it is wanted."""
+        self._node.counters.add("received")
+        try:
+            envelope = unpack_announcement(frames, num_bytes)
+            self._admit(envelope)
+            return self._streams.find(None, envelope.header.sequence)
+        except Dropped as drop:
+            self._node.counters.add(drop.reason)
+        return None
 
     def _admit(self, envelope: Envelope) -> None:
         node, header = self._node, envelope.header
@@ -321,16 +363,24 @@ class Peer:
         else:
             target = node.payloads.room(envelope) if call.into is None else call.into
             call.is_answering = True
-            finish, fail = partial(self._deliver, call, envelope, body, target), node.counters.add
+            finish, fail = partial(self._deliver, call, envelope, body, target), partial(self._give_up, call)
             self._streams.open(None, header.sequence, target, finish=finish, fail=fail)
             # When the call ends first, nothing more is written to its memory.
             call.future.add_done_callback(lambda _: self._streams.close(None, header.sequence))
+            if self._lane is not None:
+                # Answers with long payloads come from there: the next ones need not come with the messages.
+                self._lane.open(_LANE_SECONDS)
 
     def _deliver(self, call: _Call, envelope: Envelope, body: Any, payload: memoryview | None) -> None:
         self._node.counters.add("accepted")
         self._folder = envelope.header.folder
         if not call.future.done():
             call.future.set_result((envelope, body, payload))
+
+    def _give_up(self, call: _Call, reason: str) -> None:
+        """The payload of an answer will not become whole."""
+        self._node.counters.add(reason)
+        call.fail(self._lost(call.operation))
 
     def _return(self, header: Header) -> None:
         """Nobody refers to the payload of an answer any more."""

@@ -8,6 +8,7 @@ half a minute is dropped.
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 
 from shoal.comm.wire.buffers import CHUNK_BYTES, copy
 from shoal.comm.wire.message import Chunk
@@ -21,20 +22,42 @@ IDLE_SECONDS = 30.0
 """How long the next chunk may take."""
 
 
-@dataclass(kw_only=True)
-class _Stream:
+@dataclass(eq=False, kw_only=True)
+class Stream:
+    """A payload that is under way."""
+
     target: memoryview
     finish: Callable[[], None]
     fail: Callable[[str], None]
+    leave: Callable[[], object]
+    """Takes this out of the table."""
     heard: float
     num_arrived: int = 0
+    is_open: bool = True
+    """False once it is whole or given up: its memory is not written to any more."""
+
+    def arrive(self, num_bytes: int) -> None:
+        """The next bytes are in their place."""
+        self.num_arrived += num_bytes
+        self.heard = time.monotonic()
+        if self.num_arrived == self.target.nbytes:
+            self.is_open = False
+            self.leave()
+            self.finish()
+
+    def give_up(self) -> None:
+        """It will not become whole."""
+        if self.is_open:
+            self.is_open = False
+            self.leave()
+            self.fail("incomplete")
 
 
 class Streams:
     """The payloads that are under way to this socket."""
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[Hashable, int], _Stream] = {}
+        self._streams: dict[tuple[Hashable, int], Stream] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -69,7 +92,13 @@ class Streams:
             fail: called with a reason, once, when it will not become whole.
         """
         self.close(source, sequence)
-        self._streams[source, sequence] = _Stream(target=target, finish=finish, fail=fail, heard=time.monotonic())
+        leave = partial(self._streams.pop, (source, sequence), None)
+        stream = Stream(target=target, finish=finish, fail=fail, leave=leave, heard=time.monotonic())
+        self._streams[source, sequence] = stream
+
+    def find(self, source: Hashable, sequence: int) -> Stream | None:
+        """The payload of a message, if it is under way."""
+        return self._streams.get((source, sequence))
 
     def feed(self, source: Hashable, chunk: Chunk) -> None:
         """Put a chunk in its place.
@@ -77,28 +106,24 @@ class Streams:
         Raises:
             Dropped: ``unknown``, when no such payload is under way; ``payload``, when it is not the next chunk of it.
         """
-        stream = self._streams.get((source, chunk.sequence))
+        stream = self.find(source, chunk.sequence)
         if stream is None:
             raise Dropped("unknown", f"a chunk of message {chunk.sequence}, of which none is awaited")
         at = stream.num_arrived
         wanted = min(CHUNK_BYTES, stream.target.nbytes - at)
         if chunk.index * CHUNK_BYTES != at or chunk.data.nbytes != wanted:
-            self.close(source, chunk.sequence)
+            stream.give_up()
             raise Dropped(
                 "payload", f"chunk {chunk.index} of {chunk.data.nbytes} bytes; due is byte {at}, {wanted} long"
             )
         copy(chunk.data, stream.target[at : at + wanted])
-        stream.num_arrived += wanted
-        stream.heard = time.monotonic()
-        if stream.num_arrived == stream.target.nbytes:
-            del self._streams[source, chunk.sequence]
-            stream.finish()
+        stream.arrive(wanted)
 
     def close(self, source: Hashable, sequence: int) -> None:
         """A payload is not wanted any more, if it is under way."""
-        stream = self._streams.pop((source, sequence), None)
+        stream = self.find(source, sequence)
         if stream is not None:
-            stream.fail("incomplete")
+            stream.give_up()
 
     def expire(self) -> None:
         """Drop those of which nothing came for too long."""

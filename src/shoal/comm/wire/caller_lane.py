@@ -1,0 +1,79 @@
+"""The lane of one who calls: connected when a long payload first crosses, and again after it broke."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable
+
+from shoal.comm.wire.counters import Counters
+from shoal.comm.wire.errors import WireError
+from shoal.comm.wire.lane import Begin, Lane, Spawn
+from shoal.comm.wire.operations import LaneOffer
+
+
+class CallerLane:
+    """At most one lane to one peer.
+
+    Args:
+        host: where the peer listens.
+        ask: asks the peer for a port and a word, within so many seconds.
+        begin: what becomes of a message that arrives over the lane.
+        counters: of the node.
+        spawn: starts a task that ends with the node.
+    """
+
+    def __init__(
+        self, host: str, *, ask: Callable[[float], Awaitable[LaneOffer]], begin: Begin, counters: Counters, spawn: Spawn
+    ) -> None:
+        self._host = host
+        self._ask = ask
+        self._begin = begin
+        self._counters = counters
+        self._spawn = spawn
+        self._lane: Lane | None = None
+        self._opening = asyncio.Lock()
+        self._num_closed = 0
+
+    async def use(self, seconds: float) -> Lane | None:
+        """The lane, connected if there is none; None when payloads have to go with the messages."""
+        async with self._opening:
+            if self._lane is None:
+                # Whatever is wrong, with lanes or with the peer: the messages show it, or do without.
+                with contextlib.suppress(WireError, OSError):
+                    await self._connect(seconds)
+        return self._lane
+
+    def open(self, seconds: float) -> None:
+        """Connect it in the background, for payloads that are to come."""
+        if self._lane is None and not self._opening.locked():
+            self._spawn(self._open(seconds))
+
+    def close(self) -> None:
+        """The peer is gone, or is left."""
+        self._num_closed += 1
+        if self._lane is not None:
+            self._lane.close()
+
+    async def _open(self, seconds: float) -> None:
+        await self.use(seconds)
+
+    async def _connect(self, seconds: float) -> None:
+        num_closed = self._num_closed
+        offer = await self._ask(seconds)
+        loop = asyncio.get_running_loop()
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connection.setblocking(False)
+            await loop.sock_connect(connection, (self._host, offer.port))
+            await loop.sock_sendall(connection, offer.word)
+            if self._num_closed != num_closed:
+                raise ConnectionError("closed while it was being connected")
+            self._lane = Lane(
+                connection, begin=self._begin, counters=self._counters, spawn=self._spawn, on_end=self._forget
+            )
+        except BaseException:
+            connection.close()
+            raise
+
+    def _forget(self) -> None:
+        self._lane = None
