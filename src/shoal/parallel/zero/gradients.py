@@ -11,6 +11,7 @@ Every rank reduces units in the same fixed order, from the last to the first, wh
 that is done early waits for its turn.
 """
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -110,18 +111,27 @@ class GradientStore:
         self._missing = [{slot.name for slot in unit.slots} for unit in self.layout.units]
 
     def _catcher(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
+        # Weakly: Python does not see through a parameter to its hooks, and under stage 3 the stores hold parameters. What was
+        # laid out would stay for as long as the process, with gloo's groups and their threads.
+        store = weakref.ref(self)
+
         def catch(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return  # Autograd came by without one: a split backward pass brings it later.
-            if slot.name in self.apart:
-                self._is_in(index, slot)
-            elif self.is_active:
-                self._catch(index, slot, parameter)
-            else:
-                parameter.grad = None
-                self._is_in(index, slot)
+            here = store()
+            if here is not None:
+                here._come(index, slot, parameter)
 
         return catch
+
+    def _come(self, index: int, slot: Slot, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return  # Autograd came by without one: a split backward pass brings it later.
+        if slot.name in self.apart:
+            self._is_in(index, slot)
+        elif self.is_active:
+            self._catch(index, slot, parameter)
+        else:
+            parameter.grad = None
+            self._is_in(index, slot)
 
     def _catch(self, index: int, slot: Slot, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None

@@ -5,6 +5,7 @@ model and the data cost seconds, which a plan that is played for half a second m
 there is fails in this process, by a limit on what it may take; and where the kernel is quicker, it takes this process first.
 """
 
+import gc
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -29,6 +30,15 @@ from shoal.trainer.forecasts.rehearsal import Subject, build_subject, trace_rank
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Do what a job says; see ``Cast`` for the three kinds."""
     torch.set_num_threads(job["threads"])
+    try:
+        return _do(job)
+    finally:
+        # Models and their hooks refer to each other. The next plan needs the memory, and must not compute beside the threads of
+        # groups that nobody uses any more: each of gloo's wakes a hundred times a second.
+        gc.collect()
+
+
+def _do(job: Mapping[str, Any]) -> dict[str, Any]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with limited_growth(job["most_bytes"]):
         subject, loaded = _subject(Recipe.model_validate(job["recipe"]).model_dump_json())

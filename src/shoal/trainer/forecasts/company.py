@@ -8,7 +8,6 @@ The processes are those of a ``Cast``, which gives all of them the same plan; th
 of JSON, and ``localtime.py`` makes a prediction of all answers together.
 """
 
-import gc
 import json
 import statistics
 import time
@@ -77,8 +76,6 @@ class Company:
             raise
         finally:
             torch.set_num_threads(before)
-            # Models and their hooks refer to each other; the next plan needs the memory.
-            gc.collect()
 
     def _rehearse(self, subject: Subject, plan: Plan) -> dict[str, Any]:
         pace = _Pace(self, times_alone=self._rank == 0 and plan.pp > 1)
