@@ -14,6 +14,8 @@ import numpy as np
 
 CHUNK_BYTES = 1 << 20
 """A longer payload crosses in messages of this size: several times faster than in one, and a limit for every frame."""
+CHUNKS_A_TURN = 4
+"""Sent or received one after the other before others of the event loop have their turn."""
 PIECE_BYTES = 4 << 20
 """Copied without a pause: well under a millisecond."""
 _SPARE_BYTES = 512 << 20

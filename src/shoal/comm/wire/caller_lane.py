@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from shoal.comm.wire.counters import Counters
 from shoal.comm.wire.errors import WireError
-from shoal.comm.wire.lane import Begin, Lane, Spawn
+from shoal.comm.wire.lane import Begin, Lane, Spawn, hear_word
 from shoal.comm.wire.operations import LaneOffer
 
 
@@ -20,16 +20,25 @@ class CallerLane:
         begin: what becomes of a message that arrives over the lane.
         counters: of the node.
         spawn: starts a task that ends with the node.
+        on_end: called with a lane that has ended.
     """
 
     def __init__(
-        self, host: str, *, ask: Callable[[float], Awaitable[LaneOffer]], begin: Begin, counters: Counters, spawn: Spawn
+        self,
+        host: str,
+        *,
+        ask: Callable[[float], Awaitable[LaneOffer]],
+        begin: Begin,
+        counters: Counters,
+        spawn: Spawn,
+        on_end: Callable[[Lane], None],
     ) -> None:
         self._host = host
         self._ask = ask
         self._begin = begin
         self._counters = counters
         self._spawn = spawn
+        self._on_end = on_end
         self._lane: Lane | None = None
         self._opening = asyncio.Lock()
         self._num_closed = 0
@@ -62,18 +71,24 @@ class CallerLane:
         offer = await self._ask(seconds)
         loop = asyncio.get_running_loop()
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        lane = None
         try:
             connection.setblocking(False)
-            await loop.sock_connect(connection, (self._host, offer.port))
-            await loop.sock_sendall(connection, offer.word)
-            if self._num_closed != num_closed:
-                raise ConnectionError("closed while it was being connected")
-            self._lane = Lane(
-                connection, begin=self._begin, counters=self._counters, spawn=self._spawn, on_end=self._forget
-            )
-        except BaseException:
-            connection.close()
-            raise
+            async with asyncio.timeout(seconds):
+                await loop.sock_connect(connection, (self._host, offer.port))
+                await loop.sock_sendall(connection, offer.word)
+                # Not before this has come is it a lane: the dock may have no room, or be somebody else.
+                is_known = await hear_word(connection) == offer.reply
+            if is_known and self._num_closed == num_closed:
+                lane = Lane(
+                    connection, begin=self._begin, counters=self._counters, spawn=self._spawn, on_end=self._forget
+                )
+        finally:
+            if lane is None:
+                connection.close()
+        self._lane = lane
 
     def _forget(self) -> None:
-        self._lane = None
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            self._on_end(lane)

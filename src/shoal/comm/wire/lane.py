@@ -12,7 +12,6 @@ found.
 """
 
 import asyncio
-import contextlib
 import socket
 import struct
 from collections import deque
@@ -23,16 +22,16 @@ from typing import Any, TypeAlias
 
 import xxhash
 
-from shoal.comm.wire.buffers import CHUNK_BYTES
+from shoal.comm.wire.buffers import CHUNK_BYTES, CHUNKS_A_TURN
 from shoal.comm.wire.counters import Counters
 from shoal.comm.wire.header import HEADER_BYTES, PAYLOAD_BYTES
 from shoal.comm.wire.message import BODY_BYTES, SEAL_BYTES, Frame
+from shoal.comm.wire.operations import WORD_BYTES
 from shoal.comm.wire.streams import Stream
 
 _LENGTHS = struct.Struct("<IIQ")
 _CHUNK = struct.Struct("<I8s")
 _GIVEN_UP = _CHUNK.pack(0, b"\0" * 8)
-_CHUNKS_A_TURN = 4
 
 Begin: TypeAlias = Callable[[list[memoryview], int], Stream | None]
 """Takes the frames of a message and the length of its payload; None when the payload is not wanted."""
@@ -97,6 +96,9 @@ class Lane:
             await parcel.sent
         finally:
             parcel.is_wanted = False
+            # The one that is being sent stays until it says that the rest will not come.
+            if parcel in self._parcels and parcel is not self._parcels[0]:
+                self._parcels.remove(parcel)
 
     def close(self) -> None:
         """End the connection. Payloads that have not arrived whole are given up."""
@@ -144,7 +146,7 @@ class Lane:
                 return
             chunk = payload[at : at + CHUNK_BYTES]
             await self._write_all([_CHUNK.pack(chunk.nbytes, _checksum(chunk, at)), chunk])
-            if index % _CHUNKS_A_TURN == 0:
+            if index % CHUNKS_A_TURN == 0:
                 await asyncio.sleep(0)
 
     async def _write_all(self, parts: list[Frame]) -> None:
@@ -161,11 +163,14 @@ class Lane:
                 parts[0] = memoryview(parts[0])[sent:]
 
     async def _read(self) -> None:
-        # Closed by the other side, in whatever way, or broken off here.
-        with contextlib.suppress(OSError):
+        try:
             while True:
                 await self._read_message()
-        self.close()
+        except OSError:
+            pass  # Closed by the other side, in whatever way, or broken off here.
+        finally:
+            # Whatever it was: a lane that nobody reads would hold up calls until their deadlines.
+            self.close()
 
     async def _read_message(self) -> None:
         num_header, num_body, num_payload = _LENGTHS.unpack(await self._read_bytes(_LENGTHS.size))
@@ -194,7 +199,7 @@ class Lane:
             if length != min(CHUNK_BYTES, num_payload - at):
                 raise ConnectionError("a chunk of a wrong length")
             await self._read_chunk(at, length, checksum)
-            if index % _CHUNKS_A_TURN == 0:
+            if index % CHUNKS_A_TURN == 0:
                 await asyncio.sleep(0)
 
     async def _read_chunk(self, at: int, length: int, checksum: bytes) -> None:
@@ -208,7 +213,9 @@ class Lane:
         if stream is None or not stream.is_open:
             return
         self._counters.add("received")
-        if _checksum(stream.target[at : at + length], at) == checksum:
+        # A chunk of it that came in a message of ZeroMQ's has no business there, and would leave a gap at the end.
+        is_next = stream.num_arrived == at
+        if is_next and _checksum(stream.target[at : at + length], at) == checksum:
             self._counters.add("accepted")
             stream.arrive(length)
         else:
@@ -246,6 +253,21 @@ class Lane:
         finally:
             if not self.is_closed:
                 unwatch(self._connection)
+
+
+async def hear_word(connection: socket.socket) -> bytes:
+    """The first bytes of a connection: the word by which one side knows the other.
+
+    Raises:
+        ConnectionError: it ended before.
+    """
+    word = b""
+    while len(word) < WORD_BYTES:
+        part = await asyncio.get_running_loop().sock_recv(connection, WORD_BYTES - len(word))
+        if not part:
+            raise ConnectionError("closed before it said its word")
+        word += part
+    return word
 
 
 def _wake(ready: "asyncio.Future[None]") -> None:

@@ -64,7 +64,8 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(_TIDY_SECONDS, self._tidy)
         self._lanes: dict[bytes, Lane] = {}
-        self._dock = Dock(address.host, spawn=node.spawn, admit=self._add_lane) if has_lanes else None
+        self._has_lanes = has_lanes
+        self._dock: Dock | None = None
 
     async def send_answer(
         self, request: Request, operation: str, body: msgspec.Struct, payload: Payload | None
@@ -103,7 +104,7 @@ class Listener:
 
     def _add_lane(self, route: bytes, connection: socket.socket) -> None:
         """A lane of this route was connected; one that it had before is not used any more."""
-        if self._pump.is_closed or (route not in self._lanes and len(self._lanes) >= _MAX_LANES):
+        if self._pump.is_closed:
             connection.close()
             return
         if route in self._lanes:
@@ -198,13 +199,17 @@ class Listener:
                 await request.refuse("failed", str(error))
 
     async def _offer_lane(self, request: Request) -> None:
-        if self._dock is None:
+        if not self._has_lanes or (request.route not in self._lanes and len(self._lanes) >= _MAX_LANES):
             await request.refuse("lane", "payloads do not cross beside the messages here")
             return
         try:
-            await request.answer(self._dock.offer(request.route))
-        except Dropped as drop:
-            await request.refuse(drop.reason, drop.text)
+            if self._dock is None:
+                self._dock = Dock(self._address.host, spawn=self._node.spawn, admit=self._add_lane)
+            offer = self._dock.offer(request.route)
+        except (Dropped, OSError) as problem:
+            await request.refuse("lane", str(problem))
+        else:
+            await request.answer(offer)
 
     def _finish(self, request: Request, task: "asyncio.Task[None]") -> None:
         self._num_running -= 1

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from shoal.comm.wire.addresses import Address, parse_address
-from shoal.comm.wire.buffers import CHUNK_BYTES, Payload, describe
+from shoal.comm.wire.buffers import CHUNK_BYTES, CHUNKS_A_TURN, Payload, describe
 from shoal.comm.wire.contexts import acquire_context, open_socket, release_context
 from shoal.comm.wire.counters import Counters
 from shoal.comm.wire.header import PROTOCOL_VERSION, TAKEN, Header
@@ -35,7 +35,6 @@ from shoal.comm.wire.windows import Windows
 from shoal.core.errors import RequestError
 
 _SENT_POLL_SECONDS = 0.0005
-_CHUNKS_A_TURN = 4
 
 
 def new_incarnation() -> str:
@@ -223,7 +222,7 @@ class Node:
             # They leave in order: when the last one has left, all have.
             is_tracked = track and not is_copied and at + CHUNK_BYTES >= outgoing.stream.nbytes
             tracker = await pump.send([*address, *chunk], copy=is_copied, track=is_tracked)
-            if index % _CHUNKS_A_TURN == 0:
+            if index % CHUNKS_A_TURN == 0:
                 await asyncio.sleep(0)
         while tracker is not None and not tracker.done:
             await asyncio.sleep(_SENT_POLL_SECONDS)

@@ -1,6 +1,6 @@
 """The table of operations: what may be asked on the wire, the types of question and answer, and how long they may be.
 
-The wire knows no operation by itself; the rooms above say theirs::
+Beside one of its own, by which lanes are opened, the wire knows no operation; the rooms above say theirs::
 
     class Pull(Body, frozen=True):
         shard: int
@@ -20,6 +20,9 @@ from shoal.comm.wire.message import BODY_BYTES, Envelope
 from shoal.comm.wire.verdict import Dropped
 
 _DEFAULT_PAYLOAD = 1 << 30
+WORD_BYTES = 16
+"""Of the words by which a lane is known."""
+_Word = Annotated[bytes, Meta(min_length=WORD_BYTES, max_length=WORD_BYTES)]
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -42,10 +45,11 @@ class LaneAsked(Body, frozen=True):
 
 
 class LaneOffer(Body, frozen=True):
-    """Where, and what to say there first."""
+    """Where, what to say there first, and what is answered: another program may have the same port where a tunnel ends."""
 
     port: Annotated[int, Meta(ge=1, le=65535)]
-    word: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    word: _Word
+    reply: _Word
 
 
 @dataclass(frozen=True)

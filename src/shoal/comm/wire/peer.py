@@ -63,6 +63,8 @@ class _Call:
     operation: str
     into: memoryview | None
     is_sent: bool = False
+    lane: Lane | None = None
+    """The one that its payload went over."""
     is_answering: bool = False
     """True once an answer was announced: the payload is on its way."""
     future: "asyncio.Future[tuple[Envelope, Any, memoryview | None]]" = field(
@@ -97,7 +99,12 @@ class Peer:
         self._lane: CallerLane | None = None
         if has_lanes:
             self._lane = CallerLane(
-                parsed.host, ask=self._ask_lane, begin=self._begin, counters=node.counters, spawn=node.spawn
+                parsed.host,
+                ask=self._ask_lane,
+                begin=self._begin,
+                counters=node.counters,
+                spawn=node.spawn,
+                on_end=self._lose_lane,
             )
         self._is_key_refused = False
         self._num_hung_up = 0
@@ -217,7 +224,7 @@ class Peer:
             raise self._closed(call.operation)
         if lane is None:
             await pump.send(outgoing.frames)
-        call.is_sent = True
+        call.is_sent, call.lane = True, lane
         # Beside it, because a refusal may come, or the connection break, before the whole payload is sent.
         sending = self._node.spawn(self._send_payload(pump, lane, call, outgoing))
         try:
@@ -253,6 +260,12 @@ class Peer:
     def _closed(self, operation: str) -> WireClosed:
         text = f"{operation} to {self.address} was given up: this process closed the connection"
         return WireClosed(text, address=self.address, operation=operation)
+
+    def _lose_lane(self, lane: Lane) -> None:
+        """Whether a payload arrived that was on its way, or will be answered, nobody knows."""
+        for call in self._calls.values():
+            if call.lane is lane:
+                call.fail(self._lost(call.operation))
 
     def _lost(self, operation: str) -> WireLost:
         text = f"the connection to {self.address} broke while {operation} waited for its answer"

@@ -5,17 +5,18 @@ import random
 import socket
 import struct
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
 
-from shoal.comm.wire import dock
+from shoal.comm.wire import dock, listener
 from shoal.comm.wire.buffers import CHUNK_BYTES
 from shoal.comm.wire.counters import DROPPED
 from shoal.comm.wire.errors import Refused, WireLost, WireTimeout
 from shoal.comm.wire.header import PROTOCOL_VERSION, Header
 from shoal.comm.wire.keys import load_keys, make_keys
-from shoal.comm.wire.message import pack
+from shoal.comm.wire.message import pack, pack_chunk
 from shoal.comm.wire.operations import LaneAsked
 from wire_cases import DEADLINE, OPERATIONS, Echo, Echoed, answer, nodes, noise, until
 
@@ -53,9 +54,23 @@ async def plain_lane(peer) -> socket.socket:
     """A lane in the hands of a test, connected in the name of ``peer``."""
     offer = (await peer.call(LaneAsked(), deadline=DEADLINE)).body
     connection = socket.create_connection(("127.0.0.1", offer.port))
-    connection.sendall(offer.word)
     connection.setblocking(False)
+    await asyncio.get_running_loop().sock_sendall(connection, offer.word)
+    async with asyncio.timeout(DEADLINE):
+        assert await asyncio.get_running_loop().sock_recv(connection, 16) in (offer.reply, b"")
     return connection
+
+
+class Deaf:
+    """A lane that does not read any more, until it does: what is sent to it fills the connection."""
+
+    def __init__(self, lane) -> None:
+        self.lane, self.hears = lane, asyncio.Event()
+        self.receive, lane._receive = lane._receive, self.wait
+
+    async def wait(self, memory):
+        await self.hears.wait()
+        return await self.receive(memory)
 
 
 async def ends(connection) -> bool:
@@ -160,6 +175,7 @@ def test_a_word_is_good_once_and_for_a_while(monkeypatch):
                 first = connection
             else:
                 assert await ends(connection)
+        assert first.recv(99) == offer.reply
         first.close()
         monkeypatch.setattr(dock, "_WORD_SECONDS", -1.0)
         assert await ends(await plain_lane(peer))
@@ -173,13 +189,58 @@ def test_silent_strangers_are_few(monkeypatch):
     async def work(server, client, peer):
         offer = (await peer.call(LaneAsked(), deadline=DEADLINE)).body
         silent = [socket.create_connection(("127.0.0.1", offer.port)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await until(lambda: server._listeners[0]._dock._num_silent == 3)
         one_more = socket.create_connection(("127.0.0.1", offer.port))
         one_more.setblocking(False)
         assert await ends(one_more)
+        # There is no room for a lane, and the payload goes with the messages.
+        await echo(peer)
+        assert lane_of(peer) is None and not lanes_of(server)
         for connection in silent:
             connection.close()
+        await until(lambda: server._listeners[0]._dock._num_silent == 0)
         await echo(peer)
+        assert lane_of(peer) is not None
+
+    converse(work)
+
+
+def test_another_program_on_the_port_gets_no_payload(monkeypatch):
+    """Where the address is the near end of a tunnel, the port that was told is one of another machine."""
+    heard = []
+
+    async def pretend(reader, writer):
+        heard.append(await reader.read(64))
+        writer.write(b"x" * 16)
+        heard.append(await reader.read(64))
+        writer.close()
+
+    async def work(server, client, peer):
+        other = await asyncio.start_server(pretend, "127.0.0.1", 0)
+        real = dock.Dock.offer
+
+        def offer(self, route):
+            return msgspec.structs.replace(real(self, route), port=other.sockets[0].getsockname()[1])
+
+        monkeypatch.setattr(dock.Dock, "offer", offer)
+        await echo(peer)
+        await until(lambda: len(heard) == 4)  # for the payload, and after an answer that had one
+        assert lane_of(peer) is None and [len(part) for part in heard[::2]] == [16, 16] and not any(heard[1::2])
+        other.close()
+        await other.wait_closed()
+
+    converse(work)
+
+
+def test_where_there_are_lanes_enough_payloads_go_with_the_messages(monkeypatch):
+    monkeypatch.setattr(listener, "_MAX_LANES", 1)
+
+    async def work(server, client, peer):
+        await echo(peer)
+        async with nodes(1) as [other]:
+            second = other.connect(peer.address)
+            await echo(second)
+            assert lane_of(second) is None and len(lanes_of(server)) == 1
 
     converse(work)
 
@@ -285,7 +346,7 @@ def test_a_call_whose_lane_breaks_ends_at_once_and_the_next_one_has_another():
     async def work(server, client, peer):
         await echo(peer)
         [lane], mine = lanes_of(server).values(), lane_of(peer)
-        lane._reading.cancel()  # It does not read any more: what is sent fills the connection.
+        Deaf(lane)
         waiting = asyncio.ensure_future(peer.call(Echo(1), payload=noise(40 << 20), deadline=60))
         await until(lambda: mine._parcels)
         lane.close()
@@ -297,17 +358,66 @@ def test_a_call_whose_lane_breaks_ends_at_once_and_the_next_one_has_another():
     converse(work, handler)
 
 
+def test_a_call_whose_payload_was_sent_ends_with_its_lane():
+    """All of it was in the kernel's hands when the lane ended; nobody will answer."""
+    parked = []
+
+    async def handler(request):
+        if request.body.number:
+            await answer(request)
+        else:
+            parked.append(request)
+
+    async def work(server, client, peer):
+        await echo(peer)
+        waiting = asyncio.ensure_future(peer.call(Echo(0), payload=noise(SIZE), deadline=60))
+        await until(lambda: parked)
+        [lane] = lanes_of(server).values()
+        lane.close()
+        with pytest.raises(WireLost, match="echo"):
+            await waiting
+        await echo(peer, 2)
+
+    converse(work, handler)
+
+
+def test_chunks_by_two_ways_do_not_make_a_payload():
+    """One of them by ZeroMQ, where another is due on the lane: the end of the payload would be what lay there before."""
+
+    async def work(server, client, peer):
+        loop = asyncio.get_running_loop()
+        data = noise(2 * CHUNK_BYTES).tobytes()
+        connection = await plain_lane(peer)
+        await loop.sock_sendall(connection, message(1, num_bytes=len(data)))
+        await until(lambda: len(server._listeners[0]._streams) == 1)
+        await peer._pump.send(pack_chunk(1, 0, memoryview(data)[:CHUNK_BYTES]))
+        [stream] = server._listeners[0]._streams._streams.values()
+        await until(lambda: stream.num_arrived)
+        before = server.counters["accepted"]
+        await loop.sock_sendall(connection, b"".join(chunks(data)))
+        await until(lambda: server.counters["corrupt"] == 1 and server.counters["incomplete"] == 1)
+        assert server.counters["accepted"] == before
+        connection.close()
+
+    converse(work)
+
+
 def test_a_call_that_ends_early_leaves_the_lane_in_order():
     """The rest of its payload is not sent, and says so."""
 
     async def work(server, client, peer):
         await echo(peer)
         lane, [theirs] = lane_of(peer), lanes_of(server).values()
-        theirs._reading.cancel()
-        for number in range(3):
+        deaf = Deaf(theirs)
+        begun = asyncio.ensure_future(peer.call(Echo(0), payload=noise(40 << 20), deadline=60))
+        await until(lambda: lane._parcels)
+        await asyncio.sleep(0)  # It begins to write in the next turn.
+        for number in range(2):
             with pytest.raises(WireTimeout, match="echo"):
-                await peer.call(Echo(number), payload=noise(40 << 20, number), deadline=0.1)
-        theirs._reading = server.spawn(theirs._read())
+                await peer.call(Echo(number), payload=noise(40 << 20, number), deadline=0.05)
+        begun.cancel()
+        await until(lambda: len(lane._parcels) == 1)
+        deaf.hears.set()
         await echo(peer, 2)
         assert lane_of(peer) is lane
         assert server.counters["incomplete"] == 1  # the other two were not begun
