@@ -7,6 +7,7 @@ else it is a torch process group. Counts may differ from rank to rank, which tor
 Bytes in the ledger are those of the whole tensor for sum, largest, scatter_sum and gather, and of what was sent for the others.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -248,6 +249,10 @@ class TorchTransport:
 class EchoTransport:
     """No peers: every operation does as if all ranks had what this one has, so that numbers stay finite. For rehearsals."""
 
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """Spent in here so far: what a rank with peers does not compute, but waits for."""
+
     def sum_(self, tensor: Tensor) -> None:
         """See ``Transport``. The sum of equal shares would grow from step to step; one of them is left."""
 
@@ -256,27 +261,37 @@ class EchoTransport:
 
     def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``. Whose stretch it is cannot be told from here; that of the first of its size will do."""
-        first = next(part for part in torch.split(whole, list(counts)) if part.numel() == own.numel())
-        if own.numel() and own.data_ptr() != first.data_ptr() and not _overlap(own, whole):
-            own.copy_(first)
+        with self._timed():
+            first = next(part for part in torch.split(whole, list(counts)) if part.numel() == own.numel())
+            if own.numel() and own.data_ptr() != first.data_ptr() and not _overlap(own, whole):
+                own.copy_(first)
 
     def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``."""
-        kept = own.clone() if _overlap(own, whole) else own
-        for part in torch.split(whole, list(counts)):
-            _pretend(kept, part)
+        with self._timed():
+            kept = own.clone() if _overlap(own, whole) else own
+            for part in torch.split(whole, list(counts)):
+                _pretend(kept, part)
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """See ``Transport``."""
-        for outgoing, incoming in zip(sent, received, strict=True):
-            _pretend(outgoing, incoming)
+        with self._timed():
+            for outgoing, incoming in zip(sent, received, strict=True):
+                _pretend(outgoing, incoming)
 
     def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
         """See ``Transport``."""
-        received.copy_(sent)
+        with self._timed():
+            received.copy_(sent)
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
         """See ``Transport``."""
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started
 
 
 def _overlap(part: Tensor, whole: Tensor) -> bool:

@@ -68,6 +68,13 @@ class Mesh:
         """The torch group of an axis (``dp``, ``tp``, ...) or of ``replicas``; None where one rank is alone on it."""
         return self.groups.get(name)
 
+    @property
+    def echo_seconds(self) -> float:
+        """What channels of a rehearsal have spent in place of peers so far; nothing in a run."""
+        channels = (*self.channels.values(), self.replicas, self.everyone)
+        transports = {id(channel.transport): channel.transport for channel in channels}
+        return sum(one.seconds for one in transports.values() if isinstance(one, EchoTransport))
+
     def close(self) -> None:
         """Give back shared memory and the groups made for this mesh; closing twice is allowed. Nothing works afterwards."""
         for channel in (*self.channels.values(), self.replicas, self.everyone):

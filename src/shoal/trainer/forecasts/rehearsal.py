@@ -88,7 +88,7 @@ class StepTrace:
     account: Account
     """Calls and bytes by axis and operation."""
     seconds: float
-    """From its first microbatch to the end of its update, without loading data."""
+    """From its first microbatch to the end of its update, without loading data or what a rehearsal's channels do."""
     cells: tuple[CellTime, ...] = ()
     """With a pipeline: its cells, in their order."""
 
@@ -197,14 +197,21 @@ def _batches(subject: Subject, plan: Plan, rank: int, num_steps: int) -> Sequenc
 def _step(subject: Subject, placed: Placed, runner: StepRunner, batch: StepBatch, number: int) -> StepTrace:
     optim, precision = subject.recipe.optim, Precision.named(subject.recipe.train.precision)
     cells: list[CellTime] = []
+    mesh = placed.mesh
+    # What channels spend on pretending is not a rank's work: what they take with peers is priced by itself.
+    echoed, seen = mesh.echo_seconds, [mesh.echo_seconds]
+
+    def observe(action: Action, begin: float, waited: float, end: float) -> None:
+        spent = mesh.echo_seconds
+        cells.append(CellTime(action=action, seconds=max(0.0, end - begin - waited - (spent - seen[0]))))
+        seen[0] = spent
+
     if placed.runtime is not None:
-        placed.runtime.observe = lambda action, begin, waited, end: cells.append(
-            CellTime(action=action, seconds=end - begin - waited)
-        )
-    with placed.mesh.ledger.counting() as account:
+        placed.runtime.observe = observe
+    with mesh.ledger.counting() as account:
         started = time.perf_counter()
         runner.run(
             batch, step=number, lr=rate(optim, number, _STEPS), loss_scale=precision.first_loss_scale, stop=False
         )
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - (mesh.echo_seconds - echoed)
     return StepTrace(account=dict(account), seconds=seconds, cells=tuple(cells))
