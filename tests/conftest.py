@@ -7,7 +7,9 @@ import psutil
 import pytest
 
 from harness import TINY, Shoal
+from shoal.core.processor import avoid_hidden_tiles
 
+avoid_hidden_tiles(os.environ)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell ignores them for what it starts by nohup or in the background; children inherit that, and Shoal leaves it so.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

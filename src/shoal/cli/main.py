@@ -30,6 +30,7 @@ from shoal.cli.train import train
 from shoal.cli.tune import tune
 from shoal.cli.verify import verify
 from shoal.core.errors import EXIT_NO, EXIT_SIGINT, ShoalError
+from shoal.core.processor import avoid_hidden_tiles
 
 _PROGRAM = "shoal"
 
@@ -87,6 +88,8 @@ def main() -> NoReturn:
     arguments, debug = lift_debug(sys.argv[1:])
     prepare_completion()
     _open_missing_streams()
+    # Of this process and of all that it starts.
+    avoid_hidden_tiles(os.environ)
     try:
         _run(arguments, debug=debug)
     finally:

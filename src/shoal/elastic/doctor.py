@@ -20,6 +20,7 @@ def examine(runs: Path, *, quick: bool = False) -> list[Check]:
         doctor_versions.check_python(),
         *doctor_versions.check_packages(),
         doctor_machine.check_cores(),
+        doctor_machine.check_tiles(),
         doctor_machine.check_memory(),
         doctor_machine.check_disk(runs),
         doctor_machine.check_shared_memory(),

@@ -3,10 +3,12 @@
 import os
 import resource
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
+from shoal.core.processor import VARIABLE, WITHOUT_TILES, avoid_hidden_tiles
 from shoal.core.units import format_bytes
 from shoal.elastic.doctor_check import Check, judge
 
@@ -34,6 +36,17 @@ def check_cores() -> Check:
         if scarce
         else None,
     )
+
+
+def check_tiles(environment: Mapping[str, str] = os.environ) -> Check:
+    """Whether products in 16 bits may use the processor's tiles."""
+    is_hidden = avoid_hidden_tiles(dict(environment))
+    note = (
+        f"the machine announces AMX and hides the shape of its tiles, as some virtual machines do: bfloat16 would end a process "
+        f"with SIGILL, so Shoal sets {VARIABLE}={WITHOUT_TILES} for its own; set it for scripts that use torch without Shoal"
+    )
+    found = "announced without their shape" if is_hidden else "as announced"
+    return judge("tiles", found, values={"is_hidden": is_hidden}, note=note if is_hidden else None)
 
 
 def check_memory() -> Check:

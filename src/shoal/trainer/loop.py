@@ -23,6 +23,7 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError, RunError
 from shoal.core.events import Evaluated, NonFinite, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
+from shoal.core.processor import avoid_hidden_tiles
 from shoal.core.units import parse_duration
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
@@ -83,6 +84,7 @@ class Trainer:
     ) -> None:
         run_dir = Path(run_dir) if run_dir is not None else None
         environment = os.environ if environment is None else environment
+        avoid_hidden_tiles(os.environ)
         self.train_config = train
         self.optim_config = optim or OptimConfig()
         self.eval_config = evaluation or EvalConfig()

@@ -13,6 +13,7 @@ def test_everything_a_run_needs_is_looked_at(tmp_path):
         "shoal",
         "torch",
         "cores",
+        "tiles",
         "memory",
         "disk",
         "shared memory",
