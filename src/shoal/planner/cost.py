@@ -251,7 +251,7 @@ def _replicas(
     if plan.zero == 3:
         # For every microbatch, unless a pipeline keeps what it has gathered until its step is over.
         times = 1 if plan.pp > 1 and software.keeps_gathered else microbatches
-        reduce, gathered = times * reduce, 2 * times * gathered
+        reduce, gathered = (1 if software.reduces_once else times) * reduce, 2 * times * gathered
     # Gradients can be hidden behind the backward pass of the last microbatch only, but for stage 3.
     window = compute if plan.zero == 3 else compute * 2 / 3 / max(1, microbatches)
     reduce_hidden = min(reduce, window * 0.5) * (1 - _SLOWED) if software.overlaps_reduce else 0.0

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shoal.core.pipelines import DEFAULT_SCHEDULE
+from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
 from shoal.planner.hardware import Cluster
@@ -66,9 +66,11 @@ def count_stages(chain: Chain, num_stages: int) -> tuple[Mapping[int, int], ...]
 
 
 def count_ranks(chain: Chain, plan: Plan) -> tuple[Mapping[int, int], ...]:
-    """Layers of every pipeline rank: how many of each of ``chain.distinct``."""
+    """Layers of every pipeline rank: how many of each of ``chain.distinct``; of both ways, where a schedule has two."""
     ranks = ranks_of_stages(plan)
-    return _merge(chain.numbers, cut_stages(chain, len(ranks)), ranks)
+    # The way up has its last stage where the way down has its first.
+    ways = (ranks, ranks[::-1]) if schedule_facts(plan.schedule).is_bidirectional else (ranks,)
+    return _merge(chain.numbers, cut_stages(chain, len(ranks)), ways)
 
 
 # A search asks for the same few numbers of stages thousands of times.
@@ -96,9 +98,10 @@ def _count(numbers: tuple[int, ...], cuts: tuple[tuple[int, int], ...]) -> tuple
 
 @lru_cache(maxsize=1024)
 def _merge(
-    numbers: tuple[int, ...], cuts: tuple[tuple[int, int], ...], fold: tuple[int, ...]
+    numbers: tuple[int, ...], cuts: tuple[tuple[int, int], ...], ways: tuple[tuple[int, ...], ...]
 ) -> tuple[Mapping[int, int], ...]:
-    ranks: list[Counter[int]] = [Counter() for _ in range(max(fold) + 1)]
-    for rank, counted in zip(fold, _count(numbers, cuts), strict=True):
-        ranks[rank].update(counted)
+    ranks: list[Counter[int]] = [Counter() for _ in range(max(ways[0]) + 1)]
+    for way in ways:
+        for rank, counted in zip(way, _count(numbers, cuts), strict=True):
+            ranks[rank].update(counted)
     return tuple(ranks)

@@ -14,7 +14,7 @@ from shoal.costs.chain import Chain, Cut, Layer, LayerKind, OpKind
 from shoal.planner.job import Job, count_ranks
 from shoal.planner.sharing import dense_weights, expert_weights, layer_weights, share_weights
 from shoal.schedules.catalogue import FAMILIES
-from shoal.schedules.family import Size
+from shoal.schedules.family import Family, Size
 
 _CAST = 2.0 + 4.0
 """Bytes of an output layer's gradient for a moment: in 16 bit as it comes, and in float32 as it is added up."""
@@ -42,7 +42,7 @@ class Memory:
     reserve_share: float = 0.05
     """What the allocator holds beyond what is allocated, as a share of that."""
     versions: float = 0.0
-    """Stashed weights of asynchronous schedules, and the second copy of bidirectional ones."""
+    """Stashed weights of asynchronous schedules. What a bidirectional one holds twice is trained twice: it is in every part."""
 
     @property
     def allocated(self) -> float:
@@ -79,11 +79,11 @@ def price_memory(
         ranks: along ``pp``; all when left out.
     """
     counts = count_ranks(job.chain, plan)
-    copies = 1.0 if schedule_facts(plan.schedule).is_bidirectional else 0.0
+    stages = (plan.chunks or 1) * (2 if schedule_facts(plan.schedule).is_bidirectional else 1)
     found = []
     for rank in range(plan.pp) if ranks is None else ranks:
         held = in_flight_bound(plan, rank) if in_flight is None else in_flight[rank]
-        found.append(_rank(job, plan, counts[rank], held / (plan.chunks or 1), copies))
+        found.append(_rank(job, plan, counts[rank], held / stages, version_copies(plan, rank)))
     return tuple(found)
 
 
@@ -91,37 +91,56 @@ def in_flight_bound(plan: Plan, rank: int) -> float:
     """Microbatches of one stage that a pipeline rank holds at its fullest, as its family of schedules promises."""
     if plan.pp == 1:
         return 1.0
+    family = _family(plan)
+    return float(family.activations(_size(plan, family), rank))
+
+
+def version_copies(plan: Plan, rank: int) -> int:
+    """Copies of its weights that a pipeline rank has beside its parameters, at most, as its family of schedules promises."""
+    if plan.pp == 1:
+        return 0
+    family = _family(plan)
+    held = family.versions(_size(plan, family), rank)
+    # Passes read copies, also of the newest version, because the optimizer writes to the parameters; only a stage on which each
+    # backward pass follows its forward pass at once reads the parameters themselves (``pipeline/versions.py``).
+    return held if held > 1 else 0
+
+
+def _family(plan: Plan) -> Family:
     # A schedule of the user's own says what it holds only when it is read.
-    family = FAMILIES.get(plan.schedule or DEFAULT_SCHEDULE, FAMILIES["gpipe"])
+    return FAMILIES.get(plan.schedule or DEFAULT_SCHEDULE, FAMILIES["gpipe"])
+
+
+def _size(plan: Plan, family: Family) -> Size:
     microbatches = plan.microbatches or 1
-    if family.updates.flows:
-        # The next step's microbatches follow at once.
-        microbatches = max(microbatches, plan.pp)
-    return float(family.activations(Size(plan.pp, microbatches, plan.chunks or 1), rank))
+    # Without a flush the next step's microbatches follow at once.
+    return Size(plan.pp, max(microbatches, plan.pp) if family.updates.flows else microbatches, plan.chunks or 1)
 
 
-def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies: float) -> Memory:
+def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies: int) -> Memory:
     chain, dp = job.chain, plan.dp or 1
     software = job.stack.software
     layers = [(chain.distinct[at], count) for at, count in counted.items()]
     sharing = share_weights(plan, software)
     dense = sum(dense_weights(layer, plan) * count for layer, count in layers)
     routed = sum(expert_weights(layer, plan, sharing) * count for layer, count in layers)
-    if any(layer.tied_to for layer, _ in layers) and plan.pp > 1:
-        # The last stage has a copy of the matrix that it shares with the first.
+    has_embedding = any(layer.kind is LayerKind.EMBEDDING for layer, _ in layers)
+    if any(layer.tied_to for layer, _ in layers) and not has_embedding:
+        # The last stage has a copy of the matrix that it shares with the first, unless both are on one rank.
         dense += next(layer.split_weights for layer in chain.layers if layer.kind is LayerKind.EMBEDDING) / plan.tp
     shards = (dense / sharing.dense_shards + routed / sharing.expert_shards) if plan.zero else dense + routed
     whole = dense + routed
     gradient_bytes = software.gradient_bytes
     if job.precision == "bfloat16" and software.gradient_bytes_bfloat16 is not None:
         gradient_bytes = software.gradient_bytes_bfloat16
+    # A pipeline has gradients whole until its last cell, whatever becomes of them then.
+    keeps_whole = plan.pp > 1 or (software.reduces_once and (plan.microbatches or 1) > 1)
     samples = job.global_batch / (dp * (plan.microbatches or 1))
     kept = [rank_kept_bytes(layer, job, plan, plan.recompute) * samples for layer, _ in layers]
     activations = held * sum(each * count for each, (_, count) in zip(kept, layers, strict=True))
     return Memory(
         weights=(shards if plan.zero == 3 else whole) * job.weight_bytes,
-        # A pipeline has gradients whole until its last cell, whatever becomes of them then.
-        gradients=(shards if plan.zero >= 2 and plan.pp == 1 else whole) * gradient_bytes,
+        gradients=(shards if plan.zero >= 2 and not keeps_whole else whole) * gradient_bytes,
         optimizer=shards * (software.state_bytes if job.state_bytes is None else job.state_bytes),
         activations=activations,
         working=max((_working(layer, job, plan, samples, chain) for layer, _ in layers), default=0.0)

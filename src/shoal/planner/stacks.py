@@ -54,6 +54,8 @@ class Software:
     """Gradients are reduced while the last backward passes go on."""
     overlaps_gather: bool = True
     """Sharded weights are gathered ahead of the layer that needs them."""
+    reduces_once: bool = False
+    """Under accumulation ZeRO 2 and 3 keep gradients whole and reduce them with the last microbatch, not with each."""
     overlaps_transfer: bool = False
     """Activations travel between stages while the next microbatch is computed."""
     scatters_transfer: bool = False
@@ -100,9 +102,10 @@ SOFTWARE: dict[str, Software] = {
     for software in (
         Software(
             name="shoal",
-            source="this repository; no accelerator has run it",
+            source="this repository (parallel/zero/apply.py); no accelerator has run it",
             overlaps_reduce=False,
             overlaps_gather=False,
+            reduces_once=True,
             kernels_per_op=2.0,
         ),
         Software(

@@ -171,7 +171,8 @@ def test_gradients_are_summed_over_replicas_and_over_the_ranks_of_a_sequence():
     assert none.reduce == pytest.approx(all_reduce(size, wire)) and none.gather == 0
     assert one.reduce == two.reduce == pytest.approx(gather(size, wire))
     assert one.gather == two.gather == pytest.approx(gather(size / 2, wire))
-    assert three.reduce == pytest.approx(4 * one.reduce) and three.gather == pytest.approx(8 * one.gather)
+    assert three.reduce == one.reduce, "once a step, under accumulation too"
+    assert three.gather == pytest.approx(8 * one.gather)
     assert none.reduce_hidden == three.gather_hidden == 0, "shoal overlaps neither"
     shared = price_parts(job, Plan(dp=4, cp=4, microbatches=4))
     assert shared.reduce == none.reduce, "ranks that share a sequence have the same weights"
