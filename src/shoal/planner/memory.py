@@ -181,12 +181,14 @@ def kept_bytes(layer: Layer, *, tensor: int, sequence_parallel: bool, context: i
     """Bytes of one sample (Korthikanti et al. 2022, Table 2)."""
     between = tensor if sequence_parallel else 1
     kept = layer.kept
-    if layer.kind is not LayerKind.BLOCK:
+    if layer.kind is LayerKind.HEAD:
         # The loss's own are alive for a moment only: the last stage goes backward at once.
-        return 0.0 if layer.kind is LayerKind.HEAD else kept.whole / between / context
-    if recompute == "full":
+        return 0.0
+    # Only blocks are computed again (``parallel/recompute.py``); a chain without any keeps everything.
+    mode = recompute if layer.kind is LayerKind.BLOCK else "none"
+    if mode == "full":
         return kept.boundary / between / context
-    scores = kept.scores if recompute == "none" else 0.0
+    scores = kept.scores if mode == "none" else 0.0
     return (kept.whole / between + (kept.split + scores) / tensor) / context
 
 
