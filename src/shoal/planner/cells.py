@@ -49,12 +49,24 @@ def read_cluster(preset: Preset, num_devices: int, text: str) -> Cluster:
     """The cluster of a run: nodes of its device's usual size and network, or of what the row says."""
     found = _PER_NODE.search(text)
     said = int(found[1] or found[2]) if found else 0
-    devices = min(said if 1 <= said <= _MOST_PER_NODE else preset.devices_per_node, num_devices)
-    cluster = cluster_of(preset, num_nodes=-(-num_devices // devices), devices_per_node=devices)
+    at_most = min(said if 1 <= said <= _MOST_PER_NODE else preset.devices_per_node, num_devices)
+    num_nodes = _num_nodes(num_devices, at_most)
+    devices = -(-num_devices // num_nodes)
+    cluster = cluster_of(preset, num_nodes=num_nodes, devices_per_node=devices)
     bandwidth = _network(text, devices)
     if not bandwidth or len(cluster.tiers) == 1:
         return cluster
     return replace(cluster, tiers=(cluster.tiers[0], replace(cluster.tiers[1], bandwidth=bandwidth)))
+
+
+def _num_nodes(num_devices: int, at_most: int) -> int:
+    """Nodes of a run that does not fill them: the fewest of which all can give as many, or else the fewest.
+
+    A run on 256 devices of racks of 72 takes 64 of each of four (NVIDIA's block topology for SLURM, ``--segment``), not three
+    racks and a half: groups of eight or of sixteen would straddle.
+    """
+    fewest = -(-num_devices // at_most)
+    return next((nodes for nodes in range(fewest, 2 * fewest) if num_devices % nodes == 0), fewest)
 
 
 def _network(text: str, devices: int) -> float | None:
@@ -112,7 +124,8 @@ _PRECISIONS = (
     ("float8", ("fp8", "float8", "mxfp8", "e4m3")),
     ("bfloat16", ("bf16", "bfloat16")),
     ("float16", ("fp16", "float16", "half", "amp")),
-    ("float32", ("fp32", "float32", "tf32", "single")),
+    ("tf32", ("tf32",)),
+    ("float32", ("fp32", "float32", "single")),
 )
 
 

@@ -8,7 +8,7 @@ quicker of the two is taken, as NCCL does.
 import math
 from dataclasses import dataclass
 
-from shoal.planner.hardware import Cluster
+from shoal.planner.hardware import Cluster, Tier
 from shoal.planner.stacks import Constants
 
 
@@ -39,13 +39,36 @@ def wire_of(group: Group, cluster: Cluster, constants: Constants) -> Wire:
     inner = cluster.tiers[0]
     if group.size <= 1:
         return Wire(1, math.inf, 0.0)
-    span = (group.size - 1) * group.stride + 1
-    if span <= inner.devices:
+    tier = _tier_of(group, cluster)
+    if tier is inner:
         return Wire(group.size, inner.bandwidth_among(group.size) * constants.link, inner.latency)
-    tier = cluster.tier_of(span)
-    in_node = max(1, min(group.size, inner.devices // group.stride))
+    in_node = _in_node(group, inner)
     outer = tier.bandwidth * constants.network * in_node
     return Wire(group.size, min(outer, inner.bandwidth * constants.link) if in_node > 1 else outer, tier.latency)
+
+
+def neighbour_wire(group: Group, cluster: Cluster, constants: Constants) -> Wire:
+    """What the slowest pair of neighbours of a group gets: a pipeline goes at its pace, however near the others are."""
+    if group.size <= 1:
+        return Wire(1, math.inf, 0.0)
+    tier = _tier_of(group, cluster)
+    if tier is cluster.tiers[0]:
+        return wire_of(Group(2, group.stride), cluster, constants)
+    return Wire(2, tier.bandwidth * constants.network, tier.latency)
+
+
+def _tier_of(group: Group, cluster: Cluster) -> Tier:
+    """The tier that every group of this kind stays inside. They lie side by side in the order of ranks, so one that is small
+    enough for a node still straddles two unless the node is a whole number of them."""
+    if len(cluster.tiers) == 1:
+        return cluster.tiers[0]
+    block = group.size * group.stride
+    return next((tier for tier in cluster.tiers if tier.devices % block == 0), cluster.tiers[-1])
+
+
+def _in_node(group: Group, inner: Tier) -> int:
+    """Ranks of a group in the node that has the fewest of them, which is where a ring has the fewest links to leave by."""
+    return max(1, min(group.size, math.gcd(group.size * group.stride, inner.devices) // group.stride))
 
 
 def exchange_wire(group: Group, cluster: Cluster, constants: Constants, *, copies: int = 1) -> Wire:
@@ -62,11 +85,10 @@ def exchange_wire(group: Group, cluster: Cluster, constants: Constants, *, copie
             arXiv:2412.19437, section 3.2.2).
     """
     inner = cluster.tiers[0]
-    span = (group.size - 1) * group.stride + 1
-    if group.size <= 1 or span <= inner.devices:
+    tier = _tier_of(group, cluster)
+    if group.size <= 1 or tier is inner:
         return wire_of(group, cluster, constants)
-    tier = cluster.tier_of(span)
-    in_node = max(1, min(group.size, inner.devices // group.stride))
+    in_node = _in_node(group, inner)
     # Shares of a rank's bytes, in parts of 1 / size, over the speed of the way that they take.
     near = (in_node - 1) / (inner.bandwidth * constants.link)
     num_nodes = group.size / in_node

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.costs.chain import Layer
-from shoal.planner.collectives import Group, Wire, all_reduce, exchange, exchange_wire, gather, send, wire_of
+from shoal.planner.collectives import (
+    Group,
+    Wire,
+    all_reduce,
+    exchange,
+    exchange_wire,
+    gather,
+    neighbour_wire,
+    send,
+    wire_of,
+)
 from shoal.planner.job import Job, count_ranks, count_stages, cut_stages
 from shoal.planner.kernels import Slice, time_layer
 from shoal.planner.parts import StageTimes, StepParts
@@ -55,7 +65,7 @@ def wires_of(plan: Plan, job: Job) -> Wires:
         context=wire_of(Group(cp, tp), cluster, constants),
         # Ranks that share a sequence have the same weights, and their gradients are summed too.
         data=wire_of(Group(dp * cp, tp), cluster, constants),
-        pipeline=wire_of(Group(2 if plan.pp > 1 else 1, tp * cp * dp), cluster, constants),
+        pipeline=neighbour_wire(Group(plan.pp, tp * cp * dp), cluster, constants),
         expert=exchange_wire(Group(plan.ep, sharing.expert_split), cluster, constants, copies=_copies(job)),
         expert_data=wire_of(Group(sharing.expert_copies, sharing.expert_split * plan.ep), cluster, constants),
     )

@@ -18,7 +18,7 @@ class Device:
 
     name: str
     peak_flops: Mapping[str, float]
-    """Dense matrix products per second by compute type: float32, bfloat16, float16, float8, float4."""
+    """Dense matrix products per second by compute type, of ``COMPUTE_TYPES``."""
     memory_bytes: float
     memory_bandwidth: float
     """Bytes per second."""
@@ -31,7 +31,7 @@ class Device:
 
     def flops(self, precision: str) -> float:
         """Peak of a compute type; where the device has none of its own, of the next wider one that it has."""
-        for candidate in _WIDER[_WIDER.index(precision) :]:
+        for candidate in COMPUTE_TYPES[COMPUTE_TYPES.index(precision) :]:
             if candidate in self.peak_flops:
                 return self.peak_flops[candidate]
         raise RequestError(
@@ -47,13 +47,18 @@ class Device:
         peak = self.flops(precision)
         if self.watts is None:
             return peak
-        powered = self.watts * _FLOPS_PER_JOULE * peak / self.flops("bfloat16")
+        powered = self.watts * _FLOPS_PER_JOULE * peak / self.flops(self.half_type)
         return 1 / math.hypot(1 / peak, 1 / powered)
+
+    @property
+    def half_type(self) -> str:
+        """The type of 16 bits that it has: older devices, and some users' numbers, have float16 alone."""
+        return "float16" if "float16" in self.peak_flops and "bfloat16" not in self.peak_flops else "bfloat16"
 
     @property
     def softmax_rate(self) -> float:
         """Exponentials per second."""
-        return self.exponentials or self.flops("bfloat16") / _FLOPS_PER_EXPONENTIAL
+        return self.exponentials or self.flops(self.half_type) / _FLOPS_PER_EXPONENTIAL
 
 
 _FLOPS_PER_JOULE = 1.4e12
@@ -61,7 +66,10 @@ _FLOPS_PER_JOULE = 1.4e12
 large products on a B200 of 1 kW reach 0.45 to 0.51 (SimuMax 1.2, configs/system/b200_bf16_ceperm.json)."""
 _FLOPS_PER_EXPONENTIAL = 256.0
 """Of a device of which only the peak is known: 989 Tflop/s for 3.9e12 exponentials (Shah et al. 2024, arXiv:2407.08608, 3.1)."""
-_WIDER = ["float4", "float8", "float16", "bfloat16", "float32", "float64"]
+COMPUTE_TYPES = ("float4", "float8", "float16", "bfloat16", "tf32", "float32", "float64")
+"""Narrowest first. ``tf32`` is float32 whose products round their operands to 10 bits: no plan computes in it, tables may."""
+WIDE_TYPES = ("tf32", "float32", "float64")
+"""Types of which weights and activations have more than 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +98,8 @@ class Cluster:
 
     device: Device
     tiers: tuple[Tier, ...]
+    beyond: Tier | None = None
+    """What would join more devices than there are; None where nobody said."""
 
     @property
     def num_devices(self) -> int:
@@ -106,10 +116,12 @@ class Cluster:
         return next((tier for tier in self.tiers if tier.devices >= span), self.tiers[-1])
 
     def resized(self, num_devices: int) -> "Cluster":
-        """The same kind of cluster with another number of devices."""
-        inner = tuple(tier for tier in self.tiers[:-1] if tier.devices < num_devices)
-        last = next((tier for tier in self.tiers if tier.devices >= num_devices), self.tiers[-1])
-        return replace(self, tiers=(*inner, replace(last, devices=num_devices)))
+        """The same kind of cluster with another number of devices: nodes stay as large as they are."""
+        known = self.tiers if self.beyond is None else (*self.tiers, self.beyond)
+        inner = tuple(tier for tier in known[:-1] if tier.devices < num_devices)
+        last = known[len(inner)]
+        beyond = known[len(inner) + 1] if len(inner) + 1 < len(known) else None
+        return replace(self, tiers=(*inner, replace(last, devices=num_devices)), beyond=beyond)
 
 
 _CLUSTER = re.compile(r"(?P<name>[^:]+):(?:(?P<nodes>[0-9]{1,9})x)?(?P<devices>[0-9]{1,9})")

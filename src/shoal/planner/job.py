@@ -8,8 +8,8 @@ from functools import lru_cache
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
-from shoal.planner.hardware import Cluster
-from shoal.planner.stacks import Stack
+from shoal.planner.hardware import WIDE_TYPES, Cluster
+from shoal.planner.stacks import Software, Stack
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.grid import Fold
 
@@ -24,7 +24,7 @@ class Job:
     global_batch: int
     """Samples of a step, over all replicas."""
     precision: str = "bfloat16"
-    """Compute type: float32, bfloat16, float16, float8 or float4."""
+    """Compute type, of ``hardware.COMPUTE_TYPES``."""
     weight_bytes: float = 2.0
     """Of a weight as it is kept and gathered."""
     state_bytes: float | None = None
@@ -34,8 +34,37 @@ class Job:
     def reduced_bytes(self) -> float:
         """Of a gradient as it travels."""
         software = self.stack.software
-        in_bfloat16 = software.reduced_bytes_bfloat16 if self.precision == "bfloat16" else None
-        return software.reduced_bytes if in_bfloat16 is None else in_bfloat16
+        return self._gradient(software.reduced_bytes, software.reduced_bytes_bfloat16)
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Of a gradient that stays allocated, all its copies together."""
+        software = self.stack.software
+        return self._gradient(software.gradient_bytes, software.gradient_bytes_bfloat16)
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Of the optimizer for a weight."""
+        if self.state_bytes is not None:
+            return self.state_bytes
+        # What is computed in float32 has no second weight and no second gradient in float32: Adam's two moments are left.
+        return 2 * max(4.0, self.weight_bytes) if self._is_wide else self.stack.software.state_bytes
+
+    @property
+    def _is_wide(self) -> bool:
+        return self.precision in WIDE_TYPES
+
+    def _gradient(self, usual: float, in_bfloat16: float | None) -> float:
+        if self._is_wide:
+            # Gradients are of the type of their weights.
+            return max(4.0, self.weight_bytes)
+        return in_bfloat16 if self.precision == "bfloat16" and in_bfloat16 is not None else usual
+
+
+def weight_bytes_of(software: Software, precision: str) -> float:
+    """Bytes of a weight as a software keeps it: in what it computes in, and at least in float32 where it is ours."""
+    wide = {"float64": 8.0}.get(precision, 4.0)
+    return wide if software.keeps_wide or precision in WIDE_TYPES else 2.0
 
 
 def ranks_of_stages(plan: Plan) -> tuple[int, ...]:

@@ -124,7 +124,7 @@ def _attention(op: Op, part: Slice, device: Device, precision: str, item_bytes: 
     heads = op.heads / part.tensor
     rows, samples = op.rows / part.context, part.samples
     # Attention is done in 16 bit, whatever the products are.
-    peak = device.sustained_flops("bfloat16" if precision in _NARROW else precision)
+    peak = device.sustained_flops(device.half_type if precision in _NARROW else precision)
     flops = 4.0 * rows * op.inner * op.outer * heads * samples
     if op.is_fused:
         # Between its two products every score waits for an exponential, of which newer devices have hardly more than old ones
@@ -132,7 +132,7 @@ def _attention(op: Op, part: Slice, device: Device, precision: str, item_bytes: 
         waits = rows * op.outer * heads * samples / (device.softmax_rate * constants.attention)
         return op.count * (0.5 if op.causal else 1.0) * (flops / (peak * constants.matmul) + waits)
     # float32 has no tensor cores to miss.
-    slow = _PLAIN_CORES if op.inner % _ALIGNED and precision != "float32" else 1.0
+    slow = _PLAIN_CORES if op.inner % _ALIGNED and precision not in ("float32", "float64") else 1.0
     moved = (op.num_bytes / part.tensor / part.context + 4 * rows * op.inner * heads * item_bytes) * samples
     return op.count * (flops * slow / (peak * constants.matmul) + moved / (device.memory_bandwidth * constants.memory))
 

@@ -130,9 +130,6 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
         dense += next(layer.split_weights for layer in chain.layers if layer.kind is LayerKind.EMBEDDING) / plan.tp
     shards = (dense / sharing.dense_shards + routed / sharing.expert_shards) if plan.zero else dense + routed
     whole = dense + routed
-    gradient_bytes = software.gradient_bytes
-    if job.precision == "bfloat16" and software.gradient_bytes_bfloat16 is not None:
-        gradient_bytes = software.gradient_bytes_bfloat16
     # A pipeline has gradients whole until its last cell, whatever becomes of them then.
     keeps_whole = plan.pp > 1 or (software.reduces_once and (plan.microbatches or 1) > 1)
     samples = job.global_batch / (dp * (plan.microbatches or 1))
@@ -140,8 +137,8 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     activations = held * sum(each * count for each, (_, count) in zip(kept, layers, strict=True))
     return Memory(
         weights=(shards if plan.zero == 3 else whole) * job.weight_bytes,
-        gradients=(shards if plan.zero >= 2 and not keeps_whole else whole) * gradient_bytes,
-        optimizer=shards * (software.state_bytes if job.state_bytes is None else job.state_bytes),
+        gradients=(shards if plan.zero >= 2 and not keeps_whole else whole) * job.gradient_bytes,
+        optimizer=shards * job.optimizer_bytes,
         activations=activations,
         working=max((_working(layer, job, plan, samples, chain) for layer, _ in layers), default=0.0)
         + _gathered(layers, job, plan),
@@ -216,4 +213,4 @@ def _gathered(layers: Sequence[tuple[Layer, int]], job: Job, plan: Plan) -> floa
     if plan.pp > 1 and job.stack.software.keeps_gathered:
         return sum(layer_weights(layer, plan, job.stack.software) * count for layer, count in layers) * job.weight_bytes
     largest = max((layer_weights(layer, plan, job.stack.software) for layer, _ in layers), default=0.0)
-    return largest * (2 * job.weight_bytes + job.stack.software.gradient_bytes)
+    return largest * (2 * job.weight_bytes + job.gradient_bytes)

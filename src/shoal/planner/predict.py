@@ -12,7 +12,7 @@ from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, LayerKind, OpKind
 from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.planner.cost import price_parts
-from shoal.planner.job import Job
+from shoal.planner.job import Job, weight_bytes_of
 from shoal.planner.memory import CONTEXT_BYTES, Memory, kept_bytes, price_memory
 from shoal.planner.parts import StepParts
 from shoal.planner.presets import GIB
@@ -75,12 +75,14 @@ def _chain(shape: TransformerShape) -> Chain:
 
 def job_of(run: Run, stack: Stack | None = None) -> Job:
     """A row as a job."""
+    found = stack or find_stack(run.software, run.device)
     return Job(
         chain=_chain(run.shape),
         cluster=run.cluster,
-        stack=stack or find_stack(run.software, run.device),
+        stack=found,
         global_batch=run.global_batch,
         precision=run.precision,
+        weight_bytes=weight_bytes_of(found.software, run.precision),
     )
 
 

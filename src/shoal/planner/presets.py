@@ -93,17 +93,19 @@ def _device(
 
 # Exponentials: 16 in a clock of each multiprocessor (CUDA C++ Programming Guide, "Arithmetic Instructions"), twice as many on
 # Blackwell Ultra (NVIDIA, "Making Softmax More Efficient with NVIDIA Blackwell Ultra").
+# float32 is what its name says: torch rounds no operand to TF32 unless it is told to (torch.backends.cuda.matmul.allow_tf32 is
+# False by default), so a float32 product runs at the plain rate, on an A100 an eighth of TF32's.
 _V100 = {"float32": 15.7, "float16": 125.0}
-_A100 = {"float32": 156.0, "bfloat16": 312.0, "float16": 312.0}
-_H100 = {"float32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
-_B200 = {"float32": 1125.0, "bfloat16": 2250.0, "float16": 2250.0, "float8": 4500.0, "float4": 9000.0}
-_GB200 = {"float32": 1250.0, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 10000.0}
-_GB300 = {"float32": 1250.0, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 15000.0}
-_H20 = {"float32": 74.0, "bfloat16": 148.0, "float16": 148.0, "float8": 296.0}
-_L40S = {"float32": 183.0, "bfloat16": 362.0, "float16": 362.0, "float8": 733.0}
+_A100 = {"float32": 19.5, "tf32": 156.0, "bfloat16": 312.0, "float16": 312.0}
+_H100 = {"float32": 66.9, "tf32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
+_B200 = {"float32": 75.0, "tf32": 1125.0, "bfloat16": 2250.0, "float16": 2250.0, "float8": 4500.0, "float4": 9000.0}
+_GB200 = {"float32": 80.0, "tf32": 1250.0, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 10000.0}
+_GB300 = {"float32": 80.0, "tf32": 1250.0, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 15000.0}
+_H20 = {"float32": 44.0, "tf32": 74.0, "bfloat16": 148.0, "float16": 148.0, "float8": 296.0}
+_L40S = {"float32": 91.6, "tf32": 183.0, "bfloat16": 362.0, "float16": 362.0, "float8": 733.0}
 _MI355X = {"float32": 157.3, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 10000.0}
 _MI250X = {"float32": 95.7, "bfloat16": 383.0, "float16": 383.0}
-_MI300X = {"float32": 653.7, "bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9}
+_MI300X = {"float32": 163.4, "tf32": 653.7, "bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9}
 
 PRESETS: dict[str, Preset] = {
     preset.device.name: preset
@@ -356,13 +358,21 @@ def build_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> C
         own: devices by the user's own numbers.
 
     Raises:
-        RequestError: the text is something else, or the device is unknown.
+        RequestError: the text is something else, the device is unknown, or its link joins fewer than a node is said to have.
     """
     parts = parse_cluster(text)
     mine = {name.lower(): device for name, device in (own or {}).items()}
     if parts.preset in mine:
         return _own_cluster(parts, mine[parts.preset])
-    return cluster_of(find_preset(parts.preset), num_nodes=parts.num_nodes, devices_per_node=parts.devices_per_node)
+    preset = find_preset(parts.preset)
+    if parts.devices_per_node > preset.devices_per_node:
+        nodes = -(-parts.num_nodes * parts.devices_per_node // preset.devices_per_node)
+        raise RequestError(
+            f"cluster {text!r} has {parts.devices_per_node} devices in a node, and {preset.inside} joins "
+            f"{preset.devices_per_node} {preset.device.name} at most; write {parts.preset}:{nodes}x{preset.devices_per_node}, or give the device and its "
+            f"links in [planner.devices.NAME]"
+        )
+    return cluster_of(preset, num_nodes=parts.num_nodes, devices_per_node=parts.devices_per_node)
 
 
 def _own_cluster(parts: ClusterName, own: DeviceConfig) -> Cluster:
@@ -388,30 +398,32 @@ def _own_cluster(parts: ClusterName, own: DeviceConfig) -> Cluster:
         latency=own.network_latency_us * 1e-6,
         source=source,
     )
-    return Cluster(device=device, tiers=(inner, outer) if parts.num_nodes > 1 else (inner,))
+    return _joined(device, inner, outer, parts.num_nodes)
 
 
 def cluster_of(preset: Preset, *, num_nodes: int, devices_per_node: int) -> Cluster:
     """Nodes of a preset, joined by its links."""
     inside, between = LINKS[preset.inside], LINKS[preset.between]
-    tiers = [
-        Tier(
-            name=preset.inside,
-            devices=devices_per_node,
-            bandwidth=inside.bandwidth,
-            latency=inside.latency,
-            source=inside.source,
-            is_mesh=inside.is_mesh,
-        )
-    ]
+    inner = Tier(
+        name=preset.inside,
+        devices=devices_per_node,
+        bandwidth=inside.bandwidth,
+        latency=inside.latency,
+        source=inside.source,
+        is_mesh=inside.is_mesh,
+    )
+    outer = Tier(
+        name=preset.between,
+        devices=num_nodes * devices_per_node,
+        bandwidth=between.bandwidth,
+        latency=between.latency,
+        source=between.source,
+    )
+    return _joined(preset.device, inner, outer, num_nodes)
+
+
+def _joined(device: Device, inner: Tier, outer: Tier, num_nodes: int) -> Cluster:
+    """Nodes with a link between them; of one node the link is remembered for the day when there are more."""
     if num_nodes > 1:
-        tiers.append(
-            Tier(
-                name=preset.between,
-                devices=num_nodes * devices_per_node,
-                bandwidth=between.bandwidth,
-                latency=between.latency,
-                source=between.source,
-            )
-        )
-    return Cluster(device=preset.device, tiers=tuple(tiers))
+        return Cluster(device=device, tiers=(inner, outer))
+    return Cluster(device=device, tiers=(inner,), beyond=outer)

@@ -72,6 +72,8 @@ class Software:
     """The same in bfloat16, where that differs: gradients are then added up in float32 beside those that autograd makes."""
     state_bytes: float = 12.0
     """Bytes of Adam's state for a weight: a float32 weight, two moments, and a float32 gradient where it keeps one."""
+    keeps_wide: bool = False
+    """Weights that forward passes read are kept in float32 whatever they compute in (autocast), and there is no second copy."""
     keeps_gathered: bool = False
     """Under a pipeline, weights that ZeRO-3 gathered stay until the step is over, and are not gathered for every microbatch."""
     shards_context: bool = False
@@ -106,6 +108,7 @@ SOFTWARE: dict[str, Software] = {
             overlaps_reduce=False,
             overlaps_gather=False,
             reduces_once=True,
+            keeps_wide=True,
             kernels_per_op=2.0,
         ),
         Software(

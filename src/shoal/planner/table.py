@@ -27,7 +27,7 @@ from shoal.planner.cells import (
     read_zero,
     release_of,
 )
-from shoal.planner.hardware import Cluster
+from shoal.planner.hardware import WIDE_TYPES, Cluster
 from shoal.planner.stacks import SOFTWARE
 
 COLUMNS = (
@@ -162,6 +162,8 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None, oth
     if precision is None:
         precision = "float16" if preset.device.name.startswith("v100") else "bfloat16"
         assumed.append(precision)
+    if precision in WIDE_TYPES:
+        shape = replace(shape, item_bytes=8 if precision == "float64" else 4)
     has_stages = degrees["pp"] > 1
     schedule, chunks = read_schedule(row["schedule_or_interleave"])
     plan = Plan(
