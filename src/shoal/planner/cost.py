@@ -31,15 +31,20 @@ from shoal.planner.sharing import Sharing, dense_weights, expert_weights, share_
 
 _UPDATE_BYTES = 40.0
 """Read and written for each weight by a fused Adam with its checks: gradient twice, three float32 values twice, the weight."""
-
-
 _FIXED = 0.005
-"""Seconds of a step that are nobody's: the batch, the loss, the counters."""
+"""Seconds of a step that are nobody's: the batch, the loss, the counters. No document says how long these take: by hand, from the
+shortest steps of the calibration table (0.1 s); as a fitted constant it went to zero (docs/design/0009-planner.md)."""
 _SLOWED = 0.3
 """Of communication that goes on beside compute, what it costs all the same: it takes processors and memory from kernels (15% of
 them over NVLink: Isaev et al. 2023, Calculon), and is itself the slower for them (by 13%: Galvatron's overlap coefficient)."""
 _TOGETHER = 3.0
-"""How host and device add up: kernels differ in size, so some wait for the host and others do not (1: one after the other)."""
+"""How host and device add up: kernels differ in size, so some wait for the host and others do not. A norm of this power, between
+1 (one after the other) and infinity (the longer of both); by hand, from the residuals of the calibration table."""
+_BACKWARD = 2 / 3
+"""Of a microbatch's compute, what its backward pass is: two products for each of the forward pass's."""
+_HALF = 0.5
+"""Of the time that could hide them, what each of gathers and reductions gets: they go over the same links in the same passes
+(torch.distributed._tools.fsdp_ilp has a unit's backward hide the gather of the next and the reduction of the last together)."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,11 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
 
 
 def _missed(layer: Layer, plan: Plan, sync: float) -> float:
-    """Seconds that ranks wait for each other in one pass of a layer, whatever they exchange."""
+    """Seconds that ranks wait for each other in one pass of a layer, whatever they exchange.
+
+    The latest of n ranks that are late at random (exponentially) is late by the n-th harmonic number, which grows like log n
+    (Rényi 1953, "On the theory of order statistics"); how late one is, is fitted (``Constants.sync``).
+    """
     tensor = layer.num_pairs * math.log2(plan.tp)
     expert = 2 * math.log2(plan.ep) if layer.routed_bytes else 0.0
     return sync * (tensor + expert)
@@ -263,7 +272,7 @@ def _replicas(
         times = 1 if plan.pp > 1 and software.keeps_gathered else microbatches
         reduce, gathered = (1 if software.reduces_once else times) * reduce, 2 * times * gathered
     # Gradients can be hidden behind the backward pass of the last microbatch only, but for stage 3.
-    window = compute if plan.zero == 3 else compute * 2 / 3 / max(1, microbatches)
-    reduce_hidden = min(reduce, window * 0.5) * (1 - _SLOWED) if software.overlaps_reduce else 0.0
-    gather_hidden = min(gathered, window * 0.5) * (1 - _SLOWED) if software.overlaps_gather else 0.0
+    window = compute if plan.zero == 3 else compute * _BACKWARD / max(1, microbatches)
+    reduce_hidden = min(reduce, window * _HALF) * (1 - _SLOWED) if software.overlaps_reduce else 0.0
+    gather_hidden = min(gathered, window * _HALF) * (1 - _SLOWED) if software.overlaps_gather else 0.0
     return reduce, reduce_hidden, gathered, gather_hidden

@@ -13,15 +13,19 @@ from shoal.planner.stacks import Constants, Software
 _ALIGNED = 8
 """Elements that a row of 16-bit operands must be a multiple of for tensor cores (NVIDIA, "Matrix multiplication background")."""
 _MISALIGNED = 4.0
-"""How many times as long a product of misaligned operands takes."""
+"""How many times as long a product of misaligned operands takes. The same document says that it is slower and not by how much:
+by hand, between none and ``_PLAIN_CORES``, because newer libraries pad some of them."""
 _PLAIN_CORES = 16.0
 """The same of batched products of heads, then done without tensor cores: 19.5 in place of 312 Tflop/s (A100 data sheet)."""
 _FUSED_BACKWARD = 2.5
-"""Products of a fused attention's backward pass per product of its forward pass: five for two (ibid., section 2.2)."""
-
-
+"""Products of a fused attention's backward pass per product of its forward pass: five for two (Dao 2023, arXiv:2307.08691,
+section 4.1)."""
+_MEMORY_BACKWARD = 1.5
+"""What moves in the backward pass of an operation that only reads and writes, over its forward pass: the gradient and what was
+kept are read and a gradient written, in place of one read and one write."""
 _KERNELS_PER_EXPERT = 4.0
-"""Kernels that an expert's product needs: the product, a cast of its operand, and a copy in and out of the group."""
+"""Kernels that an expert's product needs: the product, a cast of its operand, and a copy in and out of the group; counted in
+Megatron's grouped experts before they were one kernel, and held to the rows of the calibration table that have experts."""
 _NARROW = ("float8", "float4")
 
 
@@ -86,8 +90,7 @@ def time_layer(
         else:
             seconds = _memory(op, part, device, constants)
             forward += seconds
-            # Reads the gradient too, and what was kept.
-            by_input += 1.5 * seconds
+            by_input += _MEMORY_BACKWARD * seconds
             kernels += op.count
     return KernelTimes(forward, by_input, by_weight, attention, kernels * software.kernels_per_op)
 

@@ -17,7 +17,8 @@ from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.family import Family, Size
 
 _CAST = 2.0 + 4.0
-"""Bytes of an output layer's gradient for a moment: in 16 bit as it comes, and in float32 as it is added up."""
+"""Bytes of an output layer's gradient for a moment: in 16 bit as it comes, and in float32 as it is added up. That both are there
+at once at the peak is not in any document: by hand, from the allocated bytes of the SimuMax rows."""
 _FUSED_LOSS = 2.0 + 4.0
 """Bytes of a score while a fused loss is computed: 16 bit as it comes, and float32."""
 _PLAIN_LOSS = 2.0 + 4.0 + 4.0 + 4.0
@@ -25,7 +26,8 @@ _PLAIN_LOSS = 2.0 + 4.0 + 4.0 + 4.0
 _NARROW_BYTES = {"float8": 1.0, "float4": 0.5}
 """Of an element of a product's operand in fewer than 16 bits."""
 CONTEXT_BYTES = 2.0 * 2**30
-"""What a process has on a device before its first tensor: the driver's context, kernels, NCCL's buffers."""
+"""What a process has on a device before its first tensor: the driver's context, kernels, NCCL's buffers. It differs by driver
+and by the number of communicators, and no data sheet has it: by hand, from the ``nvidia-smi`` rows of the calibration table."""
 
 
 @dataclass(frozen=True, kw_only=True)
