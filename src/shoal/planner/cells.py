@@ -10,7 +10,7 @@ from dataclasses import replace
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import SCHEDULES, schedule_facts
 from shoal.planner.hardware import Cluster
-from shoal.planner.presets import LINKS, PRESETS, Preset, cluster_of
+from shoal.planner.presets import LINKS, PRESETS, Preset, cluster_of, unknown_device
 
 _DEVICE = re.compile(r"(mi\d{3}[ax]|gb\d00|gh\d00|[abhvl]\d{2,3}s?)(?!\d)", re.IGNORECASE)
 _PER_NODE = re.compile(r"(?<!\d)(\d{1,2}) ?x ?(?:MI|GB|GH|V|A|H|B)\d{2,3}|(\d{1,2})-GPU nodes", re.IGNORECASE)
@@ -28,7 +28,9 @@ def find_device(text: str) -> Preset:
     families = {name.split("-")[0] for name in PRESETS}
     family = next((word for word in map(str.lower, _DEVICE.findall(text)) if word in families), None)
     if family is None:
-        raise RequestError(f"there is no device {text!r}; there are {', '.join(PRESETS)}")
+        raise RequestError(
+            f"{unknown_device(text)}; `shoal plan` takes devices by numbers of one's own, a table does not"
+        )
     alike = [preset for name, preset in PRESETS.items() if name.split("-")[0] == family]
     is_card = "pcie" in text.lower()
     size = re.search(r"(\d+)\s*g(?:i?b)?(?![a-z])", text.lower())
@@ -81,23 +83,33 @@ def _network(text: str, devices: int) -> float | None:
 _SOFTWARE_WORDS = (
     ("torchtitan", ("torchtitan", "TorchTitan", "FSDP2")),
     ("fsdp", ("llm-foundry", "FSDP FULL_SHARD", "FSDP SHARD_GRAD_OP")),
-    (
-        "megatron-core",
-        (
-            "Megatron-Bridge", "NeMo", "Megatron-Core", "Megatron-core", "SimuMax", "TE 2", "Llama-3", "Llama 3", "DeepSeek",
-        ),
-    ),
-    ("bigscience", ("bigscience", "BigScience", "BLOOM")),
-    ("megatron-deepspeed", ("DeepSpeed", "vTrain", "MT-NLG")),
-    ("megatron", ("Megatron", "Korthikanti", "LLaMA")),
-    ("fsdp", ("FSDP",)),
-)  # fmt: skip
+    ("megatron-core", ("Megatron-Bridge", "NeMo", "Megatron-Core", "Megatron-core", "TE 2")),
+    ("bigscience", ("bigscience", "BigScience")),
+    ("megatron-deepspeed", ("DeepSpeed",)),
+    ("megatron", ("Megatron",)),
+)
+"""Names of software, its makers' own and of forks, by which a text says what ran; the first that is found counts."""
+_RAN_ON = (
+    ("megatron-deepspeed", "MT-NLG"),
+    ("bigscience", "BLOOM"),
+    ("megatron", "Korthikanti"),
+)
+"""Models and authors of whom it is published what they ran, for texts that name no software: Smith et al. 2022
+(arXiv:2201.11990), section 3; Le Scao et al. 2022 (arXiv:2211.05100), section 3.4; Korthikanti et al. 2022 (arXiv:2205.05198),
+section 6."""
+_OWN_SOFTWARE = ("Llama-3", "Llama 3", "LLaMA", "DeepSeek")
+"""Models whose makers ran a software of their own, whatever word for sharding they use: they get the likeliest one, and are out
+of the calibrated range."""
 _RECENT = re.compile(r"\b(gb\d00|gh\d00|[bh]\d{2,3}|mi3\d\d[ax])", re.IGNORECASE)
 
 
 def read_software(text: str) -> str | None:
     """The name of a software of ``SOFTWARE`` that a text speaks of; None where it speaks of none."""
-    return next((name for name, words in _SOFTWARE_WORDS if any(word in text for word in words)), None)
+    named = next((name for name, words in _SOFTWARE_WORDS if any(word in text for word in words)), None)
+    named = named or next((name for name, word in _RAN_ON if word in text), None)
+    if named is None and "FSDP" in text and not any(word in text for word in _OWN_SOFTWARE):
+        return "fsdp"
+    return named
 
 
 _GRAPHED = (26, 6)
@@ -112,9 +124,9 @@ def release_of(software: str, text: str, precision: str, *, has_experts: bool) -
     return "megatron-core-graphs" if is_graphed else software
 
 
-def likely_software(device: str, zero: int | None) -> str:
-    """What a run of an unknown software is most like: by whether its weights are sharded, and how old its device is."""
-    if zero == 3:
+def likely_software(device: str, zero: int | None, *, has_stages: bool) -> str:
+    """What a run of an unknown software is most like: by whether only its weights are sharded, and how old its device is."""
+    if zero == 3 and not has_stages:
         return "fsdp"
     return "megatron-core" if _RECENT.match(device) else "megatron"
 
@@ -159,7 +171,8 @@ def read_recompute(text: str) -> str:
     """none, selective, full, or ``unknown``."""
     words = re.findall(r"[a-z0-9]+", text.lower())
     first = words[0] if words else ""
-    if first.startswith("selective") or first == "sac":
+    # "op-level AC" keeps the results of chosen operations and computes the others again (torchtitan's ``selective_ac_option``).
+    if first.startswith("selective") or first in ("sac", "op", "ops"):
         return "selective"
     return "none" if first in _NO else "full" if first in _YES else "unknown"
 

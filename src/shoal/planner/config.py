@@ -2,12 +2,24 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from shoal.core.config import Config
+from shoal.core.errors import nearest
+from shoal.planner.hardware import COMPUTE_TYPES
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0.0)]
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp8": "float8", "fp4": "float4"}
+
+
+def _check_types(peaks: dict[str, float]) -> dict[str, float]:
+    for name in peaks:
+        if name not in COMPUTE_TYPES:
+            close = _SHORT.get(name.lower()) or nearest(name.lower(), COMPUTE_TYPES)
+            offer = f"did you mean {close!r}? " if close else ""
+            raise ValueError(f"there is no compute type {name!r}; {offer}there are {', '.join(COMPUTE_TYPES)}")
+    return peaks
 
 
 class ShapeConfig(Config):
@@ -42,8 +54,8 @@ class ShapeConfig(Config):
 class DeviceConfig(Config):
     """A device by the user's own numbers; named in --cluster like a preset."""
 
-    peak_tflops: dict[str, Positive]
-    """Dense matrix products per second, in 10^12, by compute type: float32, bfloat16, float16, float8, float4."""
+    peak_tflops: Annotated[dict[str, Positive], Field(min_length=1), AfterValidator(_check_types)]
+    """Dense matrix products per second, in 10^12, by compute type: float64, float32, tf32, bfloat16, float16, float8, float4."""
     memory_gib: Positive
     """Memory."""
     memory_gb_per_s: Positive

@@ -343,11 +343,14 @@ def find_preset(name: str) -> Preset:
     wanted = _ALIASES.get(name.lower(), name.lower())
     if wanted in PRESETS:
         return PRESETS[wanted]
-    close = nearest(wanted, [*PRESETS, *_ALIASES])
+    raise RequestError(f"{unknown_device(name)}, or give its numbers in [planner.devices.{name}]")
+
+
+def unknown_device(name: str) -> str:
+    """What is wrong with the name of a device that nobody knows, with the nearest that is known."""
+    close = nearest(name.lower(), [*PRESETS, *_ALIASES])
     offer = f"did you mean {close!r}? " if close else ""
-    raise RequestError(
-        f"there is no device {name!r}; {offer}there are {', '.join(PRESETS)}, or give its numbers in [planner.devices.{name}]"
-    )
+    return f"there is no device {name!r}; {offer}there are {', '.join(PRESETS)}"
 
 
 def build_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> Cluster:
@@ -369,8 +372,8 @@ def build_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> C
         nodes = -(-parts.num_nodes * parts.devices_per_node // preset.devices_per_node)
         raise RequestError(
             f"cluster {text!r} has {parts.devices_per_node} devices in a node, and {preset.inside} joins "
-            f"{preset.devices_per_node} {preset.device.name} at most; write {parts.preset}:{nodes}x{preset.devices_per_node}, or give the device and its "
-            f"links in [planner.devices.NAME]"
+            f"{preset.devices_per_node} {preset.device.name} at most; write {parts.preset}:{nodes}x{preset.devices_per_node}, "
+            f"or give the device and its links in [planner.devices.NAME]"
         )
     return cluster_of(preset, num_nodes=parts.num_nodes, devices_per_node=parts.devices_per_node)
 

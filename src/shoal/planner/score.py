@@ -68,6 +68,20 @@ def score_by_source(rows: Sequence[Predicted]) -> dict[str, Score]:
     return {source: score([row for row in rows if row.source == source]) for source in sources}
 
 
+def short_names(sources: Iterable[str], length: int = 48) -> dict[str, str]:
+    """Names for a table: what stands before the bracket, cut in the middle where it is long, and never two alike.
+
+    Releases of one document differ at the end of their names, so an end that is cut off would make them one.
+    """
+    short: dict[str, str] = {}
+    for source in sources:
+        name = source.split(" [")[0]
+        half = (length - 3) // 2
+        cut = name if len(name) <= length else f"{name[: length - 3 - half]}...{name[-half:]}"
+        short[source] = cut if cut not in short.values() else name
+    return short
+
+
 def _mean(values: Iterable[float]) -> float | None:
     kept = list(values)
     return sum(kept) / len(kept) if kept else None

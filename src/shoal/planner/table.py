@@ -149,7 +149,7 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None, oth
     zero = read_zero(row["zero"])
     software = read_software(text)
     if software is None:
-        software = likely_software(preset.device.name, zero)
+        software = likely_software(preset.device.name, zero, has_stages=(_float(row, "pp") or 1) > 1)
         assumed.append(f"a software like {software}")
     shape = _shape(row, text, software, other_heads, assumed)
     software = release_of(software, text, row["precision"], has_experts=shape.experts > 1)

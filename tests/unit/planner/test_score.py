@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.planner.predict import Predicted
-from shoal.planner.score import score, score_by_source
+from shoal.planner.score import score, score_by_source, short_names
 
 
 def row(number: int, measured, predicted, *, metric="iter_time_s", group=("g",), source="s", **rest) -> Predicted:
@@ -84,3 +84,15 @@ def test_sources_are_in_the_order_of_the_table():
     found = score_by_source([row(0, 1.0, 2.0, source="b"), row(1, 1.0, 1.0, source="a"), row(2, 1.0, 4.0, source="b")])
     assert list(found) == ["b", "a"] and found["b"].mape == 2.0 and found["a"].mape == 0.0
     assert found["b"].as_dict()["count"] == 2
+
+
+def test_names_are_shortened_and_stay_apart():
+    """Releases of one document were printed as one name, because the release stands at its end."""
+    names = [
+        f"NVIDIA Megatron-Bridge performance summary, {release} NeMo Container [docs]" for release in ("26.04", "26.06")
+    ]
+    found = short_names([*names, "vTrain [data]"])
+    assert len(set(found.values())) == 3 and found["vTrain [data]"] == "vTrain"
+    assert all(len(name) <= 48 for name in found.values()) and "26.04 NeMo" in found[names[0]]
+    alike = [f"{'x' * 30}{number}{'y' * 30}" for number in (1, 2)]
+    assert len(set(short_names(alike).values())) == 2
