@@ -199,6 +199,15 @@ SOFTWARE: dict[str, Software] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Covered:
+    """What the rows were like that a stack was fitted on."""
+
+    numbers: Mapping[str, tuple[float, float]]
+    """The least and the most of devices, tokens of a sample, width and degrees."""
+    precisions: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stack:
     """A software on a device."""
 
@@ -207,6 +216,8 @@ class Stack:
     is_fitted: bool
     """False where no run of this software on this device was there to fit, and constants of its nearest relative stand in."""
     fitted_on: str = ""
+    covered: Covered | None = None
+    """None where nothing was fitted, or nobody wrote down on what."""
 
 
 _ENOUGH = 2
@@ -240,6 +251,13 @@ def constants_of(software: Software, fitted: Constants) -> Constants:
     return replace(fitted, **software.apart)
 
 
+def _covered(page: Mapping[str, Any] | None) -> Covered | None:
+    if page is None:
+        return None
+    numbers = {name: (low, high) for name, (low, high) in page["numbers"].items()}
+    return Covered(numbers=numbers, precisions=tuple(page["precisions"]))
+
+
 def find_stack(software: str, device: str) -> Stack:
     """The constants of a software on a device, or of the nearest relative that was fitted.
 
@@ -258,5 +276,6 @@ def find_stack(software: str, device: str) -> Stack:
                 constants=constants_of(SOFTWARE[software], Constants(**entry["constants"])),
                 is_fitted=candidate == f"{fitted}/{device}" and entry["rows"] >= _ENOUGH,
                 fitted_on=entry["fitted_on"],
+                covered=_covered(entry.get("covered")),
             )
     return Stack(software=SOFTWARE[software], constants=Constants(), is_fitted=False)
