@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.core.errors import RequestError
+from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Layer
 from shoal.planner.collectives import (
@@ -271,6 +272,9 @@ def _replicas(
         # For every microbatch, unless a pipeline keeps what it has gathered until its step is over.
         times = 1 if plan.pp > 1 and software.keeps_gathered else microbatches
         reduce, gathered = (1 if software.reduces_once else times) * reduce, 2 * times * gathered
+    if schedule_facts(plan.schedule).is_bidirectional:
+        # The two ranks that have a stage give each other their sums before replicas add up theirs (``pipeline/share.py``).
+        reduce += send(sum(weights) * job.reduced_bytes, wires.pipeline)
     # Gradients can be hidden behind the backward pass of the last microbatch only, but for stage 3.
     window = compute if plan.zero == 3 else compute * _BACKWARD / max(1, microbatches)
     reduce_hidden = min(reduce, window * _HALF) * (1 - _SLOWED) if software.overlaps_reduce else 0.0
