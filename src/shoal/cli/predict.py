@@ -33,12 +33,13 @@ def predict(table: _Table, json: JsonFile = None) -> None:
     check_result_file(json)
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.planner.predict import predict_run
-    from shoal.planner.score import score, score_by_source
+    from shoal.planner.score import score, score_by_source, short_names
     from shoal.planner.table import read_table
 
     rows = [predict_run(run) for run in read_table(table)]
     sources = score_by_source(rows)
-    lines = [_line(source.split(" [")[0][:48], found) for source, found in sources.items()]
+    names = short_names(sources)
+    lines = [_line(names[source], found) for source, found in sources.items()]
     print_table(_COLUMNS, [*lines, _line("all", score(rows))])
     missing = [row for row in rows if row.predicted is None]
     if missing:
