@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
+from shoal.core.facts import ModelFacts
 from shoal.costs.chain import Chain, Cut
 from shoal.costs.faked import fake_like, faked
 from shoal.costs.rows import find_rows
@@ -22,6 +23,7 @@ from shoal.optim.precision import Precision
 from shoal.parallel.anatomy import Anatomy, SplitKind
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.find.search import find_anatomy
+from shoal.parallel.rules import describe_facts
 from shoal.trainer.build import build_without_memory
 from shoal.trainer.config import Recipe
 
@@ -72,12 +74,13 @@ def chain_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> Chain:
     return replace(chain, tokens=float(spec.tokens_per_sample)) if spec.kind != "own" else chain
 
 
-def anatomy_of(recipe: Recipe, spec: DataSpec) -> Anatomy:
-    """What the recipe's model is made of, looked at without memory."""
+def facts_by_looking(recipe: Recipe, spec: DataSpec) -> ModelFacts:
+    """What plans must know of a module that only looking at it can tell, without memory."""
     precision = Precision.named(recipe.train.precision)
     model = build_without_memory(recipe.model, spec).to(dtype=precision.weight_dtype)
     inputs, _ = _example(recipe, spec)
-    return _anatomy(recipe, spec, model, tuple(precision.cast_input(tensor) for tensor in inputs))
+    anatomy = _anatomy(recipe, spec, model, tuple(precision.cast_input(tensor) for tensor in inputs))
+    return describe_facts(anatomy, model)
 
 
 def _anatomy(recipe: Recipe, spec: DataSpec, model: nn.Module, inputs: tuple[Tensor, ...]) -> Anatomy:

@@ -4,17 +4,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.core.errors import RequestError, did_you_mean
-from shoal.core.facts import ModelFacts, Width, model_facts
+from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
-from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.data.check import check_data
-from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
-from shoal.models.facts import facts_of
 from shoal.optim.flat import num_state_bytes
-from shoal.planner.config import ShapeConfig
 from shoal.planner.estimate import Estimate, estimate_by_schedule
 from shoal.planner.explain import explain, why_not
 from shoal.planner.hardware import Cluster
@@ -24,7 +20,7 @@ from shoal.planner.presets import build_cluster
 from shoal.planner.search import Found, Limits, refuse_small, search
 from shoal.planner.stacks import SOFTWARE, find_stack
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.forecasts.chain import anatomy_of, chain_of
+from shoal.trainer.forecasts.planned import chain_for, check_experts, facts_for, shape_chain, shape_facts
 from shoal.trainer.request import OwnParts
 
 _MANY = 1_000_000
@@ -91,7 +87,7 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
 
 def build_job(
     recipe: Recipe, cluster: str, *, global_batch: int | None = None, own: OwnParts
-) -> tuple[Job, ModelFacts | None]:
+) -> tuple[Job, ModelFacts]:
     """The job of a recipe on a cluster, and what plans must know of its model.
 
     Raises:
@@ -128,7 +124,7 @@ def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -
     )
 
 
-def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts | None]:
+def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts]:
     if recipe.planner.shape is not None:
         return shape_chain(recipe.planner.shape, recipe.train.precision), shape_facts(recipe.planner.shape)
     data = check_data(recipe.data)
@@ -139,72 +135,7 @@ def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts | None]:
     return chain_for(recipe, data.spec), facts_for(recipe, data.spec)
 
 
-def facts_for(recipe: Recipe, spec: DataSpec) -> ModelFacts | None:
-    """What plans must know of a recipe's model: by its config, or by looking at the user's own module."""
-    return facts_of(recipe.model, spec) or model_facts(anatomy_of(recipe, spec))
-
-
-def chain_for(recipe: Recipe, spec: DataSpec) -> Chain:
-    """The model to plan for: the recipe's module as accelerators run it, or the shape that stands in its place.
-
-    Raises:
-        RequestError: the module cannot be traced.
-    """
-    if recipe.planner.shape is not None:
-        return shape_chain(recipe.planner.shape, recipe.train.precision)
-    return chain_of(recipe, spec, device="cuda")
-
-
-def shape_chain(shape: ShapeConfig, precision: str) -> Chain:
-    """A transformer by its numbers, in a recipe's precision.
-
-    Raises:
-        RequestError: heads do not divide what they share out.
-    """
-    if shape.hidden % shape.heads:
-        raise RequestError(
-            f"planner.shape: {shape.heads} heads do not divide hidden {shape.hidden}; give a number of heads that does"
-        )
-    item_bytes = {"float64": 8, "float32": 4}.get(precision, 2)
-    return transformer_chain(
-        TransformerShape(
-            layers=shape.layers,
-            hidden=shape.hidden,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            ffn=shape.ffn,
-            vocab=shape.vocab,
-            sequence=shape.sequence,
-            is_gated=shape.gated,
-            tied=shape.tied,
-            dropout=False,
-            fused_attention=True,
-            experts=shape.experts,
-            chosen_experts=shape.chosen_experts,
-            expert_ffn=shape.expert_ffn,
-            item_bytes=item_bytes,
-            learned_positions=not shape.gated,
-        ),
-        name=f"a transformer of {shape.layers} x {shape.hidden}",
-    )
-
-
-def shape_facts(shape: ShapeConfig) -> ModelFacts:
-    """What plans must know of a transformer by its numbers."""
-    return ModelFacts(
-        name="the shape",
-        num_blocks=shape.layers,
-        num_pairs=2 * shape.layers,
-        widths=(Width(name="ffn", size=shape.ffn or 4 * shape.hidden),),
-        heads=((shape.heads, shape.kv_heads or shape.heads),),
-        has_attention=True,
-        sequence=shape.sequence,
-        has_sequence=True,
-        num_units=shape.layers,
-    )
-
-
-def _ask(job: Job, facts: ModelFacts | None, text: str, best: Estimate) -> tuple[Estimate | None, list[str]]:
+def _ask(job: Job, facts: ModelFacts, text: str, best: Estimate) -> tuple[Estimate | None, list[str]]:
     """The estimate of a plan that somebody asks about; what it leaves open is taken from the best plan."""
     plan = Plan.parse(text)
     if plan.ps:
@@ -236,6 +167,7 @@ def _ask(job: Job, facts: ModelFacts | None, text: str, best: Estimate) -> tuple
     if plan.pp > 1:
         chunks = plan.chunks or schedule_facts(plan.schedule).chunks
         plan = replace(plan, schedule=plan.schedule or DEFAULT_SCHEDULE, chunks=chunks if chunks > 1 else None)
+    check_experts(plan, job.chain)
     problems = replace(plan, ep=1).problems(facts)
     if problems:
         return None, [f"{plan}: {problem}" for problem in problems]

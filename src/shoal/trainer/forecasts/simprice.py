@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass, replace
 
+from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
+from shoal.costs.chain import Chain
 from shoal.planner.cost import price_parts
 from shoal.planner.job import Job, count_stages
 from shoal.planner.memory import CONTEXT_BYTES, price_memory, rank_kept_bytes
 from shoal.planner.parts import StepParts
 from shoal.planner.simulate import schedule_for
 from shoal.planner.simulation.holding import Held, StepBytes
-from shoal.trainer.forecasts.planning import chain_for, job_on
+from shoal.trainer.forecasts.planned import chain_for, check_experts, facts_for
+from shoal.trainer.forecasts.planning import job_on
 from shoal.trainer.forecasts.simrequest import Asked
 
 
@@ -29,8 +32,10 @@ def price_asked(asked: Asked) -> Priced:
     """Price the plan of one site.
 
     Raises:
-        RequestError: the model cannot be traced.
+        RequestError: the model cannot be traced, or does not allow the plan.
     """
+    chain = chain_for(asked.recipe, asked.spec)
+    _check_plan(asked, chain)
     cluster, plan = asked.site_cluster, asked.site_plan
     if plan.pp > 1:
         # A schedule has stages of its own number where the plan leaves that to it.
@@ -38,7 +43,7 @@ def price_asked(asked: Asked) -> Priced:
         plan = replace(plan, chunks=grid.chunks)
     job = job_on(
         asked.recipe,
-        chain_for(asked.recipe, asked.spec),
+        chain,
         cluster,
         global_batch=asked.global_batch // asked.num_sites,
     )
@@ -48,6 +53,21 @@ def price_asked(asked: Asked) -> Priced:
         weight_bytes=job.weight_bytes * job.chain.weights,
         tokens=job.chain.tokens,
     )
+
+
+def _check_plan(asked: Asked, chain: Chain) -> None:
+    """Hold a plan to what only looking at the model tells; that of shipped models was asked before."""
+    plan = asked.plan
+    check_experts(plan, chain)
+    facts = facts_for(asked.recipe, asked.spec)
+    replace(plan, ep=1).check(facts)
+    # Blocks are counted above; of a module without any, every layer can be a stage.
+    num_stages = plan.num_stages if plan.pp > 1 else 1
+    if facts.num_units is None and not facts.num_blocks and num_stages > len(chain.layers):
+        raise RequestError(
+            f"plan {str(plan)!r} wants {num_stages} stages, and {chain.name} can be cut into {len(chain.layers)}; "
+            f"lower pp or chunks"
+        )
 
 
 def _bytes(job: Job, plan: Plan) -> StepBytes:

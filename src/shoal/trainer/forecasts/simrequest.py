@@ -92,10 +92,10 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
     assert data.spec is not None, "data that was measured has a spec"
     check_model(recipe.model, data.spec)
     refuse_settings(recipe, plan)
-    # A shape that stands in the model's place is held to its own numbers.
+    # Of a shape, and of the user's own module, ``simprice.py`` asks: it has looked at them without memory.
     facts = facts_of(recipe.model, data.spec) if recipe.planner.shape is None else None
     if facts is not None:
-        layout.plan.check(facts)
+        replace(layout.plan, ep=1).check(facts)
     num_sites = _sites(request, layout.plan)
     remarks = []
     if layout.plan.world_size < cluster.num_devices:
@@ -131,7 +131,7 @@ def _fit_plan(recipe: Recipe, text: str | None, cluster: Cluster) -> Plan:
                 f"plan {str(wanted)!r} needs {wanted.world_size} devices, and the cluster has {num_devices}; "
                 f"give a cluster of {wanted.world_size}, or lower a degree of the plan"
             )
-        return choose_plan(recipe.plan, plan_text=text, num_processes=None)
+        return _chosen(recipe, text, wanted, None)
     per_replica = wanted.ranks_per_replica
     if per_replica and num_devices % per_replica:
         fits = [size for size in (num_devices - num_devices % per_replica,) if size]
@@ -140,7 +140,14 @@ def _fit_plan(recipe: Recipe, text: str | None, cluster: Cluster) -> Plan:
             f"plan {str(wanted)!r}: the cluster's {num_devices} devices are not a multiple of the {per_replica} that one replica "
             f"takes; use --devices {' or '.join(map(str, fits))}, or say dp in the plan"
         )
-    return choose_plan(recipe.plan, plan_text=text, num_processes=num_devices)
+    return _chosen(recipe, text, wanted, num_devices)
+
+
+def _chosen(recipe: Recipe, text: str | None, wanted: Plan, num_devices: int | None) -> Plan:
+    """The plan as a run would choose it, with the expert parallelism that is priced before it is executed."""
+    without = None if text is None else str(replace(wanted, ep=1))
+    own = recipe.plan if recipe.plan.strip() == "auto" else str(replace(Plan.parse(recipe.plan), ep=1))
+    return replace(choose_plan(own, plan_text=without, num_processes=num_devices), ep=wanted.ep)
 
 
 def _sites(request: SimulationRequest, plan: Plan) -> int:

@@ -5,7 +5,8 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.data.check import DataSummary
 from shoal.trainer.config import load_recipe
-from shoal.trainer.forecasts.planning import PlanRequest, build_job, plan_for, shape_facts
+from shoal.trainer.forecasts.planned import shape_facts
+from shoal.trainer.forecasts.planning import PlanRequest, build_job, plan_for
 
 SHAPE = """
 [planner.shape]
