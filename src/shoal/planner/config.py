@@ -1,6 +1,6 @@
 """What ``[planner]`` of a recipe can say: a model by its numbers, devices of one's own, whose software runs, how long to look."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -94,3 +94,7 @@ class PlannerConfig(Config):
     software: str = "shoal"
     """Whose constants are used: shoal, fsdp, torchtitan, megatron, megatron-core, megatron-core-graphs, megatron-deepspeed or
     bigscience."""
+    precisions: list[Literal["float64", "float32", "bfloat16", "float16", "float8", "float4"]] = Field(
+        default_factory=list
+    )
+    """Compute types that ``shoal plan`` ranks together; without any it ranks ``train.precision``, and shows faster ones below."""

@@ -1,13 +1,14 @@
 """What a plan is expected to do: one value with time, memory and where both go. By closed forms, or by the schedule itself."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from shoal.core.plan import Plan
+from shoal.core.plan import EXECUTED, Plan
 from shoal.planner.cost import Known, price_parts
 from shoal.planner.job import Job, count_ranks, ranks_of_stages
 from shoal.planner.memory import CONTEXT_BYTES, Memory, price_memory
 from shoal.planner.parts import StepParts
+from shoal.planner.precisions import EXECUTED_PRECISIONS
 from shoal.planner.simulate import schedule_for, simulate_step
 from shoal.planner.span import pipeline_seconds
 from shoal.schedules.pricing import peak_activations
@@ -21,10 +22,14 @@ class Estimate:
     """A plan's step on a cluster."""
 
     plan: Plan
+    precision: str
+    """What it computes in."""
     seconds: float
     parts: StepParts
     memory: Memory
     """Of the fullest rank."""
+    places: tuple[Memory, ...]
+    """Of the ranks at every place of the pipeline; of a plan that a search only looked at, those that are unlike."""
     limit: float
     """Bytes that a device has for it."""
     busy: float
@@ -39,6 +44,16 @@ class Estimate:
     def fits(self) -> bool:
         """Whether the fullest rank has room."""
         return self.memory.allocated <= self.limit
+
+    @property
+    def not_executed(self) -> tuple[str, ...]:
+        """What Shoal prices and does not execute yet, in the words of a plan; ``shoal train`` refuses it."""
+        keys = tuple(
+            f"{key.name}={getattr(self.plan, key.name)}"
+            for key in fields(self.plan)
+            if key.name not in EXECUTED and getattr(self.plan, key.name) != key.default
+        )
+        return keys if self.precision in EXECUTED_PRECISIONS else (*keys, self.precision)
 
     @property
     def headroom(self) -> float:
@@ -72,34 +87,43 @@ class Estimate:
         """For JSON."""
         return {
             "plan": str(self.plan),
+            "precision": self.precision,
+            "executable": not self.not_executed,
+            "not_executed": list(self.not_executed),
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_second,
             "mfu": self.utilisation,
             "bubble": self.bubble,
             "exposed": dict(self.exposed),
             "memory": self.memory.as_dict(),
+            "memory_by_place": [place.as_dict() for place in self.places],
             "headroom_bytes": self.headroom,
             "fits": self.fits,
             "by_schedule": self.by_schedule,
         }
 
 
-def estimate(job: Job, plan: Plan, known: Known | None = None) -> Estimate:
+def estimate(job: Job, plan: Plan, known: Known | None = None, *, every_place: bool = False) -> Estimate:
     """Time and memory by closed forms: some ten thousand plans in a second.
 
     Args:
         job: what is trained, and on what.
         plan: how.
         known: times of layers from earlier calls for the same job.
+        every_place: price the memory of every place of the pipeline, not only of those that may be the fullest.
     """
     parts = price_parts(job, plan, known)
     seconds = (
         pipeline_seconds(parts, plan, overlaps_transfer=job.stack.software.overlaps_transfer) + parts.after_pipeline
     )
-    # Of ranks with the same layers the first holds the most microbatches.
+    ranks = None if every_place else _unlike(job, plan)
+    return _made(job, plan, parts, seconds, price_memory(job, plan, ranks=ranks), by_schedule=False)
+
+
+def _unlike(job: Job, plan: Plan) -> list[int]:
+    """Pipeline ranks of which one is the fullest: of ranks with the same layers the first holds the most microbatches."""
     layers = [tuple(sorted(counted.items())) for counted in count_ranks(job.chain, plan)]
-    unlike = [rank for rank, own in enumerate(layers) if layers.index(own) == rank]
-    return _made(job, plan, parts, seconds, price_memory(job, plan, ranks=unlike), by_schedule=False)
+    return [rank for rank, own in enumerate(layers) if layers.index(own) == rank]
 
 
 def estimate_by_schedule(job: Job, plan: Plan, *, most_cells: int = _MOST_CELLS) -> Estimate:
@@ -113,10 +137,8 @@ def estimate_by_schedule(job: Job, plan: Plan, *, most_cells: int = _MOST_CELLS)
     Raises:
         RequestError: the schedule cannot be had in this size.
     """
-    if plan.pp == 1:
-        return estimate(job, plan)
-    if plan.pp * (plan.chunks or 1) * (plan.microbatches or 1) > most_cells:
-        return estimate(job, plan)
+    if plan.pp == 1 or plan.pp * (plan.chunks or 1) * (plan.microbatches or 1) > most_cells:
+        return estimate(job, plan, every_place=True)
     parts = price_parts(job, plan)
     schedule = schedule_for(plan, parts.microbatches)
     seconds = simulate_step(parts, schedule, plan=plan).step_seconds
@@ -132,9 +154,11 @@ def _made(
     peak = job.cluster.device.flops(job.precision) * plan.world_size
     return Estimate(
         plan=plan,
+        precision=job.precision,
         seconds=seconds,
         parts=parts,
         memory=max(memory, key=lambda one: one.allocated),
+        places=memory,
         limit=job.cluster.device.memory_bytes - CONTEXT_BYTES,
         busy=parts.microbatches * sum(_work(parts, plan)) / plan.pp,
         tokens_per_second=tokens / seconds,

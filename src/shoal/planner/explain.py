@@ -34,7 +34,7 @@ def explain(best: Estimate, second: Estimate | None) -> list[str]:
     shares = ", ".join(
         f"{name} {seconds / best.seconds:.0%}" for name, seconds in spent.items() if seconds / best.seconds >= _WORTH
     )
-    lines = [f"{best.plan}: {shares}"]
+    lines = [f"{_name(best, second)}: {shares}"]
     if second is not None:
         lines += list(_differences(best, second))
     return lines
@@ -48,7 +48,7 @@ def why_not(asked: Estimate, best: Estimate) -> list[str]:
             f"{asked.plan} does not fit: its fullest rank needs {asked.memory.allocated / GIB:.1f} GiB and "
             f"{asked.limit / GIB:.1f} are free; {_largest(asked)}"
         )
-    if str(asked.plan) == str(best.plan):
+    if (str(asked.plan), asked.precision) == (str(best.plan), best.precision):
         return [*lines, f"{asked.plan} is the fastest plan that was found"]
     return [*lines, *_differences(best, asked)]
 
@@ -69,13 +69,22 @@ def _largest(found: Estimate) -> str:
     return f"the largest part is {name} with {parts[name] / GIB:.1f} GiB; {cure}"
 
 
+def _name(found: Estimate, beside: Estimate | None) -> str:
+    """A plan, and its precision where the one beside it has another."""
+    return (
+        str(found.plan)
+        if beside is None or beside.precision == found.precision
+        else f"{found.plan} in {found.precision}"
+    )
+
+
 def _differences(best: Estimate, other: Estimate) -> Iterator[str]:
     slower = other.seconds / best.seconds - 1
     if abs(slower) < _WORTH / 10:
-        yield f"{other.plan} is as fast"
+        yield f"{_name(other, best)} is as fast"
     else:
         word = "slower" if slower >= 0 else "faster"
-        yield f"{other.plan} is {abs(slower):.1%} {word}: {other.seconds:.4g} s in place of {best.seconds:.4g} s"
+        yield f"{_name(other, best)} is {abs(slower):.1%} {word}: {other.seconds:.4g} s in place of {best.seconds:.4g} s"
     own, theirs = time_parts(best), time_parts(other)
     names = dict.fromkeys([*own, *theirs])
     changes = {name: theirs.get(name, 0.0) - own.get(name, 0.0) for name in names}

@@ -36,9 +36,55 @@ def test_plans_as_lines_and_as_json(shoal, recipe, tmp_path):
     assert "no run of shoal on a100-80gb was there to calibrate on" in done.stdout and found["in_range"] is False
 
 
+def test_the_recipes_precision_is_ranked_and_a_faster_one_is_said_to_change_numerics(shoal, tmp_path):
+    (tmp_path / "own.toml").write_text(TINY)
+    done = shoal(
+        "plan", "own.toml", "--cluster", "h100:8", "--top", 2, "--set", "model.hidden=2048", "--set", "data.sequence=1024",
+        "--global-batch", 64, "--json", "out.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [plan["precision"] for plan in found["plans"]] == ["float32"] * 2 and found["runnable"] is None
+    assert not any(plan["changes_numerics"] for plan in found["plans"])
+    (faster,) = found["faster_precisions"]
+    assert faster["precision"] == "bfloat16" and faster["changes_numerics"] and faster["executable"]
+    command = f"shoal train own.toml --plan '{faster['plan']}' --set model.hidden=2048 --set data.sequence=1024"
+    assert faster["command"] == f"{command} --set train.global_batch=64 --set train.precision=bfloat16"
+    assert "precision" in done.stdout and f"run 3 with: {faster['command']}" in done.stdout
+    assert "bfloat16 (3) is not the recipe's float32: numerics change" in done.stdout
+
+
+def test_what_shoal_does_not_execute_has_a_star(shoal, recipe, tmp_path):
+    done = shoal(
+        "plan", recipe, "--cluster", "h100:4x8", "--global-batch", 64, "--top", 1, "--precision", "bfloat16,float8",
+        "--set", "planner.software=megatron-core", "--set", "planner.shape.experts=16", "--json", "out.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    (first,), runs = found["plans"], found["runnable"]
+    assert first["precision"] == "float8" and first["executable"] is False and first["command"] is None
+    assert "float8" in first["not_executed"] and runs["executable"] is True and runs["precision"] == "bfloat16"
+    assert "1*" in done.stdout and "* is priced and not executed by Shoal yet (" in done.stdout
+    assert "the fastest of these that is is 2" in done.stdout
+
+
+def test_memory_is_told_for_every_place_of_the_pipeline(shoal, recipe, tmp_path):
+    """Before, only the fullest rank's memory was printed and written."""
+    options = ("--global-batch", 16, "--why-not", "pp=4", "--set", "train.precision=bfloat16", "--json", "out.json")
+    done = shoal("plan", recipe, "--cluster", "a100-80gb:1x4", *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    asked = found["asked"]
+    held = [place["allocated"] for place in asked["memory_by_place"]]
+    assert len(held) == 4 and max(held) == asked["memory"]["allocated"] > min(held)
+    assert all(len(plan["memory_by_place"]) == (4 if "pp=4" in plan["plan"] else 2 if "pp=2" in plan["plan"] else 1)
+               for plan in found["plans"])  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--cluster", "h100:8", "--precision", "bf16"], "there is no precision 'bf16'"),
         (["--cluster", "a10:8"], "there is no device 'a10'; did you mean 'a100'?"),
         (["--cluster", "v100-16gb:1"], "it fits on"),
     ],

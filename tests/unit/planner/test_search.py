@@ -10,10 +10,12 @@ from shoal.core.combine import divisors
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width
 from shoal.core.plan import Plan
+from shoal.planner.candidates import Limits
 from shoal.planner.estimate import estimate, estimate_by_schedule
 from shoal.planner.presets import GIB
-from shoal.planner.search import Limits, refuse_small, search, smallest_cluster
+from shoal.planner.search import search
 from shoal.planner.simulate import schedule_for
+from shoal.planner.smallest import refuse_small, smallest_cluster
 
 
 def facts_of(shape) -> ModelFacts:

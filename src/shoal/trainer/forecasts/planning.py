@@ -11,13 +11,16 @@ from shoal.costs.chain import Chain
 from shoal.data.check import check_data
 from shoal.models.check import check_model
 from shoal.optim.flat import num_state_bytes
+from shoal.planner.candidates import Limits
 from shoal.planner.estimate import Estimate, estimate_by_schedule
 from shoal.planner.explain import explain, why_not
 from shoal.planner.hardware import Cluster
 from shoal.planner.job import Job
 from shoal.planner.perlayer import Choices, choose_splits
+from shoal.planner.precisions import EXECUTED_PRECISIONS, check_precisions, faster_precisions
 from shoal.planner.presets import build_cluster
-from shoal.planner.search import Found, Limits, refuse_small, search
+from shoal.planner.search import Found, merge, search
+from shoal.planner.smallest import refuse_small
 from shoal.planner.stacks import SOFTWARE, find_stack
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.forecasts.planned import chain_for, check_experts, facts_for, shape_chain, shape_facts
@@ -36,6 +39,8 @@ class PlanRequest:
     overrides: tuple[str, ...] = ()
     top: int = 5
     why_not: str | None = None
+    precisions: tuple[str, ...] = ()
+    """Compute types to rank together; those of ``[planner]``, else the recipe's own, when left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,10 @@ class Answer:
     """The plan that was asked about."""
     choices: Choices | None
     """The best split of every layer by itself, where layers are not alike."""
+    is_shape: bool = False
+    """A shape was planned for, in place of the recipe's module."""
+    others: tuple[Estimate, ...] = ()
+    """The best in each faster precision, where the user left the precision to the recipe."""
 
 
 def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
@@ -60,20 +69,32 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
         own: measures the user's own data where the recipe names it.
 
     Raises:
-        RequestError: an unknown device, a model that cannot be traced, a cluster that is too small; each with its fix.
+        RequestError: an unknown device or precision, a model that cannot be traced, a cluster that is too small; each with its
+            fix.
     """
     recipe = load_recipe(request.recipe, request.overrides)
     if request.top < 1:
         raise RequestError(f"--top is {request.top}; give 1 or more")
     job, facts = build_job(recipe, request.cluster, global_batch=request.global_batch, own=own)
     limits = Limits(facts=facts)
-    found = search(job, limits, top=request.top)
+    wanted = request.precisions or tuple(recipe.planner.precisions)
+    device, software = job.cluster.device, job.stack.software
+    precisions = check_precisions(wanted, device, software) or (job.precision,)
+    jobs = [_job_in(recipe, job, precision, own) for precision in precisions]
+    found = merge([search(each, limits, top=request.top) for each in jobs], top=request.top)
     if not found.ranked:
-        raise refuse_small(job, found, limits)
+        raise refuse_small(jobs[0], found, limits)
+    faster = () if wanted else faster_precisions(job.precision, device, software)
+    others = [
+        one
+        for precision in faster
+        for one in search(_job_in(recipe, job, precision, own), limits, top=1).ranked
+        if one.seconds < found.ranked[0].seconds
+    ]
     asked: Estimate | None = None
     because: list[str] = []
     if request.why_not is not None:
-        asked, because = _ask(job, facts, request.why_not, found.ranked[0])
+        asked, because = _ask(jobs[0], facts, request.why_not, found.ranked[0])
     is_uneven = len({layer.weights for layer in job.chain.layers}) > len(job.chain.layers) // 2
     return Answer(
         job=job,
@@ -82,7 +103,20 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
         why_not=tuple(because),
         asked=asked,
         choices=choose_splits(job) if is_uneven and job.cluster.num_devices <= 1024 else None,
+        is_shape=recipe.planner.shape is not None,
+        others=tuple(others),
     )
+
+
+def _job_in(recipe: Recipe, job: Job, precision: str, own: OwnParts) -> Job:
+    """The same job in another precision."""
+    if precision == job.precision:
+        return job
+    # Products in fewer bits than 16 are surrounded by what is computed in 16.
+    traced = precision if precision in EXECUTED_PRECISIONS else "bfloat16"
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": traced})})
+    chain, _ = _model(recipe, own)
+    return replace(job_on(recipe, chain, job.cluster, global_batch=job.global_batch), precision=precision)
 
 
 def build_job(
@@ -111,16 +145,24 @@ def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -
     if config.software not in SOFTWARE:
         raise RequestError(f"planner.software is {config.software!r}; {did_you_mean(config.software, SOFTWARE)}")
     is_ours = config.software == "shoal"
-    weight_bytes = (8.0 if precision == "float64" else 4.0) if is_ours else 2.0
+    stack = find_stack(config.software, where.device.name)
+    wide = {"float64": 8.0, "float32": 4.0}.get(precision)
+    weight_bytes = wide or (4.0 if is_ours else 2.0)
+    state_bytes: float | None = None
+    if is_ours:
+        # Of a tensor large enough that the few bytes for every tensor do not count.
+        state_bytes = num_state_bytes(recipe.optim.name, [_MANY], int(weight_bytes)) / _MANY
+    elif wide:
+        # Weights that are wide themselves have no wide copy beside Adam's moments.
+        state_bytes = (stack.software.state_bytes - 4.0) * wide / 4.0
     return Job(
         chain=chain,
         cluster=where,
-        stack=find_stack(config.software, where.device.name),
+        stack=stack,
         global_batch=global_batch,
         precision=precision,
         weight_bytes=weight_bytes,
-        # Of a tensor large enough that the few bytes for every tensor do not count.
-        state_bytes=num_state_bytes(recipe.optim.name, [_MANY], int(weight_bytes)) / _MANY if is_ours else None,
+        state_bytes=state_bytes,
     )
 
 

@@ -1,10 +1,13 @@
 """From a recipe and a cluster to plans: shapes and devices by numbers, what is taken from the recipe, and what is refused."""
 
+from typing import get_args
+
 import pytest
 
 from shoal.core.errors import RequestError
 from shoal.data.check import DataSummary
-from shoal.trainer.config import load_recipe
+from shoal.planner.precisions import EXECUTED_PRECISIONS
+from shoal.trainer.config import TrainConfig, load_recipe
 from shoal.trainer.forecasts.planned import shape_facts
 from shoal.trainer.forecasts.planning import PlanRequest, build_job, plan_for
 
@@ -66,8 +69,68 @@ def test_shoal_keeps_weights_in_float32_and_its_optimizers_state(tiny):
     recipe = load_recipe(tiny, ("train.precision=bfloat16",))
     job, facts = build_job(recipe, "h100:8", own=NoOwnParts())
     assert job.weight_bytes == 4 and job.state_bytes == pytest.approx(8, abs=0.01) and facts.heads == ((4, 2),)
-    other, _ = build_job(load_recipe(tiny, ("planner.software=megatron",)), "h100:8", own=NoOwnParts())
+    others = ("planner.software=megatron", "train.precision=bfloat16")
+    other, _ = build_job(load_recipe(tiny, others), "h100:8", own=NoOwnParts())
     assert other.weight_bytes == 2 and other.state_bytes is None and other.stack.software.name == "megatron"
+
+
+def test_other_software_in_float32_has_wide_weights_and_no_wide_copy_of_them(tiny):
+    """Before, weights were 2 bytes whatever the precision: 14 bytes a weight with Adam's 12, where they are 4 + 8."""
+    job, _ = build_job(load_recipe(tiny, ("planner.software=megatron",)), "h100:8", own=NoOwnParts())
+    assert (job.precision, job.weight_bytes, job.state_bytes) == ("float32", 4.0, 8.0)
+
+
+def test_the_best_in_every_faster_precision_stands_beside_the_recipes_own(shaped):
+    """Before, only the recipe's own precision was ever priced."""
+    answer = ask(shaped, "h100:2x8", global_batch=64)
+    assert {one.precision for one in answer.found.ranked} == {"float32"}
+    assert [one.precision for one in answer.others] == ["bfloat16"], "shoal does not compute in float8"
+    assert answer.others[0].seconds < answer.found.ranked[0].seconds
+    narrow = ask(
+        shaped, "h100:2x8", global_batch=64, overrides=("planner.software=megatron-core", "train.precision=bfloat16")
+    )
+    assert [one.precision for one in narrow.others] == ["float8"] and narrow.others[0].not_executed == ("float8",)
+
+
+def test_precisions_that_are_asked_for_are_ranked_together(shaped):
+    options = {"global_batch": 64, "top": 8, "overrides": ("planner.software=megatron-core",)}
+    answer = ask(shaped, "h100:2x8", precisions=("bfloat16", "float8"), **options)
+    assert answer.others == () and len(answer.found.ranked) == 8
+    assert answer.found.ranked[0].precision == "float8" and answer.job.precision == "float32"
+    assert answer.found.runnable is not None or any(not one.not_executed for one in answer.found.ranked)
+    by_recipe = ask(
+        shaped, "h100:2x8", **{**options, "overrides": (*options["overrides"], 'planner.precisions=["float8"]')}
+    )
+    assert {one.precision for one in by_recipe.found.ranked} == {"float8"}
+    assert by_recipe.found.runnable is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "message"),
+    [
+        ("h100:8", "float9", "there is no precision 'float9'; did you mean 'float"),
+        ("v100:8", "bfloat16", "no plan computes in bfloat16 here: v100-32gb has .*; leave bfloat16 out"),
+        ("h100:8", "float8", "shoal does not compute in it, and megatron-core, .* do: set planner.software"),
+    ],
+)
+def test_a_precision_that_is_not_there_is_refused(shaped, cluster, precision, message):
+    with pytest.raises(RequestError, match=message):
+        ask(shaped, cluster, precisions=(precision,))
+
+
+def test_the_precisions_that_are_executed_are_those_of_train():
+    assert set(EXECUTED_PRECISIONS) == set(get_args(TrainConfig.model_fields["precision"].annotation))
+
+
+def test_a_plan_with_experts_is_marked_and_one_that_runs_is_found(shaped):
+    """Before, a ranking of plans with ep could be all there was, and `shoal train` refused each of them."""
+    overrides = ("planner.shape.experts=16", "planner.shape.chosen_experts=2", "train.precision=bfloat16")
+    answer = ask(shaped, "h100:4x8", global_batch=64, top=1, overrides=overrides)
+    best = answer.found.ranked[0]
+    assert best.plan.ep > 1 and best.not_executed == (f"ep={best.plan.ep}",)
+    assert best.as_dict()["executable"] is False and best.as_dict()["not_executed"] == [f"ep={best.plan.ep}"]
+    assert answer.found.runnable.plan.ep == 1 and answer.found.runnable.as_dict()["executable"] is True
+    assert answer.found.runnable.seconds >= best.seconds
 
 
 def test_unlike_layers_get_splits_of_their_own(tiny):

@@ -1,0 +1,168 @@
+"""What ``shoal plan`` prints and writes: the ranking, what is not executed or computes otherwise, why, and how to run it."""
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from shoal.cli.result import print_table
+from shoal.core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from shoal.planner.estimate import Estimate
+    from shoal.trainer.forecasts.planning import Answer, PlanRequest
+
+_COLUMNS = ("", "plan", "precision", "step", "tokens/s", "MFU", "bubble", "exposed", "memory", "head room")
+_WORTH = 0.005
+"""Share of a step that a split of each layer's own must gain to be spoken of."""
+_FEW = 8
+"""Places of a pipeline whose memory is printed one by one."""
+
+
+def print_answer(answer: "Answer", request: "PlanRequest") -> None:
+    """Print an answer: the table first, then what there is to say about it."""
+    job, found = answer.job, answer.found
+    print(
+        f"{job.chain.name}: {format_count(job.chain.weights)} parameters on {job.cluster.num_devices} x "
+        f"{job.cluster.device.name}, "
+        f"{job.global_batch} samples a step, {job.precision}; {found.num_plans} plans in {found.seconds:.1f} s"
+    )
+    print()
+    rows = _rows(answer)
+    print_table(_COLUMNS, [_line(number, one) for number, one in enumerate(rows, start=1)])
+    print()
+    print("\n".join(answer.reasons))
+    places = _places(found.ranked[0])
+    if places:
+        print(places)
+    if found.refused is not None:
+        print(
+            f"refused by memory: {found.refused.plan} would take {found.refused.seconds:.4g} s, and lacks "
+            f"{format_bytes(-found.refused.headroom)} a device"
+        )
+    for line in (*answer.why_not, *_caveats(answer, rows), *_commands(answer, rows, request), *_splits(answer)):
+        print(line)
+    stack = job.stack
+    if not stack.is_fitted:
+        print(
+            f"no run of {stack.software.name} on {job.cluster.device.name} was there to calibrate on: times may be off by a "
+            f"third; "
+            f"constants are from {stack.fitted_on.split(';')[0] or 'data sheets'}"
+        )
+
+
+def _rows(answer: "Answer") -> list["Estimate"]:
+    """The ranking, one that runs where none of it does, and the best in faster precisions."""
+    extra = (answer.found.runnable,) if answer.found.runnable is not None else ()
+    return [*answer.found.ranked, *extra, *answer.others]
+
+
+def _line(number: int, found: "Estimate") -> tuple[object, ...]:
+    exposed = sum(share for axis, share in found.exposed.items() if axis != "pp")
+    return (
+        f"{number}*" if found.not_executed else number,
+        found.plan,
+        found.precision,
+        f"{found.seconds:.4g} s",
+        format_count(found.tokens_per_second),
+        f"{found.utilisation:.1%}",
+        f"{found.bubble:.1%}",
+        f"{exposed:.1%}",
+        format_bytes(found.memory.allocated),
+        format_bytes(found.headroom),
+    )
+
+
+def _places(best: "Estimate") -> str:
+    """The memory of the best plan's pipeline places, where they differ."""
+    held = [format_bytes(place.allocated) for place in best.places]
+    if len(set(held)) <= 1:
+        return ""
+    shown = ", ".join(held) if len(held) <= _FEW else f"{', '.join(held[: _FEW - 2])}, ... {held[-1]}"
+    return f"memory of 1 by place in the pipeline: {shown}"
+
+
+def _caveats(answer: "Answer", rows: list["Estimate"]) -> Iterator[str]:
+    """Which rows cannot be run as they are, or would not compute what the recipe does."""
+    starred = list(dict.fromkeys(word.partition("=")[0] for one in rows for word in one.not_executed))
+    if starred:
+        runs = next((number for number, one in enumerate(rows, start=1) if not one.not_executed), None)
+        fastest = "none of these is" if runs is None else f"the fastest of these that is is {runs}"
+        yield f"* is priced and not executed by Shoal yet ({', '.join(starred)}); {fastest}"
+    for precision in dict.fromkeys(one.precision for one in rows):
+        if precision != answer.job.precision:
+            numbers = [str(number) for number, one in enumerate(rows, start=1) if one.precision == precision]
+            yield (
+                f"{precision} ({', '.join(numbers)}) is not the recipe's {answer.job.precision}: numerics change, and the loss "
+                f"with them"
+            )
+
+
+def _commands(answer: "Answer", rows: list["Estimate"], request: "PlanRequest") -> Iterator[str]:
+    """How to run the best plan, and the best in each other precision, of those that Shoal executes."""
+    if answer.job.stack.software.name != "shoal":
+        return
+    told: set[str] = set()
+    for number, one in enumerate(rows, start=1):
+        command = train_command(answer, one, request)
+        if command is not None and one.precision not in told:
+            told.add(one.precision)
+            yield f"run {number} with: {command}"
+
+
+def train_command(answer: "Answer", found: "Estimate", request: "PlanRequest") -> str | None:
+    """The command that trains by a plan; None where Shoal does not execute it, or the recipe's model is not what was planned."""
+    if found.not_executed or answer.is_shape:
+        return None
+    changes = [change for change in request.overrides if not change.startswith("planner.")]
+    if request.global_batch is not None:
+        changes.append(f"train.global_batch={request.global_batch}")
+    if found.precision != answer.job.precision:
+        changes.append(f"train.precision={found.precision}")
+    words = ["shoal", "train", str(request.recipe), "--plan", str(found.plan)]
+    return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
+
+
+def _splits(answer: "Answer") -> Iterator[str]:
+    choices, layers = answer.choices, answer.job.chain.layers
+    gain = 0.0 if choices is None else 1 - choices.seconds / choices.uniform_seconds
+    if choices is not None and gain >= _WORTH:
+        yield f"a split of each layer's own could be {gain:.1%} faster than one for all ({choices.uniform}):"
+        for split, first, end in choices.runs():
+            yield f"  {layers[first].name} to {layers[end - 1].name}: {split}"
+
+
+def answer_values(answer: "Answer", request: "PlanRequest") -> dict[str, object]:
+    """For JSON."""
+    job, found = answer.job, answer.found
+
+    def values(one: "Estimate | None") -> dict[str, object] | None:
+        if one is None:
+            return None
+        changes = one.precision != job.precision
+        return {**one.as_dict(), "changes_numerics": changes, "command": train_command(answer, one, request)}
+
+    return {
+        "model": job.chain.name,
+        "parameters": job.chain.weights,
+        "cluster": request.cluster,
+        "devices": job.cluster.num_devices,
+        "global_batch": job.global_batch,
+        "precision": job.precision,
+        "in_range": job.stack.is_fitted,
+        "plans": [values(one) for one in found.ranked],
+        "runnable": values(found.runnable),
+        "faster_precisions": [values(one) for one in answer.others],
+        "refused": values(found.refused),
+        "why": list(answer.reasons),
+        "why_not": list(answer.why_not),
+        "asked": values(answer.asked),
+        "num_plans": found.num_plans,
+        "search_s": found.seconds,
+        "per_layer": None
+        if answer.choices is None
+        else {
+            "seconds": answer.choices.seconds,
+            "uniform_seconds": answer.choices.uniform_seconds,
+            "splits": [str(split) for split in answer.choices.splits],
+        },
+    }
