@@ -1,10 +1,13 @@
 """Jobs for tests of the planner: transformers by their numbers on clusters by their names, with constants that are round."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.planner.job import Job
 from shoal.planner.presets import build_cluster
+from shoal.planner.splits import Lying, Split, redistribute, ways_of
 from shoal.planner.stacks import SOFTWARE, Constants, Stack
 
 PLAIN = TransformerShape(
@@ -36,3 +39,24 @@ def job_of(
         global_batch=global_batch,
         **rest,
     )
+
+
+def all_assignments(job: Job) -> Iterator[tuple[list[Split], float, float]]:
+    """Every assignment of ways to layers: its splits, seconds and bytes."""
+    layers = job.chain.layers
+    known: dict[tuple[float, Lying, Lying], float] = {}
+
+    def move(num_bytes: float, old: Lying, new: Lying) -> float:
+        if (num_bytes, old, new) not in known:
+            known[num_bytes, old, new] = redistribute(job, num_bytes, old, new)
+        return known[num_bytes, old, new]
+
+    for ways in itertools.product(*(ways_of(job, layer, job.cluster.num_devices) for layer in layers)):
+        seconds = sum(way.seconds for way in ways)
+        for layer, (old, new) in zip(layers, itertools.pairwise(ways), strict=False):
+            old_lying, new_lying = Lying(old.split, old.gives_shards), Lying(new.split, new.takes_shards)
+            seconds += move(layer.output_bytes, old_lying, new_lying)
+        last = ways[-1]
+        if last.gives_shards:
+            seconds += move(layers[-1].output_bytes, Lying(last.split, True), Lying(last.split, False))
+        yield [way.split for way in ways], seconds, sum(way.num_bytes for way in ways)

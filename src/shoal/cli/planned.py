@@ -163,6 +163,8 @@ def answer_values(answer: "Answer", request: "PlanRequest") -> dict[str, object]
         else {
             "seconds": answer.choices.seconds,
             "uniform_seconds": answer.choices.uniform_seconds,
+            "uniform": str(answer.choices.uniform),
+            "memory_bytes": answer.choices.num_bytes,
             "splits": [str(split) for split in answer.choices.splits],
         },
     }

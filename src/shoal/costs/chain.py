@@ -123,6 +123,11 @@ class Layer:
     """Bytes that leave for the experts of other ranks, and as many that come back, of one sample; 0 without experts."""
     kv_bytes: float = 0.0
     """Keys and values that travel around a context-parallel ring, of one sample."""
+    image_rows: int = 0
+    """Of the images that it works on row by row: a number that ranks which share the rows out must divide; 0 where it is no such
+    layer."""
+    halo_bytes: float = 0.0
+    """Bytes of one sample that two neighbours which share the rows out read of each other's, together."""
     tied_to: str | None = None
     """The layer whose ``split_weights`` this one reads as well; they are counted there alone."""
 

@@ -71,7 +71,7 @@ def products_of(
     packet = func.overloadpacket
     read = _PRODUCTS.get(packet)
     if read is not None:
-        return read(_named(func, args, kwargs), output)
+        return read(named_arguments(func, args, kwargs), output)
     count = flop_registry.get(packet)
     if count is None:
         return ()
@@ -90,7 +90,8 @@ def num_bytes(values: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation by the names of its schema."""
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 

@@ -41,6 +41,17 @@ class Saved(NamedTuple):
     num_bytes: int
 
 
+class Image(NamedTuple):
+    """One operation on images (samples, channels, rows, columns), as far as their rows could be shared out."""
+
+    rows: int
+    """A number that divides the rows of what it reads and of what it puts out; 0 where it is no operation on images."""
+    halo_bytes: int
+    """What two neighbours that share the rows out read of each other's."""
+    is_sure: bool
+    """A convolution, or made of what one put out; any other tensor of four dims may be something else."""
+
+
 @dataclass
 class Done:
     """What a stretch of a forward pass did; each list in the order of execution, so that two batch sizes can be compared."""
@@ -53,20 +64,22 @@ class Done:
     """Bytes of keys and values."""
     heads: list[tuple[int, int]] = field(default_factory=list)
     """Query heads and key-value heads of each attention."""
+    images: list[Image] = field(default_factory=list)
 
     def lengths(self) -> tuple[int, ...]:
         """How far each list has come."""
-        return len(self.ops), len(self.saved), len(self.sums), len(self.carried), len(self.heads)
+        return len(self.ops), len(self.saved), len(self.sums), len(self.carried), len(self.heads), len(self.images)
 
     def since(self, start: tuple[int, ...]) -> "Done":
         """What was done after ``lengths`` said this."""
-        ops, saved, sums, carried, heads = start
+        ops, saved, sums, carried, heads, images = start
         return Done(
             ops=self.ops[ops:],
             saved=self.saved[saved:],
             sums=self.sums[sums:],
             carried=self.carried[carried:],
             heads=self.heads[heads:],
+            images=self.images[images:],
         )
 
     def extend(self, more: "Done") -> None:
@@ -76,6 +89,7 @@ class Done:
         self.sums += more.sums
         self.carried += more.carried
         self.heads += more.heads
+        self.images += more.images
 
 
 @dataclass

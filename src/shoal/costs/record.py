@@ -6,7 +6,7 @@ that is cut by columns to the one that is cut by rows; and scores, from a produc
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.costs.chain import Cut, OpKind
-from shoal.costs.count import Attention, Product, is_view, num_bytes, products_of
+from shoal.costs.count import Attention, Product, is_view, named_arguments, num_bytes, products_of
 from shoal.costs.faked import without_memory
+from shoal.costs.images import read_image
 from shoal.costs.links import Links, Saved, Seen
 from shoal.costs.saved import SavedActivations
 
@@ -36,6 +37,8 @@ class Mark:
     """A tensor-parallel rank has only its part."""
     is_scores: bool = False
     """It lies between the two products of an attention that is not fused."""
+    is_image: bool = False
+    """A convolution made it, or something that works on rows of images side by side."""
 
 
 _PLAIN = Mark()
@@ -109,6 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for mark in marks:
             if mark.weight is not None:
                 self.links.now.weights.setdefault(mark.weight, self.names[mark.weight])
+        image = self._write_image(func, named_arguments(func, args, kwargs), inputs, marks, outputs)
         products = products_of(func, args, kwargs, output)
         if products:
             made = self._write_products(products, inputs, marks, outputs)
@@ -116,7 +120,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = self._write_other(func, (args, kwargs, output), inputs, marks, outputs)
         for tensor in outputs:
             if id_of(tensor) not in self._marks:
-                self._mark(tensor, made(tensor))
+                self._mark(tensor, replace(made(tensor), is_image=image and tensor.ndim == 4))
+
+    def _write_image(
+        self,
+        func: Any,
+        named: Mapping[str, Any],
+        inputs: Sequence[Tensor],
+        marks: Sequence[Mark],
+        outputs: Sequence[Tensor],
+    ) -> bool:
+        """Write down what an operation does to images; whether it makes one."""
+        if is_view(func):
+            return False
+        read = [tensor for tensor, mark in zip(inputs, marks, strict=True) if mark.weight is None]
+        is_from_image = any(mark.is_image for mark in marks)
+        image = read_image(func, named, read, outputs, comes_from_image=is_from_image)
+        if image is not None:
+            self.links.now.done.images.append(image)
+        return image is not None and image.is_sure and image.rows > 0
 
     def _write_products(
         self,

@@ -22,7 +22,8 @@ from shoal.costs.alike import imitating
 from shoal.costs.chain import Chain, Cut, Layer, LayerKind
 from shoal.costs.faked import fake_like, faked
 from shoal.costs.fused import OneKernel
-from shoal.costs.links import Link, Links, num_received
+from shoal.costs.images import rows_of
+from shoal.costs.links import Done, Link, Links, num_received
 from shoal.costs.persample import Batches, check_alike, growth, kept_of_sample, ops_of_sample, total_growth
 from shoal.costs.record import Recorder
 from shoal.costs.rows import find_rows, is_under
@@ -204,10 +205,17 @@ def _layers(module: nn.Module, one: _Pass, two: _Pass, *, batches: Batches) -> t
                 num_pairs=num_pairs,
                 pair_bytes=total_growth(before.done.sums, after.done.sums, batches) / max(1, num_pairs),
                 kv_bytes=total_growth(before.done.carried, after.done.carried, batches),
+                image_rows=(rows := rows_of(before.done.images)),
+                halo_bytes=_halo_bytes(before.done, after.done, batches) if rows else 0.0,
                 tied_to=tied_to,
             )
         )
     return tuple(layers)
+
+
+def _halo_bytes(one: Done, two: Done, batches: Batches) -> float:
+    before, after = ([image.halo_bytes for image in done.images] for done in (one, two))
+    return total_growth(before, after, batches)
 
 
 def _kinds(links: Sequence[Link]) -> list[LayerKind]:

@@ -1,35 +1,27 @@
-"""Which dim each layer is split along, for chains whose layers are not alike: dynamic programming over the chain.
+"""Which dims each layer is split along, for chains whose layers are not alike: dynamic programming over the chain.
 
-A layer on N devices may be split by samples (dp), by parameters (tp) or by an attribute of a sample, its positions (cp), in any
-degrees whose product is N; going from one split to another costs a redistribution of the activation in between. These are
-FlexFlow's SOAP dims (Jia et al. 2019, arXiv:1807.05358) without the operator dim, which a chain does not have; the recursion is
-Galvatron's (Miao et al. 2023, arXiv:2211.13878, eq. 1) without its memory axis. Shoal executes one split for all layers; what
-this finds is how much a split of each layer's own could gain at most.
+A layer on N devices may be split by samples (dp), by parameters (tp), by an attribute of a sample, which is its positions or the
+rows of an image (cp), and be left to a part of the devices, in any degrees whose product is N (``splits.py``). Going from one
+split to another costs a redistribution of the activation in between. The recursion is Galvatron's (Miao et al. 2023,
+arXiv:2211.13878, eq. 1); its memory axis is exact here: ways that are neither faster nor leaner than another are dropped.
+
+Branches that could run at the same time on different devices, FlexFlow's other use of the operator dim, are not known: a traced
+module is a chain, in the order in which it ran.
+
+Shoal executes one split for all layers; what this finds is how much a split of each layer's own could gain at most.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.core.combine import divisors
-from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, Layer
-from shoal.planner.collectives import Group, all_reduce, exchange, exchange_wire, wire_of
-from shoal.planner.cost import time_one_layer
 from shoal.planner.job import Job
-from shoal.planner.sharing import layer_weights
+from shoal.planner.memory import CONTEXT_BYTES
+from shoal.planner.splits import Lying, Split, Way, redistribute, ways_of
 
-
-@dataclass(frozen=True, order=True)
-class Split:
-    """Degrees along samples, parameters and positions."""
-
-    samples: int
-    parameters: int
-    positions: int = 1
-
-    def __str__(self) -> str:
-        words = {"sample": self.samples, "parameter": self.parameters, "attribute": self.positions}
-        return " x ".join(f"{name} {degree}" for name, degree in words.items() if degree > 1) or "one device"
+_MOST_KEPT = 64
+"""Partial assignments that are kept for each way an activation can lie, where memory is short: the fastest, and fewer and fewer
+of the leaner ones. A chain for which that is too few gets an answer that fits and may not be the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +30,8 @@ class Choices:
 
     splits: tuple[Split, ...]
     seconds: float
+    num_bytes: float
+    """Of one device, for all layers; of those that share the devices out unevenly, of the fullest."""
     uniform: Split
     """The best single split."""
     uniform_seconds: float
@@ -53,89 +47,144 @@ class Choices:
         return found
 
 
-def possible_splits(job: Job, layer: Layer, num_devices: int) -> list[Split]:
-    """The splits that a layer can have."""
-    chain = job.chain
-    found = []
-    for parameters in divisors(num_devices):
-        # What has no pair of matrices to cut has nothing to split by parameters.
-        if parameters > 1 and not (layer.num_pairs and _divides_heads(chain, layer, parameters)):
-            continue
-        for positions in divisors(num_devices // parameters):
-            samples = num_devices // (parameters * positions)
-            has_positions = positions == 1 or (layer.kv_bytes > 0 and chain.tokens % positions == 0)
-            if has_positions and job.global_batch % samples == 0:
-                found.append(Split(samples, parameters, positions))
-    return found
+@dataclass(frozen=True)
+class _Path:
+    """Ways for the layers up to one."""
+
+    seconds: float
+    num_bytes: float
+    split: Split
+    before: "_Path | None"
+
+    def splits(self) -> tuple[Split, ...]:
+        found, at = [], self
+        while True:
+            found.append(at.split)
+            if at.before is None:
+                return tuple(found[::-1])
+            at = at.before
 
 
-def _divides_heads(chain: Chain, layer: Layer, parameters: int) -> bool:
-    heads = [count for count in (chain.heads, chain.kv_heads) if count and layer.kv_bytes]
-    return all(count % parameters == 0 for count in heads)
+def is_uneven(chain: Chain) -> bool:
+    """Whether the layers that a pipeline would share out are of more than one kind: two in turn are enough."""
+    first, end = chain.block_range
+    return len(set(chain.layers[first:end])) > 1
 
 
 def choose_splits(job: Job, *, num_devices: int | None = None) -> Choices | None:
-    """The fastest split of every layer, redistributions included; None where no one split is possible for all layers.
+    """The fastest split of every layer that fits, redistributions included; None where no one split for all layers fits.
 
     Args:
         job: what is trained, and on what; one microbatch is the whole batch.
         num_devices: of the job's cluster, when it is not all of them.
     """
     devices = num_devices or job.cluster.num_devices
-    layers = job.chain.layers
-    tables = {
-        number: {split: _seconds(job, layer, split) for split in possible_splits(job, layer, devices)}
-        for number, layer in enumerate(job.chain.distinct)
-    }
+    limit = job.cluster.device.memory_bytes - CONTEXT_BYTES
+    tables = [ways_of(job, layer, devices) for layer in job.chain.distinct]
     rows = [tables[number] for number in job.chain.numbers]
-    shared = set(rows[0]).intersection(*rows[1:])
-    if not shared:
+    moves = _Moves(job)
+    # What fits without being asked to is the answer, and far quicker to find.
+    best = _shortest(job.chain.layers, rows, moves, limit=None)
+    if best is not None and best.num_bytes > limit:
+        best = _shortest(job.chain.layers, rows, moves, limit=limit)
+    uniform = _best_uniform(job.chain.layers, rows, moves, limit)
+    if best is None or uniform is None:
         return None
-    splits, seconds = _shortest(job, layers, rows)
-    uniform = min(sorted(shared), key=lambda split: sum(row[split] for row in rows))
     return Choices(
-        splits=tuple(splits),
-        seconds=seconds,
-        uniform=uniform,
-        uniform_seconds=sum(row[uniform] for row in rows),
+        splits=best.splits(),
+        seconds=best.seconds,
+        num_bytes=best.num_bytes,
+        uniform=uniform.split,
+        uniform_seconds=uniform.seconds,
     )
 
 
-def _shortest(job: Job, layers: Sequence[Layer], rows: Sequence[Mapping[Split, float]]) -> tuple[list[Split], float]:
-    best = dict(rows[0])
-    before: list[dict[Split, Split]] = []
+class _Moves:
+    """Redistributions of a job, each priced once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._known: dict[tuple[float, Lying, Lying], float] = {}
+
+    def seconds(self, num_bytes: float, old: Lying, new: Lying) -> float:
+        if old == new:
+            return 0.0
+        key = (num_bytes, old, new)
+        if key not in self._known:
+            self._known[key] = redistribute(self._job, num_bytes, old, new)
+        return self._known[key]
+
+
+def _best_uniform(layers: Sequence[Layer], rows: Sequence[Sequence[Way]], moves: _Moves, limit: float) -> _Path | None:
+    shared = set.intersection(*({way.split for way in row} for row in rows))
+    found = []
+    for split in sorted(shared):
+        path = _shortest(layers, [[way for way in row if way.split == split] for row in rows], moves, limit=None)
+        if path is not None and path.num_bytes <= limit:
+            found.append(path)
+    return min(found, key=lambda path: path.seconds, default=None)
+
+
+def _shortest(
+    layers: Sequence[Layer], rows: Sequence[Sequence[Way]], moves: _Moves, *, limit: float | None
+) -> _Path | None:
+    """The fastest of all assignments, or of those that fit."""
+    first: dict[Lying, list[_Path]] = {}
+    for way in rows[0]:
+        path = _Path(way.seconds, way.num_bytes, way.split, None)
+        first.setdefault(Lying(way.split, way.gives_shards), []).append(path)
+    best = _pruned(first, limit)
     for at in range(1, len(rows)):
         moved = layers[at - 1].output_bytes
-        nearer: dict[Split, float] = {}
-        came: dict[Split, Split] = {}
-        for split, seconds in rows[at].items():
-            origin = min(best, key=lambda one: best[one] + redistribute(job, moved, one, split))
-            nearer[split] = best[origin] + redistribute(job, moved, origin, split) + seconds
-            came[split] = origin
-        best = nearer
-        before.append(came)
-    last = min(best, key=lambda split: best[split])
-    path = [last]
-    for came in reversed(before):
-        path.append(came[path[-1]])
-    return path[::-1], best[last]
+        # Ways that want their input alike share the look at where it may come from.
+        arrived: dict[Lying, list[_Path]] = {}
+        further: dict[Lying, list[_Path]] = {}
+        for way in rows[at]:
+            wanted = Lying(way.split, way.takes_shards)
+            if wanted not in arrived:
+                arrived[wanted] = _arrive(best, wanted, moved, moves, limit)
+            further.setdefault(Lying(way.split, way.gives_shards), []).extend(
+                _Path(path.seconds + way.seconds, path.num_bytes + way.num_bytes, way.split, path.before)
+                for path in arrived[wanted]
+            )
+        best = _pruned(further, limit)
+    ended = []
+    for lying, paths in best.items():
+        # What comes out of the last layer is whole.
+        extra = moves.seconds(layers[-1].output_bytes, lying, Lying(lying.split, False)) if lying.is_sharded else 0.0
+        ended += [_Path(path.seconds + extra, path.num_bytes, path.split, path.before) for path in paths]
+    return min(ended, key=lambda path: path.seconds, default=None)
 
 
-def redistribute(job: Job, num_bytes: float, old: Split, new: Split) -> float:
-    """Seconds until an activation, and its gradient on the way back, lies as the next layer wants it."""
-    if (old.samples, old.positions) == (new.samples, new.positions):
-        return 0.0
-    devices = old.samples * old.parameters * old.positions
-    wire = exchange_wire(Group(devices, 1), job.cluster, job.stack.constants)
-    share = num_bytes * job.global_batch / min(old.samples * old.positions, new.samples * new.positions)
-    return 2 * exchange(share, wire)
+def _arrive(
+    best: Mapping[Lying, list[_Path]], wanted: Lying, moved: float, moves: _Moves, limit: float | None
+) -> list[_Path]:
+    """What can lie before a layer: each of these paths has the one that it comes from as ``before``."""
+    paths = [
+        _Path(path.seconds + seconds, path.num_bytes, wanted.split, path)
+        for lying, group in best.items()
+        for seconds in (moves.seconds(moved, lying, wanted),)
+        for path in group
+    ]
+    return _pruned({wanted: paths}, limit).get(wanted, [])
 
 
-def _seconds(job: Job, layer: Layer, split: Split) -> float:
-    """Forward, backward and the sum of gradients of one layer under a split."""
-    plan = Plan(dp=split.samples, tp=split.parameters, cp=split.positions)
-    times = time_one_layer(layer, job, plan)
-    replicas = split.samples * split.positions
-    wire = wire_of(Group(replicas, split.parameters), job.cluster, job.stack.constants)
-    gradients = all_reduce(layer_weights(layer, plan, job.stack.software) * job.reduced_bytes, wire)
-    return times.forward + times.input + times.weight + gradients
+def _pruned(groups: Mapping[Lying, list[_Path]], limit: float | None) -> dict[Lying, list[_Path]]:
+    """Of each group the fastest; where memory counts, those that fit and of which none is both faster and leaner."""
+    if limit is None:
+        return {lying: [min(paths, key=lambda path: path.seconds)] for lying, paths in groups.items() if paths}
+    kept: dict[Lying, list[_Path]] = {}
+    for lying, paths in groups.items():
+        front: list[_Path] = []
+        for path in sorted(paths, key=lambda path: (path.seconds, path.num_bytes)):
+            if path.num_bytes <= limit and (not front or path.num_bytes < front[-1].num_bytes):
+                front.append(path)
+        if front:
+            kept[lying] = front if len(front) <= _MOST_KEPT else _thinned(front)
+    return kept
+
+
+def _thinned(front: Sequence[_Path]) -> list[_Path]:
+    """Some of a front, both ends included."""
+    places = (round(at * (len(front) - 1) / (_MOST_KEPT - 1)) for at in range(_MOST_KEPT))
+    return [front[place] for place in dict.fromkeys(places)]

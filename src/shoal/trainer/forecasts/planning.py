@@ -16,7 +16,7 @@ from shoal.planner.estimate import Estimate, estimate_by_schedule
 from shoal.planner.explain import explain, why_not
 from shoal.planner.hardware import Cluster
 from shoal.planner.job import Job
-from shoal.planner.perlayer import Choices, choose_splits
+from shoal.planner.perlayer import Choices, choose_splits, is_uneven
 from shoal.planner.precisions import EXECUTED_PRECISIONS, check_precisions, faster_precisions
 from shoal.planner.presets import build_cluster
 from shoal.planner.search import Found, merge, search
@@ -27,6 +27,8 @@ from shoal.trainer.forecasts.planned import chain_for, check_experts, facts_for,
 from shoal.trainer.request import OwnParts
 
 _MANY = 1_000_000
+_MOST_SPLIT = 256
+"""Devices up to which a split of each layer's own is looked for: beyond them there are too many splits for a few seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +97,13 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
     because: list[str] = []
     if request.why_not is not None:
         asked, because = _ask(jobs[0], facts, request.why_not, found.ranked[0])
-    is_uneven = len({layer.weights for layer in job.chain.layers}) > len(job.chain.layers) // 2
     return Answer(
         job=job,
         found=found,
         reasons=tuple(explain(found.ranked[0], found.ranked[1] if len(found.ranked) > 1 else None)),
         why_not=tuple(because),
         asked=asked,
-        choices=choose_splits(job) if is_uneven and job.cluster.num_devices <= 1024 else None,
+        choices=choose_splits(job) if is_uneven(job.chain) and job.cluster.num_devices <= _MOST_SPLIT else None,
         is_shape=recipe.planner.shape is not None,
         others=tuple(others),
     )

@@ -4,9 +4,11 @@ from typing import get_args
 
 import pytest
 
+from planner_cases import all_assignments
 from shoal.core.errors import RequestError
 from shoal.data.check import DataSummary
 from shoal.planner.precisions import EXECUTED_PRECISIONS
+from shoal.planner.splits import Half, half_of, possible_splits
 from shoal.trainer.config import TrainConfig, load_recipe
 from shoal.trainer.forecasts.planned import shape_facts
 from shoal.trainer.forecasts.planning import PlanRequest, build_job, plan_for
@@ -133,10 +135,78 @@ def test_a_plan_with_experts_is_marked_and_one_that_runs_is_found(shaped):
     assert answer.found.runnable.seconds >= best.seconds
 
 
-def test_unlike_layers_get_splits_of_their_own(tiny):
+ALEX = """
+from torch import nn
+
+def build(spec):
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.MaxPool2d(4),
+        nn.Conv2d(64, 256, 3, padding=1), nn.MaxPool2d(4),
+        nn.Flatten(), nn.Linear(256 * 64, 16384), nn.ReLU(), nn.Linear(16384, 1000),
+    )
+"""
+ALEX_RECIPE = """
+[model]
+build = "alex_net:build"
+[data]
+source = "synthetic"
+kind = "classes"
+samples = 16
+features = [3, 128, 128]
+classes = 1000
+[train]
+steps = 1
+global_batch = 256
+precision = "bfloat16"
+"""
+
+
+@pytest.fixture
+def alex(tmp_path, monkeypatch):
+    (tmp_path / "alex_net.py").write_text(ALEX)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "alex.toml"
+    path.write_text(ALEX_RECIPE)
+    return path
+
+
+def test_unlike_layers_of_a_real_module_get_splits_of_their_own(alex):
+    """Samples for convolutions, parameters for both dense layers (Krizhevsky 2014, arXiv:1404.5997), on a traced module.
+
+    Before, the first dense layer, which has most of the weights, could not be split by parameters: a pair over two links was no
+    pair for the first of them.
+    """
+    answer = ask(alex, "a100-80gb-pcie:2")
+    choices, layers = answer.choices, answer.job.chain.layers
+    found = {layer.name: split for layer, split in zip(layers, choices.splits, strict=True)}
+    assert str(found["0"]) == str(found["2"]) == "sample 2"
+    assert str(found["5"]) == str(found["7"]) == "parameter 2", "both halves of the pair"
+    assignments = list(all_assignments(answer.job))
+    uniform = [seconds for splits, seconds, _ in assignments if len(set(splits)) == 1]
+    assert len(uniform) >= 3 and choices.seconds < 0.9 * min(uniform), "faster than every split that is one for all"
+    assert choices.uniform_seconds == pytest.approx(min(uniform))
+    assert choices.seconds == pytest.approx(min(seconds for _, seconds, _ in assignments))
+    assert list(choices.splits) in [
+        splits for splits, seconds, _ in assignments if seconds < choices.seconds * 1.000001
+    ]
+
+
+def test_rows_of_a_real_modules_images_can_be_shared_out(alex):
+    job, _ = build_job(load_recipe(alex, ()), "a100:2", own=NoOwnParts())
+    rows = {layer.name: layer.image_rows for layer in job.chain.layers}
+    halo = {layer.name: layer.halo_bytes for layer in job.chain.layers}
+    assert rows == {"0": 128, "1": 32, "2": 32, "3": 8, "4": 0, "5": 0, "6": 0, "7": 0}
+    # Two rows of 128 and of 32 columns, of 3 and of 64 channels, in 16 bit; windows that do not overlap need none.
+    assert (halo["0"], halo["2"], halo["1"]) == (2 * 128 * 3 * 2, 2 * 32 * 64 * 2, 0)
+    assert "attribute 2" in {str(split) for split in possible_splits(job, job.chain.layers[0], 2)}
+
+
+def test_layers_that_are_not_alike_are_looked_at_in_the_shipped_cnn_too(tiny):
     tiny.write_text("[model]\nname = 'cnn'\n[data]\nsource = 'digits'\n[train]\nsteps = 1\nglobal_batch = 64\n")
     answer = ask(tiny, "h100:4")
-    assert answer.choices is not None and answer.choices.seconds <= answer.choices.uniform_seconds
+    assert answer.choices is not None and len(answer.choices.splits) == len(answer.job.chain.layers)
+    halves = {layer.name: half_of(layer) for layer in answer.job.chain.layers}
+    assert (halves["linear1"], halves["linear2"]) == (Half.FIRST, Half.SECOND)
 
 
 def test_why_not_takes_what_is_left_open_from_the_best(shaped):

@@ -1,0 +1,218 @@
+"""How one layer can be split over devices: along which dims, what that takes in time and memory, how its activations then lie.
+
+The dims are FlexFlow's SOAP (Jia et al. 2019, arXiv:1807.05358): samples, the operator's place (a part of the devices), an
+attribute of a sample (positions of a sequence, or rows of an image), parameters.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from shoal.core.combine import divisors
+from shoal.core.plan import Plan
+from shoal.costs.chain import Cut, Layer, LayerKind, OpKind
+from shoal.planner.collectives import Group, all_reduce, exchange, exchange_wire, gather, send, wire_of
+from shoal.planner.cost import time_one_layer
+from shoal.planner.job import Job
+from shoal.planner.memory import rank_kept_bytes
+from shoal.planner.sharing import layer_weights
+
+
+@dataclass(frozen=True, order=True)
+class Split:
+    """Degrees along samples, parameters and an attribute of a sample; and the parts of the devices of which it takes one.
+
+    A layer whose parameters cannot be split is computed by ``parameters`` ranks alike, as tensor-parallel ranks do.
+    """
+
+    samples: int
+    parameters: int
+    positions: int = 1
+    places: int = 1
+    """Of a chain nothing else runs meanwhile, so the devices of the other places are idle: worth it where talking costs more."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that compute."""
+        return self.samples * self.parameters * self.positions
+
+    def __str__(self) -> str:
+        words = {"sample": self.samples, "parameter": self.parameters, "attribute": self.positions}
+        named = " x ".join(f"{name} {degree}" for name, degree in words.items() if degree > 1) or "one device"
+        if self.places == 1:
+            return named
+        return f"operator on {self.num_devices} of {self.num_devices * self.places} devices, {named}"
+
+
+class Half(Enum):
+    """What a layer is of a pair of matrices, the first cut by columns and the second by rows."""
+
+    NONE = "none"
+    """Nothing of it is cut."""
+    BOTH = "both"
+    """It has whole pairs inside: what goes in and out is whole on every rank."""
+    FIRST = "first"
+    """What it puts out is shared out by features."""
+    BETWEEN = "between"
+    """It works on each feature by itself: what goes in and out is shared out, or whole."""
+    SECOND = "second"
+    """What it takes is shared out, and it sums up."""
+
+
+def half_of(layer: Layer) -> Half:
+    """Which half of a pair a layer is; links of a traced module often are one."""
+    cuts = {op.cut for op in layer.ops if op.kind is OpKind.MATMUL}
+    if layer.num_pairs:
+        return Half.SECOND if Cut.ROWS in cuts and Cut.COLUMNS not in cuts else Half.BOTH
+    if Cut.COLUMNS in cuts and layer.kind is not LayerKind.HEAD:
+        return Half.FIRST
+    is_pointwise = not layer.weights and all(op.cut is Cut.ALL for op in layer.ops)
+    return Half.BETWEEN if is_pointwise else Half.NONE
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a layer."""
+
+    split: Split
+    takes_shards: bool
+    """Ranks that share the parameters have each some of the features that go in."""
+    gives_shards: bool
+    """The same of those that go out."""
+    seconds: float
+    num_bytes: float
+    """On one device: weights, gradients, the optimizer's state, and what is kept for the backward pass."""
+
+
+def ways_of(job: Job, layer: Layer, num_devices: int) -> list[Way]:
+    """Every way to compute a layer."""
+    half = half_of(layer)
+    shards = {
+        Half.NONE: [(False, False)],
+        Half.BOTH: [(False, False)],
+        Half.FIRST: [(False, True)],
+        Half.BETWEEN: [(False, False), (True, True)],
+        Half.SECOND: [(True, False)],
+    }[half]
+    return [
+        Way(split, *shared, _seconds(job, layer, split, half), _bytes(job, layer, split))
+        for split in possible_splits(job, layer, num_devices)
+        for shared in (shards if split.parameters > 1 else [(False, False)])
+    ]
+
+
+def possible_splits(job: Job, layer: Layer, num_devices: int) -> list[Split]:
+    """The splits that a layer can have."""
+    return list(_splits(job, layer, num_devices))
+
+
+def _splits(job: Job, layer: Layer, num_devices: int) -> Iterator[Split]:
+    for places in divisors(num_devices):
+        for parameters in divisors(num_devices // places):
+            if parameters > 1 and not _divides_parameters(job, layer, parameters):
+                continue
+            for positions in divisors(num_devices // places // parameters):
+                samples = num_devices // (places * parameters * positions)
+                if _divides_attribute(job, layer, positions) and job.global_batch % samples == 0:
+                    yield Split(samples, parameters, positions, places)
+
+
+def _divides_parameters(job: Job, layer: Layer, parameters: int) -> bool:
+    heads = [count for count in (job.chain.heads, job.chain.kv_heads) if count and layer.kv_bytes]
+    products = [op for op in layer.ops if op.kind is OpKind.MATMUL]
+    widths = [op.outer for op in products if op.cut is Cut.COLUMNS] + [
+        op.inner for op in products if op.cut is Cut.ROWS
+    ]
+    return all(size % parameters == 0 for size in (*heads, *widths))
+
+
+def _divides_attribute(job: Job, layer: Layer, positions: int) -> bool:
+    if positions == 1:
+        return True
+    if layer.image_rows:
+        return layer.image_rows % positions == 0
+    return layer.kv_bytes > 0 and job.chain.tokens % positions == 0
+
+
+def _plan(split: Split) -> Plan:
+    return Plan(dp=split.samples, tp=split.parameters, cp=split.positions)
+
+
+def _seconds(job: Job, layer: Layer, split: Split, half: Half) -> float:
+    """Forward, backward and the sum of gradients of one layer under a split."""
+    plan, constants = _plan(split), job.stack.constants
+    times = time_one_layer(layer, job, plan)
+    replicas = split.samples * split.positions
+    wire = wire_of(Group(replicas, split.parameters), job.cluster, constants)
+    gradients = all_reduce(layer_weights(layer, plan, job.stack.software) * job.reduced_bytes, wire)
+    return (
+        times.forward
+        + times.input
+        + times.weight
+        + gradients
+        + _halves(job, layer, split, half)
+        + _halo(job, layer, split)
+    )
+
+
+def _halves(job: Job, layer: Layer, split: Split, half: Half) -> float:
+    """Seconds by which half a pair differs from a whole one: it sums once, the first half backward, the second forward."""
+    if split.parameters == 1 or half not in (Half.FIRST, Half.SECOND):
+        return 0.0
+    wire = wire_of(Group(split.parameters, 1), job.cluster, job.stack.constants)
+    local = job.global_batch / split.samples / split.positions
+    exposed = 1.0 - job.stack.software.overlaps_tensor
+    if half is Half.FIRST:
+        return all_reduce(layer.kept.boundary * local, wire) * exposed
+    return -all_reduce(layer.pair_bytes * local, wire) * layer.num_pairs * exposed
+
+
+def _halo(job: Job, layer: Layer, split: Split) -> float:
+    """Seconds of the rows of images that neighbours send each other, and of their gradients on the way back."""
+    if split.positions == 1 or not layer.halo_bytes:
+        return 0.0
+    wire = wire_of(Group(split.positions, split.parameters), job.cluster, job.stack.constants)
+    return 2 * send(layer.halo_bytes * job.global_batch / split.samples, wire)
+
+
+def _bytes(job: Job, layer: Layer, split: Split) -> float:
+    plan, software = _plan(split), job.stack.software
+    state = software.state_bytes if job.state_bytes is None else job.state_bytes
+    weights = layer_weights(layer, plan, software) * (job.weight_bytes + software.gradient_bytes + state)
+    return weights + rank_kept_bytes(layer, job, plan, "none") * job.global_batch / split.samples
+
+
+@dataclass(frozen=True)
+class Lying:
+    """How an activation lies on the devices."""
+
+    split: Split
+    is_sharded: bool
+
+    @property
+    def num_pieces(self) -> int:
+        """Parts of it that are unlike."""
+        return self.split.samples * self.split.positions * (self.split.parameters if self.is_sharded else 1)
+
+
+def redistribute(job: Job, num_bytes: float, old: Lying, new: Lying) -> float:
+    """Seconds until an activation, and its gradient on the way back, lies as the next layer wants it.
+
+    Args:
+        job: what is trained, and on what.
+        num_bytes: of the activation of one sample.
+        old: how it lies.
+        new: how it shall lie.
+    """
+    if old == new:
+        return 0.0
+    whole = num_bytes * job.global_batch
+    constants = job.stack.constants
+    if old.split == new.split:
+        # Whole from shards is a gather, the gradient of that a cut, which costs nothing; and the other way round.
+        split = old.split
+        wire = wire_of(Group(split.parameters, 1), job.cluster, constants)
+        return gather(whole / (split.samples * split.positions), wire)
+    devices = max(old.split.num_devices, new.split.num_devices)
+    wire = exchange_wire(Group(devices, 1), job.cluster, constants)
+    return 2 * exchange(whole / min(old.num_pieces, new.num_pieces), wire)
