@@ -9,7 +9,12 @@ from shoal.cli.result import STDOUT, JsonFile, check_result_file, write_result
 
 _Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
 _Cluster = Annotated[
-    str, typer.Option("--cluster", metavar="NAME:NODESxDEVICES", help="Where, such as a100-80gb:16x8.")
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="NAME:NODESxDEVICES[@LINK]",
+        help="Where, such as a100-80gb:16x8, or a100-80gb:16x8@ethernet-100g.",
+    ),
 ]
 _Batch = Annotated[int | None, typer.Option("--global-batch", metavar="B", help="Samples of a step.")]
 _Top = Annotated[int, typer.Option("--top", metavar="K", help="How many plans to show.")]

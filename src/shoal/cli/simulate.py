@@ -25,7 +25,12 @@ _DRAWN = 100
 """Steps that are played where they differ and nobody says how many."""
 _Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
 _Cluster = Annotated[
-    str, typer.Option("--cluster", metavar="NAME:NODESxDEVICES", help="Where, such as a100-80gb:16x8.")
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="NAME:NODESxDEVICES[@LINK]",
+        help="Where, such as a100-80gb:16x8, or a100-80gb:16x8@ethernet-100g.",
+    ),
 ]
 _Plan = Annotated[str | None, typer.Option("--plan", metavar="TEXT", help="The plan; the recipe's when left out.")]
 _Batch = Annotated[int | None, typer.Option("--global-batch", metavar="B", help="Samples of a step.")]

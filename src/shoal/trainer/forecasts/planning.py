@@ -12,13 +12,13 @@ from shoal.data.check import check_data
 from shoal.models.check import check_model
 from shoal.optim.flat import num_state_bytes
 from shoal.planner.candidates import Limits
+from shoal.planner.clusters import read_cluster
 from shoal.planner.estimate import Estimate, estimate_by_schedule
 from shoal.planner.explain import explain, why_not
 from shoal.planner.hardware import Cluster
 from shoal.planner.job import Job
 from shoal.planner.perlayer import Choices, choose_splits, is_uneven
 from shoal.planner.precisions import EXECUTED_PRECISIONS, check_precisions, faster_precisions
-from shoal.planner.presets import build_cluster
 from shoal.planner.search import Found, merge, search
 from shoal.planner.smallest import refuse_small
 from shoal.planner.stacks import SOFTWARE, find_stack
@@ -128,7 +128,7 @@ def build_job(
     Raises:
         RequestError: the cluster, the software or the model cannot be understood.
     """
-    where = build_cluster(cluster, recipe.planner.devices)
+    where = read_cluster(cluster, recipe.planner.devices)
     batch = recipe.train.global_batch if global_batch is None else global_batch
     if not 1 <= batch <= _MANY:
         raise RequestError(f"the global batch is {batch}; give 1 to {_MANY}")

@@ -13,8 +13,8 @@ from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
 from shoal.models.facts import facts_of
+from shoal.planner.clusters import read_cluster
 from shoal.planner.hardware import Cluster
-from shoal.planner.presets import build_cluster
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.layout import choose_plan, derive_layout
 from shoal.trainer.request import OwnParts, refuse_settings
@@ -79,7 +79,7 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
         RequestError: one message with the numbers and the fix.
     """
     recipe = load_recipe(request.recipe, request.overrides)
-    cluster = build_cluster(request.cluster, recipe.planner.devices)
+    cluster = read_cluster(request.cluster, recipe.planner.devices)
     if request.num_devices is not None:
         if request.num_devices < 1:
             raise RequestError(f"--devices is {request.num_devices}; give 1 or more")

@@ -1,0 +1,46 @@
+"""A cluster as it is written in ``--cluster``: devices by name, nodes, and the link between nodes if it is not the usual one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shoal.core.errors import RequestError, nearest
+from shoal.planner.config import DeviceConfig
+from shoal.planner.hardware import Cluster, Tier
+from shoal.planner.presets import LINKS, build_cluster
+
+
+def read_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> Cluster:
+    """The cluster that ``NAME:NODESxDEVICES`` says, or ``NAME:NODESxDEVICES@LINK`` with another link between its nodes.
+
+    Args:
+        text: a preset or a name of ``own``, nodes, devices of each, and a name of ``LINKS``.
+        own: devices by the user's own numbers.
+
+    Raises:
+        RequestError: the text is something else, or the device or the link is unknown.
+    """
+    devices, at, name = text.partition("@")
+    cluster = build_cluster(devices, own)
+    if not at:
+        return cluster
+    wanted = name.strip().lower()
+    if wanted not in LINKS:
+        close = nearest(wanted, LINKS)
+        offer = f"did you mean {close!r}? " if close else ""
+        raise RequestError(f"cluster {text!r}: there is no link {name.strip()!r}; {offer}there are {', '.join(LINKS)}")
+    if cluster.beyond is not None:
+        # One node has nothing to join; the link counts where --devices makes more of it.
+        return replace(cluster, beyond=_joined(cluster.beyond, wanted))
+    return replace(cluster, tiers=(*cluster.tiers[:-1], _joined(cluster.tiers[-1], wanted)))
+
+
+def _joined(tier: Tier, name: str) -> Tier:
+    link = LINKS[name]
+    return Tier(
+        name=name,
+        devices=tier.devices,
+        bandwidth=link.bandwidth,
+        latency=link.latency,
+        source=link.source,
+        is_mesh=link.is_mesh,
+    )
