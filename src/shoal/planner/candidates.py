@@ -5,6 +5,7 @@ Degrees are divisors, so the space is small. What a model does not allow (``Plan
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product, takewhile
 
 from shoal.core.combine import divisors
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
@@ -73,8 +74,8 @@ def plans_of(job: Job, limits: Limits) -> Iterator[Plan]:
                     cp=context,
                     pp=pipeline,
                 )
-                for expert in _experts(job, limits, data):
-                    yield from _filled(job, limits, replace(layout, ep=expert))
+                for kind, expert in product(_kinds(job, layout), _experts(job, limits, data)):
+                    yield from _filled(job, limits, replace(layout, cp_kind=kind, ep=expert))
 
 
 def num_units(job: Job) -> int:
@@ -91,6 +92,12 @@ def _divides_heads(job: Job, tensor: int) -> bool:
     return has_pairs and (heads is None or heads % tensor == 0) and (kv_heads is None or kv_heads % tensor == 0)
 
 
+def _kinds(job: Job, layout: Plan) -> tuple[str, ...]:
+    """How attention can cross context-parallel ranks: around a ring, and, where they can share out the heads, all to all."""
+    heads = job.chain.heads or 1
+    return ("ring", "alltoall") if layout.cp > 1 and heads % (layout.tp * layout.cp) == 0 else ("ring",)
+
+
 def _experts(job: Job, limits: Limits, data: int) -> list[int]:
     experts = job.chain.experts
     if experts == 1 or not limits.allow_experts:
@@ -105,14 +112,11 @@ def _filled(job: Job, limits: Limits, layout: Plan) -> Iterator[Plan]:
     if layout.pp > 1:
         # Gradients stay whole until a pipeline's step is over, so stage 2 is stage 1 there.
         stages = [stage for stage in stages if stage != 2]
-    size = 1
-    while size <= min(per_replica, limits.most_samples):
-        if per_replica % size == 0:
-            microbatches = per_replica // size
-            for schedule, chunks in _schedules(job, limits, layout, microbatches):
-                for zero in stages:
-                    yield replace(layout, microbatches=microbatches, schedule=schedule, chunks=chunks, zero=zero)
-        size *= 2
+    for size in takewhile(lambda size: size <= limits.most_samples, divisors(per_replica)):
+        microbatches = per_replica // size
+        for schedule, chunks in _schedules(job, limits, layout, microbatches):
+            for zero in stages:
+                yield replace(layout, microbatches=microbatches, schedule=schedule, chunks=chunks, zero=zero)
 
 
 def _schedules(job: Job, limits: Limits, layout: Plan, microbatches: int) -> Iterator[tuple[str | None, int | None]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
-from shoal.costs.chain import Layer
+from shoal.costs.chain import Layer, OpKind
 from shoal.planner.collectives import (
     Group,
     Wire,
@@ -126,7 +126,7 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
     part = _slice(plan, sharing, samples)
     cuts = cut_stages(job.chain, pp * chunks)
     counts = count_stages(job.chain, pp * chunks)
-    depends = (part, plan.recompute)
+    depends = (part, plan.recompute, plan.cp_kind)
     priced = None if known is None else known.get(depends)
     if priced is None:
         priced = [_time_layer(layer, job, plan, part, wires) for layer in job.chain.distinct]
@@ -196,6 +196,8 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
     # Attention of a chunk goes on while the next one's keys and values arrive.
     ring_forward = max(0.0, ring - kernels.attention)
     ring_backward = max(0.0, 2 * ring - 2 * kernels.attention)
+    if plan.cp_kind == "alltoall":
+        ring_forward = ring_backward = _change_places(layer, job, plan, local)
     missed = 0.0 if software.replays else _missed(layer, plan, constants.sync)
     talk = pair + routed
     host = 0.0 if software.replays else kernels.kernels * constants.launch
@@ -211,6 +213,18 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
         "cp": repeats * ring_forward + ring_backward,
     }
     return LayerTimes(forward, by_input, by_weight, exposed)
+
+
+def _change_places(layer: Layer, job: Job, plan: Plan, local: float) -> float:
+    """Seconds in which positions change places with heads: queries, keys and values before an attention, its result after it.
+
+    Nothing hides them: attention needs all, and is needed at once (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509,
+    section 3.2). The backward pass does the same with their gradients.
+    """
+    attentions = (op for op in layer.ops if op.kind is OpKind.ATTENTION)
+    queries = sum(op.rows * op.inner * op.heads * op.count for op in attentions) * job.chain.item_bytes
+    wire = exchange_wire(Group(plan.cp, plan.tp), job.cluster, job.stack.constants)
+    return exchange((2 * queries + layer.kv_bytes) / plan.tp * local, wire)
 
 
 def _missed(layer: Layer, plan: Plan, sync: float) -> float:

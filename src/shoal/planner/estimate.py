@@ -1,8 +1,10 @@
 """What a plan is expected to do: one value with time, memory and where both go. By closed forms, or by the schedule itself."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
+from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import EXECUTED, Plan
 from shoal.planner.cost import Known, price_parts
 from shoal.planner.job import Job, count_ranks, ranks_of_stages
@@ -11,7 +13,9 @@ from shoal.planner.parts import StepParts
 from shoal.planner.precisions import EXECUTED_PRECISIONS
 from shoal.planner.simulate import schedule_for, simulate_step
 from shoal.planner.span import pipeline_seconds
+from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.pricing import peak_activations
+from shoal.schedules.schedule import Schedule
 
 _MOST_CELLS = 4_000
 """Stages times microbatches that are worked through in a search: a fifth of a second."""
@@ -140,10 +144,25 @@ def estimate_by_schedule(job: Job, plan: Plan, *, most_cells: int = _MOST_CELLS)
     if plan.pp == 1 or plan.pp * (plan.chunks or 1) * (plan.microbatches or 1) > most_cells:
         return estimate(job, plan, every_place=True)
     parts = price_parts(job, plan)
-    schedule = schedule_for(plan, parts.microbatches)
+    schedule, held = _schedule_of(plan)
     seconds = simulate_step(parts, schedule, plan=plan).step_seconds
-    held = peak_activations(schedule)
     return _made(job, plan, parts, seconds, price_memory(job, plan, held), by_schedule=True)
+
+
+def _schedule_of(plan: Plan) -> tuple[Schedule, Sequence[float]]:
+    """The schedule of a plan, and what each of its ranks holds; plans that differ in nothing that it knows of share one."""
+    alone = Plan(pp=plan.pp, schedule=plan.schedule, chunks=plan.chunks, microbatches=plan.microbatches or 1)
+    # A schedule in a file may be another one the next time.
+    return _shared_schedule(alone) if (plan.schedule or DEFAULT_SCHEDULE) in FAMILIES else _new_schedule(alone)
+
+
+def _new_schedule(plan: Plan) -> tuple[Schedule, Sequence[float]]:
+    schedule = schedule_for(plan, plan.microbatches or 1)
+    return schedule, peak_activations(schedule)
+
+
+# To make one and to prove it legal takes a tenth of a second, and the best plans of a search differ in little else than zero.
+_shared_schedule = lru_cache(maxsize=32)(_new_schedule)
 
 
 def _made(

@@ -4,6 +4,7 @@ Layouts (tp, cp, ep, pp, dp) x microbatch sizes x schedules x ZeRO stages (``can
 fits. The times of layers are shared between plans (``cost.Known``), which makes a plan cost microseconds.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,12 @@ from shoal.planner.job import Job
 
 _REFINED = 8
 """Plans of the arithmetic's ranking that are priced by their schedules."""
+_PIPELINES = 3
+"""Layouts with a pipeline that are tried with every schedule there is."""
+_LEAN = ("v-half", "v-min")
+"""Schedules that hold the fewest microbatches (Qi et al. 2024, arXiv:2405.15362): a half and a third of what 1f1b does."""
+_FAR = 1.05
+"""Times the best step by arithmetic beyond which a schedule is not worth working through."""
 _ALIKE = 0.01
 """Share of a step by which two plans must differ for the faster one to be preferred to the simpler one."""
 
@@ -50,28 +57,53 @@ def search(job: Job, limits: Limits | None = None, *, top: int = 5) -> Found:
     limits = limits or Limits()
     start = time.perf_counter()
     known: Known = {}
-    fitting: list[Estimate] = []
+    looked = _look(job, limits, known)
+    if not looked.fitting and limits.schedules is None:
+        # Schedules that hold least are not tried with every layout; now they are the last resort.
+        lean = _look(job, replace(limits, schedules=_LEAN), known)
+        looked = _Looked(
+            fitting=lean.fitting,
+            refused=looked.refused,
+            least=min((looked.least, lean.least), key=lambda one: one.memory.allocated if one else math.inf),
+            num_plans=looked.num_plans + lean.num_plans,
+        )
+    ranked = _refine(job, limits, sorted(looked.fitting, key=_time), top, known)
+    refused = looked.refused
+    if refused is not None:
+        refused = estimate(job, refused.plan, known, every_place=True)
+    seconds = time.perf_counter() - start
+    return _found(ranked, refused, looked.least, top=top, num_plans=looked.num_plans, seconds=seconds)
+
+
+@dataclass(kw_only=True)
+class _Looked:
+    """What the arithmetic found."""
+
+    fitting: list[Estimate] = field(default_factory=list)
     refused: Estimate | None = None
+    """The fastest that does not fit."""
     least: Estimate | None = None
-    num_plans = 0
+    num_plans: int = 0
+
+
+def _look(job: Job, limits: Limits, known: Known) -> _Looked:
+    """Every plan by closed forms, each with as little recompute as fits."""
+    found = _Looked()
     for plan in plans_of(job, limits):
         for recompute in ("none", "selective", "full"):
             candidate = replace(plan, recompute=recompute)
             if not is_legal(candidate, limits):
                 continue
-            found = estimate(job, candidate, known)
-            num_plans += 1
-            if least is None or found.memory.allocated < least.memory.allocated:
-                least = found
-            if found.fits:
-                fitting.append(found)
+            one = estimate(job, candidate, known)
+            found.num_plans += 1
+            if found.least is None or one.memory.allocated < found.least.memory.allocated:
+                found.least = one
+            if one.fits:
+                found.fitting.append(one)
                 break
-            if refused is None or found.seconds < refused.seconds:
-                refused = found
-    ranked = _refine(job, limits, sorted(fitting, key=_time), top)
-    if refused is not None:
-        refused = estimate(job, refused.plan, known, every_place=True)
-    return _found(ranked, refused, least, top=top, num_plans=num_plans, seconds=time.perf_counter() - start)
+            if found.refused is None or one.seconds < found.refused.seconds:
+                found.refused = one
+    return found
 
 
 def _found(
@@ -128,7 +160,7 @@ def _simplest_first(ranked: list[Estimate]) -> list[Estimate]:
     return [best, *(one for one in ranked if one is not best)]
 
 
-def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int) -> list[Estimate]:
+def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int, known: Known) -> list[Estimate]:
     """The best plans by their schedules, with every other schedule that their layout could have."""
     candidates: dict[str, Plan] = {}
     best = fitting[: max(_REFINED, 2 * top)]
@@ -138,17 +170,32 @@ def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int) -> 
     for found in best:
         candidates.setdefault(str(found.plan), found.plan)
     if limits.schedules is None:
-        for found in [one for one in fitting if one.plan.pp > 1][:1]:
+        for layout in _best_pipelines(fitting):
             for name in MORE_SCHEDULES:
                 per_rank = schedule_facts(name).chunks
-                other = replace(found.plan, schedule=name, chunks=per_rank if per_rank > 1 else None)
-                candidates.setdefault(str(other), other)
+                other = replace(layout, schedule=name, chunks=per_rank if per_rank > 1 else None)
+                has_stages = other.pp * (other.chunks or 1) <= num_units(job) and has_size(other)
+                # To work a schedule through takes a tenth of a second: what is far behind by arithmetic is left out.
+                if has_stages and is_legal(other, limits) and _is_near(estimate(job, other, known), fitting[0]):
+                    candidates.setdefault(str(other), other)
     refined = []
     for plan in candidates.values():
-        has_stages = plan.pp * (plan.chunks or 1) <= num_units(job) and has_size(plan)
-        if not has_stages or not is_legal(plan, limits):
-            continue
         found = estimate_by_schedule(job, plan)
         if found.fits:
             refined.append(found)
     return _simplest_first(sorted(refined, key=_time))
+
+
+def _is_near(found: Estimate, best: Estimate) -> bool:
+    return found.seconds <= _FAR * best.seconds
+
+
+def _best_pipelines(fitting: Sequence[Estimate]) -> list[Plan]:
+    """The best plan of each of the best layouts that have a pipeline."""
+    found: dict[tuple[object, ...], Plan] = {}
+    for one in fitting:
+        if len(found) == _PIPELINES:
+            break
+        if one.plan.pp > 1:
+            found.setdefault((one.plan.dp, one.plan.tp, one.plan.cp, one.plan.pp, one.plan.ep), one.plan)
+    return list(found.values())

@@ -1,6 +1,7 @@
 """The smallest cluster of a kind that holds a model, and what to say when the one that was asked about does not."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, takewhile
 
@@ -16,12 +17,15 @@ from shoal.planner.search import Found
 
 _MOST_DEVICES = 100_000
 """Of the smallest cluster that is looked for."""
+_FEW_NODES = 64
+_STEPS = 32
 
 
 def smallest_cluster(job: Job, limits: Limits | None = None) -> Job | None:
     """The job on the smallest cluster of this kind, in whole nodes or parts of one, that it fits on; None beyond 100,000 devices.
 
-    A batch that the devices do not share is rounded up to one that they do.
+    Beyond 64 nodes it is the smallest to within one in 32. The batch stays as it is where a plan that fits can share it out;
+    where none can, it is rounded up to one that all devices share.
     """
     per_node = job.cluster.devices_per_node
     # What needs least: everything sharded, one sample at a time, and few of them under way.
@@ -29,30 +33,48 @@ def smallest_cluster(job: Job, limits: Limits | None = None) -> Job | None:
         limits or Limits(), zero=(0, 1, 3), most_tensor=per_node, most_samples=1, schedules=("1f1b", "v-min")
     )
     # No plan has less than an even share of the weights and their state.
-    states = job.chain.weights * (job.weight_bytes + (job.state_bytes or job.stack.software.state_bytes))
+    software = job.stack.software
+    state_bytes = software.state_bytes if job.state_bytes is None else job.state_bytes
+    states = job.chain.weights * (job.weight_bytes + state_bytes)
     at_least = math.ceil(states / (job.cluster.device.memory_bytes - CONTEXT_BYTES))
     parts = [part for part in divisors(per_node) if at_least <= part < per_node]
     first = max(1, -(-at_least // per_node))
-    # Doubling finds one that does; what is smaller is looked at one by one up to there.
+    # Doubling finds one that does.
     doubled = takewhile(lambda nodes: nodes * per_node <= _MOST_DEVICES, (first << shift for shift in count()))
     last = next((nodes for nodes in doubled if _fits_on(job, limits, nodes * per_node)), None)
     if last is None:
         return None
-    for num_devices in (*parts, *range(first * per_node, last * per_node, per_node)):
+    for num_devices in (*parts, *(nodes * per_node for nodes in _between(first, last))):
         smaller = _fits_on(job, limits, num_devices)
         if smaller is not None:
             return smaller
     return _fits_on(job, limits, last * per_node)
 
 
+def _between(first: int, last: int) -> Iterator[int]:
+    """Numbers of nodes below one that does: all of the small ones, of large ones those that differ by one in 32.
+
+    Half of ``last`` did not do, so of large numbers nothing below it is looked at again.
+    """
+    nodes = first if last <= _FEW_NODES else max(first, last // 2 + 1)
+    while nodes < last:
+        yield nodes
+        nodes += max(1, nodes // _STEPS if nodes > _FEW_NODES else 1)
+
+
 def _fits_on(job: Job, limits: Limits, num_devices: int) -> Job | None:
-    """The job on so many devices, where some plan fits."""
-    batch = max(job.global_batch, num_devices)
-    resized = replace(job, cluster=job.cluster.resized(num_devices), global_batch=batch + -batch % num_devices)
+    """The job on so many devices, where some plan fits: with its own batch, or else with one that all of them share."""
+    resized = replace(job, cluster=job.cluster.resized(num_devices))
+    larger = max(job.global_batch, num_devices)
+    shared = larger + -larger % num_devices
+    jobs = (replace(resized, global_batch=batch) for batch in dict.fromkeys((job.global_batch, shared)))
+    return next((one for one in jobs if _fits(one, limits)), None)
+
+
+def _fits(job: Job, limits: Limits) -> bool:
     known: Known = {}
-    plans = (replace(plan, recompute=recompute) for plan in plans_of(resized, limits) for recompute in ("full", "none"))
-    fits = any(is_legal(plan, limits) and estimate(resized, plan, known).fits for plan in plans)
-    return resized if fits else None
+    plans = (replace(plan, recompute=recompute) for plan in plans_of(job, limits) for recompute in ("full", "none"))
+    return any(is_legal(plan, limits) and estimate(job, plan, known).fits for plan in plans)
 
 
 def refuse_small(job: Job, found: Found, limits: Limits | None = None) -> RequestError:
