@@ -70,7 +70,9 @@ _Compression = Annotated[float, typer.Option("--compression", metavar="X", help=
 _Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the step.")]
 _Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write the step for Perfetto.")]
 _RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Write the events that a run would.")]
-_Expand = Annotated[bool, typer.Option("--expand", help="Every rank in those files, also where many are alike.")]
+_Expand = Annotated[
+    bool, typer.Option("--expand", help="Every rank in the trace and the run, also where many are alike.")
+]
 
 
 def simulate(
@@ -302,9 +304,17 @@ def _write_files(
     failing: _Failing | None,
     seed: int,
 ) -> None:
-    from shoal.planner.simulation.timeline import draw_step, write_trace
+    from shoal.planner.simulation.timeline import MOST_LANES, draw_step, num_lanes, write_trace
 
     files: dict[str, str] = {}
+    lanes = num_lanes(played.simulated, expand=expand)
+    cut = [name for name, path in (("the picture", svg), ("the trace", None if expand else trace)) if path is not None]
+    if cut and lanes > MOST_LANES:
+        what = "ranks" if expand else "groups of ranks"
+        verb = "show" if len(cut) > 1 else "shows"
+        played.result["remarks"].append(
+            f"{' and '.join(cut)} {verb} {MOST_LANES} of {lanes} {what}, the slowest replica's first"
+        )
     if svg is not None:
         svg.write_text(draw_step(played.simulated, expand=expand))
         files["svg"] = str(svg)

@@ -1,6 +1,7 @@
 """``shoal simulate`` as a command: what it prints and writes, and one message for what cannot be."""
 
 import json
+import resource
 import xml.etree.ElementTree as xml
 
 import pytest
@@ -67,6 +68,31 @@ def test_ten_thousand_devices_with_jitter_and_failures(shoal, tiny):
     parts = ("useful_seconds", "lost_seconds", "restart_seconds", "checkpoint_seconds")
     assert sum(goodput[part] for part in parts) == pytest.approx(goodput["wall_seconds"])
     assert "goodput" in done.stderr
+
+
+def test_ten_thousand_devices_as_a_picture_and_a_trace(shoal, tiny, tmp_path):
+    """With jitter no two replicas are alike: both files have 64 lanes, the slowest replica's first, and that is said."""
+    start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = simulate(
+        shoal, tiny, "--plan", "tp=2 pp=2", "--cluster", "h100:1250x8", "--devices", 10_000, "--global-batch", 20_000,
+        "--jitter", 0.05, "--steps", 20, "--svg", "out.svg", "--trace", "out.trace", "--json", "out.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start < 30
+    events = json.loads((tmp_path / "out.trace").read_text())["traceEvents"]
+    assert len({event["pid"] for event in events}) == 64
+    assert xml.fromstring((tmp_path / "out.svg").read_text()).tag.endswith("svg")
+    (remark,) = json.loads((tmp_path / "out.json").read_text())["remarks"]
+    assert remark == "the picture and the trace show 64 of 5000 groups of ranks, the slowest replica's first"
+    assert remark in done.stdout
+
+
+def test_every_rank_of_ten_thousand_in_a_trace(shoal, tiny, tmp_path):
+    options = ("--cluster", "h100:1250x8", "--devices", 10_000, "--global-batch", 20_000, "--expand")
+    done = simulate(shoal, tiny, "--plan", "tp=2 pp=2", *options, "--trace", "out.trace", "--json", "out.json")
+    assert done.returncode == 0, done.stderr
+    names = (tmp_path / "out.trace").read_text().count('"process_name"')
+    assert names == 10_000 and json.loads((tmp_path / "out.json").read_text())["remarks"] == []
 
 
 def test_a_plan_that_does_not_fit_is_played_and_said_not_to(shoal, tiny):

@@ -16,7 +16,7 @@ from shoal.schedules.action import Kind
 from shoal.schedules.svg import Box, Lane, cell_box, cell_legend, draw_lanes
 
 MOST_LANES = 64
-"""Lanes in a picture or a trace when nobody asks for every rank."""
+"""Lanes in a picture, and in a trace when nobody asks for every rank."""
 _MICRO = 1e6
 _MOST_PIXELS = 20_000.0
 _COLOURS = {
@@ -26,6 +26,11 @@ _COLOURS = {
     Stream.DATA: ("#80b1d3", "dp: sum of gradients"),
     Stream.ZERO: ("#b3de69", "zero: gather of weights"),
 }
+
+
+def num_lanes(simulated: Simulated, *, expand: bool = False) -> int:
+    """Lanes that a step has, all told: of ranks that are alike, or of every rank."""
+    return simulated.plan.world_size if expand else simulated.num_groups * simulated.num_places
 
 
 def trace_events(lanes: Iterable[RankLane]) -> Iterator[dict[str, Any]]:
