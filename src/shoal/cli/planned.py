@@ -39,7 +39,13 @@ def print_answer(answer: "Answer", request: "PlanRequest") -> None:
             f"refused by memory: {found.refused.plan} would take {found.refused.seconds:.4g} s, and lacks "
             f"{format_bytes(-found.refused.headroom)} a device"
         )
-    for line in (*answer.why_not, *_caveats(answer, rows), *_commands(answer, rows, request), *_splits(answer)):
+    for line in (
+        *answer.why_not,
+        *answer.remarks,
+        *_caveats(answer, rows),
+        *_commands(answer, rows, request),
+        *_splits(answer),
+    ):
         print(line)
     stack = job.stack
     if not stack.is_fitted:
@@ -154,6 +160,7 @@ def answer_values(answer: "Answer", request: "PlanRequest") -> dict[str, object]
         "faster_precisions": [values(one) for one in answer.others],
         "refused": values(found.refused),
         "why": list(answer.reasons),
+        "remarks": list(answer.remarks),
         "why_not": list(answer.why_not),
         "asked": values(answer.asked),
         "num_plans": found.num_plans,

@@ -67,13 +67,10 @@ def plans_of(job: Job, limits: Limits) -> Iterator[Plan]:
                 data = num_devices // (tensor * context * pipeline)
                 if pipeline > num_units(job) or job.global_batch % data:
                     continue
-                layout = Plan(
-                    dp=data,
-                    tp=tensor,
-                    sp=tensor > 1 and chain.tokens % (tensor * context) == 0,
-                    cp=context,
-                    pp=pipeline,
-                )
+                has_sequence = tensor > 1 and chain.tokens % (tensor * context) == 0
+                layout = Plan(dp=data, tp=tensor, sp=has_sequence, cp=context, pp=pipeline)
+                if has_sequence and not is_legal(layout, limits):
+                    layout = replace(layout, sp=False)
                 for kind, expert in product(_kinds(job, layout), _experts(job, limits, data)):
                     yield from _filled(job, limits, replace(layout, cp_kind=kind, ep=expert))
 

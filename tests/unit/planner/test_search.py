@@ -120,6 +120,13 @@ def test_a_long_sequence_is_cut():
     assert found.ranked and found.ranked[0].plan.cp > 1
 
 
+def test_tp_goes_without_sp_where_the_model_does_not_allow_it():
+    """Before, sp was put on wherever the sequence could be cut, and where the model refuses it tp was refused with it."""
+    facts = replace(facts_of(shape_of()), obstacle_sp="its blocks mix positions outside of attention")
+    plans = [plan for plan in plans_of(job_of(cluster="a100:8"), Limits(facts=facts)) if plan.tp > 1]
+    assert plans and not any(plan.sp for plan in plans) and not plans[0].problems(facts)
+
+
 def test_a_share_of_six_is_tried_in_threes():
     """Before, microbatch sizes were powers of two: of 6 samples a replica could have 1 or 2 at once, not 3 or 6."""
     job = job_of(cluster="a100:1x1", global_batch=6)

@@ -75,12 +75,19 @@ def chain_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> Chain:
 
 
 def facts_by_looking(recipe: Recipe, spec: DataSpec) -> ModelFacts:
-    """What plans must know of a module that only looking at it can tell, without memory."""
+    """What plans must know of a module that only looking at it can tell, without memory.
+
+    Whether blocks mix positions outside of attention, which rules ``sp`` and ``cp`` out, is asked by values that are not there;
+    it is taken that they do not, and ``shoal train --dry-run`` tells.
+    """
     precision = Precision.named(recipe.train.precision)
     model = build_without_memory(recipe.model, spec).to(dtype=precision.weight_dtype)
     inputs, _ = _example(recipe, spec)
     anatomy = _anatomy(recipe, spec, model, tuple(precision.cast_input(tensor) for tensor in inputs))
-    return describe_facts(anatomy, model)
+    stacks = tuple(
+        replace(stack, is_pointwise=stack.is_pointwise or stack.sequence_dim is not None) for stack in anatomy.stacks
+    )
+    return describe_facts(replace(anatomy, stacks=stacks), model)
 
 
 def _anatomy(recipe: Recipe, spec: DataSpec, model: nn.Module, inputs: tuple[Tensor, ...]) -> Anatomy:

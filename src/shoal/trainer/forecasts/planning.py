@@ -1,5 +1,6 @@
 """From a recipe and a cluster to the best plans: the front door of ``shoal plan``."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
 from shoal.data.check import check_data
 from shoal.models.check import check_model
+from shoal.models.config import OwnModelConfig
 from shoal.optim.flat import num_state_bytes
 from shoal.planner.candidates import Limits
 from shoal.planner.clusters import read_cluster
@@ -52,6 +54,8 @@ class Answer:
     job: Job
     found: Found
     reasons: tuple[str, ...]
+    remarks: tuple[str, ...]
+    """What could not be asked of the model."""
     why_not: tuple[str, ...]
     asked: Estimate | None
     """The plan that was asked about."""
@@ -101,12 +105,22 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
         job=job,
         found=found,
         reasons=tuple(explain(found.ranked[0], found.ranked[1] if len(found.ranked) > 1 else None)),
+        remarks=tuple(_remarks(recipe, [*found.ranked, *others])),
         why_not=tuple(because),
         asked=asked,
         choices=choose_splits(job) if is_uneven(job.chain) and job.cluster.num_devices <= _MOST_SPLIT else None,
         is_shape=recipe.planner.shape is not None,
         others=tuple(others),
     )
+
+
+def _remarks(recipe: Recipe, shown: Sequence[Estimate]) -> Iterator[str]:
+    is_own = recipe.planner.shape is None and isinstance(recipe.model, OwnModelConfig)
+    if is_own and any(one.plan.sp or one.plan.cp > 1 for one in shown):
+        yield (
+            "sp and cp need blocks that mix positions inside attention alone, which only running the module can tell: "
+            "`shoal train RECIPE --plan PLAN --dry-run` does"
+        )
 
 
 def _job_in(recipe: Recipe, job: Job, precision: str, own: OwnParts) -> Job:
