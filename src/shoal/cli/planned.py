@@ -92,7 +92,7 @@ def _caveats(answer: "Answer", rows: list["Estimate"]) -> Iterator[str]:
     starred = list(dict.fromkeys(word.partition("=")[0] for one in rows for word in one.not_executed))
     if starred:
         runs = next((number for number, one in enumerate(rows, start=1) if not one.not_executed), None)
-        fastest = "none of these is" if runs is None else f"the fastest of these that is is {runs}"
+        fastest = "none of these runs" if runs is None else f"the fastest of these that runs is {runs}"
         yield f"* is priced and not executed by Shoal yet ({', '.join(starred)}); {fastest}"
     for precision in dict.fromkeys(one.precision for one in rows):
         if precision != answer.job.precision:

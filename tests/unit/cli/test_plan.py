@@ -65,7 +65,7 @@ def test_what_shoal_does_not_execute_has_a_star(shoal, recipe, tmp_path):
     assert first["precision"] == "float8" and first["executable"] is False and first["command"] is None
     assert "float8" in first["not_executed"] and runs["executable"] is True and runs["precision"] == "bfloat16"
     assert "1*" in done.stdout and "* is priced and not executed by Shoal yet (" in done.stdout
-    assert "the fastest of these that is is 2" in done.stdout
+    assert "the fastest of these that runs is 2" in done.stdout
 
 
 def test_memory_is_told_for_every_place_of_the_pipeline(shoal, recipe, tmp_path):
