@@ -87,8 +87,14 @@ def test_tied_weights_are_trained_by_both_ends(found_more):
 
 
 def test_two_directions_are_two_replicas(found):
-    """Chimera adds each direction by itself and then both, which is the tree of dp=2."""
-    assert found["chimera"] == found["two replicas"]
+    """Chimera adds each direction by itself and then both, which is the tree of dp=2.
+
+    Not so the validation: replicas share its samples out, directions do not, and another number of rows in a product may be
+    another last bit, on some processors and not on others.
+    """
+    chimera, replicas = dict(found["chimera"]), dict(found["two replicas"])
+    assert chimera.pop("validation") == pytest.approx(replicas.pop("validation"), rel=1e-6)
+    assert chimera == replicas
     assert found["chimera"]["sha"] != found["1f1b"]["sha"], "another tree has other bits, or this compares nothing"
 
 

@@ -266,8 +266,11 @@ def test_a_gpt_costs_what_its_blocks_cost(tied):
     assert sum(cost.weight_bytes for cost in costs) == weights_of(model)
     assert of["head"].weight_bytes == (0 if tied else of["embedding"].weight_bytes)
     assert [cost.boundary_bytes for cost in costs] == [0] + [stream] * (len(costs) - 1)
+    # The shortest of several measurements: whatever else the machine does makes one longer, and none shorter.
+    again = [costs, *(measure(model, (torch.randint(0, 65, (4, 64)),))[1] for _ in range(4))]
+    shortest = {cost.path: min(one[number].seconds for one in again) for number, cost in enumerate(costs)}
     for block in ("blocks.0", "blocks.1", "blocks.2"):
-        assert of[block].seconds > 3 * of["embedding_dropout"].seconds
+        assert shortest[block] > 3 * shortest["embedding_dropout"]
         # The norms, the projections and the feed-forward each keep their inputs: many times the stream, of weights nothing.
         assert 8 * stream < of[block].activation_bytes < 40 * stream
         assert of[block].activation_bytes == of["blocks.1"].activation_bytes
@@ -280,7 +283,9 @@ def test_a_cnn_costs_what_its_convolutions_cost():
     of = {cost.path: cost for cost in costs}
     assert all(cost.seconds > 0 for cost in costs)
     assert sum(cost.weight_bytes for cost in costs) == weights_of(model)
-    assert of["conv2"].seconds > of["dropout2"].seconds
+    again = [costs, *(measure(model, (torch.randn(64, 8, 8),))[1] for _ in range(4))]
+    shortest = {cost.path: min(one[number].seconds for one in again) for number, cost in enumerate(costs)}
+    assert shortest["conv2"] > shortest["dropout2"]
     image = 64 * 8 * 8 * 4
     # What the norm put out, as relu keeps it, and which places the pool took; the pool's input is relu's output.
     assert of["norm1"].activation_bytes >= 16 * image + 16 * image // 4 * 2
