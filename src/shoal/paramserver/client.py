@@ -22,8 +22,8 @@ from shoal.elastic.view import View
 from shoal.paramserver.answers import Portion
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import FINISHED, Commit, Committed, Message, Part, Pull, Pulled, Push, Take, Taken
+from shoal.paramserver.patience import ATTEMPT_SECONDS, seconds_for
 from shoal.paramserver.refusals import Moved
-from shoal.paramserver.relay import ATTEMPT_SECONDS
 from shoal.paramserver.rounds import Contribution, Read
 from shoal.paramserver.sparse import RowPacker
 from shoal.paramserver.steward import PARK_SECONDS
@@ -52,7 +52,7 @@ class Client:
         cache_staleness: shards other than the first are not pulled again while they are at most so many versions behind it.
         packer: finds the rows that a gradient touches; None: gradients are sent whole.
         deadline_seconds: the longest wait for a server.
-        attempt_seconds: after which a request counts as lost and is sent again.
+        attempt_seconds: after which a request counts as lost and is sent again, beside what its payload takes.
         tell: takes a line for people; left out, it goes to stderr.
     """
 
@@ -203,8 +203,11 @@ class Client:
             view = self._contact.view
             assert view is not None, "a worker asks servers only when it has a view"
             member = view.chains[shard].primary
+            # All shards cross this worker's link at once, and what is pushed crosses another to every backup before the answer.
+            num_trips = len(view.chains[shard].replicas) if payload is not None else int(into is not None)
+            allowed = seconds_for(num_trips * self._weights.nbytes, base=self._attempt)
             call = self._peer(view, member).call(
-                message, key=f"shard/{shard}", payload=payload, into=into, deadline=seconds or self._attempt
+                message, key=f"shard/{shard}", payload=payload, into=into, deadline=seconds or allowed
             )
             try:
                 return await self._contact.while_needed(call, partial(_answers_for, member, shard))

@@ -14,10 +14,9 @@ from shoal.core.errors import RunError
 from shoal.elastic.view import View
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import Failed, Message
+from shoal.paramserver.patience import ATTEMPT_SECONDS, seconds_for
 from shoal.paramserver.refusals import Moved, NotPrimary
 
-ATTEMPT_SECONDS = 2.0
-"""After which a request counts as lost. A death is seen much sooner, by the connection and by the view."""
 _AGAIN_SECONDS = 0.02
 _BROKEN = frozenset({"failed", "broken"})
 """Refusals of a server that cannot, not of one that is not to."""
@@ -32,7 +31,7 @@ class Relay:
         node: on the wire.
         contact: to the center.
         deadline_seconds: after which a peer that should answer has failed.
-        attempt_seconds: of one attempt.
+        attempt_seconds: of one attempt, without what its payload takes.
     """
 
     def __init__(
@@ -104,7 +103,8 @@ class Relay:
         self, view: View, member: str, shard: int, message: Message, payload: memoryview | None
     ) -> tuple[str, str] | None:
         """One attempt at one member; a code and a text when it did not succeed."""
-        call = self._peer(view, member).call(message, key=f"shard/{shard}", payload=payload, deadline=self._attempt)
+        seconds = seconds_for(0 if payload is None else payload.nbytes, base=self._attempt)
+        call = self._peer(view, member).call(message, key=f"shard/{shard}", payload=payload, deadline=seconds)
         try:
             await self._contact.while_needed(call, lambda new: member in new.chains[shard].replicas)
         except WireTimeout as error:

@@ -46,8 +46,9 @@ from shoal.paramserver.messages import (
     Take,
     Taken,
 )
+from shoal.paramserver.patience import ATTEMPT_SECONDS
 from shoal.paramserver.refusals import NotPrimary
-from shoal.paramserver.relay import ATTEMPT_SECONDS, Relay, require_primary
+from shoal.paramserver.relay import Relay, require_primary
 from shoal.paramserver.replica import Replica
 from shoal.paramserver.rounds import Contribution, Identity, Round
 from shoal.paramserver.shard import ShardState
@@ -80,7 +81,7 @@ class Server:
         rate: the learning rate of a round.
         on_round: called when a round is applied to every shard here; with the book as it was then where a checkpoint is due.
         deadline_seconds: the longest wait for a peer.
-        attempt_seconds: after which a request to a peer counts as lost and is sent again.
+        attempt_seconds: after which a request to a peer counts as lost and is sent again, beside what its payload takes.
         go_back: called with the view by which everyone goes back to the newest checkpoint; what is made then is what that says.
         make_copy: a shard to be filled with another server's copy; left out, ``make_shard``.
         on_not_finite: called when a gradient is refused because of NaN or infinity, with which one it was and what is said of it.
@@ -104,6 +105,7 @@ class Server:
         self.node = node
         self.contact = contact
         self._deadline = deadline_seconds
+        self._attempt = attempt_seconds
         self._relay = Relay(node, contact, deadline_seconds=deadline_seconds, attempt_seconds=attempt_seconds)
         self._shelf = Shelf(
             contact,
@@ -290,7 +292,8 @@ class Server:
 
     async def _pull(self, request: Request, pull: Pull) -> None:
         replica = self._shelf.require(pull.shard)
-        limit = Deadline(seconds=min(request.header.deadline, self._deadline))
+        # Who asks waits longer than this: what is left after it is for the weights to cross.
+        limit = Deadline(seconds=min(request.header.deadline, self._attempt, self._deadline))
         while replica.version < pull.need:
             if not await replica.bell.wait(min(limit.remaining, PARK_SECONDS)) and limit.is_over:
                 await request.refuse("late", f"shard {pull.shard} is at version {replica.version}, not {pull.need}")

@@ -14,6 +14,7 @@ from shoal.elastic.view import Chain, Member, View
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.ledger import Input, Ledger
 from shoal.paramserver.messages import Fetch, Fetched, Note, Synced
+from shoal.paramserver.patience import seconds_for
 from shoal.paramserver.refusals import NotPrimary
 from shoal.paramserver.relay import Relay, require_primary
 from shoal.paramserver.replica import Replica, unpack
@@ -22,6 +23,8 @@ from shoal.paramserver.steward import PARK_SECONDS, Steward
 
 BOOK_SHARD = 0
 """The shard whose primary keeps the book."""
+_STATE_ROWS = 8
+"""How much a shard's whole state is, in rows of its weights: those, the optimizer's, and gradients that wait."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -233,7 +236,7 @@ class Shelf:
         while not replica.ready.is_set():
             if self.held is not held or held.replicas.get(shard) is not replica:
                 return
-            found = await self._fetch(shard)
+            found = await self._fetch(shard, state.weights.nbytes)
             if found is None:
                 continue
             if self.held is not held or held.replicas.get(shard) is not replica:
@@ -263,7 +266,7 @@ class Shelf:
                 chain = view.chains[BOOK_SHARD]
                 if held.keeper == chain.primary or self._identity not in chain.synced[1:]:
                     return
-                found = await self._fetch(BOOK_SHARD)
+                found = await self._fetch(BOOK_SHARD, held.replicas[BOOK_SHARD].state.weights.nbytes)
                 if found is not None and self.held is held and held.ledger is not None:
                     self._open_copy(held, found[0], found[1])
         finally:
@@ -276,14 +279,15 @@ class Shelf:
                 ledger.enter(Input.decode(note.text))
         held.ledger, held.keeper, held.early = ledger, keeper, []
 
-    async def _fetch(self, shard: int) -> tuple[str, bytes, dict[str, Any], dict[str, Any]] | None:
+    async def _fetch(self, shard: int, row_bytes: int) -> tuple[str, bytes, dict[str, Any], dict[str, Any]] | None:
         view = self._contact.view
         assert view is not None
         primary = view.chains[shard].primary
         if primary == self._identity:
             await self._contact.newer_than(view.epoch, PARK_SECONDS)
             return None
-        answer = await self._relay.ask(primary, Fetch(shard=shard), shard=shard, seconds=self._deadline)
+        seconds = seconds_for(_STATE_ROWS * row_bytes, base=self._deadline)
+        answer = await self._relay.ask(primary, Fetch(shard=shard), shard=shard, seconds=seconds)
         if answer is None:
             return None
         found = answer.body

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 import torch
 
 from shoal.comm.wire.node import Node, new_incarnation
@@ -9,7 +10,21 @@ from shoal.elastic.election.elector import Center
 from shoal.elastic.view import Chain, Member, View
 from shoal.paramserver.client import Client
 from shoal.paramserver.contact import Contact
-from shoal.paramserver.messages import OPERATIONS, Done, Join, Joined, Pull, Pulled, Push, Watch, Watched
+from shoal.paramserver.messages import (
+    OPERATIONS,
+    Done,
+    Failed,
+    Forward,
+    Join,
+    Joined,
+    Part,
+    Pull,
+    Pulled,
+    Push,
+    Watch,
+    Watched,
+)
+from shoal.paramserver.relay import Relay
 
 
 def test_each_shard_hears_which_version_of_it_a_gradient_was_computed_from(tmp_path):
@@ -44,9 +59,77 @@ def test_a_server_that_took_over_and_is_behind_does_not_make_weights_older_that_
     run_with_servers(tmp_path, ahead, run)
 
 
-def run_with_servers(tmp_path, ahead, use):
-    """Let somebody use a client of two shards of two numbers, each its version; the pushes as (number, shard, version)."""
+@pytest.mark.parametrize("does", ["pull", "push", "part"])
+def test_weights_that_take_longer_than_an_attempt_without_any_still_come(tmp_path, does):
+    """An attempt had 2 s for everything, whatever crossed: a shard that took longer began again at its first byte for ever."""
+    numel = 2_000_000
+    ahead = {0: 7, 1: 4}
+
+    async def run(client):
+        read = await client.pull(0) if does == "pull" else (7, 4)
+        if does == "push":
+            await client.push(torch.ones(numel), read=read)
+        elif does == "part":
+            await client.add_part(torch.ones(numel), evaluation=0, portion=0)
+        assert read == (7, 4)
+
+    # Slower than an attempt without a payload, and much faster than the slowest link that is allowed for.
+    run_with_servers(tmp_path, ahead, run, numel=numel, takes=0.5, attempt_seconds=0.1, deadline_seconds=0.3)
+
+
+def test_a_forward_has_the_time_that_its_payload_needs(tmp_path):
+    """A healthy backup on a slow link was reported to the center, which took it out of the chain."""
+    gradient = memoryview(bytearray(8_000_000))
+    reported = []
+
+    async def run():
+        here, other = (Node(incarnation=new_incarnation(), operations=OPERATIONS) for _ in range(2))
+
+        async def answer(request):
+            match request.body:
+                case Join():
+                    await request.answer(Joined())
+                case Watch(epoch=epoch):
+                    if epoch < view.epoch:
+                        await request.answer(Watched(view=view, halt="", stopped=""))
+                case Failed():
+                    reported.append(request.body)
+                    await request.answer(Done())
+                case Forward():
+                    await asyncio.sleep(0.5)
+                    await request.answer(Done())
+
+        address = await other.listen(f"ipc://{tmp_path}/other.sock", answer)
+        members = [
+            Member(id=node.incarnation, name=f"server-{place}", role="server", address=address)
+            for place, node in enumerate((here, other))
+        ]
+        chain = Chain(primary=here.incarnation, backups=(other.incarnation,))
+        view = View(epoch=3, servers=tuple(members), workers=(), chains=(chain,))
+
+        def introduce(view):
+            return Join(name="server-0", role="server", address="", model={}, view=view)
+
+        contact = Contact(here, find=lambda: Center(epoch=3, address=address, name="center-0"), introduce=introduce)
+        contact.start()
+        try:
+            assert await contact.newer_than(0, 30.0)
+            relay = Relay(here, contact, deadline_seconds=0.4, attempt_seconds=0.1)
+            forward = Forward(worker="w", push=Push(shard=0, number=0, version=0))
+            await relay.send_on(0, forward, is_current=lambda: True, payload=gradient)
+        finally:
+            await contact.stop()
+            await here.close()
+            await other.close()
+
+    asyncio.run(run())
+    assert not reported
+
+
+def run_with_servers(tmp_path, ahead, use, *, numel=4, takes=0.0, attempt_seconds=2.0, deadline_seconds=30.0):
+    """Let somebody use a client of two shards of half the numbers, each its version; the pushes as (number, shard, version)."""
     pushed = []
+    half = numel // 2
 
     async def run():
         worker, other = (Node(incarnation=new_incarnation(), operations=OPERATIONS) for _ in range(2))
@@ -61,8 +144,14 @@ def run_with_servers(tmp_path, ahead, use):
                 case Pull(shard=shard, have=have) if have >= ahead[shard]:
                     await request.answer(Pulled(version=ahead[shard], is_new=False))
                 case Pull(shard=shard):
-                    await request.answer(Pulled(version=ahead[shard]), payload=torch.full((2,), float(ahead[shard])))
+                    await asyncio.sleep(takes)
+                    row = torch.full((half,), float(ahead[shard]))
+                    await request.answer(Pulled(version=ahead[shard]), payload=row)
+                case Part():
+                    await asyncio.sleep(takes)
+                    await request.answer(Done())
                 case Push():
+                    await asyncio.sleep(takes)
                     pushed.append((request.body.number, request.body.shard, request.body.version))
                     await request.answer(Done())
 
@@ -79,8 +168,14 @@ def run_with_servers(tmp_path, ahead, use):
         contact.start()
         try:
             assert await contact.newer_than(0, 30.0)
-            stretches = [slice(0, 2), slice(2, 4)]
-            client = Client(worker, contact, weights=torch.zeros(4), stretches=stretches, deadline_seconds=30.0)
+            client = Client(
+                worker,
+                contact,
+                weights=torch.zeros(numel),
+                stretches=[slice(0, half), slice(half, numel)],
+                deadline_seconds=deadline_seconds,
+                attempt_seconds=attempt_seconds,
+            )
             await use(client)
         finally:
             await contact.stop()
