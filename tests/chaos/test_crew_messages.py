@@ -10,10 +10,11 @@ import torch
 from inprocess_crew import ATTEMPT_SECONDS, Faults, alone, crewed, gradient_of, install_faults, quicken
 from shoal.comm.wire import header as wire_header
 from shoal.comm.wire.errors import Refused
+from shoal.comm.wire.request import Request
 from shoal.core.errors import RequestError
 from shoal.paramserver.client import GradientRefused
 from shoal.paramserver.cutting import TensorSpec
-from shoal.paramserver.messages import Commit, Push
+from shoal.paramserver.messages import Commit, Pulled, Push
 from shoal.paramserver.rounds import Contribution
 
 STEPS, SHARES = 12, 2
@@ -298,6 +299,31 @@ def test_calls_to_a_dead_server_end_with_the_next_view(folder, monkeypatch):
             assert torch.equal(await crew.finish(), alone(steps=40, shares=SHARES))
 
     run(work())
+
+
+def test_a_reader_that_stops_in_the_middle_holds_no_update_up(folder, monkeypatch):
+    """Its answer was sent under the lock that an update needs: one worker on a slow link held the shard up for everyone."""
+    answer, stalled = Request.answer, []
+
+    async def stall(self, body, payload=None):
+        if isinstance(body, Pulled) and payload is not None and not stalled:
+            stalled.append(payload.clone())
+            await crew.until_round(8)
+            assert torch.equal(payload, stalled[0]), "the weights of another version are sent"
+        await answer(self, body, payload)
+
+    monkeypatch.setattr(Request, "answer", stall)
+
+    async def work():
+        nonlocal crew
+        async with crewed(folder, update="async", steps=STEPS, shares=SHARES) as crew:
+            async with asyncio.timeout(20):
+                await crew.until_round(8)
+            await crew.finish()
+
+    crew = None
+    run(work())
+    assert stalled
 
 
 def test_who_waits_long_for_another_worker_is_told_for_whom(folder):

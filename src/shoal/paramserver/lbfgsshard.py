@@ -45,6 +45,11 @@ class LbfgsShard(ShardState):
             # All there from the beginning: a checkpoint has the same ones of every shard at any moment.
             self._vectors.put(name, torch.zeros_like(self.weights))
 
+    def move_weights(self, memory: Tensor) -> None:
+        """Go on in other memory; programs find the weights there."""
+        super().move_weights(memory)
+        self._vectors.move_weights(self.weights)
+
     def run(
         self,
         number: int,

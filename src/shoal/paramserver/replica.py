@@ -1,5 +1,7 @@
 """One shard on one server: its state, whoever waits for its next version, and the lock that keeps readers from a half update.
 
+The lock is held while the shard changes, never while anything is sent: weights are lent to whoever reads them (``lending.py``).
+
 A backup that is being made takes pushes before it has its shard: they wait here, so that nobody waits for the copy.
 """
 
@@ -7,8 +9,9 @@ import asyncio
 import contextlib
 import json
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,12 +19,15 @@ import torch
 from shoal.core.errors import RunError
 from shoal.paramserver.bell import Bell
 from shoal.paramserver.gradients import WorkerGone
+from shoal.paramserver.lending import Lending
 from shoal.paramserver.rounds import Identity, Round
 from shoal.paramserver.shard import ShardState
 from shoal.paramserver.sparse import Index, unpack_rows
 
 SMALL = 1 << 18
 """Elements up to which an update is made at once; a larger one goes to a thread, so that the wire does not wait for it."""
+
+T = TypeVar("T")
 
 
 class Replica:
@@ -37,6 +43,7 @@ class Replica:
         self.order = order
         self._early: list[tuple[Identity, bytes, int, Index]] = []
         self.lock = asyncio.Lock()
+        self._lending = Lending()
         self.bell = Bell()
         self.ready = asyncio.Event()
         if state is not None:
@@ -87,15 +94,32 @@ class Replica:
         Raises:
             RunError: a contribution of the round is not here. The protocol forbids it, so this replica must not go on.
         """
-        async with self.lock:
+
+        def apply() -> None:
             missing = self.state.missing(found)
             if missing:
                 raise RunError(f"round {found.number} needs contributions that this server never got: {missing}")
-            if self.state.weights.numel() <= SMALL:
-                self.state.apply(found, lr)
-            else:
-                await asyncio.to_thread(self.state.apply, found, lr)
+            self.state.apply(found, lr)
+
+        await self.change(apply)
         self.bell.ring()
+
+    async def change(self, work: Callable[[], T]) -> T:
+        """Do something that may change the weights, when nothing else does; who reads them keeps those of before."""
+        async with self.lock:
+            other = self._lending.take_other(self.state.weights)
+
+            def do() -> T:
+                if other is not None:
+                    self.state.move_weights(other)
+                return work()
+
+            return do() if self.state.weights.numel() <= SMALL else await asyncio.to_thread(do)
+
+    def lend(self) -> AbstractContextManager[torch.Tensor]:
+        """The weights as they are now, for as long as somebody reads them; to be entered under the lock."""
+        assert self.lock.locked(), "weights are lent between two changes, not in one"
+        return self._lending.lend(self.state.weights)
 
     async def export(self) -> tuple[bytes, torch.Tensor]:
         """Everything of the shard as text and one row of bytes."""

@@ -5,6 +5,7 @@ shard follow the same log, so a backup that takes over has nothing to catch up w
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -300,12 +301,12 @@ class Server:
                 return
             if self._shelf.require(pull.shard) is not replica:
                 raise NotPrimary(f"shard {pull.shard} went back to the checkpoint")
-        async with replica.lock:
-            version = replica.version
-            if pull.have >= version:
-                await request.answer(Pulled(version=version, is_new=False))
-            else:
-                await request.answer(Pulled(version=version), payload=replica.state.weights)
+        with contextlib.ExitStack() as lent:
+            async with replica.lock:
+                version = replica.version
+                weights = lent.enter_context(replica.lend()) if pull.have < version else None
+            # Outside of the lock: whoever reads slowly, or stops, holds no update up and no other reader.
+            await request.answer(Pulled(version=version, is_new=weights is not None), payload=weights)
 
     async def _fetch(self, request: Request, fetch: Fetch) -> None:
         replica = self._shelf.require(fetch.shard)

@@ -102,6 +102,15 @@ class ShardState:
             source = tensors[piece.name].detach().reshape(-1)[piece.start : piece.stop]
             self._flat[piece.offset : piece.offset + piece.numel].copy_(source)
 
+    @torch.no_grad()
+    def move_weights(self, memory: Tensor) -> None:
+        """Go on in other memory of the same size; what the weights were stays readable where it is."""
+        memory.copy_(self._flat)
+        self._flat = memory
+        for piece in self.shard.pieces:
+            # The optimizer knows a parameter by itself, not by its memory.
+            self._parameters[piece.name].data = self._view(memory, piece)
+
     def store(self, identity: Identity, gradient: Tensor, version: int, rows: Mapping[str, Rows] | None = None) -> bool:
         """Keep a copy of a pushed gradient until its round; False when it is here already, or was.
 

@@ -64,6 +64,10 @@ class ShardVectors:
             )
         self._target(name).copy_(values)
 
+    def move_weights(self, weights: Tensor) -> None:
+        """The live weights are elsewhere now, with the values that they had."""
+        self._vectors[WEIGHTS] = weights.detach()
+
     @torch.no_grad()
     def run(self, number: int, program: Program) -> tuple[float, ...]:
         """Run a program; or answer the one that was run last once more.

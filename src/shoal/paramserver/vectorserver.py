@@ -16,7 +16,7 @@ from shoal.paramserver.lbfgsshard import LbfgsShard
 from shoal.paramserver.messages import Advance, Done, Message, Mirror, Part, Ran, Recall, Recalled, Run, Settle
 from shoal.paramserver.programs import Program
 from shoal.paramserver.refusals import NotPrimary
-from shoal.paramserver.replica import SMALL, Replica, as_tensor
+from shoal.paramserver.replica import Replica, as_tensor
 from shoal.paramserver.rounds import Contribution
 from shoal.paramserver.steward import PARK_SECONDS, Steward
 
@@ -161,8 +161,7 @@ async def _run(replica: Replica, message: Run) -> tuple[float, ...]:
             collects=message.collects,
         )
 
-    async with replica.lock:
-        return run() if shard.weights.numel() <= SMALL else await asyncio.to_thread(run)
+    return await replica.change(run)
 
 
 async def _add(replica: Replica, part: Part, payload: memoryview | None) -> None:

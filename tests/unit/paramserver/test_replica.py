@@ -1,6 +1,7 @@
 """A shard's copy for a new backup: made beside everything else, while pushes come in."""
 
 import asyncio
+import contextlib
 
 import torch
 from torch import nn
@@ -8,8 +9,10 @@ from torch import nn
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.cutting import TensorSpec, cut_model
+from shoal.paramserver.lbfgsshard import LbfgsShard
+from shoal.paramserver.programs import WEIGHTS, Operation, Program
 from shoal.paramserver.replica import Replica, unpack
-from shoal.paramserver.rounds import Identity
+from shoal.paramserver.rounds import Entry, Identity, Round
 from shoal.paramserver.shard import ShardState
 
 MODEL = {"weight": TensorSpec((512, 1024), "float32")}
@@ -47,5 +50,81 @@ def test_while_a_shard_is_copied_others_run_and_pushes_are_taken():
         other = make_state()
         other.restore(*unpack(text, memoryview(row.numpy())))
         assert torch.equal(other.weights, replica.state.weights) and other.num_waiting <= replica.state.num_waiting
+
+    asyncio.run(run())
+
+
+def make_round(number):
+    return Round(
+        number=number,
+        entries=(Entry("worker", number, 1.0),),
+        loss=0.0,
+        weight=1.0,
+        samples=1,
+        first_step=number,
+        last_step=number,
+        staleness=0,
+    )
+
+
+def test_weights_that_are_read_stay_as_they_are_while_updates_go_on():
+    """An update waited for the slowest reader of the shard, and a reader that had stopped held it up for its whole deadline."""
+
+    async def run():
+        replica, other = Replica(make_state()), Replica(make_state())
+        reading = []
+        with contextlib.ExitStack() as lent:
+            for number in range(4):
+                gradient = memoryview(torch.full((NUMEL,), 1.0 + number).numpy()).cast("B")
+                if number < 3:
+                    async with replica.lock:
+                        weights = lent.enter_context(replica.lend())
+                    reading.append((weights, weights.clone()))
+                for one in (replica, other):
+                    one.store(Identity("worker", number), gradient, number)
+                    async with asyncio.timeout(20):
+                        await one.apply(make_round(number), 0.1)
+            assert all(torch.equal(*pair) for pair in reading)
+            assert len({weights.data_ptr() for weights, _ in reading} | {replica.state.weights.data_ptr()}) == 4
+            spares = {weights.data_ptr() for weights, _ in reading}
+        assert torch.equal(replica.state.weights, other.state.weights), "the update is another one in other memory"
+        assert torch.equal(replica.state.parameters()["weight"].view(-1), replica.state.weights)
+        return replica, spares
+
+    async def go_on():
+        replica, spares = await run()
+        here = replica.state.weights.data_ptr()
+        for number in (4, 5):
+            replica.store(Identity("worker", number), memoryview(torch.ones(NUMEL).numpy()).cast("B"), number)
+        await replica.apply(make_round(4), 0.1)
+        assert replica.state.weights.data_ptr() == here, "nobody reads, and the weights were copied"
+        async with replica.lock:
+            lent = replica.lend()
+            lent.__enter__()
+        await replica.apply(make_round(5), 0.1)
+        lent.__exit__(None, None, None)
+        assert replica.state.weights.data_ptr() in spares, "memory that was given back is not used again"
+
+    asyncio.run(go_on())
+
+
+def test_programs_go_on_in_other_memory_while_weights_are_read():
+    module = nn.Linear(1024, 512, bias=False)
+    shard = LbfgsShard(
+        cut_model(MODEL, 1).shards[0], model=MODEL, groups=decide_groups(OptimConfig(), module), history=2
+    )
+    shard.load_weights({"weight": torch.ones(512, 1024)})
+    program = Program(operations=(Operation(kind="scale", onto=WEIGHTS, factor=3.0),))
+
+    async def run():
+        replica = Replica(shard)
+        async with replica.lock:
+            lent = replica.lend()
+            weights = lent.__enter__()
+        await replica.change(lambda: shard.run(0, program, is_first=True))
+        assert float(weights[0]) == 1.0 and float(weights[-1]) == 1.0
+        lent.__exit__(None, None, None)
+        assert torch.equal(shard.weights, torch.full((NUMEL,), 3.0))
+        assert torch.equal(shard.parameters()["weight"].reshape(-1), shard.weights)
 
     asyncio.run(run())
