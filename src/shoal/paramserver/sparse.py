@@ -7,7 +7,7 @@ has the bits of the whole gradient, so this is a matter of the wire alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 import torch
@@ -31,11 +31,14 @@ class RowPacker:
     Args:
         shard_map: how the model is cut.
         model: the trained parameters.
+        only: the tensors that are looked at; left out, all that have rows.
     """
 
-    def __init__(self, shard_map: ShardMap, model: Model) -> None:
+    def __init__(self, shard_map: ShardMap, model: Model, *, only: Collection[str] | None = None) -> None:
         self._shards = shard_map.shards
         self._widths = {name: math.prod(spec.shape[1:]) for name, spec in model.items() if len(spec.shape) >= 2}
+        if only is not None:
+            self._widths = {name: width for name, width in self._widths.items() if name in only}
         self._watched = [
             [piece for piece in shard.pieces if piece.name in self._widths and piece.numel] for shard in self._shards
         ]

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
 from shoal.paramserver.cutting import Model, ShardMap, TensorSpec, check_cover
 from shoal.trainer.servers.portion import trained_parameters
 
@@ -32,6 +33,32 @@ def refuse_batch_norm(model: nn.Module) -> None:
             )
 
 
+def sparse_parameters(model: nn.Module) -> frozenset[str]:
+    """Trained parameters whose gradient torch gives as rows (``sparse=True``), by name."""
+    tables = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    return frozenset(name for name, tensor in trained_parameters(model).items() if id(tensor) in tables)
+
+
+def refuse_unfit(model: nn.Module, plan: Plan) -> None:
+    """Refuse a model that parameter servers, or the groups that are their workers, cannot train.
+
+    Raises:
+        RequestError: names the layer or the parameter.
+    """
+    refuse_batch_norm(model)
+    rows = sorted(sparse_parameters(model))
+    if rows and plan.ranks_per_replica > 1:
+        # The ranks of a group bring boxes of dense gradients.
+        raise RequestError(
+            f"{rows[0]!r} has sparse=True, and a worker of {plan.ranks_per_replica} ranks adds dense gradients; "
+            f"set sparse=False, or leave tp, cp and pp out of the plan"
+        )
+
+
 class FlatRow:
     """Weights and gradients of a whole model, one row each.
 
@@ -49,6 +76,8 @@ class FlatRow:
         self.stretches = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         """Of each shard in the row."""
         self._places = self._find_places()
+        self.sparse: frozenset[str] = frozenset()
+        """Parameters whose gradient comes as rows."""
         self.weights = torch.zeros(ends[-1], dtype=getattr(torch, shard_map.dtype))
         self.gradient = torch.zeros_like(self.weights)
 
@@ -80,6 +109,7 @@ class FlatModel(FlatRow):
 
     def __init__(self, model: nn.Module, shard_map: ShardMap) -> None:
         super().__init__(describe_model(model), shard_map)
+        self.sparse = sparse_parameters(model)
         self._parameters = trained_parameters(model)
         for name, view in self.whole(self.weights).items():
             view.copy_(self._parameters[name].detach())
@@ -91,6 +121,10 @@ class FlatModel(FlatRow):
             grad = self._parameters[name].grad
             if grad is None:
                 place.zero_()
+            elif grad.is_sparse:
+                # Added up by row first: a row comes as often as its samples do.
+                rows = grad.coalesce()
+                place.zero_()[tuple(rows.indices())] = rows.values()
             else:
                 place.copy_(grad)
         return self.gradient

@@ -27,7 +27,7 @@ from shoal.trainer.layout import count_steps, derive_layout
 from shoal.trainer.servers.batchwork import work_batches
 from shoal.trainer.servers.dealing import Dealing
 from shoal.trainer.servers.downpouring import work_downpour
-from shoal.trainer.servers.flatmodel import FlatModel, FlatRow, describe_model, refuse_batch_norm
+from shoal.trainer.servers.flatmodel import FlatModel, FlatRow, describe_model, refuse_unfit
 from shoal.trainer.servers.group import group_plan, join_group, share_of
 from shoal.trainer.servers.hanging import watch_shares
 from shoal.trainer.servers.hot import cut_for
@@ -103,7 +103,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
     """Lay the model out as the plan wants it on this process; the ranks of a worker call it together."""
     recipe = place.recipe
     model, loss, data = build_parts(recipe)
-    refuse_batch_norm(model)
+    refuse_unfit(model, place.plan)
     layout = derive_layout(recipe.train, place.plan)
     world = join_group(place)
     # The servers have the optimizer; one without state costs nothing here.

@@ -13,6 +13,7 @@ from shoal.core.events import WorkerTraffic
 from shoal.elastic.view import View
 from shoal.paramserver.answers import Portion
 from shoal.paramserver.client import Client, RunOver
+from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.consistency import wait_seconds
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.line import LoopThread
@@ -126,7 +127,7 @@ class Line:
             weights=self.landing,
             stretches=flat.stretches,
             cache_staleness=config.cache_staleness,
-            packer=RowPacker(flat.shard_map, specs) if config.hot == "measured" else None,
+            packer=make_packer(flat, config),
             deadline_seconds=config.deadline,
         )
 
@@ -213,6 +214,13 @@ class Line:
             await self._node.close()
 
         self._thread.close(leave)
+
+
+def make_packer(flat: FlatRow, config: ParamServerConfig) -> RowPacker | None:
+    """What finds the rows to send: of every tensor where that is to be measured, else of those whose gradient comes as rows."""
+    if config.hot == "measured":
+        return RowPacker(flat.shard_map, flat.model)
+    return RowPacker(flat.shard_map, flat.model, only=flat.sparse) if flat.sparse else None
 
 
 def describe(worker: str, portion: Portion, computed: Computed, *, read: Read, waited: float) -> Contribution:

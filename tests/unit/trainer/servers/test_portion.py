@@ -6,12 +6,15 @@ import torch
 from torch import nn
 
 from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
 from shoal.data.loader import Loader
 from shoal.data.order import Position, position_of, take
 from shoal.data.source import Items
+from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.cutting import cut_model
-from shoal.trainer.servers.flatmodel import FlatModel, describe_model, refuse_batch_norm
+from shoal.trainer.servers.flatmodel import FlatModel, describe_model, refuse_batch_norm, refuse_unfit
 from shoal.trainer.servers.portion import ShareRunner
+from shoal.trainer.servers.workline import make_packer
 
 
 class Numbers:
@@ -124,3 +127,39 @@ def test_running_statistics_are_refused_by_name():
     with pytest.raises(RequestError, match=r"batch norm '1' keeps running statistics"):
         refuse_batch_norm(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
     refuse_batch_norm(nn.Sequential(nn.BatchNorm1d(1, track_running_stats=False)))
+
+
+class Table(nn.Module):
+    def __init__(self, *, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(40, 3, sparse=sparse)
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, ids):
+        return self.out(self.table(ids)).sum()
+
+
+def test_a_gradient_that_comes_as_rows_is_collected_and_sent_as_rows():
+    """A worker died of it: torch does not copy a sparse tensor into a dense one."""
+    found = {}
+    for sparse in (False, True):
+        model = Table(sparse=sparse)
+        flat = FlatModel(model, cut_model(describe_model(model), 2))
+        # From an earlier portion, which touched other rows.
+        flat.gradient.fill_(7.0)
+        for ids in ([3, 5, 3], [17, 5]):
+            model(torch.tensor(ids)).backward()
+        found[sparse] = flat.collect_gradient(), make_packer(flat, ParamServerConfig())
+    assert torch.equal(found[True][0], found[False][0])
+    assert found[False][1] is None
+    assert found[True][1].sparse_names() == {"table.weight"}
+    gradient, packer = found[True]
+    shards = [packer.pack(number, gradient[stretch]) for number, stretch in enumerate(flat.stretches)]
+    assert sum(count for index, _ in shards for _, count in index) == 3
+
+
+def test_a_group_refuses_gradients_that_come_as_rows_by_name():
+    refuse_unfit(Table(sparse=True), Plan.parse("ps=1 workers=2"))
+    with pytest.raises(RequestError, match=r"'table.weight' has sparse=True, and a worker of 2 ranks .* sparse=False"):
+        refuse_unfit(Table(sparse=True), Plan.parse("ps=1 workers=2 tp=2"))
