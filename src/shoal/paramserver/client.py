@@ -152,13 +152,18 @@ class Client:
         self.versions = [-1] * len(self._stretches)
         await self.pull(0)
 
-    async def add_part(self, gradient: Tensor, *, evaluation: int, portion: int) -> None:
-        """Bring the gradient of one portion of a batch to all servers."""
+    async def add_part(self, gradient: Tensor, *, evaluation: int, portion: int, loss: float) -> None:
+        """Bring the gradient of one portion of a batch to all servers.
+
+        Raises:
+            GradientRefused: it is not finite, and its loss is.
+        """
+        parts = (
+            Part(shard=shard, evaluation=evaluation, portion=portion, loss=loss)
+            for shard in range(len(self._stretches))
+        )
         await asyncio.gather(
-            *(
-                self._ask(shard, Part(shard=shard, evaluation=evaluation, portion=portion), payload=gradient[stretch])
-                for shard, stretch in enumerate(self._stretches)
-            )
+            *(self._ask(one.shard, one, payload=gradient[self._stretches[one.shard]]) for one in parts)
         )
         self.num_pushed_bytes += gradient.nbytes
 

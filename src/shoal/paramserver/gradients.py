@@ -110,7 +110,7 @@ class Gradients:
             )
         kept = self._copy(gradient) if not rows else self._densify(gradient, rows)
         try:
-            self._refuse_nonfinite(kept, identity)
+            refuse_nonfinite(kept, self._shard, f"contribution {identity.number} of worker {identity.worker}")
         except NotFinite:
             self._recycle(kept)
             raise
@@ -195,18 +195,26 @@ class Gradients:
                 f"the {what} for shard {self._shard.number} is {tensor.dtype} {tuple(tensor.shape)}, and must be {dtype} {shape}"
             )
 
-    def _refuse_nonfinite(self, gradient: Tensor, identity: Identity) -> None:
-        # A finite sum has finite parts, and is twice as fast as looking at each; only an overflow needs the second look.
-        if math.isfinite(gradient.sum().item()) or _is_finite(gradient):
-            return
-        named = [
-            piece for piece in self._shard.pieces if not _is_finite(gradient[piece.offset : piece.offset + piece.numel])
-        ]
-        raise NotFinite(
-            f"contribution {identity.number} of worker {identity.worker} has NaN or infinity in the gradient of "
-            f"{named[0].name!r} ({len(named)} of {len(self._shard.pieces)} parameters of shard {self._shard.number}); "
-            "it is not stored"
-        )
+
+def refuse_nonfinite(gradient: Tensor, shard: Shard, what: str) -> None:
+    """Refuse NaN and infinity.
+
+    Args:
+        gradient: of the whole shard, flat.
+        shard: which.
+        what: the gradient, in people's words.
+
+    Raises:
+        NotFinite: names the first parameter that has some.
+    """
+    # A finite sum has finite parts, and is twice as fast as looking at each; only an overflow needs the second look.
+    if math.isfinite(gradient.sum().item()) or _is_finite(gradient):
+        return
+    named = [piece for piece in shard.pieces if not _is_finite(gradient[piece.offset : piece.offset + piece.numel])]
+    raise NotFinite(
+        f"{what} has NaN or infinity in the gradient of {named[0].name!r} "
+        f"({len(named)} of {len(shard.pieces)} parameters of shard {shard.number}); it is not stored"
+    )
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -306,6 +306,8 @@ class Part(Message, frozen=True):
     shard: int
     evaluation: int
     portion: int
+    loss: float = 0.0
+    """Of the portion. One that is not finite says that the line search went too far, and then its gradient may be anything."""
 
 
 class Mirror(Message, frozen=True):

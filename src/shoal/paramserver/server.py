@@ -277,8 +277,7 @@ class Server:
         try:
             replica.store(Identity(worker, push.number), request.payload or memoryview(b""), push.version, push.rows)
         except NotFinite as error:
-            self.num_not_finite += 1
-            self._on_not_finite(Identity(worker, push.number), str(error))
+            self.take_not_finite(Identity(worker, push.number), str(error))
             await request.refuse("not-finite", str(error))
             return False
         except WorkerGone as error:
@@ -290,6 +289,11 @@ class Server:
             await request.refuse("shape", str(error))
             return False
         return True
+
+    def take_not_finite(self, identity: Identity, reason: str) -> None:
+        """Count a gradient that is refused because of NaN or infinity, and let people know."""
+        self.num_not_finite += 1
+        self._on_not_finite(identity, reason)
 
     async def _pull(self, request: Request, pull: Pull) -> None:
         replica = self._shelf.require(pull.shard)

@@ -5,19 +5,23 @@ have. What the coordinator remembers is in the book, and moves with the round th
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Protocol
+
+from torch import Tensor
 
 from shoal.comm.wire.request import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.paramserver.contact import Contact
+from shoal.paramserver.gradients import NotFinite, refuse_nonfinite
 from shoal.paramserver.lbfgsshard import LbfgsShard
 from shoal.paramserver.messages import Advance, Done, Message, Mirror, Part, Ran, Recall, Recalled, Run, Settle
 from shoal.paramserver.programs import Program
 from shoal.paramserver.refusals import NotPrimary
 from shoal.paramserver.replica import Replica, as_tensor
-from shoal.paramserver.rounds import Contribution
+from shoal.paramserver.rounds import Contribution, Identity
 from shoal.paramserver.steward import PARK_SECONDS, Steward
 
 _READY_SECONDS = 60.0
@@ -41,6 +45,10 @@ class Host(Protocol):
         """The book, where this server keeps it."""
         ...
 
+    def take_not_finite(self, identity: Identity, reason: str) -> None:
+        """Count a gradient that is refused because of NaN or infinity."""
+        ...
+
 
 class VectorServer:
     """See the module.
@@ -57,6 +65,8 @@ class VectorServer:
         self._require = require
         self._require_copy = require_copy
         self._send_on = send_on
+        self._refused: dict[tuple[int, int], tuple[int, str]] = {}
+        """By shard and portion: the evaluation in which its gradient was not finite, and whose it was."""
 
     async def handle(self, request: Request, body: Run | Part | Mirror | Recall | Advance | Settle) -> None:
         """Answer a coordinator, a worker or a primary.
@@ -92,9 +102,37 @@ class VectorServer:
         if request.header.dtype != dtype:
             await request.refuse("shape", f"a gradient is sent as {dtype}, not as {request.header.dtype or 'nothing'}")
             return
-        await _add(replica, part, request.payload)
+        gradient = _gradient(replica, part, request.payload)
+        try:
+            self._look_at(replica, part, gradient, request.sender)
+        except NotFinite as error:
+            self._host.take_not_finite(Identity(request.sender, part.portion), str(error))
+            await request.refuse("not-finite", str(error))
+            return
+        await _add(replica, part, gradient)
         await self._send_on(part.shard, Mirror(done=part), request.payload)
         await request.answer(Done())
+
+    def _look_at(self, replica: Replica, part: Part, gradient: Tensor, worker: str) -> None:
+        """Refuse a gradient that is not finite where the loss is: that worker is not to be trusted.
+
+        When another worker finds the same it is the weights of this trial, and the line search has to see it: it goes back.
+
+        Raises:
+            NotFinite: the first to bring one.
+        """
+        if not math.isfinite(part.loss):
+            return
+        place = part.shard, part.portion
+        evaluation, before = self._refused.get(place, (-1, worker))
+        if evaluation == part.evaluation and before != worker:
+            return
+        try:
+            what = f"portion {part.portion} of evaluation {part.evaluation} by worker {worker}"
+            refuse_nonfinite(gradient, replica.state.shard, what)
+        except NotFinite:
+            self._refused[place] = part.evaluation, worker
+            raise
 
     async def _mirror(self, request: Request, done: Run | Part) -> None:
         replica = self._require_copy(request, done.shard)
@@ -103,7 +141,7 @@ class VectorServer:
         if isinstance(done, Run):
             await _run(replica, done)
         else:
-            await _add(replica, done, request.payload)
+            await _add(replica, done, _gradient(replica, done, request.payload))
         await request.answer(Done())
 
     async def _keep_memory(self, request: Request, body: Recall | Advance) -> None:
@@ -164,11 +202,15 @@ async def _run(replica: Replica, message: Run) -> tuple[float, ...]:
     return await replica.change(run)
 
 
-async def _add(replica: Replica, part: Part, payload: memoryview | None) -> None:
+def _gradient(replica: Replica, part: Part, payload: memoryview | None) -> Tensor:
     shard = _shard(replica)
     expected = shard.weights.numel() * shard.weights.element_size()
     if payload is None or len(payload) != expected:
         got = 0 if payload is None else len(payload)
         raise RequestError(f"shard {part.shard} has {expected} bytes, and {got} came")
+    return as_tensor(payload, shard.weights.dtype)
+
+
+async def _add(replica: Replica, part: Part, gradient: Tensor) -> None:
     async with replica.lock:
-        shard.add_part(part.evaluation, part.portion, as_tensor(payload, shard.weights.dtype))
+        _shard(replica).add_part(part.evaluation, part.portion, gradient)

@@ -70,7 +70,7 @@ def test_weights_that_take_longer_than_an_attempt_without_any_still_come(tmp_pat
         if does == "push":
             await client.push(torch.ones(numel), read=read)
         elif does == "part":
-            await client.add_part(torch.ones(numel), evaluation=0, portion=0)
+            await client.add_part(torch.ones(numel), evaluation=0, portion=0, loss=0.5)
         assert read == (7, 4)
 
     # Slower than an attempt without a payload, and much faster than the slowest link that is allowed for.

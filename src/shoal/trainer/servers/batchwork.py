@@ -22,5 +22,5 @@ def work_batches(line: Line, worker: Worker, place: MemberPlace) -> None:
             line.pull_now()
             evaluation = given.evaluation
         loss = worker.shares.run_stretch(given.step, given.start, given.stop)
-        line.add_part(worker.flat.collect_gradient(), evaluation, given.portion)
+        line.add_part(worker.flat.collect_gradient(), evaluation, given.portion, loss)
         done = (evaluation, given.portion, loss)

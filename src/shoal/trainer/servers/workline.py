@@ -173,9 +173,9 @@ class Line:
         """The weights as they are now."""
         self._thread.call(self.client.pull_now())
 
-    def add_part(self, gradient: torch.Tensor, evaluation: int, portion: int) -> None:
+    def add_part(self, gradient: torch.Tensor, evaluation: int, portion: int, loss: float) -> None:
         """Bring the gradient of one portion of a batch to all servers."""
-        self._thread.call(self.client.add_part(gradient, evaluation=evaluation, portion=portion))
+        self._thread.call(self.client.add_part(gradient, evaluation=evaluation, portion=portion, loss=loss))
 
     def fetch(self, portion: Portion, land: Callable[[torch.Tensor, Read], object]) -> "Future[None]":
         """Bring a copy of weights that are new enough, and what they are, to somebody, while something else is done."""
