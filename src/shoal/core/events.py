@@ -4,6 +4,7 @@ Every process of a run writes the same kinds, so one reader (a script, a display
 value: who writes it to disk, and when, is the business of ``telemetry``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -222,6 +223,17 @@ class WorkerTraffic(Event):
     kind: ClassVar[str] = "traffic"
     pushed_bytes: int
     pulled_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessagesDropped(Event):
+    """Messages to a process of parameter servers that it dropped, since its start; the newest word of a process counts."""
+
+    kind: ClassVar[str] = "messages_dropped"
+    process: str
+    incarnation: str
+    counts: Mapping[str, int]
+    """By reason (``comm/wire/counters.py``): malformed, stale (of an old epoch), duplicate, late, and so on."""
 
 
 @dataclass(frozen=True, kw_only=True)

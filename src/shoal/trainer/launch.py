@@ -149,6 +149,9 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         )
     if summary.get("hung"):
         lines.append(f"hung             {_many(summary['hung'], 'worker')}, ended and started again")
+    if dropped := summary.get("messages_dropped"):
+        listed = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        lines.append(f"dropped          {_many(sum(dropped.values()), 'message')}: {listed}")
     if summary["final_loss"] is not None and summary["first_loss"] is not None:
         lines.append(f"loss             {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}")
     if summary["validation_loss"] is not None:

@@ -40,7 +40,7 @@ def summarise_servers(
     wall_seconds: float,
     peak_rss_bytes: Sequence[int],
     num_deaths: int | None,
-    tidings: Mapping[str, int],
+    tidings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The summary of a run with parameter servers.
 

@@ -24,6 +24,7 @@ from shoal.trainer.build import load_run
 from shoal.trainer.evaluate import evaluate
 from shoal.trainer.layout import default_threads
 from shoal.trainer.servers.member import MemberPlace
+from shoal.trainer.servers.tally import count_dropped
 from shoal.trainer.servers.tidings import count_tidings
 from shoal.trainer.state import hash_weights
 from shoal.trainer.summary import summarise_servers, write_summary
@@ -79,7 +80,7 @@ def conclude_run(place: MemberPlace, halt: str, *, total_steps: int, started: fl
         # Of this server: nobody on this machine can measure the others.
         peak_rss_bytes=[peak_resident_bytes(os.getpid())],
         num_deaths=None,
-        tidings=count_tidings(place.kept_dir),
+        tidings={**count_tidings(place.kept_dir), "messages_dropped": count_dropped(place.kept_dir)},
     )
     write_summary(place.kept_dir, summary)
     return summary

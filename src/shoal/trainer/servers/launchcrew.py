@@ -15,6 +15,7 @@ from shoal.trainer.ended import Ended
 from shoal.trainer.layout import default_threads
 from shoal.trainer.request import Prepared
 from shoal.trainer.servers.crew import CrewEnd, CrewRequest, run_crew
+from shoal.trainer.servers.tally import count_dropped
 from shoal.trainer.servers.tidings import count_tidings
 from shoal.trainer.summary import summarise_death, summarise_servers, write_summary
 
@@ -76,7 +77,7 @@ def _summarise(prepared: Prepared, end: CrewEnd, found: dict[str, Any], *, wall_
         wall_seconds=wall_seconds,
         peak_rss_bytes=end.peak_rss_bytes,
         num_deaths=end.num_deaths,
-        tidings=count_tidings(prepared.run_dir),
+        tidings={**count_tidings(prepared.run_dir), "messages_dropped": count_dropped(prepared.run_dir)},
     )
 
 
@@ -91,6 +92,7 @@ def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, 
         before=before,
     )
     summary |= {"deaths": end.num_deaths, **count_tidings(prepared.run_dir)}
+    summary["messages_dropped"] = count_dropped(prepared.run_dir)
     write_summary(prepared.run_dir, summary)
     print(f"error: {end.cause}", file=sys.stderr)
     return Ended(exit_code=end.exit_code, summary=summary, was_orderly=False)

@@ -21,6 +21,7 @@ from shoal.trainer.config import Recipe
 from shoal.trainer.layout import default_threads
 from shoal.trainer.servers.agreement import shared_settings
 from shoal.trainer.servers.cluster import Cluster
+from shoal.trainer.servers.tally import Tally
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +98,13 @@ class MemberPlace:
 
 
 def open_node(place: MemberPlace) -> Node:
-    """This process on the wire."""
+    """This process on the wire; what it drops is written down until it is closed."""
     if place.cluster is None:
-        return Node(incarnation=place.incarnation, operations=OPERATIONS, arena_dir=place.folder)
-    return Node(incarnation=place.incarnation, operations=CLUSTER_OPERATIONS, keys=place.cluster.keys)
+        node = Node(incarnation=place.incarnation, operations=OPERATIONS, arena_dir=place.folder)
+    else:
+        node = Node(incarnation=place.incarnation, operations=CLUSTER_OPERATIONS, keys=place.cluster.keys)
+    node.spawn(Tally(node, name=place.name, run_dir=place.run_dir, rank=place.rank).keep())
+    return node
 
 
 def open_finder(place: MemberPlace, node: Node) -> Callable[[], Center | None]:
