@@ -115,7 +115,7 @@ class Book:
 
     @property
     def gone(self) -> tuple[str, ...]:
-        """The workers that have left, in the order in which they did."""
+        """The workers that have left, in the order in which they did, as far as they are remembered."""
         return tuple(self._gone)
 
     @property
@@ -180,6 +180,7 @@ class Book:
         if self._members.pop(worker, None) is None:
             return NOTHING
         self._gone.append(worker)
+        del self._gone[: -members.GONE_KEPT]
         freed = self._portions.release(worker, self._portions.held_by(worker))
         return self._settle(freed=freed)
 

@@ -15,7 +15,24 @@ from shoal.comm.wire.node import Node
 from shoal.comm.wire.request import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
-from shoal.elastic.changes import Ask, Elected, Event, GiveUp, Heard, Joined, Left, Publish, Refuse, Stall, Ticked
+from shoal.elastic.changes import (
+    Ask,
+    Collect,
+    Elected,
+    Event,
+    GiveUp,
+    Heard,
+    Joined,
+    Left,
+    Publish,
+    Refuse,
+    Release,
+    Remind,
+    Restore,
+    Stall,
+    Sync,
+    Ticked,
+)
 from shoal.elastic.changes import Failed as ReplicaFailed
 from shoal.elastic.changes import Synced as ReplicaSynced
 from shoal.elastic.election.elector import Deposed, Elector
@@ -185,8 +202,10 @@ class Center:
                         self._asked.add(member)
                     case GiveUp(reason=reason):
                         self._gave_up = reason
-                    case _:
-                        pass  # Servers read the rest off the view: what to fetch, whom to forget, what to go back to.
+                    case Sync() | Release() | Restore() | Remind():
+                        pass  # Members read these off the view: what to fetch, whom to forget, what to go back to.
+                    case Collect():
+                        pass  # Done with the view that it came with: here by the cleaner, a replica by the server that has it.
             is_news = bool(instructions) or state.view is not self._state.view or state.phase != self._state.phase
             self._state = state
         if is_news:

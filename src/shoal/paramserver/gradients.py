@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.core.errors import RunError
 from shoal.paramserver.cutting import Model, Piece, Shard
+from shoal.paramserver.members import GONE_KEPT
 from shoal.paramserver.rounds import Identity
 
 REMEMBERED = 4096
@@ -85,7 +86,7 @@ class Gradients:
 
     @property
     def gone(self) -> Mapping[str, frozenset[int]]:
-        """Workers that have left, each with the numbers that it committed before."""
+        """Workers that have left, oldest first as far as they are remembered, each with the numbers that it committed before."""
         return self._gone
 
     def store(self, identity: Identity, gradient: Tensor, version: int, rows: Mapping[str, Rows] | None = None) -> bool:
@@ -130,6 +131,8 @@ class Gradients:
     def discard(self, worker: str, keep: Collection[int]) -> int:
         """A worker has left: drop what it pushed and never committed, and store no more of it; how many were dropped."""
         self._gone[worker] = frozenset(keep)
+        while len(self._gone) > GONE_KEPT:
+            del self._gone[next(iter(self._gone))]
         gone = [identity for identity in self._stored if identity.worker == worker and identity.number not in keep]
         self.retire(gone)
         return len(gone)

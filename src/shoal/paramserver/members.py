@@ -6,6 +6,9 @@ from typing import Any
 
 REMEMBERED = 64
 """Commits kept for each worker, so that one that is sent again gets the same answer."""
+GONE_KEPT = 1024
+"""Departed workers that are remembered, by the book and by the shards, so that what they still send does not count. An older one
+is in no view, and nobody listens to it. By number and not by time, so that every copy of the book forgets the same ones."""
 DUPLICATE, DROPPED, REFUSED = -1, -2, -3
 """What is remembered in place of a round when a contribution was not used."""
 # The mean step time follows the last few steps: a machine may slow down at any time.

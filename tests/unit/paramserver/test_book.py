@@ -10,7 +10,7 @@ from shoal.core.updates import UpdateRule
 from shoal.paramserver.answers import Committed, Dropped, Duplicate, Finished, Portion, Refused, Wait
 from shoal.paramserver.book import Book, LogTrimmed
 from shoal.paramserver.consistency import Lateness
-from shoal.paramserver.members import REMEMBERED
+from shoal.paramserver.members import GONE_KEPT, REMEMBERED
 from shoal.paramserver.rounds import Contribution, Identity
 
 
@@ -360,3 +360,13 @@ def test_one_that_began_before_the_first_worker_came_hands_in_what_it_has():
     desk.book.join("a", 0, 0.0)
     waits = desk.take("b", held=(portion.number,))
     assert isinstance(waits, Wait) and waits.must_commit
+
+
+def test_departed_workers_are_remembered_up_to_a_number():
+    """Every incarnation that had ever left stayed in the book, and went into every copy of it."""
+    book = Desk("bsp", names="").book
+    for number in range(GONE_KEPT + 5):
+        book.join(f"worker-{number}", 0, 0.0)
+        book.leave(f"worker-{number}", 0.0)
+    assert book.gone[0] == "worker-5" and len(book.gone) == len(book.export()["gone"]) == GONE_KEPT
+    assert isinstance(book.join(f"worker-{GONE_KEPT}", 0, 0.0), Refused)

@@ -12,6 +12,7 @@ from shoal.optim.config import OptimConfig
 from shoal.paramserver.aggregation import adasum, compensate_delay
 from shoal.paramserver.cutting import TensorSpec, cut_model
 from shoal.paramserver.gradients import NotFinite, Rows, WorkerGone, WrongGradient
+from shoal.paramserver.members import GONE_KEPT
 from shoal.paramserver.rounds import Entry, Identity, Round
 from shoal.paramserver.shard import ShardState
 
@@ -200,6 +201,20 @@ def test_what_a_dead_worker_never_committed_is_dropped_and_stays_out():
         state.store(Identity("a", 2), flat_part(state, draw(model, 1)), 0)
     state.apply(a_round(0, ("a", 0, 1.0), dropped=(Identity("b", 0),)), 0.1)
     assert state.num_waiting == 0
+
+
+def test_departed_workers_are_remembered_up_to_a_number():
+    """Every one was kept for ever, and copied into every new backup."""
+    model = small_model()
+    (state,) = shards_of(model, 1, OptimConfig(name="sgd"))
+    for number in range(GONE_KEPT + 10):
+        state.discard(f"worker-{number}", keep={3})
+        # What the keeper of the book still tells of; it must not go for that.
+        state.discard(f"worker-{max(0, number - 200)}", keep={3})
+    gone = dict(state.export()[1]["gone"])
+    assert len(gone) == GONE_KEPT and f"worker-{GONE_KEPT + 9}" in gone and "worker-0" not in gone
+    with pytest.raises(WorkerGone):
+        state.store(Identity("worker-600", 0), flat_part(state, draw(model, 0)), 0)
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "adagrad"])
