@@ -49,8 +49,9 @@ class Client:
         contact: to the center; ``contact.run()`` must be running.
         weights: all shards, one after the other, in one row; ``pull`` writes here.
         stretches: of each shard in that row.
-        cache_staleness: shards other than the first are not pulled again while they are at most so many versions behind it.
+        cache_staleness: shards that are cached are not pulled again while they are at most so many versions behind the first.
         packer: finds the rows that a gradient touches; None: gradients are sent whole.
+        caches_cold: only those that the packer finds cold are cached; left out, all but the first.
         deadline_seconds: the longest wait for a server.
         attempt_seconds: after which a request counts as lost and is sent again, beside what its payload takes.
         tell: takes a line for people; left out, it goes to stderr.
@@ -65,6 +66,7 @@ class Client:
         stretches: Sequence[slice],
         cache_staleness: int = 0,
         packer: RowPacker | None = None,
+        caches_cold: bool = False,
         deadline_seconds: float,
         attempt_seconds: float = ATTEMPT_SECONDS,
         tell: Callable[[str], None] | None = None,
@@ -79,6 +81,8 @@ class Client:
         self._attempt = attempt_seconds
         self._num_pushes = 0
         self._packer = packer
+        assert packer is not None or not caches_cold, "who measures is who packs"
+        self._caches_cold = caches_cold
         self.num_pushed_bytes = self.num_pulled_bytes = 0
         """Gradients and weights that went over, without what was sent again because nobody had answered."""
         self.versions = [-1] * len(self._stretches)
@@ -104,19 +108,27 @@ class Client:
         """Bring the weights up to a version at least; what they are then, to be told with what is computed from them.
 
         Args:
-            need: of the shards that are always read fresh: all of them, or the first where the others are cached.
+            need: of the shards that are always read fresh: all but those that are cached.
             bound: of those that are cached; ``need`` when left out.
         """
-        shards = range(len(self._stretches))
-        if not self._cache_staleness:
-            await asyncio.gather(*(self._pull(shard, need) for shard in shards))
-            return tuple(self.versions)
-        await self._pull(_BOOK_SHARD, need)
+        cached = self._cached()
+        fresh = [shard for shard in range(len(self._stretches)) if shard not in cached]
+        await asyncio.gather(*(self._pull(shard, need) for shard in fresh))
         # Measured against what was just read: whatever the servers do meanwhile, these two are not further apart.
         least = max(need if bound is None else bound, self.versions[_BOOK_SHARD] - self._cache_staleness)
-        old = [shard for shard in shards if shard != _BOOK_SHARD and self.versions[shard] < max(least, 0)]
+        old = [shard for shard in cached if self.versions[shard] < max(least, 0)]
         await asyncio.gather(*(self._pull(shard, least) for shard in old))
         return tuple(self.versions)
+
+    def _cached(self) -> list[int]:
+        """The shards that may be behind; never the first, by which that is measured."""
+        if not self._cache_staleness:
+            return []
+        others = range(1, len(self._stretches))
+        if not self._caches_cold or self._packer is None:
+            return list(others)
+        cold = self._packer.cold_shards()
+        return [shard for shard in others if shard in cold]
 
     async def push(self, gradient: Tensor, *, read: Read) -> int:
         """Bring a gradient, laid out as the weights are, to all servers; the contribution's number.

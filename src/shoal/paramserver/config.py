@@ -38,9 +38,13 @@ class ParamServerConfig(Config):
     lbfgs_tolerance: float = Field(default=1e-7, ge=0)
     """Largest element of a gradient at which lbfgs has arrived and moves no more."""
     hot: tuple[str, ...] | Literal["measured"] = ()
-    """Parameters kept on the first server and read fresh, by pattern; or "measured": gradients of few rows send only these."""
+    """Parameters kept on the first server and read fresh, by pattern; or "measured".
+
+    By pattern, all others are cached where cache_staleness allows. Measured, nothing is placed: tensors whose first gradients
+    touch few rows send only these, and what is cached are servers that hold hardly anything else.
+    """
     cache_staleness: int = Field(default=0, ge=0)
-    """Parameters on other servers than the first may be so many rounds behind it at a worker before they are pulled again."""
+    """Cached parameters may be so many rounds behind the first server's at a worker before they are pulled again; see hot."""
     centers: int = Field(default=2, ge=1)
     """Candidates for the center: one leads, the others wait."""
     lease_seconds: float = Field(default=2.0, gt=0.2)

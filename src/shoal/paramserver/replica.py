@@ -150,6 +150,9 @@ def as_tensor(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
     Raises:
         ValueError: it is no whole number of elements.
     """
+    if not payload.nbytes:
+        # Rows of a shard that a portion did not touch; torch refuses to see a tensor in nothing.
+        return torch.empty(0, dtype=dtype)
     with warnings.catch_warnings():
         # torch has no read-only tensors and says so.
         warnings.simplefilter("ignore", UserWarning)

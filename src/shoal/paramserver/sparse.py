@@ -1,7 +1,8 @@
 """Gradients that touch few rows of a tensor, as those of an embedding do: only these rows are sent.
 
 Which tensors are worth it is measured in the first pushes; after these only they are looked at. What a server makes of the rows
-has the bits of the whole gradient, so this is a matter of the wire alone.
+has the bits of the whole gradient, so this is a matter of the wire alone. What was measured may also say which shards a worker
+caches (``cold_shards``).
 
     payload   | row numbers, int64, of each such tensor | the rest of the shard | rows of each such tensor |
 """
@@ -22,6 +23,8 @@ Index = tuple[tuple[str, int], ...]
 MEASURED_PUSHES = 3
 MOST_ROWS = 0.25
 """Share of its rows, in the mean of the measured pushes, up to which a tensor is worth looking at."""
+MOSTLY = 0.9
+"""Share of a shard that tensors of few touched rows must be for the shard to count as cold."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,6 +51,14 @@ class RowPacker:
     def sparse_names(self) -> frozenset[str]:
         """The tensors that are being looked at."""
         return frozenset(piece.name for pieces in self._watched for piece in pieces)
+
+    def cold_shards(self) -> frozenset[int]:
+        """Shards that are measured, and hold hardly anything but tensors of which few rows are touched."""
+        return frozenset(
+            shard.number
+            for shard, watched, seen in zip(self._shards, self._watched, self._seen, strict=True)
+            if seen >= MEASURED_PUSHES and sum(piece.numel for piece in watched) >= MOSTLY * shard.numel > 0
+        )
 
     def pack(self, number: int, gradient: Tensor) -> tuple[Index, Tensor]:
         """A shard's part of a gradient as it is to be sent; with an empty index it is as given."""

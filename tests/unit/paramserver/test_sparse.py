@@ -70,6 +70,34 @@ def test_what_touches_most_rows_is_left_alone_after_it_was_measured():
     assert index == () and torch.equal(payload, parts(gradient(9))[0])
 
 
+def test_a_shard_that_is_hardly_anything_but_few_rows_is_cold():
+    model = {"embed": TensorSpec((400, 16), "float32"), "out": TensorSpec((30, 100), "float32")}
+    shard_map = cut_model(model, 3)
+    packer = RowPacker(shard_map, model)
+    held = [{piece.name for piece in shard.pieces} for shard in shard_map.shards]
+    for push in range(MEASURED_PUSHES):
+        assert packer.cold_shards() == frozenset()
+        for shard in shard_map.shards:
+            row = torch.zeros(shard.numel)
+            for piece in shard.pieces:
+                row[piece.offset : piece.offset + (piece.numel if piece.name == "out" else 16)] = 1.0 + push
+            packer.pack(shard.number, row)
+    only = [number for number, names in enumerate(held) if names == {"embed"}]
+    assert packer.cold_shards() == set(only) != set(range(3)), held
+
+
+def test_a_shard_of_which_no_row_is_touched_gets_an_empty_gradient():
+    """Its worker was refused and ended: the payload is empty, and torch sees no tensor in nothing."""
+    model = {"embed": TensorSpec((64, 16), "float32")}
+    shard = cut_model(model, 1).shards[0]
+    optim = OptimConfig(name="sgd")
+    replica = Replica(ShardState(shard, model=model, optim=optim, groups=decide_groups(optim, torch.nn.Linear(2, 2))))
+    index, payload = RowPacker(cut_model(model, 1), model).pack(0, torch.zeros(64 * 16))
+    assert index == (("embed", 0),) and payload.nbytes == 0
+    replica.store(Identity("a", 0), memoryview(payload.numpy()), 0, index)
+    assert torch.equal(stored(replica, Identity("a", 0)), torch.zeros(64 * 16))
+
+
 def test_a_row_of_negative_zeros_is_sent():
     flat = gradient(1)
     part = parts(flat)[0].clone()

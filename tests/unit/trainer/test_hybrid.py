@@ -56,3 +56,25 @@ def test_what_is_cached_is_never_further_behind_than_allowed(tmp_path, monkeypat
     assert max(behind) <= 5
     assert max(behind) >= 3, "and it does use what it has"
     assert traffic(cached)[1] < 0.7 * traffic(fresh)[1]
+
+
+def test_what_is_measured_to_be_cold_is_cached_and_nothing_else(tmp_path, monkeypatch):
+    """It only packed rows: nothing was cached by what was measured, and all but the first server by what was not."""
+    honest, reads = Client.pull, []
+
+    async def pull(self, need, bound=None):
+        read = await honest(self, need, bound)
+        reads.append((self._cached(), read))
+        return read
+
+    monkeypatch.setattr(Client, "pull", pull)
+    plan = "ps=3 workers=2 update=async"
+    settings = ["train.steps=24", "paramserver.hot=measured"]
+    fresh = run_inside(tmp_path / "fresh", plan, recipe_of(*settings, base=WORDS))
+    assert not any(cached for cached, _ in reads)
+    reads.clear()
+    cached = run_inside(tmp_path / "cached", plan, recipe_of(*settings, "paramserver.cache_staleness=5", base=WORDS))
+    assert reads[0][0] == [] and reads[-1][0] == [1, 2], "before and after it was measured"
+    behind = [read[0] - min(read[shard] for shard in found) for found, read in reads if found]
+    assert 3 <= max(behind) <= 5
+    assert traffic(cached)[1] < 0.7 * traffic(fresh)[1]

@@ -1,4 +1,7 @@
-"""Which parameters are hot, those that the recipe names by name or pattern, and how the model is cut over the servers then."""
+"""Which parameters are hot, those that the recipe names by name or pattern, and how the model is cut over the servers then.
+
+What is measured decides nothing here: servers and workers must cut alike before the first gradient is known.
+"""
 
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase

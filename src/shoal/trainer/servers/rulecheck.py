@@ -21,6 +21,8 @@ def rule_problems(recipe: Recipe, plan: Plan) -> Iterator[str]:
         )
     if rule.kind == "lbfgs":
         yield from _lbfgs_problems(recipe)
+    else:
+        yield from _cache_problems(recipe, plan, rule)
 
 
 def _local_problems(recipe: Recipe, plan: Plan, rule: UpdateRule) -> Iterator[str]:
@@ -44,6 +46,20 @@ def _local_problems(recipe: Recipe, plan: Plan, rule: UpdateRule) -> Iterator[st
         yield (
             f"paramserver.local_steps has {max(steps)} steps on the {share} samples of a portion (global_batch "
             f"{recipe.train.global_batch} / workers {workers}); take {share} steps at most, or a larger global_batch"
+        )
+
+
+def _cache_problems(recipe: Recipe, plan: Plan, rule: UpdateRule) -> Iterator[str]:
+    rounds = recipe.paramserver.cache_staleness
+    if rounds and plan.ps == 1:
+        yield (
+            f"paramserver.cache_staleness {rounds} lets what other servers than the first hold be older, and the plan has ps=1; "
+            f"take ps=2 or more, or leave it out"
+        )
+    elif rounds and rule.staleness == 0:
+        yield (
+            f"paramserver.cache_staleness {rounds} does nothing under {rule}, which reads the weights of the step before; "
+            f"use ssp:{rounds} or async, or leave it out"
         )
 
 

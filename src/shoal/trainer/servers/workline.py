@@ -128,6 +128,7 @@ class Line:
             stretches=flat.stretches,
             cache_staleness=config.cache_staleness,
             packer=make_packer(flat, config),
+            caches_cold=config.hot == "measured",
             deadline_seconds=config.deadline,
         )
 

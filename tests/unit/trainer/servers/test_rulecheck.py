@@ -32,6 +32,20 @@ def test_what_does_not_go_together_is_said_with_its_fix(update, settings, words)
     assert len(found) == 1 and words in found[0]
 
 
+def test_a_cache_that_could_never_be_used_is_refused():
+    """It was taken, and did nothing."""
+    recipe = recipe_of("paramserver.cache_staleness=3")
+    for plan, words in (
+        ("ps=1 workers=2 update=async", "the plan has ps=1; take ps=2 or more"),
+        ("ps=2 workers=2 update=bsp", "does nothing under bsp"),
+        ("ps=2 workers=2 update=ssp:0", "use ssp:3 or async"),
+    ):
+        [found] = rule_problems(recipe, Plan.parse(plan))
+        assert "paramserver.cache_staleness 3 " in found and words in found
+    for update in ("ssp:1", "async", "half:2,0.1", "downpour:2,2"):
+        assert not list(rule_problems(recipe, Plan.parse(f"ps=2 workers=2 update={update}")))
+
+
 @pytest.mark.parametrize("update", ["bsp", "ssp:2", "async", "half:2,0.1", "downpour:2,2", "lbfgs"])
 def test_plain_settings_go_with_every_rule(update):
     assert not list(rule_problems(recipe_of(), Plan.parse(f"ps=2 workers=2 update={update}")))
