@@ -27,6 +27,11 @@ class ParamServerConfig(Config):
     """Rate of a worker's own steps (downpour, local_steps), by worker, the last for all further ones; else the recipe's."""
     local_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Steps that a worker takes by itself in a portion, by worker, the last for all further ones; with aggregate fednova."""
+    batch_shares: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Size of a worker's portion beside the others', by worker, the last for all further ones; left out, all are alike.
+
+    [3, 1] gives worker 0 three quarters of a step's samples. A portion that its worker does not take goes to whoever is free.
+    """
     warm_start: int = Field(default=0, ge=0)
     """Portions that the first worker does alone before the others begin, under downpour."""
     lbfgs_lr: float = Field(default=1.0, gt=0)
@@ -68,7 +73,7 @@ class ParamServerConfig(Config):
     def _one_pattern(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) and value != "measured" else value
 
-    @field_validator("local_lr", "local_steps", mode="before")
+    @field_validator("local_lr", "local_steps", "batch_shares", mode="before")
     @classmethod
     def _one_for_all(cls, value: Any) -> Any:
         return (value,) if isinstance(value, int | float) else value
@@ -76,6 +81,12 @@ class ParamServerConfig(Config):
     def own_steps(self, index: int) -> int:
         """The local steps of a worker."""
         return self.local_steps[min(index, len(self.local_steps) - 1)] if self.local_steps else 1
+
+    def portion_sizes(self, workers: int) -> tuple[float, ...] | None:
+        """How large the portions of a step are beside each other; None: all alike."""
+        if not self.batch_shares:
+            return None
+        return tuple(self.batch_shares[min(index, len(self.batch_shares) - 1)] for index in range(workers))
 
     def own_rate(self, index: int) -> float | None:
         """The rate of a worker's own steps; None: the recipe's."""

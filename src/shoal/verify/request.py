@@ -151,6 +151,11 @@ def _unprovable_servers(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield (
             f"paramserver.aggregate {config.aggregate} is not proved by verify; use --set paramserver.aggregate=average"
         )
+    if config.batch_shares:
+        yield (
+            f"paramserver.batch_shares {[*config.batch_shares]} cut a step otherwise than the one process that it is compared "
+            f"with; use --set paramserver.batch_shares=[]"
+        )
     if config.delay_compensation:
         yield (
             f"paramserver.delay_compensation {config.delay_compensation:g} is not proved by verify; "

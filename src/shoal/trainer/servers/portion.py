@@ -15,6 +15,7 @@ from torch import nn
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.order import Ids, own_microbatches, permute, position_of, take
 from shoal.data.source import Source
+from shoal.trainer.servers.sizes import stretch_of
 from shoal.trainer.step import StepRunner
 
 
@@ -50,6 +51,7 @@ class ShareRunner:
         num_microbatches: forward passes per share.
         of_the_step: True: a gradient is its share of the mean over the whole step, and shares are added. False: it is the mean
             over the share's own items, as one that is an update by itself must be.
+        sizes: of the shares beside each other; None: all alike.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ShareRunner:
         num_shares: int,
         num_microbatches: int,
         of_the_step: bool,
+        sizes: Sequence[float] | None = None,
     ) -> None:
         self.runner = runner
         self._source = source
@@ -70,6 +73,7 @@ class ShareRunner:
         self._num_shares = num_shares
         self._num_microbatches = num_microbatches
         self._of_the_step = of_the_step
+        self._sizes = sizes
         self._weighed: tuple[bytes, float] | None = None
         """The last step that was weighed: a worker may do many parts of one."""
 
@@ -79,7 +83,11 @@ class ShareRunner:
         None there means that no sample touched one.
         """
         ids = self._ids(step)
-        cut = own_microbatches(ids, share * num_parts + part, self._num_shares * num_parts, self._num_microbatches)
+        if self._sizes is None:
+            cut = own_microbatches(ids, share * num_parts + part, self._num_shares * num_parts, self._num_microbatches)
+        else:
+            start, stop = stretch_of(len(ids), share, self._sizes)
+            cut = own_microbatches(ids[start:stop], part, num_parts, self._num_microbatches)
         batch = self._batch(ids, cut, of_the_step=self._of_the_step)
         loss, _ = self.runner.compute(batch, step=step)
         assert batch.total_weight is not None

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from shoal.core.plan import Plan
 from shoal.core.updates import UpdateRule
 from shoal.trainer.config import Recipe
+from shoal.trainer.servers.sizes import stretch_of
 
 
 def rule_problems(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -12,6 +13,7 @@ def rule_problems(recipe: Recipe, plan: Plan) -> Iterator[str]:
     rule = UpdateRule.parse(plan.update or "bsp").resolve(plan.num_shares)
     config = recipe.paramserver
     yield from _local_problems(recipe, plan, rule)
+    yield from _size_problems(recipe, plan, rule)
     if config.warm_start and rule.kind != "downpour":
         yield f"paramserver.warm_start {config.warm_start} is of downpour, and the rule is {rule}; leave it out"
     if config.local_lr and rule.kind != "downpour" and not config.local_steps:
@@ -41,12 +43,43 @@ def _local_problems(recipe: Recipe, plan: Plan, rule: UpdateRule) -> Iterator[st
         yield f"paramserver.local_steps {_listed(steps)} do not go with {rule.kind}, which has steps of its own; leave them out"
     if len(steps) > workers:
         yield f"paramserver.local_steps {_listed(steps)} name {len(steps)} workers, and the plan has {workers}"
-    share = recipe.train.global_batch // workers
+    share = min(_portion_samples(recipe, plan))
     if max(steps) > share:
         yield (
             f"paramserver.local_steps has {max(steps)} steps on the {share} samples of a portion (global_batch "
             f"{recipe.train.global_batch} / workers {workers}); take {share} steps at most, or a larger global_batch"
         )
+
+
+def _size_problems(recipe: Recipe, plan: Plan, rule: UpdateRule) -> Iterator[str]:
+    sizes, batch = recipe.paramserver.batch_shares, recipe.train.global_batch
+    if not sizes:
+        return
+    said = f"paramserver.batch_shares {_listed(sizes)}"
+    if rule.kind == "lbfgs":
+        yield f"{said} cut a step by worker, and under lbfgs small portions of a batch go to whoever is free; leave them out"
+    if plan.ranks_per_replica > 1:
+        yield (
+            f"{said} are for workers of one process, and the plan has {plan.ranks_per_replica} ranks each; "
+            f"leave them out, or leave tp, cp and pp out of the plan"
+        )
+    if len(sizes) > plan.num_shares:
+        yield f"{said} name {len(sizes)} workers, and the plan has {plan.num_shares}"
+    smallest = min(_portion_samples(recipe, plan))
+    if smallest < (plan.microbatches or 1):
+        yield (
+            f"{said} leave {smallest} of the {batch} samples of global_batch to a portion of {plan.microbatches or 1} "
+            f"microbatches; make the sizes more alike, or global_batch larger"
+        )
+
+
+def _portion_samples(recipe: Recipe, plan: Plan) -> list[int]:
+    """Samples of every portion of a whole step."""
+    batch, sizes = recipe.train.global_batch, recipe.paramserver.portion_sizes(plan.num_shares)
+    if sizes is None:
+        return [batch // plan.num_shares]
+    ends = [stretch_of(batch, share, sizes) for share in range(plan.num_shares)]
+    return [stop - start for start, stop in ends]
 
 
 def _cache_problems(recipe: Recipe, plan: Plan, rule: UpdateRule) -> Iterator[str]:

@@ -131,6 +131,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
         num_shares=place.plan.num_shares,
         num_microbatches=layout.plan.microbatches or 1,
         of_the_step=is_share_of_step(place.rule, recipe.paramserver.aggregate),
+        sizes=recipe.paramserver.portion_sizes(place.plan.num_shares),
     )
     total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
     return Bench(placed=placed, shares=shares, model=described, dtype=precision.weight_dtype, total_steps=total_steps)

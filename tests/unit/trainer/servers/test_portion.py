@@ -1,5 +1,7 @@
 """A share of a step is the same samples, whoever computes it and in whatever order: those that a replica would have read."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -163,3 +165,23 @@ def test_a_group_refuses_gradients_that_come_as_rows_by_name():
     refuse_unfit(Table(sparse=True), Plan.parse("ps=1 workers=2"))
     with pytest.raises(RequestError, match=r"'table.weight' has sparse=True, and a worker of 2 ranks .* sparse=False"):
         refuse_unfit(Table(sparse=True), Plan.parse("ps=1 workers=2 tp=2"))
+
+
+@pytest.mark.parametrize("samples", [23, 24])
+def test_shares_of_unequal_size_are_every_sample_of_a_step_once(samples):
+    source, recording = Numbers(samples, uniform=False), Recording()
+    options = {"seed": 3, "global_batch": 8, "num_shares": 3, "num_microbatches": 1, "of_the_step": True}
+    shares = ShareRunner(recording, source, sizes=(4.0, 2.0, 2.0), **options)
+    equal = ShareRunner(recording, source, **options)
+    for step in range(6):
+        results = [shares.run(step, share) for share in range(3)]
+        ids = [list(one.sample_ids) for _, batch in recording.batches[-3:] for one in batch.microbatches]
+        totals = {batch.total_weight for _, batch in recording.batches[-3:]}
+        whole = [equal.run(step, share) for share in range(3)]
+        wanted = [list(one.sample_ids) for _, batch in recording.batches[-3:] for one in batch.microbatches]
+        assert [*chain(*ids)] == [*chain(*wanted)] and len(totals) == 1, "each counts by its samples of the whole step"
+        assert sum(one.samples for one in results) == sum(one.samples for one in whole)
+        if sum(one.samples for one in results) == 8:
+            assert [one.samples for one in results] == [4, 2, 2]
+    shares.run(0, 0, part=1, num_parts=2)
+    assert len(recording.batches[-1][1].microbatches[0].sample_ids) == 2

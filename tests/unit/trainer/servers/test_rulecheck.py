@@ -16,6 +16,18 @@ CASES = [
         "name 3 workers, and the plan has 2",
     ),
     ("bsp", ["paramserver.aggregate=fednova", "paramserver.local_steps=9"], "9 steps on the 8 samples"),
+    ("bsp", ["paramserver.batch_shares=[1, 2, 3]"], "name 3 workers, and the plan has 2"),
+    (
+        "bsp",
+        ["paramserver.batch_shares=[99, 1]"],
+        "leave 0 of the 16 samples of global_batch to a portion of 1 microbatches",
+    ),
+    ("lbfgs", ["paramserver.batch_shares=[3, 1]"], "under lbfgs small portions of a batch go to whoever is free"),
+    (
+        "bsp",
+        ["paramserver.batch_shares=[3, 1]", "paramserver.aggregate=fednova", "paramserver.local_steps=[2, 5]"],
+        "5 steps on the 4 samples of a portion",
+    ),
     ("async", ["paramserver.warm_start=5"], "warm_start 5 is of downpour, and the rule is async"),
     ("async", ["paramserver.local_lr=0.1"], "leave it out"),
     ("lbfgs", ["train.precision=bfloat16"], "set train.precision to float32 or float64"),
