@@ -54,6 +54,17 @@ def recipe(tmp_path_factory):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("update", ["async", pytest.param("ssp:2", marks=pytest.mark.soak)])
+def test_weights_that_are_pulled_while_a_worker_computes_are_those_that_it_says(shoal, recipe, tmp_path, update):
+    written, plan = tmp_path / "certificate.json", f"ps=2 workers=2 update={update}"
+    shoal.run(
+        "verify", recipe, "--plan", plan, "--set", "paramserver.overlap=true", "--json", written, timeout=200
+    )  # fmt: skip
+    [found] = json.loads(written.read_text())["plans"]
+    assert found["ok"] and found["bitwise"]
+
+
+@pytest.mark.timeout(240)
 def test_servers_are_proved_bit_for_bit(shoal, recipe, tmp_path):
     """Every replica of every shard, after every round; and the log kept its rule."""
     written = tmp_path / "certificate.json"

@@ -86,6 +86,8 @@ class Client:
         self.num_pushed_bytes = self.num_pulled_bytes = 0
         """Gradients and weights that went over, without what was sent again because nobody had answered."""
         self.versions = [-1] * len(self._stretches)
+        self.closed = 0
+        """Rounds that were closed when a contribution of this worker was committed last."""
 
     async def take(self, held: Sequence[int] = ()) -> Portion | None:
         """The next portion; None when there is nothing more to do before what is held is committed, if anything is.
@@ -119,6 +121,12 @@ class Client:
         old = [shard for shard in cached if self.versions[shard] < max(least, 0)]
         await asyncio.gather(*(self._pull(shard, least) for shard in old))
         return tuple(self.versions)
+
+    def is_enough(self, read: Read, need: int, bound: int) -> bool:
+        """Whether weights that were read before are as new as ``pull`` would have to bring them."""
+        cached = self._cached()
+        least = max(bound, read[_BOOK_SHARD] - self._cache_staleness)
+        return all(version >= (least if shard in cached else need) for shard, version in enumerate(read))
 
     def _cached(self) -> list[int]:
         """The shards that may be behind; never the first, by which that is measured."""
@@ -157,7 +165,9 @@ class Client:
 
     async def commit(self, contribution: Contribution) -> bool:
         """Say that a contribution is whole; False when it is not used, because somebody else was first or it is too old."""
-        return _expect(await self._ask(_BOOK_SHARD, Commit(contribution=contribution)), Committed).is_kept
+        committed = _expect(await self._ask(_BOOK_SHARD, Commit(contribution=contribution)), Committed)
+        self.closed = max(self.closed, committed.closed)
+        return committed.is_kept
 
     async def pull_now(self) -> None:
         """Bring the weights as they are now, whatever their version: programs change them between two versions."""

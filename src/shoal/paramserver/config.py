@@ -22,7 +22,7 @@ class ParamServerConfig(Config):
     duplicate_after: float | None = Field(default=None, gt=1)
     """Give a portion that takes longer than so many mean step times to an idle worker as well; the first result counts."""
     overlap: bool = False
-    """Push (and fetch, under downpour) while the next portion is computed; its weights then lack what is under way."""
+    """Push while the next portion is computed, and pull under async, ssp and downpour; its weights lack what is under way."""
     local_lr: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Rate of a worker's own steps (downpour, local_steps), by worker, the last for all further ones; else the recipe's."""
     local_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()

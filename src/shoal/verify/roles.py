@@ -143,6 +143,11 @@ class RecordedLine(Line):
         self._note_read()
         return read
 
+    def use(self, read: Read) -> None:
+        """As the run does it; these were pulled before the portion was taken."""
+        super().use(read)
+        self._works[-1]["read"] = list(read)
+
     async def _fetch(self, portion: Portion, land: Callable[[Tensor, Read], object]) -> None:
         await super()._fetch(portion, land)
         self._note_read()

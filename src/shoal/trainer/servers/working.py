@@ -24,6 +24,7 @@ from shoal.telemetry.board import Heartbeat, RankSlot
 from shoal.trainer.build import build_parts
 from shoal.trainer.laying import Placed, build_runner, place_model
 from shoal.trainer.layout import count_steps, derive_layout
+from shoal.trainer.servers.ahead import pulls_ahead, work_ahead
 from shoal.trainer.servers.batchwork import work_batches
 from shoal.trainer.servers.dealing import Dealing
 from shoal.trainer.servers.downpouring import work_downpour
@@ -64,8 +65,8 @@ def _work_under_names(
     place: MemberPlace, worker: Worker, open_line: Callable[[MemberPlace, Worker, torch.Tensor | None], Line]
 ) -> str:
     """Work under one name, and under another each time that the last is taken for dead."""
-    # A worker with steps of its own has weights of its own; the servers' are beside them.
-    has_own = place.rule.kind == "downpour" or bool(place.recipe.paramserver.local_steps)
+    # A worker with steps of its own, or that pulls while it computes, has weights of its own; the servers' are beside them.
+    has_own = place.rule.kind == "downpour" or bool(place.recipe.paramserver.local_steps) or pulls_ahead(place)
     landing = torch.empty_like(worker.flat.weights) if has_own else None
     incarnation = place.incarnation
     while True:
@@ -164,7 +165,7 @@ def way_of_working(place: MemberPlace) -> Callable[[Line, Worker, MemberPlace], 
             return work_downpour
         case "lbfgs":
             return work_batches
-    return work_off
+    return work_ahead if pulls_ahead(place) else work_off
 
 
 def work_off(line: Line, worker: Worker, place: MemberPlace) -> None:

@@ -1,5 +1,6 @@
 """What every way of working has in common: what computes, its line to the servers, and what the book is told of a gradient."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -196,6 +197,17 @@ class Line:
         """
         assert contribution.version == min(read), f"version {contribution.version} is told of weights {read}"
         return self._thread.start(self._hand_in(gradient, contribution, read))
+
+    def hand_in_and_pull(self, gradient: torch.Tensor, contribution: Contribution, read: Read) -> "Future[Read]":
+        """As ``hand_in``, and then bring the weights as they are, this gradient in them where it has made an update."""
+        return self._thread.start(self._pull_after(self.hand_in(gradient, contribution, read)))
+
+    async def _pull_after(self, handed_in: "Future[bool]") -> Read:
+        await asyncio.wrap_future(handed_in)
+        return await self.client.pull(self.client.closed, 0)
+
+    def use(self, read: Read) -> None:
+        """The portion that was taken last is computed with weights that were pulled before."""
 
     async def _hand_in(self, gradient: torch.Tensor, contribution: Contribution, read: Read) -> bool:
         number = await self.client.push(gradient, read=read)

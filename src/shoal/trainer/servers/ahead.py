@@ -1,0 +1,63 @@
+"""A worker that pushes and pulls while it computes, under rules that allow weights which are not the newest.
+
+    compute p      | push p-1, commit it, pull what there is then
+    compute p+1    | push p, commit it, pull            with the weights that were pulled beside p: p itself is not in them
+
+What a portion needs (the rule's bound, the worker's own updates that are made) is in the weights that it reads, or they are
+pulled once more and waited for. What was read is told with the gradient, as everywhere.
+"""
+
+from concurrent.futures import Future
+
+import torch
+
+from shoal.paramserver.rounds import Read
+from shoal.trainer.servers.member import MemberPlace
+from shoal.trainer.servers.workline import Line, Worker, describe
+
+
+def pulls_ahead(place: MemberPlace) -> bool:
+    """Whether this way of working is asked for and has something to give.
+
+    Not where a step reads the step before (``bsp``, ``ssp:0``), nor under ``half``, where a worker waits for its own round: what
+    was pulled before is never enough there. Nor with local steps, which begin and end at the weights that were pulled.
+    """
+    config, rule = place.recipe.paramserver, place.rule
+    return config.overlap and not config.local_steps and rule.kind in ("async", "ssp") and rule.staleness != 0
+
+
+def work_ahead(line: Line, worker: Worker, place: MemberPlace) -> None:
+    """Portions, one after the other, with everything that crosses the wire beside them.
+
+    Raises:
+        RunOver: the run ended meanwhile.
+        Evicted: others do what this worker was doing.
+    """
+    flat = worker.flat
+    under_way: Future[Read] | None = None
+    gradient = torch.empty_like(flat.gradient)
+    held: tuple[int, ...] = ()
+    read: Read | None = None
+    while (portion := line.take(held)) is not None:
+        if read is None or not line.client.is_enough(read, portion.need, portion.bound):
+            if under_way is not None:
+                # One at a time: they land in one place.
+                under_way.result()
+                under_way = None
+            read = line.pull(portion.need, portion.bound)
+            flat.weights.copy_(line.landing)
+        else:
+            line.use(read)
+        computed = worker.compute(portion)
+        pulled = under_way.result() if under_way is not None else None
+        if pulled is not None:
+            # Before the next ones land there.
+            flat.weights.copy_(line.landing)
+        contribution = describe(line.identity, portion, computed, read=read, waited=0.0)
+        under_way = line.hand_in_and_pull(gradient.copy_(computed.gradient), contribution, read)
+        # Until its commit is answered it is in this worker's hands, or the book would take it for lost and give it again.
+        held = contribution.portions
+        # Where nothing was under way the same weights serve once more, and from then on something is.
+        read = read if pulled is None else pulled
+    if under_way is not None:
+        under_way.result()
