@@ -26,8 +26,6 @@ from shoal.trainer.servers.flatmodel import FlatRow
 from shoal.trainer.servers.member import MemberPlace, open_finder, open_node
 from shoal.trainer.servers.portion import ShareResult
 
-_START_SECONDS = 120.0
-
 
 class Shares(Protocol):
     """What computes gradients: this process (``portion.py``), or a group of processes (``leading.py``)."""
@@ -119,8 +117,11 @@ class Line:
             self._contact.check()
             if self._contact.halt == FINISHED:
                 raise RunOver
-            if time.monotonic() - started > _START_SECONDS:
-                raise RunError(f"no center let {place.name} in within {_START_SECONDS:g} s")
+            if time.monotonic() - started > place.recipe.elastic.start_deadline:
+                seconds = place.recipe.elastic.start_deadline
+                raise RunError(
+                    f"no center let {place.name} in within {seconds:g} s; see that one runs, or set elastic.start_deadline higher"
+                )
             await self._contact.bell.wait(0.1)
         return Client(
             self._node,
