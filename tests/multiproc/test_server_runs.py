@@ -27,6 +27,27 @@ def test_ssp_without_staleness_is_data_parallel_bit_for_bit(shoal, tiny):
     assert train(shoal, tiny, "ps=2 workers=2 update=ssp:0", "ssp") == replicas
 
 
+GROUPED = {
+    "adasum": ("bsp", ["paramserver.aggregate=adasum"]),
+    "local steps": ("bsp", ["paramserver.aggregate=fednova", "paramserver.local_steps=2"]),
+    "lbfgs": ("lbfgs", ["optim.weight_decay=0"]),
+}
+"""What verify has no counterpart for."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name != "lbfgs")) for name in GROUPED])
+def test_a_worker_that_is_a_group_gives_the_bits_of_one_process(shoal, tiny, name):
+    update, settings = GROUPED[name]
+    found = set()
+    for group in ("", "pp=2 "):
+        plan, run_dir = f"ps=2 workers=2 {group}microbatches=2 update={update}", f"run-{group.strip()}"
+        words = [word for setting in [*settings, "train.steps=4"] for word in ("--set", setting)]
+        shoal.run("train", tiny, "--plan", plan, "--run-dir", run_dir, *words, timeout=200)
+        found.add(read_summary(shoal.folder / run_dir)["weights_sha256"])
+    assert len(found) == 1
+
+
 # Every recipe learns in the soak; here one is looked at.
 @pytest.mark.parametrize("name", [RECIPES[0], *(pytest.param(name, marks=pytest.mark.soak) for name in RECIPES[1:])])
 def test_a_shipped_recipe_with_servers_is_laid_out(shoal, name):

@@ -31,6 +31,7 @@ SOAKED = (
     "ps=1 workers=3 update=downpour:3,2",
     "ps=2 workers=2 pp=2 schedule=chimera microbatches=2 update=ssp:1",
     "ps=1 workers=2 pp=2 schedule=zb-h1 microbatches=2 update=async",
+    "ps=1 workers=2 pp=2 microbatches=2 update=half:2,0.25",
     "ps=1 workers=2 pp=2 schedule=interleaved microbatches=2 update=downpour:2,2 recompute=full",
 )
 SPLIT = (
@@ -59,6 +60,20 @@ def test_weights_that_are_pulled_while_a_worker_computes_are_those_that_it_says(
     written, plan = tmp_path / "certificate.json", f"ps=2 workers=2 update={update}"
     shoal.run(
         "verify", recipe, "--plan", plan, "--set", "paramserver.overlap=true", "--json", written, timeout=200
+    )  # fmt: skip
+    [found] = json.loads(written.read_text())["plans"]
+    assert found["ok"] and found["bitwise"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("update", "setting"), [("async", "overlap=true"), ("bsp", "hot=measured"), ("ssp:2", "cache_staleness=2")]
+)
+def test_settings_are_proved_with_groups(shoal, recipe, tmp_path, update, setting):
+    written, plan = tmp_path / "certificate.json", f"ps=2 workers=2 pp=2 microbatches=2 update={update}"
+    shoal.run(
+        "verify", recipe, "--plan", plan, "--set", f"paramserver.{setting}", "--json", written, timeout=200
     )  # fmt: skip
     [found] = json.loads(written.read_text())["plans"]
     assert found["ok"] and found["bitwise"]
