@@ -100,10 +100,25 @@ def test_an_operation_that_was_not_timed_is_taken_for_a_sum():
     assert machine.collective_seconds("largest", 2000, ranks=2, processes=2) == pytest.approx(1.5e-3)
 
 
+def roomy(machine, *, cores):
+    return machine.model_copy(update={"provenance": machine.provenance.model_copy(update={"cores": cores})})
+
+
+def test_ranks_that_outnumber_the_cores_compute_while_others_wait():
+    """What a rank computes was timed in their company; only a message, whose wait is played, takes longer."""
+    meetings = [Meeting(operation=word, ranks=2, processes=4, seconds=0.05, factor=2.0) for word in ("sum", "send")]
+    bare, met = roomy(build(), cores=2), roomy(build(meetings=meetings), cores=2)
+    for operation in ("sum", "gather"):
+        alone = bare.collective_seconds(operation, 2000, ranks=2, processes=4)
+        assert met.collective_seconds(operation, 2000, ranks=2, processes=4) == alone > 0
+    message = bare.collective_seconds("send", 2000, ranks=2, processes=4)
+    assert met.collective_seconds("send", 2000, ranks=2, processes=4) == pytest.approx(0.05 + 2 * message)
+
+
 def test_ranks_that_compute_take_longer_to_meet():
     late = Meeting(operation="sum", ranks=2, processes=2, seconds=0.01, factor=2.0)
     crowded = Meeting(operation="sum", ranks=2, processes=4, seconds=0.05, factor=1.0)
-    bare, met = build(), build(meetings=[late, crowded])
+    bare, met = roomy(build(), cores=4), roomy(build(meetings=[late, crowded]), cores=4)
     alone = bare.collective_seconds("sum", 2000, ranks=2, processes=2)
     assert met.collective_seconds("sum", 2000, ranks=2, processes=2) == pytest.approx(0.01 + 2 * alone)
     in_four = bare.collective_seconds("sum", 2000, ranks=2, processes=4)
