@@ -157,7 +157,7 @@ class Machine(Config):
         alone = max(points[0][1] * 0.5, _line(points, num_bytes))
         if operation != "send" and processes > self.provenance.cores:
             # Ranks that outnumber the cores compute while others wait, and what a rank computes was timed with all of them at
-            # work: a wait is in it. Counted again, plans with tp, cp and ZeRO looked 20 to 90% slower than they were on two cores.
+            # work: a wait is in it already. Counted again, plans with tp, cp and ZeRO looked 20 to 90% too slow on two cores.
             return alone
         meeting = self._meeting("send" if operation == "send" else "sum", ranks, processes)
         return alone if meeting is None else meeting.seconds + meeting.factor * alone
