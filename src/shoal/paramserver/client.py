@@ -6,7 +6,9 @@ worker only sees that one of its requests took longer.
 """
 
 import asyncio
+import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -52,7 +54,7 @@ class Client:
         cache_staleness: shards that are cached are not pulled again while they are at most so many versions behind the first.
         packer: finds the rows that a gradient touches; None: gradients are sent whole.
         caches_cold: only those that the packer finds cold are cached; left out, all but the first.
-        deadline_seconds: the longest wait for a server.
+        deadline_seconds: the longest wait for a server, beside what payloads take.
         attempt_seconds: after which a request counts as lost and is sent again, beside what its payload takes.
         tell: takes a line for people; left out, it goes to stderr.
     """
@@ -180,8 +182,9 @@ class Client:
         Raises:
             GradientRefused: it is not finite, and its loss is.
         """
+        is_finite = math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all())
         parts = (
-            Part(shard=shard, evaluation=evaluation, portion=portion, loss=loss)
+            Part(shard=shard, evaluation=evaluation, portion=portion, loss=loss, is_finite=is_finite)
             for shard in range(len(self._stretches))
         )
         await asyncio.gather(
@@ -224,7 +227,7 @@ class Client:
             RunError: nobody did within the deadline; names the server. No answer waits for other workers: a portion is given out
                 when the rounds that it needs are closed, and the servers have only to apply them.
         """
-        limit = Deadline(seconds=self._deadline)
+        limit, started = Deadline(seconds=self._deadline), time.monotonic()
         while True:
             self._contact.check()
             view = self._contact.view
@@ -251,7 +254,7 @@ class Client:
             if limit.is_over:
                 raise RunError(
                     f"{type(message).__name__.lower()} of shard {shard}: server {view.member(member).name} did not do it within "
-                    f"{self._deadline:g} s, in epoch {view.epoch}: {trouble}"
+                    f"{max(self._deadline, time.monotonic() - started):.3g} s, in epoch {view.epoch}: {trouble}"
                 )
             message = again or message
             await self._contact.newer_than(view.epoch, 0.02)

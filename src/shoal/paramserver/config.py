@@ -57,7 +57,7 @@ class ParamServerConfig(Config):
     dead_seconds: float = Field(default=5.0, gt=0.5)
     """How long a server or worker may be silent before it counts as dead; one that died on this machine counts at once."""
     deadline: float = Field(default=60.0, gt=0)
-    """The longest wait for a server, backup or center before a process gives up and names it."""
+    """The longest wait for a server, backup or center, beside the time that payloads have, before a process names it."""
     hang_after: float = Field(default=50.0, ge=0)
     """A worker that is in one portion for so many of its usual ones, and hang_seconds, ends and is started again; 0: never.
 

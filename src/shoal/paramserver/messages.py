@@ -308,6 +308,8 @@ class Part(Message, frozen=True):
     portion: int
     loss: float = 0.0
     """Of the portion. One that is not finite says that the line search went too far, and then its gradient may be anything."""
+    is_finite: bool = True
+    """Of the whole gradient: no shard takes its part of one that another refuses."""
 
 
 class Mirror(Message, frozen=True):

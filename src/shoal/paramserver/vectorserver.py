@@ -50,6 +50,10 @@ class Host(Protocol):
         ...
 
 
+class _NotFiniteElsewhere(NotFinite):
+    """This shard's part is finite; the one that has NaN counts it. All refuse it, or the sums would be of two workers."""
+
+
 class VectorServer:
     """See the module.
 
@@ -106,7 +110,8 @@ class VectorServer:
         try:
             self._look_at(replica, part, gradient, request.sender)
         except NotFinite as error:
-            self._host.take_not_finite(Identity(request.sender, part.portion), str(error))
+            if not isinstance(error, _NotFiniteElsewhere):
+                self._host.take_not_finite(Identity(request.sender, part.portion), str(error))
             await request.refuse("not-finite", str(error))
             return
         await _add(replica, part, gradient)
@@ -130,6 +135,8 @@ class VectorServer:
         try:
             what = f"portion {part.portion} of evaluation {part.evaluation} by worker {worker}"
             refuse_nonfinite(gradient, replica.state.shard, what)
+            if not part.is_finite:
+                raise _NotFiniteElsewhere(f"{what} has NaN or infinity in another shard; it is not stored")
         except NotFinite:
             self._refused[place] = part.evaluation, worker
             raise

@@ -36,7 +36,10 @@ def smallest_cluster(job: Job, limits: Limits | None = None) -> Job | None:
     software = job.stack.software
     state_bytes = software.state_bytes if job.state_bytes is None else job.state_bytes
     states = job.chain.weights * (job.weight_bytes + state_bytes)
-    at_least = math.ceil(states / (job.cluster.device.memory_bytes - CONTEXT_BYTES))
+    free = job.cluster.device.memory_bytes - CONTEXT_BYTES
+    if free <= 0:
+        return None  # What a process has before its model fills the device.
+    at_least = math.ceil(states / free)
     parts = [part for part in divisors(per_node) if at_least <= part < per_node]
     first = max(1, -(-at_least // per_node))
     # Doubling finds one that does.
@@ -90,8 +93,9 @@ def refuse_small(job: Job, found: Found, limits: Limits | None = None) -> Reques
     if smallest is not None:
         batch = "" if smallest.global_batch == job.global_batch else f" with a global batch of {smallest.global_batch}"
         advice = f"it fits on {smallest.cluster.num_devices} devices{batch}"
+    free = max(0.0, least.limit) / GIB
     return RequestError(
         f"{job.chain.name} does not fit on {job.cluster.num_devices} x {job.cluster.device.name}: the plan that needs least, "
-        f"{str(least.plan)!r}, needs {least.memory.allocated / GIB:.1f} GiB a device and {least.limit / GIB:.1f} are free, "
+        f"{str(least.plan)!r}, needs {least.memory.allocated / GIB:.1f} GiB a device and {free:.1f} are free, "
         f"{-least.headroom / GIB:.1f} too few; {advice}"
     )

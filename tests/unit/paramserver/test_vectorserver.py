@@ -59,9 +59,9 @@ class Desk:
             host, require=lambda shard: replica, require_copy=lambda request, shard: replica, send_on=send_on
         )
 
-    def bring(self, worker, portion, gradient, loss=0.5, evaluation=0):
+    def bring(self, worker, portion, gradient, loss=0.5, evaluation=0, is_finite=True):
         asked = Asked(worker, gradient)
-        part = Part(shard=0, evaluation=evaluation, portion=portion, loss=loss)
+        part = Part(shard=0, evaluation=evaluation, portion=portion, loss=loss, is_finite=is_finite)
         asyncio.run(self.server.handle(asked, part))
         return asked
 
@@ -83,6 +83,15 @@ def test_nan_where_the_loss_is_finite_is_refused_counted_and_told():
     # Sent again, because the answer was lost.
     assert desk.bring("one", 1, poisoned()).outcome == "not-finite"
     assert desk.bring("two", 1, torch.ones(16)).outcome == "taken"
+    assert torch.equal(desk.state._sum.total, torch.full((16,), 2.0))
+
+
+def test_a_part_of_a_gradient_that_another_shard_refuses_is_refused_here_too():
+    """It stayed in this shard's sum, and the good worker's, which came after it, was passed over as one that was there."""
+    desk = Desk()
+    assert desk.bring("one", 0, torch.full((16,), 1e6), is_finite=False).outcome == "not-finite"
+    assert not desk.refused and not desk.mirrored, "the shard that has it counts it"
+    assert desk.bring("two", 0, torch.ones(16)).outcome == desk.bring("two", 1, torch.ones(16)).outcome == "taken"
     assert torch.equal(desk.state._sum.total, torch.full((16,), 2.0))
 
 

@@ -10,6 +10,10 @@ from shoal.comm.wire.errors import WireError
 from shoal.comm.wire.lane import Begin, Lane, Spawn, hear_word
 from shoal.comm.wire.operations import LaneOffer
 
+_OPEN_SECONDS = 1.0
+_AGAIN_SECONDS = 5.0
+"""How long payloads go with the messages after a lane could not be had."""
+
 
 class CallerLane:
     """At most one lane to one peer.
@@ -42,14 +46,20 @@ class CallerLane:
         self._lane: Lane | None = None
         self._opening = asyncio.Lock()
         self._num_closed = 0
+        self._not_before = 0.0
 
     async def use(self, seconds: float) -> Lane | None:
         """The lane, connected if there is none; None when payloads have to go with the messages."""
-        async with self._opening:
+        loop = asyncio.get_running_loop()
+        if self._lane is None and loop.time() >= self._not_before:
+            # Short of the caller's own deadline: whatever is wrong, with lanes or with the peer, messages show it or do without.
+            limit = min(seconds / 4, _OPEN_SECONDS)
+            with contextlib.suppress(WireError, OSError):
+                async with asyncio.timeout(limit), self._opening:
+                    if self._lane is None:
+                        await self._connect(limit)
             if self._lane is None:
-                # Whatever is wrong, with lanes or with the peer: the messages show it, or do without.
-                with contextlib.suppress(WireError, OSError):
-                    await self._connect(seconds)
+                self._not_before = loop.time() + _AGAIN_SECONDS
         return self._lane
 
     def open(self, seconds: float) -> None:
@@ -74,11 +84,10 @@ class CallerLane:
         lane = None
         try:
             connection.setblocking(False)
-            async with asyncio.timeout(seconds):
-                await loop.sock_connect(connection, (self._host, offer.port))
-                await loop.sock_sendall(connection, offer.word)
-                # Not before this has come is it a lane: the dock may have no room, or be somebody else.
-                is_known = await hear_word(connection) == offer.reply
+            await loop.sock_connect(connection, (self._host, offer.port))
+            await loop.sock_sendall(connection, offer.word)
+            # Not before this has come is it a lane: the dock may have no room, or be somebody else.
+            is_known = await hear_word(connection) == offer.reply
             if is_known and self._num_closed == num_closed:
                 lane = Lane(
                     connection, begin=self._begin, counters=self._counters, spawn=self._spawn, on_end=self._forget

@@ -37,6 +37,7 @@ class Dock:
         self._admit = admit
         self._words: dict[bytes, tuple[bytes, bytes, float]] = {}
         self._num_silent = 0
+        self._admitted: set[socket.socket] = set()
         self._loop = asyncio.get_running_loop()
         self._socket = socket.create_server((host, 0), backlog=_MAX_SILENT)
         self._socket.setblocking(False)
@@ -81,7 +82,8 @@ class Dock:
             return
         connection.setblocking(False)
         self._num_silent += 1
-        self._spawn(self._greet(connection))
+        # Closed by whoever ends it, also before its first turn.
+        self._spawn(self._greet(connection)).add_done_callback(lambda _: self._leave(connection))
 
     async def _greet(self, connection: socket.socket) -> None:
         route = None
@@ -93,12 +95,16 @@ class Dock:
                     route = found[0]
         except (TimeoutError, OSError):
             pass
-        finally:
-            self._num_silent -= 1
-            if route is None:
-                connection.close()
         if route is not None:
+            self._admitted.add(connection)
             self._admit(route, connection)
+
+    def _leave(self, connection: socket.socket) -> None:
+        self._num_silent -= 1
+        if connection in self._admitted:
+            self._admitted.discard(connection)
+        else:
+            connection.close()
 
     def _recognise(self, word: bytes) -> tuple[bytes, bytes] | None:
         route, reply, until = self._words.pop(word, (b"", b"", 0.0))

@@ -241,7 +241,8 @@ class Listener:
                     operation, body, payload, answers=asked.sequence, receiver=route, folder=folder
                 )
                 if not await self._send_by_lane(route, outgoing):
-                    await self._pump.send([route, *outgoing.frames])
+                    # Copied, if the payload is inside: who answers may change its memory as soon as this returns.
+                    await self._pump.send([route, *outgoing.frames], copy=outgoing.stream is None)
                     is_copied = self._address.kind == "inproc"
                     await node.send_chunks(self._pump, outgoing, route=route, is_copied=is_copied, track=True)
         except TimeoutError:

@@ -63,6 +63,11 @@ def _size_problems(recipe: Recipe, plan: Plan, rule: UpdateRule) -> Iterator[str
             f"{said} are for workers of one process, and the plan has {plan.ranks_per_replica} ranks each; "
             f"leave them out, or leave tp, cp and pp out of the plan"
         )
+    if recipe.train.micro_batch is not None:
+        yield (
+            f"{said} cut portions of unequal size into as many microbatches each, and train.micro_batch is "
+            f"{recipe.train.micro_batch}; say microbatches in the plan instead"
+        )
     if len(sizes) > plan.num_shares:
         yield f"{said} name {len(sizes)} workers, and the plan has {plan.num_shares}"
     smallest = min(_portion_samples(recipe, plan))

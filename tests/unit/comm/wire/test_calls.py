@@ -224,6 +224,24 @@ def test_a_buffer_of_another_length_is_not_written(talk):
     talk(work)
 
 
+def test_the_memory_of_an_answer_may_be_changed_when_it_was_given(talk):
+    """Inside its message it was not copied: what was changed too soon was dropped there as damaged, and nobody was told."""
+    weights = np.zeros(900_000, np.uint8)
+
+    async def handler(request):
+        await request.answer(Echoed(0), payload=weights)
+        weights[:] += 1
+
+    async def work(server, client, peer):
+        for number in range(60):
+            found = await peer.call(Echo(0), deadline=DEADLINE)
+            seen = np.frombuffer(found.payload, np.uint8)
+            assert (seen == number).all()
+            del found, seen
+
+    talk(work, handler)
+
+
 def test_the_loop_runs_on_while_a_big_payload_crosses(talk, monkeypatch):
     """In bytes that are copied in one turn of the loop, not in seconds: others use this machine too."""
     copied = [0]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from shoal.comm.wire import dock, listener
+from shoal.comm.wire import caller_lane, dock, listener
 from shoal.comm.wire.buffers import CHUNK_BYTES
 from shoal.comm.wire.counters import DROPPED
 from shoal.comm.wire.errors import Refused, WireLost, WireTimeout
@@ -185,6 +185,7 @@ def test_a_word_is_good_once_and_for_a_while(monkeypatch):
 
 def test_silent_strangers_are_few(monkeypatch):
     monkeypatch.setattr(dock, "_MAX_SILENT", 3)
+    monkeypatch.setattr(caller_lane, "_AGAIN_SECONDS", 0.0)
 
     async def work(server, client, peer):
         offer = (await peer.call(LaneAsked(), deadline=DEADLINE)).body
@@ -208,6 +209,7 @@ def test_silent_strangers_are_few(monkeypatch):
 def test_another_program_on_the_port_gets_no_payload(monkeypatch):
     """Where the address is the near end of a tunnel, the port that was told is one of another machine."""
     heard = []
+    monkeypatch.setattr(caller_lane, "_AGAIN_SECONDS", 0.0)
 
     async def pretend(reader, writer):
         heard.append(await reader.read(64))
@@ -228,6 +230,29 @@ def test_another_program_on_the_port_gets_no_payload(monkeypatch):
         assert lane_of(peer) is None and [len(part) for part in heard[::2]] == [16, 16] and not any(heard[1::2])
         other.close()
         await other.wait_closed()
+
+    converse(work)
+
+
+def test_a_port_that_accepts_and_says_nothing_costs_a_moment_once(monkeypatch):
+    """It cost every call its whole deadline: the lane's time was as long as the call's own."""
+    monkeypatch.setattr(caller_lane, "_OPEN_SECONDS", 0.1)
+
+    async def work(server, client, peer):
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            real = dock.Dock.offer
+
+            def offer(self, route):
+                return msgspec.structs.replace(real(self, route), port=silent.getsockname()[1])
+
+            monkeypatch.setattr(dock.Dock, "offer", offer)
+            for number in range(3):
+                await echo(peer, number)
+            assert lane_of(peer) is None and not lanes_of(server)
+            silent.accept()[0].close()
+            silent.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                silent.accept()  # Nobody came a second time.
 
     converse(work)
 
