@@ -105,8 +105,6 @@ def _caveats(answer: "Answer", rows: list["Estimate"]) -> Iterator[str]:
 
 def _commands(answer: "Answer", rows: list["Estimate"], request: "PlanRequest") -> Iterator[str]:
     """How to run the best plan, and the best in each other precision, of those that Shoal executes."""
-    if answer.job.stack.software.name != "shoal":
-        return
     told: set[str] = set()
     for number, one in enumerate(rows, start=1):
         command = train_command(answer, one, request)
@@ -116,8 +114,9 @@ def _commands(answer: "Answer", rows: list["Estimate"], request: "PlanRequest") 
 
 
 def train_command(answer: "Answer", found: "Estimate", request: "PlanRequest") -> str | None:
-    """The command that trains by a plan; None where Shoal does not execute it, or the recipe's model is not what was planned."""
-    if found.not_executed or answer.is_shape:
+    """The command that trains by a plan; None where it does not fit, Shoal does not execute it, or something else was planned."""
+    is_ours = answer.job.stack.software.name == "shoal"
+    if not found.fits or found.not_executed or answer.is_shape or not is_ours:
         return None
     changes = [change for change in request.overrides if not change.startswith("planner.")]
     if request.global_batch is not None:
