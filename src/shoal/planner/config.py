@@ -76,7 +76,7 @@ class AutoConfig(Config):
     search_seconds: Positive = 45.0
     """Seconds in which plans are rehearsed; when they are over, what was found until then counts."""
     finalists: Count = 8
-    """Plans that are tried for real steps, at most: the best predicted of those within a quarter of the best."""
+    """Plans that are tried for real steps, at most: of those predicted within a quarter of the best, not all of one family."""
     try_seconds: Annotated[float, Field(ge=0.0)] = 60.0
     """Seconds in which finalists are tried, in rounds, until one is clearly best; 0 takes the best predicted one untried."""
 

@@ -6,8 +6,10 @@ and parameter servers, because they change what is computed; recompute, because 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
@@ -95,7 +97,10 @@ def family_of(plan: Plan) -> Family:
 
 
 def _in_order(plans: Sequence[Plan], found: dict[Plan, Page]) -> Iterator[Plan]:
-    """One plan of each family, then the other plans of the best families; ``found`` fills up in between."""
+    """One plan of each family, then the other plans of the best families by turns; ``found`` fills up in between.
+
+    By turns, because time may be over before all: a pipeline has a dozen schedules, and ZeRO's stages would never be looked at.
+    """
     families: dict[Family, list[Plan]] = {}
     for plan in plans:
         families.setdefault(family_of(plan), []).append(plan)
@@ -106,8 +111,28 @@ def _in_order(plans: Sequence[Plan], found: dict[Plan, Page]) -> Iterator[Plan]:
     # A family whose plain plan did not fit may have one that does: ZeRO is there for it.
     without = [family for family in families if all(family != known for _, known in times)]
     best = near if len(near) > _BEST_FAMILIES else [family for _, family in times[:_BEST_FAMILIES]]
-    for family in (*best, *without):
-        yield from (plan for plan in families[family] if plan not in plain)
+    others = [[plan for plan in families[family] if plan not in plain] for family in (*best, *without)]
+    for turn in zip_longest(*others):
+        yield from (plan for plan in turn if plan is not None)
+
+
+def choose_finalists(ranked: Sequence[Page], *, most: int, fewest: int, unsure: float) -> list[Page]:
+    """The pages to be tried for real, the best first: those within ``unsure`` of the best.
+
+    Where they are too many, no more than half are of one family, as long as there are others: plans of one family are predicted
+    with the same error, and were all finalists of one, the others would have no chance.
+    """
+    num_near = sum(page["seconds"] <= ranked[0]["seconds"] * unsure for page in ranked)
+    near = list(range(min(len(ranked), max(fewest, num_near))))
+    counts: Counter[Family] = Counter()
+    first: list[int] = []
+    for number in near:
+        family = family_of(Plan.parse(str(ranked[number]["plan"])))
+        counts[family] += 1
+        if counts[family] <= max(1, most // 2):
+            first.append(number)
+    rest = [number for number in near if number not in first]
+    return [ranked[number] for number in sorted([*first, *rest][:most])]
 
 
 def _plainest(members: Sequence[Plan]) -> Plan:

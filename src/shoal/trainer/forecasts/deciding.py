@@ -12,7 +12,7 @@ from shoal.core.plan import Plan
 from shoal.planner.machine import Machine, num_cores
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.forecasts.auto import search_plans
+from shoal.trainer.forecasts.auto import choose_finalists, search_plans
 from shoal.trainer.forecasts.calibrating import find_machine
 from shoal.trainer.forecasts.cast import Cast
 from shoal.trainer.forecasts.heats import run_heats
@@ -195,9 +195,7 @@ def pick(recipe: Recipe, num_processes: int | None, *, machine: Path | None = No
 def pick_from(cast: Cast, decision: Decision) -> Decision:
     """Try the finalists of a search, on the processes that rehearsed them; the fastest comes first."""
     auto = cast.recipe.planner.auto
-    limit = decision.ranked[0]["seconds"] * _UNSURE
-    num_close = sum(page["seconds"] <= limit for page in decision.ranked)
-    finalists = decision.ranked[: min(auto.finalists, max(_FEWEST, num_close))]
+    finalists = choose_finalists(decision.ranked, most=auto.finalists, fewest=_FEWEST, unsure=_UNSURE)
     if len(finalists) < 2 or auto.try_seconds == 0:
         return decision
     heats = run_heats(

@@ -7,7 +7,7 @@ from shoal.core.config import validate
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe
-from shoal.trainer.forecasts.auto import family_of, search_plans
+from shoal.trainer.forecasts.auto import choose_finalists, family_of, search_plans
 from shoal.trainer.forecasts.cast import NoRoom
 from shoal.trainer.forecasts.legal import legal_plans
 from shoal.trainer.forecasts.localtime import held_bytes
@@ -131,3 +131,38 @@ def test_what_does_not_fit_in_memory_comes_last_and_is_said(subject):
 def test_without_a_peak_the_state_counts(subject):
     page = Told({}, peak=None)(legal_plans(subject, 2)[0])
     assert held_bytes(page, build(rank_bytes=7)) == 2 * (7 + 1)
+
+
+def pages(*plans):
+    return [{"plan": plan, "seconds": 1.0 + number / 100} for number, plan in enumerate(plans)]
+
+
+def chosen(ranked, **how):
+    return [page["plan"] for page in choose_finalists(ranked, **{"most": 4, "fewest": 2, "unsure": 1.25, **how})]
+
+
+def test_finalists_are_not_all_of_one_family():
+    """Of four processes eight schedules of one pipeline were tried, and the fastest plan, which has none, never."""
+    pipelines = [f"dp=1 pp=4 schedule={name}" for name in ("1f1b", "gpipe", "chimera", "zb-h1", "zbv")]
+    assert chosen(pages(*pipelines, "dp=4", "dp=4 zero=2")) == [*pipelines[:2], "dp=4", "dp=4 zero=2"]
+    assert chosen(pages(*pipelines, "dp=4")) == [*pipelines[:3], "dp=4"], "what is free goes to the next best"
+    assert chosen(pages(*pipelines)) == pipelines[:4]
+    assert chosen(pages("dp=4", *pipelines), most=2) == ["dp=4", pipelines[0]]
+
+
+def test_finalists_are_close_or_the_two_best():
+    far = [
+        {"plan": "dp=4", "seconds": 1.0},
+        {"plan": "dp=2 pp=2", "seconds": 2.0},
+        {"plan": "dp=1 pp=4", "seconds": 2.1},
+    ]
+    assert chosen(far) == ["dp=4", "dp=2 pp=2"]
+    assert chosen(far[:1]) == ["dp=4"]
+
+
+def test_variants_of_the_best_families_are_looked_at_by_turns(subject):
+    told = Told({"dp=2": 1.0, "pp=2": 1.1})
+    search(subject, told)
+    variants = [text for text in told.asked if text.startswith("dp=2 zero") or "pp=2 schedule" in text]
+    kinds = ["pp" if "pp=2" in text else "dp" for text in variants[:6]]
+    assert {"pp", "dp"} <= set(kinds[1:5]), variants[:6]
