@@ -33,9 +33,7 @@ def smallest_cluster(job: Job, limits: Limits | None = None) -> Job | None:
         limits or Limits(), zero=(0, 1, 3), most_tensor=per_node, most_samples=1, schedules=("1f1b", "v-min")
     )
     # No plan has less than an even share of the weights and their state.
-    software = job.stack.software
-    state_bytes = software.state_bytes if job.state_bytes is None else job.state_bytes
-    states = job.chain.weights * (job.weight_bytes + state_bytes)
+    states = job.chain.weights * (job.weight_bytes + job.optimizer_bytes)
     free = job.cluster.device.memory_bytes - CONTEXT_BYTES
     if free <= 0:
         return None  # What a process has before its model fills the device.

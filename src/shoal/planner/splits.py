@@ -176,9 +176,9 @@ def _halo(job: Job, layer: Layer, split: Split) -> float:
 
 
 def _bytes(job: Job, layer: Layer, split: Split) -> float:
-    plan, software = _plan(split), job.stack.software
-    state = software.state_bytes if job.state_bytes is None else job.state_bytes
-    weights = layer_weights(layer, plan, software) * (job.weight_bytes + software.gradient_bytes + state)
+    plan = _plan(split)
+    of_one = job.weight_bytes + job.gradient_bytes + job.optimizer_bytes
+    weights = layer_weights(layer, plan, job.stack.software) * of_one
     return weights + rank_kept_bytes(layer, job, plan, "none") * job.global_batch / split.samples
 
 

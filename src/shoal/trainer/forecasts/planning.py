@@ -18,7 +18,7 @@ from shoal.planner.clusters import read_cluster
 from shoal.planner.estimate import Estimate, estimate_by_schedule
 from shoal.planner.explain import explain, why_not
 from shoal.planner.hardware import Cluster
-from shoal.planner.job import Job
+from shoal.planner.job import Job, weight_bytes_of
 from shoal.planner.perlayer import Choices, choose_splits, is_uneven
 from shoal.planner.precisions import EXECUTED_PRECISIONS, check_precisions, faster_precisions
 from shoal.planner.search import Found, merge, search
@@ -161,15 +161,9 @@ def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -
         raise RequestError(f"planner.software is {config.software!r}; {did_you_mean(config.software, SOFTWARE)}")
     is_ours = config.software == "shoal"
     stack = find_stack(config.software, where.device.name)
-    wide = {"float64": 8.0, "float32": 4.0}.get(precision)
-    weight_bytes = wide or (4.0 if is_ours else 2.0)
-    state_bytes: float | None = None
-    if is_ours:
-        # Of a tensor large enough that the few bytes for every tensor do not count.
-        state_bytes = num_state_bytes(recipe.optim.name, [_MANY], int(weight_bytes)) / _MANY
-    elif wide:
-        # Weights that are wide themselves have no wide copy beside Adam's moments.
-        state_bytes = (stack.software.state_bytes - 4.0) * wide / 4.0
+    weight_bytes = weight_bytes_of(stack.software, precision)
+    # Of a tensor large enough that the few bytes for every tensor do not count; other software is taken to train with Adam.
+    state_bytes = num_state_bytes(recipe.optim.name, [_MANY], int(weight_bytes)) / _MANY if is_ours else None
     return Job(
         chain=chain,
         cluster=where,

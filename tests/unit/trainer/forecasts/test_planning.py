@@ -79,7 +79,7 @@ def test_shoal_keeps_weights_in_float32_and_its_optimizers_state(tiny):
 def test_other_software_in_float32_has_wide_weights_and_no_wide_copy_of_them(tiny):
     """Before, weights were 2 bytes whatever the precision: 14 bytes a weight with Adam's 12, where they are 4 + 8."""
     job, _ = build_job(load_recipe(tiny, ("planner.software=megatron",)), "h100:8", own=NoOwnParts())
-    assert (job.precision, job.weight_bytes, job.state_bytes) == ("float32", 4.0, 8.0)
+    assert (job.precision, job.weight_bytes, job.optimizer_bytes) == ("float32", 4.0, 8.0)
 
 
 def test_the_best_in_every_faster_precision_stands_beside_the_recipes_own(shaped):
