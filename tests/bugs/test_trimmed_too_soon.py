@@ -29,8 +29,8 @@ def test_a_copy_that_took_long_still_finds_its_rounds(tmp_path_factory, monkeypa
             await crew.until_round(2)
             await crew.kill("server-1")
 
-            async def fetch_slowly(self, shard):
-                found = await fetch(self, shard)
+            async def fetch_slowly(self, shard, row_bytes):
+                found = await fetch(self, shard, row_bytes)
                 if shard == 1 and found is not None:
                     arrived.set()
                     await gate.wait()
