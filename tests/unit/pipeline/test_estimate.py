@@ -87,11 +87,11 @@ def test_what_is_held_is_what_a_measurement_finds(kind):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_hugging_face_models_cost_what_their_blocks_cost(name):
     transformers = pytest.importorskip("transformers")
-    import hugging_face
+    import hugging_face_cases
 
     make = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM"}[name]
-    model = getattr(transformers, make)(getattr(hugging_face, f"{name}_config")())
-    work = work_of(model, (torch.randint(0, hugging_face.VOCAB, (2, 16)),))
+    model = getattr(transformers, make)(getattr(hugging_face_cases, f"{name}_config")())
+    work = work_of(model, (torch.randint(0, hugging_face_cases.VOCAB, (2, 16)),))
     blocks = [count for path, count in work.items() if path.endswith((".0", ".1"))]
     assert len(blocks) == 2 and blocks[0] == blocks[1] > 0.3 * sum(work.values())
 
