@@ -24,7 +24,7 @@ def print_answer(answer: "Answer", request: "PlanRequest") -> None:
     print(
         f"{job.chain.name}: {format_count(job.chain.weights)} parameters on {job.cluster.num_devices} x "
         f"{job.cluster.device.name}, "
-        f"{job.global_batch} samples a step, {job.precision}; {found.num_plans} plans in {found.seconds:.1f} s"
+        f"{job.global_batch} samples a step; {found.num_plans} plans in {found.seconds:.1f} s"
     )
     print()
     rows = _rows(answer)

@@ -42,8 +42,7 @@ def check_tiles(environment: Mapping[str, str] = os.environ) -> Check:
     """Whether products in 16 bits may use the processor's tiles."""
     is_hidden = avoid_hidden_tiles(dict(environment))
     note = (
-        f"the machine announces AMX and hides the shape of its tiles, as some virtual machines do: bfloat16 would end a process "
-        f"with SIGILL, so Shoal sets {VARIABLE}={WITHOUT_TILES} for its own; set it for scripts that use torch without Shoal"
+        f"bfloat16 would end a process here, so Shoal sets {VARIABLE}={WITHOUT_TILES}; set it for scripts without Shoal"
     )
     found = "announced without their shape" if is_hidden else "as announced"
     return judge("tiles", found, values={"is_hidden": is_hidden}, note=note if is_hidden else None)

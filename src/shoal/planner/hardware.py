@@ -35,7 +35,8 @@ class Device:
             if candidate in self.peak_flops:
                 return self.peak_flops[candidate]
         raise RequestError(
-            f"{self.name} has no peak for {precision} or anything wider; give one of {', '.join(self.peak_flops)}"
+            f"{self.name} has no peak for {precision} or anything wider, but for {', '.join(self.peak_flops)}; "
+            f"plan in that (train.precision), or give a peak for {precision} (peak_tflops)"
         )
 
     def sustained_flops(self, precision: str) -> float:

@@ -37,7 +37,7 @@ def test_names_in_any_case_and_one_node():
 def test_a_wider_type_stands_in_for_one_that_a_device_lacks():
     assert find_preset("a100").device.flops("float8") == 312e12
     assert find_preset("v100").device.flops("bfloat16") == 15.7e12
-    with pytest.raises(RequestError, match="h100-80gb has no peak for float64 or anything wider; give one of float32"):
+    with pytest.raises(RequestError, match="h100-80gb has no peak for float64 or anything wider, but for float32"):
         find_preset("h100").device.flops("float64")
 
 

@@ -140,6 +140,9 @@ def _fit_plan(recipe: Recipe, text: str | None, cluster: Cluster) -> Plan:
             f"plan {str(wanted)!r}: the cluster's {num_devices} devices are not a multiple of the {per_replica} that one replica "
             f"takes; use --devices {' or '.join(map(str, fits))}, or say dp in the plan"
         )
+    if text is not None and wanted.ep > 1:
+        # Said here: what is left of a plan that names nothing but ep would read as one replica.
+        wanted = replace(wanted, dp=num_devices // per_replica)
     return _chosen(recipe, text, wanted, num_devices)
 
 

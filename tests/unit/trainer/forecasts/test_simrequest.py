@@ -83,3 +83,10 @@ def test_a_request_is_checked_without_torch():
     line += ", shoal.planner.simulation.timeline, shoal.planner.simulation.record"
     line += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", line], timeout=60, check=False).returncode == 0
+
+
+def test_a_plan_that_names_only_ep_takes_up_the_devices(tiny):
+    """What was left of it read as dp=1, and was refused for devices that it had not named."""
+    shape = "planner.shape={layers=8, hidden=64, heads=4, vocab=64, sequence=32, experts=8, chosen_experts=2}"
+    asked = ask(tiny, "h100:4x8", "ep=8", overrides=("train.global_batch=256", shape))
+    assert (asked.plan.dp, asked.plan.ep) == (32, 8)
