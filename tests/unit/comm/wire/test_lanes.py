@@ -1,103 +1,21 @@
-"""Long payloads beside ZeroMQ: who may connect, what is wrong with bytes, and calls that end while theirs are under way."""
+"""Long payloads beside ZeroMQ: what is wrong with bytes, and calls that end while theirs are under way."""
 
 import asyncio
 import random
 import socket
 import struct
 
-import msgspec
 import numpy as np
 import pytest
-import xxhash
 
-from shoal.comm.wire import caller_lane, dock, listener
+from lane_cases import SIZE, TCP, Deaf, chunks, converse, echo, ends, lane_of, lanes_of, message, plain_lane
 from shoal.comm.wire.buffers import CHUNK_BYTES
 from shoal.comm.wire.counters import DROPPED
 from shoal.comm.wire.errors import Refused, WireLost, WireTimeout
-from shoal.comm.wire.header import PROTOCOL_VERSION, Header
 from shoal.comm.wire.keys import load_keys, make_keys
-from shoal.comm.wire.message import pack, pack_chunk
+from shoal.comm.wire.message import pack_chunk
 from shoal.comm.wire.operations import LaneAsked
-from wire_cases import DEADLINE, OPERATIONS, Echo, Echoed, answer, nodes, noise, until
-
-SIZE = 3 * CHUNK_BYTES + 5
-TCP = "tcp://127.0.0.1:0"
-
-
-def converse(work, handler=answer):
-    """A server with lanes and a client that has called it once."""
-
-    async def conversation():
-        async with nodes(2) as (server, client):
-            peer = client.connect(await server.listen(TCP, handler))
-            await work(server, client, peer)
-
-    asyncio.run(conversation())
-
-
-def lane_of(peer):
-    return peer._lane._lane
-
-
-def lanes_of(server):
-    [listener] = server._listeners
-    return listener._lanes
-
-
-async def echo(peer, number=1, **options):
-    sent = noise(SIZE, number)
-    found = await peer.call(Echo(number), payload=sent, deadline=DEADLINE, **options)
-    assert found.body.number == number and np.array_equal(np.frombuffer(found.payload, np.uint8), sent)
-
-
-async def plain_lane(peer) -> socket.socket:
-    """A lane in the hands of a test, connected in the name of ``peer``."""
-    offer = (await peer.call(LaneAsked(), deadline=DEADLINE)).body
-    connection = socket.create_connection(("127.0.0.1", offer.port))
-    connection.setblocking(False)
-    await asyncio.get_running_loop().sock_sendall(connection, offer.word)
-    async with asyncio.timeout(DEADLINE):
-        assert await asyncio.get_running_loop().sock_recv(connection, 16) in (offer.reply, b"")
-    return connection
-
-
-class Deaf:
-    """A lane that does not read any more, until it does: what is sent to it fills the connection."""
-
-    def __init__(self, lane) -> None:
-        self.lane, self.hears = lane, asyncio.Event()
-        self.receive, lane._receive = lane._receive, self.wait
-
-    async def wait(self, memory):
-        await self.hears.wait()
-        return await self.receive(memory)
-
-
-async def ends(connection) -> bool:
-    """True when the other side closes, whatever it sends before."""
-    loop = asyncio.get_running_loop()
-    with connection:
-        async with asyncio.timeout(DEADLINE):
-            try:
-                while await loop.sock_recv(connection, 1 << 16):
-                    pass
-            except ConnectionError:
-                pass
-            return True
-
-
-def message(sequence, num_bytes=SIZE, **fields) -> bytes:
-    """The head and the frames of a request for an echo, rightly sealed."""
-    values = {"version": PROTOCOL_VERSION, "epoch": 0, "sender": "f" * 16, "sequence": sequence, "operation": "echo"}
-    values |= {"answers": -1, "key": "", "dtype": "uint8", "shape": (num_bytes,), "deadline": 5.0, "place": None}
-    header = Header(**(values | {"folder": ""} | fields))
-    frames = pack(header, OPERATIONS.encode(Echo(1)), None)
-    return struct.pack("<IIQ", len(frames[0]), len(frames[1]), num_bytes) + b"".join(frames)
-
-
-def chunks(data: bytes) -> list[bytes]:
-    parts = [(at, data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
-    return [struct.pack("<I8s", len(part), xxhash.xxh3_64_digest(part, seed=at)) + part for at, part in parts]
+from wire_cases import DEADLINE, Echo, Echoed, answer, nodes, noise, until
 
 
 def test_long_payloads_cross_beside_the_messages_both_ways():
@@ -145,129 +63,6 @@ def test_with_keys_there_is_no_lane(tmp_path):
                 await peer.call(LaneAsked(), deadline=DEADLINE)
 
     asyncio.run(conversation())
-
-
-def test_a_stranger_at_the_dock_is_sent_away(monkeypatch):
-    monkeypatch.setattr(dock, "_WORD_SECONDS", 0.2)
-
-    async def work(server, client, peer):
-        offer = (await peer.call(LaneAsked(), deadline=DEADLINE)).body
-        for said in (b"x" * 16, b"GET / HTTP/1.0\r\n\r\n", b"half", b""):
-            stranger = socket.create_connection(("127.0.0.1", offer.port))
-            stranger.sendall(said)
-            stranger.setblocking(False)
-            assert await ends(stranger)
-        assert not lanes_of(server)
-        await echo(peer)
-
-    converse(work)
-
-
-def test_a_word_is_good_once_and_for_a_while(monkeypatch):
-    async def work(server, client, peer):
-        offer = (await peer.call(LaneAsked(), deadline=DEADLINE)).body
-        for is_first in (True, False):
-            connection = socket.create_connection(("127.0.0.1", offer.port))
-            connection.sendall(offer.word)
-            connection.setblocking(False)
-            if is_first:
-                await until(lambda: lanes_of(server))
-                first = connection
-            else:
-                assert await ends(connection)
-        assert first.recv(99) == offer.reply
-        first.close()
-        monkeypatch.setattr(dock, "_WORD_SECONDS", -1.0)
-        assert await ends(await plain_lane(peer))
-
-    converse(work)
-
-
-def test_silent_strangers_are_few(monkeypatch):
-    monkeypatch.setattr(dock, "_MAX_SILENT", 3)
-    monkeypatch.setattr(caller_lane, "_AGAIN_SECONDS", 0.0)
-
-    async def work(server, client, peer):
-        offer = (await peer.call(LaneAsked(), deadline=DEADLINE)).body
-        silent = [socket.create_connection(("127.0.0.1", offer.port)) for _ in range(3)]
-        await until(lambda: server._listeners[0]._dock._num_silent == 3)
-        one_more = socket.create_connection(("127.0.0.1", offer.port))
-        one_more.setblocking(False)
-        assert await ends(one_more)
-        # There is no room for a lane, and the payload goes with the messages.
-        await echo(peer)
-        assert lane_of(peer) is None and not lanes_of(server)
-        for connection in silent:
-            connection.close()
-        await until(lambda: server._listeners[0]._dock._num_silent == 0)
-        await echo(peer)
-        assert lane_of(peer) is not None
-
-    converse(work)
-
-
-def test_another_program_on_the_port_gets_no_payload(monkeypatch):
-    """Where the address is the near end of a tunnel, the port that was told is one of another machine."""
-    heard = []
-    monkeypatch.setattr(caller_lane, "_AGAIN_SECONDS", 0.0)
-
-    async def pretend(reader, writer):
-        heard.append(await reader.read(64))
-        writer.write(b"x" * 16)
-        heard.append(await reader.read(64))
-        writer.close()
-
-    async def work(server, client, peer):
-        other = await asyncio.start_server(pretend, "127.0.0.1", 0)
-        real = dock.Dock.offer
-
-        def offer(self, route):
-            return msgspec.structs.replace(real(self, route), port=other.sockets[0].getsockname()[1])
-
-        monkeypatch.setattr(dock.Dock, "offer", offer)
-        await echo(peer)
-        await until(lambda: len(heard) == 4)  # for the payload, and after an answer that had one
-        assert lane_of(peer) is None and [len(part) for part in heard[::2]] == [16, 16] and not any(heard[1::2])
-        other.close()
-        await other.wait_closed()
-
-    converse(work)
-
-
-def test_a_port_that_accepts_and_says_nothing_costs_a_moment_once(monkeypatch):
-    """It cost every call its whole deadline: the lane's time was as long as the call's own."""
-    monkeypatch.setattr(caller_lane, "_OPEN_SECONDS", 0.1)
-
-    async def work(server, client, peer):
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            real = dock.Dock.offer
-
-            def offer(self, route):
-                return msgspec.structs.replace(real(self, route), port=silent.getsockname()[1])
-
-            monkeypatch.setattr(dock.Dock, "offer", offer)
-            for number in range(3):
-                await echo(peer, number)
-            assert lane_of(peer) is None and not lanes_of(server)
-            silent.accept()[0].close()
-            silent.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                silent.accept()  # Nobody came a second time.
-
-    converse(work)
-
-
-def test_where_there_are_lanes_enough_payloads_go_with_the_messages(monkeypatch):
-    monkeypatch.setattr(listener, "_MAX_LANES", 1)
-
-    async def work(server, client, peer):
-        await echo(peer)
-        async with nodes(1) as [other]:
-            second = other.connect(peer.address)
-            await echo(second)
-            assert lane_of(second) is None and len(lanes_of(server)) == 1
-
-    converse(work)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 3])
@@ -360,14 +155,6 @@ def test_a_lane_that_breaks_in_a_payload_costs_that_payload():
 
 
 def test_a_call_whose_lane_breaks_ends_at_once_and_the_next_one_has_another():
-    parked = []
-
-    async def handler(request):
-        if request.body.number:
-            await answer(request)
-        else:
-            parked.append(request)
-
     async def work(server, client, peer):
         await echo(peer)
         [lane], mine = lanes_of(server).values(), lane_of(peer)
@@ -380,7 +167,7 @@ def test_a_call_whose_lane_breaks_ends_at_once_and_the_next_one_has_another():
         await echo(peer, 2)
         assert lane_of(peer) is not mine and len(lanes_of(server)) == 1
 
-    converse(work, handler)
+    converse(work)
 
 
 def test_a_call_whose_payload_was_sent_ends_with_its_lane():
