@@ -1,9 +1,8 @@
 """What cannot be combined is refused with both numbers, the fix and the nearest plan that works; what can is listed once."""
 
-import time
-
 import pytest
 
+from counted_work import instructions
 from shoal.core.combine import sequence_multiple, setting_problems
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width
@@ -155,8 +154,8 @@ def test_settings_that_do_not_go_with_a_plan():
 
 def test_a_plan_for_many_ranks_is_refused_in_a_moment():
     """Every degree for every key was 48 seconds of searching before the user heard that his model has nothing to split."""
-    started = time.perf_counter()
     nothing = ModelFacts(name="a model without blocks")
-    near = nearest_plan(Plan.parse("dp=8 tp=4 sp=true cp=2 zero=3 recompute=full"), nothing)
+    plan = Plan.parse("dp=8 tp=4 sp=true cp=2 zero=3 recompute=full")
+    near = nearest_plan(plan, nothing)
     assert near is not None and not near.problems(nothing)
-    assert time.perf_counter() - started < 5.0
+    assert instructions(lambda: nearest_plan(plan, nothing)) < 20_000_000
