@@ -93,10 +93,8 @@ def test_full_queue_drops_and_never_blocks(tmp_path: Path, warnings: list[str]) 
     while log._queue:
         deadline.check("the writer to get stuck")
         time.sleep(0.01)
-    began = time.perf_counter()
-    for _ in range(10_000):
+    for _ in range(10_000):  # one that waited would wait for ever: nobody frees the sink
         log.write(Warned(message="x"))
-    assert time.perf_counter() - began < 1.0
     assert log.dropped == 9_900
     stuck.free.set()
     log.close()
