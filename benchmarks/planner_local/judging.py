@@ -1,10 +1,13 @@
 """What rounds of predicted and measured steps say, on a machine that drifts: ratios inside a round, medians over rounds."""
 
 import math
+import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 CONTROL = "control"
 """What the second turn of the fixed plan is called in a round."""
@@ -20,6 +23,8 @@ class Pair:
 
 Round = Mapping[str, Pair]
 """By plan; the fixed plan's second turn under ``CONTROL``."""
+Heat = Mapping[str, float]
+"""The same with measured seconds alone, as in the finals."""
 
 
 def judge(rounds: Sequence[Round], *, fixed: str, picks: Sequence[str]) -> dict[str, Any]:
@@ -45,7 +50,11 @@ def judge(rounds: Sequence[Round], *, fixed: str, picks: Sequence[str]) -> dict[
         "kendall_tau": kendall([row["predicted_ratio"] for row in rows], [row["measured_ratio"] for row in rows]),
         "fastest": rows[0]["plan"],
         "picks": [
-            {"plan": pick, "regret": relative[pick] / rows[0]["measured_ratio"] - 1, **across(rounds, pick)}
+            {
+                "plan": pick,
+                "regret": relative[pick] / rows[0]["measured_ratio"] - 1,
+                **across(_only(rounds, "measured"), pick),
+            }
             for pick in picks
         ],
         "best_predicted": (best := min(rows, key=lambda row: float(row["predicted_ratio"]))["plan"]),
@@ -85,14 +94,71 @@ def judge_noise(rounds: Sequence[Round], fixed: str) -> dict[str, float]:
     return found
 
 
-def across(rounds: Sequence[Round], pick: str) -> dict[str, float | None]:
+def finalists(rows: Sequence[Mapping[str, Any]], picks: Sequence[str], most: int) -> list[str]:
+    """The fastest of all plans, and whatever ``auto`` picked.
+
+    Args:
+        rows: of ``judge_plans``, the fastest first.
+        picks: what ``auto`` picked.
+        most: how many of the fastest.
+    """
+    return list(dict.fromkeys([*(str(row["plan"]) for row in rows[:most]), *picks]))
+
+
+def judge_finals(heats: Sequence[Heat], *, fixed: str, picks: Sequence[str]) -> dict[str, Any]:
+    """Regret of every pick against the fastest finalist, with what chance may do to it.
+
+    The interval holds nine tenths of what is found when rounds are drawn again, with the fastest found anew in every draw.
+    """
+    rows = [
+        {"plan": plan, "ratio": _middle(values), "spread": _spread(values)} for plan, values in relative(heats).items()
+    ]
+    rows.sort(key=lambda row: float(row["ratio"]))
+    ratio = {row["plan"]: float(row["ratio"]) for row in rows}
+    twice = [one[fixed] / one[CONTROL] for one in heats]
+    return {
+        "num_rounds": len(heats),
+        "plans": rows,
+        "same_plan_in_a_round": statistics.mean(abs(one - 1) for one in twice),
+        "same_plan_over_rounds": abs(statistics.median(twice) - 1),
+        "picks": [
+            {
+                "plan": pick,
+                "regret": ratio[pick] / float(rows[0]["ratio"]) - 1,
+                "interval": _redrawn(heats, pick),
+                **across([_plans(one) for one in heats], pick),
+            }
+            for pick in dict.fromkeys(picks)
+        ],
+    }
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The mean of the middle half: steadier than the median over a few dozen rounds, and as deaf to a turn that was disturbed."""
+    quarter = len(values) // 4
+    return statistics.mean(sorted(values)[quarter : len(values) - quarter])
+
+
+def _redrawn(heats: Sequence[Heat], pick: str, draws: int = 500) -> tuple[float, float]:
+    drawing = random.Random(0)
+    values = relative(heats)
+    found = []
+    for _ in range(draws):
+        chosen = drawing.choices(range(len(heats)), k=len(heats))
+        middles = {plan: _middle([ratio[number] for number in chosen]) for plan, ratio in values.items()}
+        found.append(middles[pick] / min(middles.values()) - 1)
+    cuts = statistics.quantiles(found, n=20, method="inclusive")
+    return cuts[0], cuts[-1]
+
+
+def across(heats: Sequence[Heat], pick: str) -> dict[str, float | None]:
     """Regret without the luck of the fastest: found in every second round, compared in the others, and the reverse.
 
     The fastest of many plans is in part the one that chance helped most, and chance does not help it again.
     """
-    if len(rounds) < 2:
+    if len(heats) < 2:
         return {"regret_across_rounds": None}
-    halves = [ratios(rounds[start::2], "measured") for start in (0, 1)]
+    halves = [relative(heats[start::2]) for start in (0, 1)]
     middles = [{plan: statistics.median(values) for plan, values in half.items()} for half in halves]
     regrets = []
     for here, there in (middles, middles[::-1]):
@@ -102,10 +168,19 @@ def across(rounds: Sequence[Round], pick: str) -> dict[str, float | None]:
 
 
 def ratios(rounds: Sequence[Round], kind: str) -> dict[str, list[float]]:
-    """By plan and round: its time over that of the median plan of the round."""
-    found: dict[str, list[float]] = {plan: [] for plan in _plans(rounds[0])}
-    for one in rounds:
-        times = {plan: getattr(pair, kind) for plan, pair in _plans(one).items()}
+    """By plan and round: its time, predicted or measured, over that of the median plan of the round."""
+    return relative(_only(rounds, kind))
+
+
+def _only(rounds: Sequence[Round], kind: str) -> list[Heat]:
+    return [{plan: getattr(pair, kind) for plan, pair in one.items()} for one in rounds]
+
+
+def relative(heats: Sequence[Heat]) -> dict[str, list[float]]:
+    """By plan and round: its seconds over those of the median plan of the round."""
+    found: dict[str, list[float]] = {plan: [] for plan in _plans(heats[0])}
+    for one in heats:
+        times = _plans(one)
         middle = statistics.median(times.values())
         for plan, seconds in times.items():
             found[plan].append(seconds / middle)
@@ -123,7 +198,7 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     return sum(signs) / len(signs) if signs else float("nan")
 
 
-def _plans(one: Round) -> dict[str, Pair]:
+def _plans(one: Mapping[str, Value]) -> dict[str, Value]:
     return {plan: pair for plan, pair in one.items() if plan != CONTROL}
 
 

@@ -1,9 +1,10 @@
 """Predicted beside measured steps of all legal plans on this machine, and how far the plan that auto picks is from the fastest.
 
-python benchmarks/planner_local/main.py --processes 2 [--rounds 10] [--minutes 10] [--picks 2] [--recipe recipes/gpt.toml]
+python benchmarks/planner_local/main.py --processes 2 [--minutes 10] [--picks 2] [--finals 10] [--recipe recipes/gpt.toml]
 
 The machine drifts from minute to minute, so nothing is compared over minutes: in every round each plan is rehearsed and then run,
 or run and then rehearsed, by the same processes, which stay up; plans come in an order that is shuffled; one plan is there twice.
+The fastest and those that auto picked then meet in the finals: short rounds of real steps alone, as many as there is time for.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from judging import CONTROL, Pair, Round, judge
+from judging import CONTROL, Heat, Pair, Round, finalists, judge, judge_finals
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
@@ -30,6 +31,7 @@ from shoal.trainer.forecasts.cast import Cast
 from shoal.trainer.forecasts.deciding import pick_from, search
 
 ROOT = Path(__file__).resolve().parents[2]
+_FINALISTS = 6
 
 
 class Bench:
@@ -72,6 +74,15 @@ class Bench:
             except (RequestError, RunError) as problem:
                 self.failed[text] = str(problem).splitlines()[0]
                 say(f"{text} cannot be run: {self.failed[text]}")
+        return found
+
+    def heats(self, plans: Sequence[str], fixed: str, *, ends: float) -> list[Heat]:
+        """Rounds of real steps of a few plans, until time is over; at least two."""
+        found: list[Heat] = []
+        while len(found) < 2 or time.monotonic() < ends:
+            names = [*plans, CONTROL]
+            self._random.shuffle(names)
+            found.append({name: self._measure(Plan.parse(fixed if name == CONTROL else name)) for name in names})
         return found
 
     def _pair(self, plan: Plan) -> Pair:
@@ -119,15 +130,24 @@ def take(arguments: argparse.Namespace) -> dict[str, Any]:
             say(f"round {number + 1} took {time.monotonic() - started:.0f} s")
         while not bench.picks and arguments.picks:
             bench.pick()
-    if not rounds:
-        sys.exit("not one round was whole: give more --minutes")
-    shared = [plan for plan in rounds[0] if all(plan in one for one in rounds)]
-    rounds = [{plan: one[plan] for plan in shared} for one in rounds]
+        if not rounds:
+            sys.exit("not one round was whole: give more --minutes")
+        shared = [plan for plan in rounds[0] if all(plan in one for one in rounds)]
+        rounds = [{plan: one[plan] for plan in shared} for one in rounds]
+        picks = [pick["plan"] for pick in bench.picks if pick["plan"] in shared]
+        judged = judge(rounds, fixed=fixed, picks=picks)
+        heats: list[Heat] = []
+        if arguments.finals:
+            meeting = finalists(judged["plans"], picks, _FINALISTS)
+            say(f"{len(meeting)} finalists meet for {arguments.finals:g} minutes")
+            heats = bench.heats(meeting, meeting[0], ends=time.monotonic() + 60 * arguments.finals)
     return {
         "processes": count,
         "failed": bench.failed,
         "auto": bench.picks,
-        **judge(rounds, fixed=fixed, picks=[pick["plan"] for pick in bench.picks if pick["plan"] in shared]),
+        **judged,
+        "finals": judge_finals(heats, fixed=meeting[0], picks=picks) if heats else None,
+        "heats": heats,
         "rounds": [{plan: asdict(pair) for plan, pair in one.items()} for one in rounds],
         "sharing": [point.model_dump() for point in machine.sharing],
     }
@@ -155,6 +175,21 @@ def as_markdown(found: dict[str, Any]) -> str:
         f"over rounds; predicted twice by {noise['predicted_in_a_round']:.1%} and {noise['predicted_over_rounds']:.1%}. "
         f"The median plan drifted by {noise['drift_of_the_machine']:.0%} from the fastest round to the slowest.",
     ]
+    if finals := found["finals"]:
+        lines += [
+            "",
+            "| finals: auto picked | regret | nine tenths of redrawn rounds | across rounds |",
+            "|---|---|---|---|",
+            *(
+                f"| `{pick['plan']}` | {pick['regret']:.1%} | {pick['interval'][0]:.1%} to {pick['interval'][1]:.1%} | "
+                f"{pick['regret_across_rounds']:.1%} |"
+                for pick in finals["picks"]
+            ),
+            "",
+            f"{finals['num_rounds']} rounds of {len(finals['plans'])} plans; the fastest, `{finals['plans'][0]['plan']}`; "
+            f"one plan timed twice differs by {finals['same_plan_in_a_round']:.1%} in a round and "
+            f"{finals['same_plan_over_rounds']:.1%} over rounds.",
+        ]
     return "\n".join(lines)
 
 
@@ -171,6 +206,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="after which no turn is begun")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a rehearsal and of a run")
     parser.add_argument("--picks", type=int, default=2, help="how often auto is asked")
+    parser.add_argument("--finals", type=float, default=10.0, help="minutes of the finals; 0 for none")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="plans that have one of these words")
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "gpt.toml")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
