@@ -1,13 +1,11 @@
 """``overlap``: what crosses the wire while a worker computes, under every rule that has it, in a running crew."""
 
-import threading
 from collections import Counter
 
 import pytest
 
 from crew_inside import recipe_of, run_inside
-from shoal.paramserver.client import Client
-from shoal.trainer.servers.portion import ShareRunner
+from shoal.telemetry.lines import decode_events
 from shoal.trainer.servers.workline import Line
 
 STEPS = 12
@@ -27,30 +25,29 @@ def test_every_rule_makes_its_steps_with_overlap(tmp_path, update):
 @pytest.mark.parametrize("update", ["ssp:2", "async"])
 def test_weights_are_pulled_while_a_portion_is_computed(tmp_path, monkeypatch, update):
     """They were waited for before every portion, whatever overlap said."""
-    computing, used, beside = Counter(), Counter(), Counter()
-    run, use, pull = ShareRunner.run, Line.use, Client.pull
-    lock = threading.Lock()
-
-    def compute(self, *given, **more):
-        with lock:
-            computing["now"] += 1
-        threading.Event().wait(0.03)
-        found = run(self, *given, **more)
-        with lock:
-            computing["now"] -= 1
-        return found
+    used, waited = Counter(), Counter()
+    use, pull = Line.use, Line.pull
 
     def note_use(self, read):
         used[update] += 1
         use(self, read)
 
-    async def note_pull(self, need, bound=None):
-        beside["computing" if computing["now"] else "idle"] += 1
-        return await pull(self, need, bound)
+    def note_pull(self, need, bound=None):
+        waited[update] += 1
+        return pull(self, need, bound)
 
-    monkeypatch.setattr(ShareRunner, "run", compute)
     monkeypatch.setattr(Line, "use", note_use)
-    monkeypatch.setattr(Client, "pull", note_pull)
-    run_inside(tmp_path / "one", f"ps=2 workers=1 update={update}", recipe_of(*OVERLAP))
-    assert used[update] >= STEPS // 2, "portions that waited for no weights"
-    assert beside["computing"] >= STEPS // 2, beside
+    monkeypatch.setattr(Line, "pull", note_pull)
+    found = run_inside(tmp_path / "one", f"ps=2 workers=1 update={update}", recipe_of(*OVERLAP))
+    assert (waited[update], used[update]) == (1, STEPS - 1), (
+        "the first portion alone waits, however busy the machine is"
+    )
+    if update == "async":
+        read = [one["read"] for one in updates_of(found.run_dir)]
+        assert read == [[0], *([number] for number in range(STEPS - 1))], "pulled beside the portion before"
+
+
+def updates_of(run_dir):
+    lines = [line for path in (run_dir / "events").glob("rank-*.jsonl") for line in path.read_bytes().splitlines()]
+    updates = [event for event in decode_events(lines) if event["kind"] == "update"]
+    return sorted(updates, key=lambda event: event["update"])

@@ -36,9 +36,9 @@ def work_ahead(line: Line, worker: Worker, place: MemberPlace) -> None:
     flat = worker.flat
     under_way: Future[Read] | None = None
     gradient = torch.empty_like(flat.gradient)
-    held: tuple[int, ...] = ()
     read: Read | None = None
-    while (portion := line.take(held)) is not None:
+    asked = line.ask()
+    while (portion := asked.result()) is not None:
         if read is None or not line.client.is_enough(read, portion.need, portion.bound):
             if under_way is not None:
                 # One at a time: they land in one place.
@@ -54,9 +54,11 @@ def work_ahead(line: Line, worker: Worker, place: MemberPlace) -> None:
             # Before the next ones land there.
             flat.weights.copy_(line.landing)
         contribution = describe(line.identity, portion, computed, read=read, waited=0.0)
+        # Asked before the portion is handed in, so that it is answered by what was made until here: were the commit there first,
+        # its own update would be needed, and the weights that were pulled beside it would have been pulled for nothing. Until the
+        # commit is answered it is in this worker's hands, or the book would take it for lost and give it again.
+        asked = line.ask(contribution.portions)
         under_way = line.hand_in_and_pull(gradient.copy_(computed.gradient), contribution, read)
-        # Until its commit is answered it is in this worker's hands, or the book would take it for lost and give it again.
-        held = contribution.portions
         # Where nothing was under way the same weights serve once more, and from then on something is.
         read = read if pulled is None else pulled
     if under_way is not None:

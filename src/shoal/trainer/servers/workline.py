@@ -148,6 +148,10 @@ class Line:
         """The next portion."""
         return self._thread.call(self.client.take(held))
 
+    def ask(self, held: tuple[int, ...] = ()) -> "Future[Portion | None]":
+        """As ``take``, while something else is done; what is begun on this line after it reaches the book after it."""
+        return self._thread.start(self.client.take(held))
+
     def pull(self, need: int, bound: int | None = None) -> Read:
         """Newer weights; what they are. See ``Client.pull``."""
         return self._thread.call(self.client.pull(need, bound))
