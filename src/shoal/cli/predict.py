@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, print_table, write_result
+from shoal.cli.result import STDOUT, JsonFile, check_result_file, print_table, write_result
 from shoal.core.errors import RunError
 
 if TYPE_CHECKING:
+    from shoal.planner.predict import Predicted
     from shoal.planner.score import Score
 
 _COLUMNS = (
@@ -25,6 +26,10 @@ _COLUMNS = (
     "not predicted",
 )
 
+_UNMEASURED = ("row", "line", "model", "metric", "predicted", "between", "")
+_SHOWN = 10
+"""Rows, and reasons, that are printed one by one."""
+
 _Table = Annotated[Path, typer.Argument(metavar="FILE.csv", help="A table of runs, a row for each measured value.")]
 
 
@@ -38,15 +43,16 @@ def predict(table: _Table, json: JsonFile = None) -> None:
 
     rows = [predict_run(run) for run in read_table(table)]
     sources = score_by_source(rows)
-    names = short_names(sources)
-    lines = [_line(names[source], found) for source, found in sources.items()]
-    print_table(_COLUMNS, [*lines, _line("all", score(rows))])
+    unmeasured = [row for row in rows if row.measured is None and row.predicted is not None]
     missing = [row for row in rows if row.predicted is None]
-    if missing:
+    rest = f"{'--json FILE' if json is None else 'the JSON' if json == STDOUT else json} has them"
+    if any(row.measured is not None for row in rows):
+        names = short_names(sources)
+        lines = [_line(names[source], found) for source, found in sources.items()]
+        print_table(_COLUMNS, [*lines, _line("all", score(rows))])
         print()
-        for reason in dict.fromkeys(row.why_not for row in missing):
-            numbers = [row.row for row in missing if row.why_not == reason]
-            print(f"not predicted: {len(numbers)} row(s), the first is row {numbers[0]}, counted from 0: {reason}")
+    _print_unmeasured(unmeasured, rest)
+    _print_missing(missing, table, rest)
     write_result(
         json,
         {
@@ -57,6 +63,43 @@ def predict(table: _Table, json: JsonFile = None) -> None:
     )
     if len(missing) == len(rows):
         raise RunError(f"none of the {len(rows)} row(s) of {table} could be predicted; the reasons are above")
+
+
+def _print_unmeasured(rows: list["Predicted"], rest: str) -> None:
+    """The predictions of rows that have nothing to compare with: they are all that such a row was given for."""
+    if not rows:
+        return
+    print(f"predicted and not measured: {len(rows)} row(s), counted from 0")
+    print_table(_UNMEASURED, [_prediction(row) for row in rows[:_SHOWN]])
+    if len(rows) > _SHOWN:
+        print(f"and {len(rows) - _SHOWN} more; {rest}")
+    print()
+
+
+def _prediction(row: "Predicted") -> tuple[object, ...]:
+    low, high = row.interval or (0.0, 0.0)
+    is_yes_or_no = row.metric == "oom"
+    return (
+        row.row,
+        row.line,
+        row.model,
+        row.metric,
+        ("yes" if row.predicted else "no") if is_yes_or_no else f"{row.predicted:.4g}",
+        "" if is_yes_or_no else f"{low:.4g} to {high:.4g}",
+        "in range" if row.in_range else f"out of range: {row.why_not}",
+    )
+
+
+def _print_missing(missing: list["Predicted"], table: Path, rest: str) -> None:
+    reasons = list(dict.fromkeys(row.why_not for row in missing))
+    for reason in reasons[:_SHOWN]:
+        alike = [row for row in missing if row.why_not == reason]
+        print(
+            f"not predicted: {len(alike)} row(s), the first is row {alike[0].row}, counted from 0, line {alike[0].line} of "
+            f"{table}: {reason}"
+        )
+    if len(reasons) > _SHOWN:
+        print(f"and {len(reasons) - _SHOWN} more reasons; {rest}")
 
 
 def _line(name: str, found: "Score") -> tuple[object, ...]:

@@ -1,7 +1,8 @@
 """What the words in a table's cells mean: devices, networks, software, schedules, precision, recompute.
 
 Tables are written by people: a cell says "A100-80GB-SXM", "interleaved-1F1B v=3" or "1 (distributed optimizer, assumed)".
-What is not understood is no error here, but for a device: it is said to be unknown, and ``table.py`` says what it took instead.
+What is not understood is no error here, but for a device: it is said to be unknown, and ``table.py`` says what it took instead,
+or ``wrongcells.py`` what it may be.
 """
 
 import re
@@ -150,10 +151,22 @@ def read_precision(text: str) -> str | None:
 _SCHEDULE_WORDS = (("zb1p", "zb-h1"), ("zb2p", "zb-h2"), ("zero-bubble", "zb-h1"), ("zerobubble", "zb-h1"))
 
 
+def _chunks(text: str) -> int | None:
+    found = re.search(r"v\s*=\s*(\d+)", text) or re.search(r"(?:vp|vpp|virtual)\D{0,3}(\d+)", text, re.IGNORECASE)
+    return int(found[1]) if found else None
+
+
+def is_schedule(text: str) -> bool:
+    """Whether a cell names a schedule, or how many chunks each rank has."""
+    word = re.sub(r"[\s_]+", "-", text.lower())
+    named = (*SCHEDULES, "interleav", *(other for other, _ in _SCHEDULE_WORDS))
+    return _chunks(text) is not None or any(name in word for name in named)
+
+
 def read_schedule(text: str) -> tuple[str, int | None]:
     """The schedule that a cell names, and the chunks of each rank where it has several; 1F1B where it names none."""
-    found = re.search(r"v\s*=\s*(\d+)", text) or re.search(r"(?:vp|vpp|virtual)\D{0,3}(\d+)", text, re.IGNORECASE)
-    chunks = int(found[1]) if found else 1
+    given = _chunks(text)
+    chunks = 1 if given is None else given
     word = re.sub(r"[\s_]+", "-", text.lower())
     if chunks > 1 or re.search(r"(?<!non-)interleav", word) or word == "1f1b-i":
         return "interleaved", max(2, chunks)
@@ -188,4 +201,4 @@ def read_zero(text: str) -> int | None:
     found = re.match(r"\s*([0-3])", text) or re.search(r"zero[\s-]*([0-3])", text, re.IGNORECASE)
     if found:
         return int(found[1])
-    return 3 if "fsdp" in text.lower() else None
+    return 3 if "fsdp" in text.lower() or "hsdp" in text.lower() else None

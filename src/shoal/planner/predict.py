@@ -34,6 +34,8 @@ class Predicted:
     """What was predicted for one row."""
 
     row: int
+    line: int
+    """Of the file, counted from 1."""
     source: str
     metric: str
     measured: float | None
@@ -41,6 +43,7 @@ class Predicted:
     in_range: bool
     why_not: str = ""
     """Why the row is out of range, or has no prediction."""
+    model: str = ""
     group: tuple[str, ...] = ()
     choice: str = ""
     """How it was run: rows of a group that have this in common are one choice, measured several times."""
@@ -61,13 +64,14 @@ class Predicted:
         """For JSON."""
         return {
             "row": self.row,
+            "line": self.line,
             "source": self.source,
             "metric": self.metric,
             "measured": self.measured,
             "predicted": self.predicted,
             "in_range": self.in_range,
             "interval": self.interval,
-            "note": self.why_not,
+            "note": self.why_not if self.predicted is not None else f"line {self.line}: {self.why_not}",
         }
 
 
@@ -99,6 +103,7 @@ def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
     if isinstance(run, Unread):
         return Predicted(
             row=run.row,
+            line=run.line,
             source=run.source,
             metric=run.metric,
             measured=run.measured,
@@ -116,18 +121,20 @@ def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
         reasons += beyond(run, job.stack.covered)
     if metric is None:
         return Predicted(
-            row=run.row, source=run.source, metric=run.metric, measured=run.measured, predicted=None, in_range=False,
-            why_not=f"unknown metric {run.metric!r}; known are {', '.join(_METRICS)}",
+            row=run.row, line=run.line, source=run.source, metric=run.metric, measured=run.measured, predicted=None,
+            in_range=False, why_not=f"measured_metric is {run.metric!r}, an unknown metric; known are {', '.join(_METRICS)}",
         )  # fmt: skip
     seconds = tuned_seconds(job, plan) if run.recompute == "unknown" else step_seconds(job, plan)
     return Predicted(
         row=run.row,
+        line=run.line,
         source=run.source,
         metric=run.metric,
         measured=run.measured,
         predicted=metric(run, job, plan, seconds),
         in_range=not reasons,
         why_not="; ".join(reasons),
+        model=run.model,
         group=run.group,
         choice=f"{plan} {run.recompute} {run.precision} {run.micro_batch:g}",
         seconds=seconds,

@@ -3,7 +3,6 @@
 Nothing here depends on who published a row, except the software that ran, which decides the stack of constants.
 """
 
-import csv
 import math
 import re
 from collections import Counter, defaultdict
@@ -28,7 +27,9 @@ from shoal.planner.cells import (
     release_of,
 )
 from shoal.planner.hardware import WIDE_TYPES, Cluster
+from shoal.planner.rows import Row, read_rows
 from shoal.planner.stacks import SOFTWARE
+from shoal.planner.wrongcells import wrong_cells
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "vocab", "gpu",
@@ -37,7 +38,6 @@ COLUMNS = (
 )  # fmt: skip
 _MEASURED = "measured_value"
 _OPTIONAL = ("params_b", "notes")
-_MOST_ROWS = 100_000
 _MOST_LAYERS = 100_000
 _MANY = 10**12
 _FILLED = 4
@@ -49,7 +49,10 @@ class Run:
     """One row, understood."""
 
     row: int
+    line: int
+    """Of the file, counted from 1."""
     source: str
+    model: str
     metric: str
     measured: float | None
     """None where the table does not say."""
@@ -76,6 +79,7 @@ class Unread:
     """A row that cannot be predicted, and why."""
 
     row: int
+    line: int
     source: str
     metric: str
     measured: float | None
@@ -86,30 +90,13 @@ def read_table(path: Path) -> list[Run | Unread]:
     """Every row of a CSV file.
 
     Raises:
-        RequestError: there is no such file, or a column is missing.
+        RequestError: there is no such file, a column is missing, or there are no rows.
     """
-    try:
-        # Spreadsheets put a mark in front of UTF-8.
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            # What was measured need not be known: a prediction does not ask for it.
-            missing = [column for column in COLUMNS if column not in (*(reader.fieldnames or ()), _MEASURED)]
-            if missing:
-                raise RequestError(
-                    f"{path} has {len(reader.fieldnames or ())} columns, and {', '.join(missing)} is not among them; a table of "
-                    f"runs has {', '.join(COLUMNS)}"
-                )
-            rows = [_whole(row) for row, _ in zip(reader, range(_MOST_ROWS + 1), strict=False)]
-    except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}; give a CSV file that is there") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise RequestError(f"{path} is not a CSV file in UTF-8: {error}") from error
-    if not rows:
-        raise RequestError(f"{path} has no rows; give a table with at least one run")
-    if len(rows) > _MOST_ROWS:
-        raise RequestError(f"{path} has more than {_MOST_ROWS} rows; give it in parts")
-    elsewhere = _heads_elsewhere(rows)
-    return [_read_row(number, row, elsewhere.get((row["source"], row["hidden"]))) for number, row in enumerate(rows)]
+    # What was measured need not be known: a prediction does not ask for it.
+    needed = tuple(column for column in COLUMNS if column != _MEASURED)
+    rows = read_rows(path, needed=needed, optional=(_MEASURED, *_OPTIONAL))
+    elsewhere = _heads_elsewhere([row.cells for row in rows])
+    return [_read_row(row, elsewhere.get((row.cells["source"], row.cells["hidden"]))) for row in rows]
 
 
 def _heads_elsewhere(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], int]:
@@ -117,32 +104,33 @@ def _heads_elsewhere(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str],
     counts: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for row in rows:
         heads = _float(row, "heads")
-        if heads is not None and 1 <= heads <= _MANY:
+        if heads is not None and heads.is_integer() and 1 <= heads <= _MANY:
             counts[row["source"], row["hidden"]][int(heads)] += 1
     return {key: found.most_common(1)[0][0] for key, found in counts.items()}
-
-
-def _whole(row: Mapping[str | None, str | list[str] | None]) -> dict[str, str]:
-    """A row whose missing cells are empty; cells beyond the last column are nobody's."""
-    return {name: cell if isinstance(cell, str) else "" for name, cell in row.items() if name is not None}
 
 
 class _Unreadable(Exception):
     """A cell that cannot be understood."""
 
 
-def _read_row(number: int, row: Mapping[str, str], heads: int | None) -> Run | Unread:
-    measured = _float(row, "measured_value")
+def _read_row(row: Row, heads: int | None) -> Run | Unread:
+    cells, measured = row.cells, _float(row.cells, _MEASURED)
     try:
-        return _understand(number, row, measured, heads)
+        if row.problem:
+            raise _Unreadable(row.problem)
+        return _understand(row, measured, heads)
     except (_Unreadable, RequestError) as why:
-        return Unread(number, row["source"], row["measured_metric"], measured, str(why))
+        return Unread(row.number, row.line, cells["source"], cells["measured_metric"], measured, str(why))
 
 
-def _understand(number: int, row: Mapping[str, str], measured: float | None, other_heads: int | None) -> Run:
+def _understand(written: Row, measured: float | None, other_heads: int | None) -> Run:
+    row = written.cells
     said = row.get(_MEASURED, "").strip()
     if said and (measured is None or (measured <= 0 and row["measured_metric"] != "oom")):
         raise _Unreadable(f"{_MEASURED} is {said!r}, and a number above 0 is needed, or none")
+    wrong = "; ".join(wrong_cells(row))
+    if wrong:
+        raise _Unreadable(wrong)
     assumed: list[str] = []
     text = " ".join(row.get(column) or "" for column in ("source", "schedule_or_interleave", "zero", "notes"))
     preset = find_device(row["gpu"])
@@ -180,7 +168,9 @@ def _understand(number: int, row: Mapping[str, str], measured: float | None, oth
         recompute="none" if recompute == "unknown" else recompute,
     )
     return Run(
-        row=number,
+        row=written.number,
+        line=written.line,
+        model=row["model"],
         source=row["source"],
         metric=row["measured_metric"],
         measured=measured,
@@ -241,7 +231,14 @@ def _batch(row: Mapping[str, str], degrees: Mapping[str, int], software: str, as
     if micro_batch <= 0:
         raise _Unreadable(f"micro_batch is {row['micro_batch']!r}, and a number above 0 is needed")
     if row["global_batch"].strip():
-        return micro_batch, _need(row, "global_batch")
+        global_batch = _need(row, "global_batch")
+        share = global_batch / degrees["dp"]
+        if _float(row, "micro_batch") is not None and micro_batch > share:
+            raise _Unreadable(
+                f"micro_batch is {row['micro_batch']!r}, and a replica has {share:g} samples of a step (global_batch "
+                f"{global_batch} / dp {degrees['dp']}); a number above 0 and not above that is needed"
+            )
+        return micro_batch, global_batch
     # A pipeline is worth having with a few microbatches for every rank.
     num_microbatches = 1 if degrees["pp"] == 1 else _FILLED * degrees["pp"]
     global_batch = max(1, round(micro_batch * degrees["dp"] * num_microbatches))
@@ -264,6 +261,9 @@ def _shape(
     if vocab is None:
         vocab = 51200
         assumed.append("a vocabulary of 51200")
+    for column in ("kv_heads", "ffn_hidden"):
+        if row[column].strip() and _float(row, column) is None:
+            assumed.append(f"the usual {column} in place of {row[column].strip()!r}")
     experts = _experts(text)
     latent = "MLA" in text
     query = re.search(r"q_lora (\d+)", text)
@@ -342,6 +342,6 @@ def _given(row: Mapping[str, str], column: str) -> int | None:
 
 def _need(row: Mapping[str, str], column: str, *, most: int = _MANY) -> int:
     value = _float(row, column)
-    if value is None or not 1 <= value <= most:
+    if value is None or not value.is_integer() or not 1 <= value <= most:
         raise _Unreadable(f"{column} is {row[column]!r}, and a whole number from 1 to {most:,} is needed")
     return int(value)

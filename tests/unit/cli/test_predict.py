@@ -33,8 +33,34 @@ def test_the_json_that_programs_read(shoal, tmp_path):
     figures = found["sources"]["another"]
     assert figures["count"] == 1 and figures["mape"] == pytest.approx(abs(other["predicted"] / 2.5 - 1))
     assert {"p90", "bias", "kendall_tau", "regret", "oom_precision", "oom_recall"} <= set(figures)
-    assert "not predicted: 1 row(s), the first is row 1, counted from 0: layers is missing" in done.stdout
+    assert "1 row(s), the first is row 1, counted from 0, line 3 of runs.csv: layers is missing" in done.stdout
     assert "MAPE" in done.stdout and "another" in done.stdout
+
+
+def test_what_was_not_measured_is_shown_and_what_is_wrong_is_said_by_line(shoal, tmp_path):
+    """Of a table without measurements nothing was shown but an empty table of errors."""
+    blank = {"measured_value": ""}
+    write_table(tmp_path / "runs.csv", *[blank] * 11, {**blank, "measured_metric": "oom"}, {**blank, "zero": 9})
+    done = shoal("predict", "runs.csv", "--json", "out.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert "MAPE" not in done.stdout and "predicted and not measured: 12 row(s)" in done.stdout
+    shown = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert [line[:2] for line in shown] == [[str(row), str(row + 2)] for row in range(10)]
+    assert {line[4] for line in shown} == {
+        f"{found[0]['predicted']:.4g}"
+    } and "and 2 more; out.json has them" in done.stdout
+    said = "zero is '9'; it may be 0, 1, 2, 3, or blank where it is not known"
+    assert f"not predicted: 1 row(s), the first is row 12, counted from 0, line 14 of runs.csv: {said}" in done.stdout
+    assert found[12]["predicted"] is None and found[12]["line"] == 14 and found[12]["note"] == f"line 14: {said}"
+
+
+def test_many_reasons_are_cut_short(shoal, tmp_path):
+    rows = [{"zero": 4 + number} for number in range(12)]
+    write_table(tmp_path / "runs.csv", {"measured_metric": "oom", "measured_value": ""}, *rows)
+    done = shoal("predict", "runs.csv")
+    assert done.returncode == 0 and done.stdout.count("not predicted: ") == 10, done.stderr
+    assert "and 2 more reasons; --json FILE has them" in done.stdout and " no " in done.stdout
 
 
 def test_json_alone_on_stdout(shoal, tmp_path):
@@ -56,7 +82,7 @@ def test_nothing_that_can_be_predicted_is_a_failure_that_says_why(shoal, tmp_pat
     [
         ("absent.csv", None, "cannot read absent.csv: No such file or directory"),
         (".", None, "cannot read .: Is a directory"),
-        ("empty.csv", b"", "empty.csv has 0 columns"),
+        ("empty.csv", b"", "empty.csv is empty; a table of runs begins with a line of columns"),
         ("header.csv", ",".join(COLUMNS).encode() + b"\n", "header.csv has no rows"),
         ("lean.csv", ",".join(COLUMNS[1:]).encode() + b"\n", "and source is not among them"),
         ("picture.csv", b"\x89PNG\r\n\xff\x00", "picture.csv is not a CSV file in UTF-8"),

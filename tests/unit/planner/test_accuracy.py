@@ -122,7 +122,7 @@ def test_a_device_that_nobody_saw_is_predicted_within_15_percent(software):
 @pytest.mark.parametrize(("way", "in_range"), [("group", True), ("device", False)])
 def test_intervals_have_the_truth_in_them_19_times_of_20(way, in_range):
     """Of each software by itself: the many rows of one would hide the few of another."""
-    one = Predicted(row=0, source="", metric="iter_time_s", measured=1.0, predicted=1.0, in_range=in_range)
+    one = Predicted(row=0, line=2, source="", metric="iter_time_s", measured=1.0, predicted=1.0, in_range=in_range)
     low, high = one.interval
     for _, software in filter(lambda key: key[0] == way, LEFT_OUT):
         ratios = [ratio for _, ratio in left_out(way, software)]

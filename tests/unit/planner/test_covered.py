@@ -37,7 +37,7 @@ def test_a_row_beyond_what_was_fitted_on_says_in_what(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"seq_len": 65536}, {"tp": 16, "dp": 2}, {"n_gpus": 16384, "dp": 16384, "global_batch": 16384}]
+    "change", [{"seq_len": 65536}, {"tp": 16, "dp": 2}, {"n_gpus": 16384, "dp": 16384, "global_batch": 2**18}]
 )
 def test_a_prediction_beyond_the_fitted_rows_is_out_of_range_and_has_a_wider_interval(tmp_path, change):
     near, far = (predict_run(run) for run in read(tmp_path, {}, change))

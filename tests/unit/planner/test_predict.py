@@ -124,16 +124,21 @@ BAD = {
     "layers": ["", "many", "-3", "0", "nan", "inf", "1e9"],
     "hidden": ["", "0"],
     "seq_len": ["", "x"],
-    "n_gpus": ["0", "nan", "64"],
-    "global_batch": ["-1", "1e300"],
+    "n_gpus": ["0", "nan", "64", "8.5", "32 or so"],
+    "global_batch": ["-1", "1e300", "512.5"],
     "dp": ["0", "-2", "two"],
-    "tp": ["-2", "0.5"],
+    "tp": ["-2", "0.5", "1.5"],
     "pp": ["0"],
-    "micro_batch": ["0", "-1"],
-    "heads": ["0", "-5"],
-    "kv_heads": ["0"],
-    "ffn_hidden": ["-7"],
-    "vocab": ["0"],
+    "micro_batch": ["0", "-1", "64", "sixteen"],
+    "heads": ["0", "-5", "24.5", "eight"],
+    "kv_heads": ["0", "abc"],
+    "ffn_hidden": ["-7", "4h"],
+    "vocab": ["0", "51,200", "inf"],
+    "zero": ["9", "4 (assumed)", "12", "1.5", "-1", "ZeRO-7", "wibble"],
+    "precision": ["bf17", "fp15 with fp33", "wibble", "int8"],
+    "recompute": ["wibble", "fulll", "7"],
+    "seq_parallel": ["maybe", "8"],
+    "measured_metric": ["", "joules"],
     "gpu": ["", "abacus", "H900"],
     "measured_value": ["fast", "0", "-1", "nan"],
 }
@@ -145,7 +150,52 @@ def test_a_cell_that_cannot_be_read_is_said_and_its_row_stays(tmp_path, column, 
     assert [row.row for row in (before, broken, after)] == [0, 1, 2]
     assert broken.predicted is None and not broken.in_range and broken.interval is None
     assert column in broken.why_not or (column == "gpu" and "there is no device" in broken.why_not)
+    assert cell in broken.why_not
+    note = broken.as_dict()["note"]
+    assert broken.line == 3 and isinstance(note, str) and note.startswith("line 3: ")
     assert before.predicted == after.predicted is not None
+
+
+@pytest.mark.parametrize(
+    ("column", "cells"),
+    [
+        ("zero", ["", "0", "3 (FSDP group 64)", "1 (Megatron distributed optimizer, assumed)", "ZeRO-3", "FSDP", "HSDP", "none",
+                  "unknown", "not stated", "2.0"]),
+        ("precision", ["", "bf16 (fp32 grad accum)", "amp_bf16", "FP8-MX", "half", "unknown", "not in table"]),
+        ("recompute", ["", "unknown (see recipe)", "selective (2)", "op-level AC", "full, 2 of 4 layers", "partial", "n/a", "?"]),
+        ("seq_parallel", ["", "assumed 1", "yes", "0.0", "unknown"]),
+        ("schedule_or_interleave", ["", "none", "unknown (pre-interleaving code)", "1F1B (DeepSpeed PipelineEngine)", "VPP=2",
+                                    "interleaved-1F1B v=3", "DualPipe", "?"]),
+        ("heads", ["", "n/a", "unknown", "32 (assumed)", "24.0"]),
+        ("kv_heads", ["", "8 (GQA)"]),
+        ("micro_batch", ["", "0.5", "n/a", "16.0"]),
+        ("params_b", ["", "1.7", "unknown"]),
+    ],
+)  # fmt: skip
+def test_what_a_row_says_in_words_or_does_not_know_is_no_wrong_cell(tmp_path, column, cells):
+    changes = [{"dp": 16, "pp": 2, "micro_batch": 4, column: cell} for cell in cells]
+    path = write_table(tmp_path / "runs.csv", *changes, columns=(*COLUMNS, "params_b"))
+    for row in map(predict_run, read_table(path)):
+        assert row.predicted is not None, row.why_not
+
+
+def test_the_nearest_word_and_the_share_of_a_replica_are_said(tmp_path):
+    two = {"dp": 16, "pp": 2}
+    changes = (
+        {"precision": "bf17"},
+        {"micro_batch": 64},
+        {"zero": 9},
+        {**two, "schedule_or_interleave": "gpip"},
+        {"zero": 8, "heads": "x"},
+    )
+    precision, batch, zero, schedule, both = (row.why_not for row in predict(tmp_path, *changes))
+    assert precision == (
+        "precision is 'bf17'; did you mean 'bf16'? it may be fp4, fp8, bf16, fp16, tf32, fp32, or blank where it is not known"
+    )
+    assert "micro_batch is '64', and a replica has 16 samples of a step (global_batch 512 / dp 32)" in batch
+    assert zero == "zero is '9'; it may be 0, 1, 2, 3, or blank where it is not known"
+    assert "schedule_or_interleave is 'gpip'; did you mean 'gpipe'?" in schedule
+    assert "zero is '8'" in both and "heads is 'x'" in both, "everything that is wrong, at once"
 
 
 def test_what_was_measured_need_not_be_known(tmp_path):
@@ -164,7 +214,10 @@ def test_what_was_measured_need_not_be_known(tmp_path):
 
 def test_an_unknown_metric_is_said_to_be_one(tmp_path):
     (found,) = predict(tmp_path, {"measured_metric": "joules"})
-    assert found.predicted is None and "unknown metric 'joules'; known are iter_time_s" in found.why_not
+    assert (
+        found.predicted is None
+        and "measured_metric is 'joules', an unknown metric; known are iter_time_s" in found.why_not
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,20 +311,47 @@ def test_no_cell_ends_a_prediction(tmp_path_factory, column, cell):
     assert found.row == 0 and (found.predicted is not None or found.why_not)
 
 
-def test_short_rows_and_long_ones_and_a_mark_in_front(tmp_path):
+def test_a_mark_in_front_empty_lines_and_empty_cells_at_the_end_move_nothing(tmp_path):
     path = tmp_path / "runs.csv"
     cells = ",".join(str(ROW[column]) for column in COLUMNS)
-    path.write_text(f"{','.join(COLUMNS)}\n{cells},one,more\nsomebody,GPT\n", encoding="utf-8-sig")
-    whole, short = read_table(path)
-    assert isinstance(whole, Run) and isinstance(short, Unread) and short.row == 1 and short.source == "somebody"
+    without = cells.rpartition(",")[0]
+    text = f'{",".join(COLUMNS)},notes\n{cells},\n\n{cells},,,\n{cells}\n{without}\n{cells},"two\nlines"\n{cells},\n'
+    path.write_text(text, encoding="utf-8-sig")
+    rows = read_table(path)
+    assert all(isinstance(row, Run) for row in rows)
+    assert [(row.row, row.line) for row in rows] == [(0, 2), (1, 4), (2, 5), (3, 6), (4, 7), (5, 9)]
+    assert [row.measured for row in rows] == [3.1, 3.1, 3.1, None, 3.1, 3.1]
 
 
-def test_a_missing_column_is_named(tmp_path):
-    columns = tuple(column for column in COLUMNS if column not in ("heads", "zero"))
-    with pytest.raises(
-        RequestError, match="has 23 columns, and heads, zero is not among them; a table of runs has source"
-    ):
-        read_table(write_table(tmp_path / "runs.csv", columns=columns))
+def test_a_row_with_a_comma_too_few_or_too_many_has_no_prediction(tmp_path):
+    """It was filled up or cut off, and predicted from numbers that stood under other columns' names."""
+    path = tmp_path / "runs.csv"
+    cells = ",".join(str(ROW[column]) for column in COLUMNS)
+    path.write_text(f"{','.join(COLUMNS)}\n{cells},one,more\nsomebody,GPT\n{cells}\n")
+    long, short, whole = read_table(path)
+    assert isinstance(long, Unread) and isinstance(short, Unread) and isinstance(whole, Run)
+    assert "it has 27 cells and the header has 25: 'one' is under no column" in long.reason
+    assert "it has 2 cells and the header has 25: layers and what follows is missing" in short.reason
+    assert (short.row, short.line, short.source) == (1, 3, "somebody")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            [column for column in COLUMNS if column not in ("heads", "zero")],
+            "has 23 columns, and heads, zero are not among them; a table of runs has source",
+        ),
+        (
+            ["n_gpu" if column == "n_gpus" else column for column in COLUMNS],
+            "has 25 columns, and n_gpus is not among them; rename 'n_gpu' to 'n_gpus'; a table",
+        ),
+        ([*COLUMNS, "dp"], "has the column dp 2 times; keep one of them"),
+    ],
+)
+def test_a_missing_column_is_named_and_so_is_one_that_is_there_twice(tmp_path, columns, message):
+    with pytest.raises(RequestError, match=message):
+        read_table(write_table(tmp_path / "runs.csv", columns=tuple(columns)))
 
 
 def test_what_is_no_table(tmp_path):
@@ -281,7 +361,7 @@ def test_what_is_no_table(tmp_path):
     for name, message in (
         ("absent.csv", "cannot read .*absent.csv: No such file or directory; give a CSV file that is there"),
         (".", "cannot read .*: Is a directory"),
-        ("empty.csv", "has 0 columns"),
+        ("empty.csv", "empty.csv is empty; a table of runs begins with a line of columns: source"),
         ("header.csv", "has no rows"),
         ("picture.csv", "is not a CSV file in UTF-8"),
     ):

@@ -8,7 +8,7 @@ from shoal.planner.score import score, score_by_source, short_names
 
 def row(number: int, measured, predicted, *, metric="iter_time_s", group=("g",), source="s", **rest) -> Predicted:
     return Predicted(
-        row=number, source=source, metric=metric, measured=measured, predicted=predicted, group=group,
+        row=number, line=number + 2, source=source, metric=metric, measured=measured, predicted=predicted, group=group,
         **{"in_range": True, **rest},
     )  # fmt: skip
 
