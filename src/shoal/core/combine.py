@@ -242,6 +242,10 @@ def _replicated_stage_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str
         )
 
 
+_NAMED = 4
+"""Sizes that a message names one by one."""
+
+
 def divisors(number: int) -> list[int]:
     """The whole numbers that divide ``number``, smallest first."""
     low = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
@@ -255,14 +259,18 @@ def _tensor_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
             f"tp={plan.tp} has nothing to split: no pair of linear layers with only elementwise or head-wise work between them "
             f"was found in {facts.name}{why}; use dp={plan.tp} in its place, or name the layers in parallel.split"
         )
+    shared: list[tuple[int, str]] = []
     for heads, kv_heads in facts.heads:
-        if heads % plan.tp:
-            yield f"tp={plan.tp} does not divide the {heads} heads; {_allowed('tp', math.gcd(heads, kv_heads))}"
-        elif kv_heads % plan.tp:
-            yield f"tp={plan.tp} does not divide the {kv_heads} key-value heads; {_allowed('tp', kv_heads)}"
-    for width in facts.widths:
-        if width.size % plan.tp:
-            yield f"tp={plan.tp} does not divide the {width.size} features of {width.name}; {_allowed('tp', width.size)}"
+        shared.append((heads, f"the {heads} heads"))
+        if kv_heads != heads:
+            shared.append((kv_heads, f"the {kv_heads} key-value heads"))
+    shared += [(width.size, f"the {width.size} features of {width.name}") for width in facts.widths]
+    uneven = list(dict.fromkeys(name for size, name in shared if size % plan.tp))
+    if uneven:
+        # One list of degrees: what divides the heads alone would be refused for the features next.
+        fits = _allowed("tp", math.gcd(*(size for size, _ in shared)))
+        more = f" and {len(uneven) - _NAMED} more" if len(uneven) > _NAMED else ""
+        yield f"tp={plan.tp} does not divide {', nor '.join(uneven[:_NAMED])}{more}; {fits}"
 
 
 def _allowed(key: str, number: int) -> str:

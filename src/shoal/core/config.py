@@ -129,6 +129,8 @@ def _explain(config: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
         choices = re.findall(r"'([^']*)'", context["expected"])
         return f"{path}: there is no {problem['input']!r}; {did_you_mean(problem['input'], choices)}"
+    if problem["type"] in ("tuple_type", "list_type"):
+        return f"{path}: {problem['input']!r} is no list; write one in brackets, such as [3, 1], or ['a', 'b'] of words"
     message = problem["msg"].removeprefix("Value error, ")
     found = "" if problem["type"] == "value_error" else f" (found {problem['input']!r})"
     return f"{path}: {message}{found}" if path else f"{message}{found}"

@@ -33,9 +33,24 @@ def refusal(text: str, model: object = None, world_size: int | None = None) -> s
 @pytest.mark.parametrize(
     ("text", "model", "words", "near"),
     [
-        ("tp=3", GPT, ["tp=3 does not divide the 4 heads; set tp to one of 1, 2\n", "176 features"], "tp=2"),
+        (
+            "tp=3",
+            GPT,
+            [
+                "tp=3 does not divide the 4 heads, nor the 2 key-value heads, nor the 176 features of the feed-forward layer "
+                "(model.ffn); set tp to one of 1, 2\n"
+            ],
+            "tp=2",
+        ),
         ("tp=4", GPT, ["tp=4 does not divide the 2 key-value heads", "one of 1, 2"], "tp=2"),
         ("dp=2 tp=3", GPT, ["4 heads"], "dp=2 tp=2"),
+        # One list of degrees: 4 and 8 divide the features and not the heads.
+        (
+            "tp=16",
+            GPT,
+            ["tp=16 does not divide the 4 heads, nor the 2 key-value heads; set tp to one of 1, 2\n"],
+            "tp=2",
+        ),
         ("tp=4", MLP, ["tp=4 does not divide the 30 features of model.hidden"], "tp=3"),
         ("cp=3", GPT, ["sequence of 32", "2 x cp 3 = 6", "30 or 36"], "cp=2"),
         ("cp=3 cp_kind=alltoall", GPT, ["deals the 4 heads out over cp=3"], "cp=2 cp_kind=alltoall"),
