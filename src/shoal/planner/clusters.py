@@ -20,6 +20,10 @@ def read_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> Cl
         RequestError: the text is something else, or the device or the link is unknown.
     """
     devices, at, name = text.partition("@")
+    if at and not name.strip():
+        raise RequestError(
+            f"cluster {text!r} names no link after @; leave @ out for the usual one, or give one of {', '.join(LINKS)}"
+        )
     cluster = build_cluster(devices, own)
     if not at:
         return cluster

@@ -112,10 +112,6 @@ class Cluster:
         """Devices of the innermost tier."""
         return self.tiers[0].devices
 
-    def tier_of(self, span: int) -> Tier:
-        """The tier that a group needs whose first and last member are ``span`` places apart, counting both."""
-        return next((tier for tier in self.tiers if tier.devices >= span), self.tiers[-1])
-
     def resized(self, num_devices: int) -> "Cluster":
         """The same kind of cluster with another number of devices: nodes stay as large as they are."""
         known = self.tiers if self.beyond is None else (*self.tiers, self.beyond)

@@ -78,13 +78,31 @@ def _fits(job: Job, limits: Limits) -> bool:
     return any(is_legal(plan, limits) and estimate(job, plan, known).fits for plan in plans)
 
 
+def _shared_batch(job: Job, limits: Limits) -> int | None:
+    """The smallest batch above the job's own that some plan shares out over all devices."""
+    above = job.global_batch + 1
+    batches = {above + -above % replicas for replicas in divisors(job.cluster.num_devices)}
+    jobs = (replace(job, global_batch=batch) for batch in sorted(batches))
+    return next(
+        (one.global_batch for one in jobs if any(is_legal(plan, limits) for plan in plans_of(one, limits))), None
+    )
+
+
 def refuse_small(job: Job, found: Found, limits: Limits | None = None) -> RequestError:
-    """What to say when nothing fits: by how much, and the smallest cluster that would do."""
+    """What to say when nothing fits: by how much, and the smallest cluster that would do.
+
+    Args:
+        job: in the precision of ``found.least``.
+        found: what the search came to.
+        limits: what it left out.
+    """
     least = found.least
     if least is None:
+        enough = _shared_batch(job, limits or Limits())
+        fix = f"give --global-batch {enough}, or fewer devices" if enough else "give fewer devices"
         return RequestError(
-            f"no plan shares out {job.cluster.num_devices} devices for a global batch of {job.global_batch}; give a batch that a "
-            f"divisor of {job.cluster.num_devices} divides"
+            f"no plan shares out {job.cluster.num_devices} devices for a global batch of {job.global_batch}: the replicas of dp "
+            f"must divide it, and {job.chain.name} cannot be cut into enough parts for so few of them; {fix}"
         )
     smallest = smallest_cluster(job, limits)
     advice = f"no cluster of up to {_MOST_DEVICES:,} of them holds it"
@@ -93,7 +111,7 @@ def refuse_small(job: Job, found: Found, limits: Limits | None = None) -> Reques
         advice = f"it fits on {smallest.cluster.num_devices} devices{batch}"
     free = max(0.0, least.limit) / GIB
     return RequestError(
-        f"{job.chain.name} does not fit on {job.cluster.num_devices} x {job.cluster.device.name}: the plan that needs least, "
-        f"{str(least.plan)!r}, needs {least.memory.allocated / GIB:.1f} GiB a device and {free:.1f} are free, "
+        f"{job.chain.name} in {job.precision} does not fit on {job.cluster.num_devices} x {job.cluster.device.name}: the plan "
+        f"that needs least, {str(least.plan)!r}, needs {least.memory.allocated / GIB:.1f} GiB a device and {free:.1f} are free, "
         f"{-least.headroom / GIB:.1f} too few; {advice}"
     )

@@ -22,7 +22,6 @@ def test_every_preset_has_sources_and_a_cluster(name):
     assert cluster.num_devices == 6 and cluster.devices_per_node == 2 and len(cluster.tiers) == 2
     peaks = preset.device.peak_flops
     assert peaks["float32"] <= preset.device.flops("bfloat16") and preset.device.memory_bytes >= 16 * 2**30
-    assert cluster.tier_of(2) is cluster.tiers[0] and cluster.tier_of(3) is cluster.tiers[1]
 
 
 def test_the_devices_that_were_asked_for_are_there():

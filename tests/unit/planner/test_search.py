@@ -8,7 +8,6 @@ import pytest
 
 from planner_cases import job_of, shape_of
 from shoal.core.combine import divisors
-from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width
 from shoal.core.plan import Plan
 from shoal.planner.candidates import Limits, plans_of
@@ -243,7 +242,12 @@ def test_no_cluster_holds_a_layer_that_no_device_holds():
 def test_a_batch_that_nothing_divides_is_refused():
     job = job_of(cluster="a100:7", global_batch=3)
     job = replace(job, chain=replace(job.chain, heads=16))
-    with pytest.raises(RequestError, match="no plan shares out 7 devices for a global batch of 3"):
-        found = search(job, Limits(schedules=()))
-        assert not found.ranked
-        raise refuse_small(job, found)
+    limits = Limits(schedules=())
+    found = search(job, limits)
+    assert not found.ranked
+    message = str(refuse_small(job, found, limits))
+    assert "no plan shares out 7 devices for a global batch of 3" in message and "give --global-batch 7," in message
+    assert (
+        search(replace(job, global_batch=7), limits).num_plans
+        and not search(replace(job, global_batch=6), limits).num_plans
+    )
