@@ -34,6 +34,9 @@ def test_plans_as_lines_and_as_json(shoal, recipe, tmp_path):
     for word in ("parameters on 16 x a100-80gb", "tokens/s", "MFU", "bubble", "exposed", "head room", "slower"):
         assert word in done.stdout
     assert "no run of shoal on a100-80gb was there to calibrate on" in done.stdout and found["in_range"] is False
+    (why,) = found["remarks"]
+    assert why.startswith("no command runs these: they are for [planner.shape]") and done.stdout.count(why) == 1
+    assert "run 1 with" not in done.stdout and {plan["command"] for plan in found["plans"]} == {None}
 
 
 def test_the_recipes_precision_is_ranked_and_a_faster_one_is_said_to_change_numerics(shoal, tmp_path):

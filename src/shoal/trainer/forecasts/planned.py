@@ -15,21 +15,32 @@ from shoal.trainer.config import Recipe
 from shoal.trainer.forecasts.chain import chain_of, facts_by_looking
 
 
-def facts_for(recipe: Recipe, spec: DataSpec) -> ModelFacts:
-    """What plans must know of a recipe's model: by its shape, its config, or by looking at the user's own module."""
+def facts_for(recipe: Recipe, spec: DataSpec | None) -> ModelFacts:
+    """What plans must know of a recipe's model: by its shape, its config, or by looking at the user's own module.
+
+    Args:
+        recipe: the recipe.
+        spec: of its data; a shape does not ask for it.
+    """
     if recipe.planner.shape is not None:
         return shape_facts(recipe.planner.shape)
+    assert spec is not None, "a module is built for its data"
     return facts_of(recipe.model, spec) or facts_by_looking(recipe, spec)
 
 
-def chain_for(recipe: Recipe, spec: DataSpec) -> Chain:
+def chain_for(recipe: Recipe, spec: DataSpec | None) -> Chain:
     """The model to plan for: the recipe's module as accelerators run it, or the shape that stands in its place.
+
+    Args:
+        recipe: the recipe.
+        spec: of its data; a shape does not ask for it.
 
     Raises:
         RequestError: the module cannot be traced.
     """
     if recipe.planner.shape is not None:
         return shape_chain(recipe.planner.shape, recipe.train.precision)
+    assert spec is not None, "a module is built for its data"
     return chain_of(recipe, spec, device="cuda")
 
 

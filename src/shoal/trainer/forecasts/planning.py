@@ -1,15 +1,18 @@
 """From a recipe and a cluster to the best plans: the front door of ``shoal plan``."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shoal.core.combine import divisors
 from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
 from shoal.data.check import check_data
+from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
 from shoal.models.config import OwnModelConfig
 from shoal.optim.flat import num_state_bytes
@@ -25,7 +28,7 @@ from shoal.planner.search import Found, merge, search
 from shoal.planner.smallest import refuse_small
 from shoal.planner.stacks import SOFTWARE, find_stack
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.forecasts.planned import chain_for, check_experts, facts_for, shape_chain, shape_facts
+from shoal.trainer.forecasts.planned import chain_for, check_experts, facts_for
 from shoal.trainer.request import OwnParts
 
 _MANY = 1_000_000
@@ -55,7 +58,7 @@ class Answer:
     found: Found
     reasons: tuple[str, ...]
     remarks: tuple[str, ...]
-    """What could not be asked of the model."""
+    """What could not be asked of the model, and why there is no command that runs it."""
     why_not: tuple[str, ...]
     asked: Estimate | None
     """The plan that was asked about."""
@@ -89,7 +92,9 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
     jobs = [_job_in(recipe, job, precision, own) for precision in precisions]
     found = merge([search(each, limits, top=request.top) for each in jobs], top=request.top)
     if not found.ranked:
-        raise refuse_small(jobs[0], found, limits)
+        # What needs least may be of any of them, and another one's weights and peak would be said to be its own.
+        nearest = next((each for each in jobs if found.least and each.precision == found.least.precision), jobs[0])
+        raise refuse_small(nearest, found, limits)
     faster = () if wanted else faster_precisions(job.precision, device, software)
     others = [
         one
@@ -115,6 +120,16 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
 
 
 def _remarks(recipe: Recipe, shown: Sequence[Estimate]) -> Iterator[str]:
+    if recipe.planner.shape is not None:
+        yield (
+            "no command runs these: they are for [planner.shape], and `shoal train` trains [model]; leave [planner.shape] out to "
+            "plan for that"
+        )
+    elif recipe.planner.software != "shoal":
+        yield (
+            f"no command runs these: they are priced as {recipe.planner.software} runs them; leave planner.software out to plan "
+            f"for `shoal train`"
+        )
     is_own = recipe.planner.shape is None and isinstance(recipe.model, OwnModelConfig)
     if is_own and any(one.plan.sp or one.plan.cp > 1 for one in shown):
         yield (
@@ -176,14 +191,18 @@ def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -
 
 
 def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts]:
-    if recipe.planner.shape is not None:
-        return shape_chain(recipe.planner.shape, recipe.train.precision), shape_facts(recipe.planner.shape)
+    # Nothing is asked of the data where a shape stands in the module's place: they may lie where the cluster is.
+    spec = None if recipe.planner.shape is not None else _spec(recipe, own)
+    return chain_for(recipe, spec), facts_for(recipe, spec)
+
+
+def _spec(recipe: Recipe, own: OwnParts) -> DataSpec:
     data = check_data(recipe.data)
     if data.spec is None:
         data = own.measure_data(recipe)
     assert data.spec is not None, "data that was measured has a spec"
     check_model(recipe.model, data.spec)
-    return chain_for(recipe, data.spec), facts_for(recipe, data.spec)
+    return data.spec
 
 
 def _ask(job: Job, facts: ModelFacts, text: str, best: Estimate) -> tuple[Estimate | None, list[str]]:
@@ -191,23 +210,27 @@ def _ask(job: Job, facts: ModelFacts, text: str, best: Estimate) -> tuple[Estima
     plan = Plan.parse(text)
     if plan.ps:
         raise RequestError(f"--why-not {text!r}: parameter servers (ps={plan.ps}) are not priced; give a plan with dp")
+    devices = job.cluster.num_devices
     broken = replace(plan, ep=1).problems()
     if broken:
-        return None, [f"{plan}: {problem}" for problem in broken]
-    devices = job.cluster.num_devices
+        return None, [*(f"{plan}: {problem}" for problem in broken), *_instead(job, facts, plan)]
     if plan.dp is None:
         if devices % plan.ranks_per_replica:
+            (fix,) = _instead(job, facts, plan) or [f"choose tp, cp and pp whose product divides {devices}"]
             raise RequestError(
-                f"--why-not {text!r}: {plan.ranks_per_replica} ranks a replica do not divide {devices} devices; change a degree"
+                f"--why-not {text!r}: {plan.ranks_per_replica} ranks a replica do not divide {devices} devices; {fix}"
             )
         plan = replace(plan, dp=devices // plan.ranks_per_replica)
+    wanted = plan
     if plan.world_size != devices:
         raise RequestError(
             f"--why-not {text!r} is for {plan.world_size} devices, and the cluster has {devices}; leave dp out"
         )
     if job.global_batch % (plan.dp or 1):
+        enough = job.global_batch + -job.global_batch % (plan.dp or 1)
+        fixes = [f"give --global-batch {enough}", *_instead(job, facts, plan)]
         raise RequestError(
-            f"--why-not {text!r}: dp={plan.dp} does not divide the global batch of {job.global_batch}; change one of them"
+            f"--why-not {text!r}: dp={plan.dp} does not divide the global batch of {job.global_batch}; {', or '.join(fixes)}"
         )
     if plan.microbatches is None:
         samples = max(1, job.global_batch // ((best.plan.dp or 1) * (best.plan.microbatches or 1)))
@@ -221,6 +244,23 @@ def _ask(job: Job, facts: ModelFacts, text: str, best: Estimate) -> tuple[Estima
     check_experts(plan, job.chain)
     problems = replace(plan, ep=1).problems(facts)
     if problems:
-        return None, [f"{plan}: {problem}" for problem in problems]
+        return None, [*(f"{plan}: {problem}" for problem in problems), *_instead(job, facts, wanted)]
     found = estimate_by_schedule(job, plan)
     return found, why_not(found, best)
+
+
+def _instead(job: Job, facts: ModelFacts, asked: Plan) -> list[str]:
+    """What to ask about in place of a plan that cannot be: the nearest with one other degree that has these devices and batch.
+
+    ``nearest_plan`` knows no batch, and dp, which follows from the other degrees here, would be one more of its changes.
+    """
+    devices = job.cluster.num_devices
+    found: list[tuple[int, int, Plan]] = []
+    for axis, degree in itertools.product(("tp", "pp", "cp"), divisors(devices)):
+        degrees = {"tp": asked.tp, "pp": asked.pp, "cp": asked.cp, axis: degree}
+        plan = replace(asked, ep=1, dp=None, tp=degrees["tp"], pp=degrees["pp"], cp=degrees["cp"])
+        dp, rest = divmod(devices, plan.ranks_per_replica) if plan.ranks_per_replica else (1, 1)
+        plan = replace(plan, dp=dp)
+        if rest == 0 and job.global_batch % (dp * (plan.microbatches or 1)) == 0 and not plan.problems(facts):
+            found.append((abs(degree - getattr(asked, axis)), len(found), plan))
+    return [f"the nearest plan that works on {devices} devices is {str(min(found)[-1])!r}"] if found else []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.core.axes import Axis
+from shoal.core.combine import divisors
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.data.check import check_data
@@ -85,6 +86,7 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
             raise RequestError(f"--devices is {request.num_devices}; give 1 or more")
         cluster = cluster.resized(request.num_devices)
     plan = _fit_plan(recipe, request.plan, cluster)
+    _check_batch(recipe.train.global_batch, plan)
     layout = derive_layout(recipe.train, plan)
     data = check_data(recipe.data)
     if data.spec is None:
@@ -144,6 +146,24 @@ def _fit_plan(recipe: Recipe, text: str | None, cluster: Cluster) -> Plan:
         # Said here: what is left of a plan that names nothing but ep would read as one replica.
         wanted = replace(wanted, dp=num_devices // per_replica)
     return _chosen(recipe, text, wanted, num_devices)
+
+
+def _check_batch(batch: int, plan: Plan) -> None:
+    """Refuse a batch that the replicas cannot share out, in the options of a simulation: its devices are as easily changed.
+
+    Raises:
+        RequestError: both numbers, the nearest batches, and the most devices that this batch is enough for.
+    """
+    replicas = plan.degree(Axis.DATA)
+    if batch % replicas == 0:
+        return
+    smaller = batch - batch % replicas
+    enough = max(one for one in divisors(batch) if one <= replicas)
+    batches = " or ".join(str(size) for size in (smaller, smaller + replicas) if size)
+    raise RequestError(
+        f"plan {str(plan)!r}: a global batch of {batch} cannot be shared out evenly over its {replicas} replicas; give "
+        f"--global-batch {batches}, or dp={enough} on --devices {enough * plan.ranks_per_replica}"
+    )
 
 
 def _chosen(recipe: Recipe, text: str | None, wanted: Plan, num_devices: int | None) -> Plan:

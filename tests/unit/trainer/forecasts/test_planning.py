@@ -221,7 +221,11 @@ def test_why_not_takes_what_is_left_open_from_the_best(shaped):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ("tp=3", "3 ranks a replica do not divide 16 devices; change a degree"),
+        (
+            "tp=3",
+            "3 ranks a replica do not divide 16 devices; the nearest plan that works on 16 devices is 'dp=8 tp=2'",
+        ),
+        ("tp=3 pp=5", "15 ranks a replica do not divide 16 devices; choose tp, cp and pp whose product divides 16"),
         ("dp=3", "is for 3 devices, and the cluster has 16; leave dp out"),
         ("dp=16 pp=2", "is for 32 devices, and the cluster has 16"),
         ("tp", "'tp' is not key=value"),
@@ -251,6 +255,37 @@ def test_a_why_not_that_is_no_plan_for_these_devices_is_refused(shaped, plan, me
 def test_a_why_not_that_breaks_a_rule_is_answered_with_the_rule(shaped, plan, message):
     answer = ask(shaped, global_batch=16, why_not=plan)
     assert answer.asked is None and message in " ".join(answer.why_not)
+
+
+def test_a_why_not_that_the_model_refuses_gets_the_nearest_plan_for_these_devices_and_this_batch(shaped):
+    """Each number that tp does not divide had a line and a list of its own, and what was in one was refused by the other."""
+    heads = ("planner.shape.kv_heads=4",)
+    answer = ask(shaped, "h100:4x8", global_batch=64, why_not="tp=32", overrides=heads)
+    assert answer.why_not == (
+        "dp=1 tp=32 microbatches=32: tp=32 does not divide the 16 heads, nor the 4 key-value heads; set tp to one of 1, 2, 4",
+        "the nearest plan that works on 32 devices is 'dp=8 tp=4'",
+    )
+    with pytest.raises(
+        RequestError,
+        match=r"dp=32 does not divide the global batch of 48; give --global-batch 64, or the .*'dp=16 tp=2'",
+    ):
+        ask(shaped, "h100:4x8", global_batch=48, why_not="dp=32")
+
+
+def test_what_does_not_fit_in_several_precisions_is_told_of_the_one_that_needs_least(shaped):
+    """The first precision's model was named beside the memory of another's plan."""
+    said = set()
+    for precisions in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        with pytest.raises(RequestError) as refused:
+            ask(shaped, precisions=precisions, overrides=("planner.shape.hidden=16384",))
+        said.add(str(refused.value))
+    (message,) = said
+    assert "a transformer of 24 x 16384 in bfloat16 does not fit on 16 x mine" in message
+
+
+def test_plans_for_other_software_say_why_no_command_runs_them(tiny):
+    answer = ask(tiny, "h100:8", overrides=("planner.software=megatron",))
+    assert any("no command runs these: they are priced as megatron runs them" in line for line in answer.remarks)
 
 
 @pytest.mark.parametrize(
