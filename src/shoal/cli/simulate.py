@@ -1,5 +1,6 @@
 """``shoal simulate``: play a plan on a cluster without it: step time, bubble, memory, timeline, goodput."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -161,7 +162,14 @@ class _Failing:
 
     def check(self) -> None:
         """Refuse what cannot be, before anything is priced."""
-        self.of(1)
+        if not 0 < self.hours < math.inf:
+            raise RequestError(
+                f"--mtbf is {self.hours:g} hours, and a device that never works cannot train; give hours above 0, such as 50000, "
+                f"or leave --mtbf out where nothing fails"
+            )
+        for option, seconds in (("--restart", self.restart), ("--checkpoint", self.checkpoint)):
+            if not 0 <= seconds < math.inf:
+                raise RequestError(f"{option} is {seconds:g} seconds; give 0 or more")
         if not 0 < self.days <= 36_500:
             raise RequestError(f"--days is {self.days:g}; give days above 0, and 36500 at most")
         if self.interval != "auto" and not (self.interval.isdecimal() and int(self.interval) >= 1):

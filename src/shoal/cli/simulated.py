@@ -47,6 +47,9 @@ def print_result(asked: "Asked", result: Mapping[str, Any]) -> None:
     _print_goodput(result["goodput"])
     _print_periods(result["wide_area"])
     _print_places(result)
+    if result["files"]:
+        print()
+        _line("wrote", ", ".join(result["files"].values()))
 
 
 def _line(name: str, text: str) -> None:

@@ -34,6 +34,7 @@ def test_a_step_as_lines_json_picture_trace_and_run(shoal, tiny, tmp_path):
     assert found["goodput"] is None and found["wide_area"] is None and found["fits"] is True
     for word in ("step", "pipeline", "time goes to", "communication", "tokens/s"):
         assert word in done.stdout
+    assert done.stdout.splitlines()[-1].split(maxsplit=1) == ["wrote", "out.svg, out.trace, run"]
     assert xml.fromstring((tmp_path / "out.svg").read_text()).tag.endswith("svg")
     assert json.loads((tmp_path / "out.trace").read_text())["traceEvents"]
     run = RunDir(tmp_path / "run")
@@ -127,7 +128,12 @@ def test_sites_over_a_slow_link(shoal, tiny, tmp_path):
         (["--cluster", "h100:2x8", "--plan", "dp=32"], "needs 32 devices, and the cluster has 16"),
         (["--cluster", "h100:1x8", "--straggler", "8:2"], "has 8 ranks, 0 to 7; name one of them"),
         (["--cluster", "h100:1x8", "--jitter", "-1"], "jitter is -1, and must be 0 or more"),
-        (["--cluster", "h100:1x8", "--mtbf", "-2"], "the mean time between failures is -7200 s"),
+        (["--cluster", "h100:1x8", "--mtbf", "-2"], "--mtbf is -2 hours"),
+        (
+            ["--cluster", "h100:1x8", "--mtbf", "0"],
+            "--mtbf is 0 hours, and a device that never works cannot train; give hours",
+        ),
+        (["--cluster", "h100:1x8", "--mtbf", "9", "--restart", "-1"], "--restart is -1 seconds; give 0 or more"),
         (["--cluster", "h100:1x8", "--mtbf", "9", "--interval", "0"], "--interval is '0'; give a number of steps"),
         (["--cluster", "h100:1x8", "--mtbf", "9", "--days", "0"], "--days is 0; give days above 0"),
         (["--cluster", "h100:1x8", "--local-steps", "5", "--wan", "string"], "there is no link 'string'"),
