@@ -1,6 +1,7 @@
 """``shoal train``: run a recipe, on this machine's processes or as one rank of a launcher's."""
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,6 +106,8 @@ def train(
 
         result = dry_run_result(prepared)
         print(describe_dry_run(result))
+        for remark in prepared.remarks:
+            print(f"warning: {remark}", file=sys.stderr)
         write_result(json_file, result)
         return
     from shoal.trainer.launch import describe_summary, train_supervised

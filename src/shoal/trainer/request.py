@@ -128,6 +128,7 @@ def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, re
         remarks=(
             *_remarks(recipe, total, count_updates(layout.plan, total)),
             *_server_remarks(recipe, layout.plan),
+            *_idle_remarks(recipe, layout.plan),
         ),
     )
 
@@ -175,6 +176,16 @@ def _server_remarks(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield f"backup=0: the death of a server takes all {plan.ps} back to the newest checkpoint; backup=1 survives it"
     if recipe.telemetry.profile is not None:
         yield f"telemetry.profile {recipe.telemetry.profile} has no effect with parameter servers"
+
+
+def _idle_remarks(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Settings of parameter servers in a run that has none. A remark, because recipes are compared by ``--plan dp=N``."""
+    config = recipe.paramserver
+    # By value: a run's own recipe.toml has every key filled in.
+    changed = [name for name, field in type(config).model_fields.items() if getattr(config, name) != field.default]
+    if changed and not plan.ps:
+        named = ", ".join(f"paramserver.{name}" for name in changed)
+        yield f"{named}: no effect, because the plan {str(plan)!r} has no parameter servers; add ps and workers, or leave it out"
 
 
 def _remarks(recipe: Recipe, total_steps: int, total_updates: int) -> Iterator[str]:

@@ -243,3 +243,13 @@ def test_other_wrong_requests(arguments, words, tmp_path):
     for word in words:
         assert word in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_warns_of_what_the_run_would_ignore(tmp_path):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    command = [sys.executable, "-m", "shoal", "train", "recipe.toml", "--dry-run", "--set", "paramserver.overlap=true"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stderr.startswith(
+        "warning: paramserver.overlap: no effect, because the plan 'dp=1"
+    )
+    assert "warning" not in done.stdout and "nothing was started" in done.stdout

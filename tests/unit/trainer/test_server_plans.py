@@ -1,13 +1,19 @@
 """Plans with parameter servers: what is derived, what is refused, and what a step's updates are."""
 
+from dataclasses import replace
+
 import pytest
 
+from shoal.core.config import validate
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig
+from shoal.paramserver.config import ParamServerConfig
 from shoal.trainer.config import TrainConfig
 from shoal.trainer.layout import choose_plan, derive_layout, server_settings, updates_per_step
+from shoal.trainer.measure import OwnPartsHere
+from shoal.trainer.request import TrainRequest, prepare
 from shoal.trainer.servers.hot import match_hot
 
 
@@ -18,6 +24,29 @@ def test_hot_parameters_are_named_by_pattern():
         RequestError, match=r"paramserver.hot 'embd.weight' is no parameter .* did you mean 'embed.weight'"
     ):
         match_hot(["embd.weight"], names)
+    for pattern, fix in (("measrued", "did you mean 'measured'"), ("zzz", "it has 3, such as 'blocks.0.weight'")):
+        with pytest.raises(RequestError, match=f"paramserver.hot '{pattern}' is no parameter of this model; {fix}"):
+            match_hot([pattern], names)
+
+
+@pytest.mark.parametrize("name", ["batch_shares", "local_lr", "local_steps"])
+def test_a_word_in_the_place_of_a_list_is_said_to_be_none(name):
+    """It read: Input should be a valid tuple."""
+    with pytest.raises(RequestError, match=rf"{name}: 'abc' is no list; write one in brackets, such as \[3, 1\]"):
+        validate(ParamServerConfig, {name: "abc"}, origin="recipe.toml")
+
+
+def test_settings_of_servers_that_a_plan_does_not_have_are_said_to_do_nothing(tiny):
+    """They were ignored without a word."""
+    changes = ("paramserver.staleness_aware=true", "paramserver.hot=measured", "paramserver.lease_seconds=2.0")
+    request = TrainRequest(recipe=tiny, plan="dp=2", overrides=changes, run_dir=tiny.parent / "run")
+    (remark,) = prepare(request, own=OwnPartsHere()).remarks
+    assert remark == (
+        "paramserver.staleness_aware, paramserver.hot: no effect, because the plan 'dp=2' has no parameter servers; add ps and "
+        "workers, or leave it out"
+    )
+    served = prepare(replace(request, plan="ps=2 workers=2 backup=1 update=async"), own=OwnPartsHere())
+    assert not any("no effect" in said for said in served.remarks)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ What is measured decides nothing here: servers and workers must cut alike before
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
-from shoal.core.errors import RequestError, did_you_mean
+from shoal.core.errors import RequestError, nearest
 from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.cutting import Model, ShardMap, cut_model
+
+MEASURED = "measured"
+"""As ``paramserver.hot``: found out from gradients."""
 
 
 def match_hot(patterns: Iterable[str], names: Collection[str]) -> frozenset[str]:
@@ -21,11 +24,21 @@ def match_hot(patterns: Iterable[str], names: Collection[str]) -> frozenset[str]
     for pattern in patterns:
         matched = {name for name in names if fnmatchcase(name, pattern)}
         if not matched:
-            raise RequestError(
-                f"paramserver.hot {pattern!r} is no parameter of this model; {did_you_mean(pattern, names)}"
-            )
+            raise RequestError(f"paramserver.hot {pattern!r} is no parameter of this model; {_meant(pattern, names)}")
         found |= matched
     return frozenset(found)
+
+
+def _meant(pattern: str, names: Collection[str]) -> str:
+    if nearest(pattern, [MEASURED, *names]) == MEASURED:
+        return f"did you mean {MEASURED!r}?"
+    close = nearest(pattern, names)
+    first = next(iter(sorted(names)), "")
+    return (
+        f"did you mean {close!r}?"
+        if close
+        else f"it has {len(names)}, such as {first!r}; a pattern has *, or give {MEASURED!r}"
+    )
 
 
 def cut_for(model: Model, num_shards: int, *, config: ParamServerConfig, optimizer: str) -> ShardMap:
@@ -40,6 +53,6 @@ def cut_for(model: Model, num_shards: int, *, config: ParamServerConfig, optimiz
     Raises:
         RequestError: the model cannot be cut so.
     """
-    hot = match_hot(() if config.hot == "measured" else config.hot, model)
+    hot = match_hot(() if config.hot == MEASURED else config.hot, model)
     # Adasum's dot products are of whole tensors.
     return cut_model(model, num_shards, hot=hot, optimizer=optimizer, whole_tensors=config.aggregate == "adasum")
