@@ -52,7 +52,8 @@ def predict(table: _Table, json: JsonFile = None) -> None:
         print_table(_COLUMNS, [*lines, _line("all", score(rows))])
         print()
     _print_unmeasured(unmeasured, rest)
-    _print_missing(missing, table, rest)
+    _print_reasons("not predicted", [(row, row.why_not) for row in missing], table, rest)
+    _print_reasons("predicted without what is not understood", [(row, row.odd) for row in rows if row.odd], table, rest)
     write_result(
         json,
         {
@@ -90,12 +91,12 @@ def _prediction(row: "Predicted") -> tuple[object, ...]:
     )
 
 
-def _print_missing(missing: list["Predicted"], table: Path, rest: str) -> None:
-    reasons = list(dict.fromkeys(row.why_not for row in missing))
+def _print_reasons(what: str, told: list[tuple["Predicted", str]], table: Path, rest: str) -> None:
+    reasons = list(dict.fromkeys(reason for _, reason in told))
     for reason in reasons[:_SHOWN]:
-        alike = [row for row in missing if row.why_not == reason]
+        alike = [row for row, other in told if other == reason]
         print(
-            f"not predicted: {len(alike)} row(s), the first is row {alike[0].row}, counted from 0, line {alike[0].line} of "
+            f"{what}: {len(alike)} row(s), the first is row {alike[0].row}, counted from 0, line {alike[0].line} of "
             f"{table}: {reason}"
         )
     if len(reasons) > _SHOWN:

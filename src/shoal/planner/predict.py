@@ -43,6 +43,8 @@ class Predicted:
     in_range: bool
     why_not: str = ""
     """Why the row is out of range, or has no prediction."""
+    odd: str = ""
+    """What the row says and was not understood."""
     model: str = ""
     group: tuple[str, ...] = ()
     choice: str = ""
@@ -134,6 +136,7 @@ def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
         predicted=metric(run, job, plan, seconds),
         in_range=not reasons,
         why_not="; ".join(reasons),
+        odd="; ".join(run.odd),
         model=run.model,
         group=run.group,
         choice=f"{plan} {run.recompute} {run.precision} {run.micro_batch:g}",

@@ -29,7 +29,7 @@ from shoal.planner.cells import (
 from shoal.planner.hardware import WIDE_TYPES, Cluster
 from shoal.planner.rows import Row, read_rows
 from shoal.planner.stacks import SOFTWARE
-from shoal.planner.wrongcells import wrong_cells
+from shoal.planner.wrongcells import odd_cells, wrong_cells
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "vocab", "gpu",
@@ -72,6 +72,8 @@ class Run:
     models that differ in heads or width have been published under one."""
     assumed: tuple[str, ...] = ()
     """What the row does not say and was taken for granted."""
+    odd: tuple[str, ...] = ()
+    """What it says and was not understood; in ``assumed`` too."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
     wrong = "; ".join(wrong_cells(row))
     if wrong:
         raise _Unreadable(wrong)
-    assumed: list[str] = []
+    odd = tuple(odd_cells(row))
+    assumed: list[str] = list(odd)
     text = " ".join(row.get(column) or "" for column in ("source", "schedule_or_interleave", "zero", "notes"))
     preset = find_device(row["gpu"])
     zero = read_zero(row["zero"])
@@ -194,6 +197,7 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
             *(row[name] for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden")),
         ),
         assumed=tuple(assumed),
+        odd=odd,
     )
 
 

@@ -1,8 +1,9 @@
-"""Which cells of a table are wrong, as opposed to not known.
+"""Which cells of a table are wrong, and which are not understood.
 
-What is not known is assumed, and the row is predicted. A cell that names something there is not (``zero`` 9, ``bf17``) would be
-assumed away as well, and its row be predicted for another run than the table means. The line between the two: a phrase, or a word
-by which people say that they do not know, explains; a single word or number in the place of a value is meant as one.
+What is not known is assumed, and the row is predicted. A number or a type that there is not (``zero`` 9, ``bf17``) is wrong: its
+row would be predicted for another run than the table means, and is not. A word that is not understood (``recompute`` "fulll") may
+be a name that this version has not learnt: its row is predicted as if it were not known, out of range, and the word is said. A
+phrase, or a word by which people say that they do not know, explains, and nothing is said of it.
 """
 
 import math
@@ -20,6 +21,9 @@ _UNSAID = (
 _COUNTS = ("heads", "kv_heads", "ffn_hidden", "vocab", "micro_batch", "params_b")
 """Columns of numbers that may be unknown; ``table.py`` asks for the others."""
 _TYPE = re.compile(r"(?<![a-z0-9])(?:bf|fp|tf|bfloat|float|mxfp|nvfp|u?int)\d+(?![a-z0-9])", re.IGNORECASE)
+_STAGE = re.compile(r"\s*(-?\d+(?:\.\d+)?)")
+_NAMED_STAGE = re.compile(r"zero[\s-]*(\d+)", re.IGNORECASE)
+_STAGES = ("0", "1", "2", "3")
 _SWITCH = ("0", "1", "no", "yes", "off", "on", "false", "true")
 _TYPES = ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32")
 _RECOMPUTE = ("none", "selective", "full", "unknown")
@@ -33,15 +37,25 @@ def is_unsaid(text: str) -> bool:
 
 
 def wrong_cells(row: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong, one sentence each: the column, its value and what it may be."""
+    """What there is not, one sentence each: the column, its value and what it may be."""
+    stage = _STAGE.match(row["zero"]) or _NAMED_STAGE.search(row["zero"])
+    if stage is not None and float(stage[1]) not in (0, 1, 2, 3):
+        yield _choose("zero", row["zero"], _STAGES)
+    if read_precision(row["precision"]) is None and _TYPE.search(row["precision"]):
+        yield _choose("precision", row["precision"], _TYPES)
+
+
+def odd_cells(row: Mapping[str, str]) -> Iterator[str]:
+    """What is not understood, one sentence each: the column, its value and what it may be."""
     for column in _COUNTS:
         text = row.get(column, "")
         if _number(text) is None and not is_unsaid(text):
             yield f"{column} is {text.strip()!r}, and a number is needed, or blank where it is not known"
-    yield from _wrong_zero(row["zero"])
-    precision = row["precision"]
-    if read_precision(precision) is None and (_TYPE.search(precision) or not is_unsaid(precision)):
-        yield _choose("precision", precision, _TYPES)
+    zero = row["zero"].strip()
+    if read_zero(zero) is None and zero.lower() not in _NO_SHARDS and not is_unsaid(zero):
+        yield _choose("zero", zero, _STAGES)
+    if read_precision(row["precision"]) is None and not is_unsaid(row["precision"]):
+        yield _choose("precision", row["precision"], _TYPES)
     if read_recompute(row["recompute"]) == "unknown" and not is_unsaid(row["recompute"]):
         yield _choose("recompute", row["recompute"], _RECOMPUTE)
     switch = row["seq_parallel"].strip().lower().removesuffix(".0")
@@ -51,14 +65,6 @@ def wrong_cells(row: Mapping[str, str]) -> Iterator[str]:
     has_stages = (_number(row["pp"]) or 1) > 1
     if has_stages and not is_schedule(schedule) and not is_unsaid(schedule):
         yield _choose("schedule_or_interleave", schedule, tuple(SCHEDULES))
-
-
-def _wrong_zero(text: str) -> Iterator[str]:
-    found = re.match(r"\s*(-?\d+(?:\.\d+)?)", text) or re.search(r"zero[\s-]*(\d+)", text, re.IGNORECASE)
-    is_stage = found is not None and float(found[1]) in (0, 1, 2, 3)
-    is_word = read_zero(text) is not None or text.strip().lower() in _NO_SHARDS or is_unsaid(text)
-    if not is_stage and (found is not None or not is_word):
-        yield _choose("zero", text, ("0", "1", "2", "3"))
 
 
 def _choose(column: str, text: str, allowed: tuple[str, ...]) -> str:

@@ -129,15 +129,13 @@ BAD = {
     "dp": ["0", "-2", "two"],
     "tp": ["-2", "0.5", "1.5"],
     "pp": ["0"],
-    "micro_batch": ["0", "-1", "64", "sixteen"],
-    "heads": ["0", "-5", "24.5", "eight"],
-    "kv_heads": ["0", "abc"],
-    "ffn_hidden": ["-7", "4h"],
-    "vocab": ["0", "51,200", "inf"],
-    "zero": ["9", "4 (assumed)", "12", "1.5", "-1", "ZeRO-7", "wibble"],
-    "precision": ["bf17", "fp15 with fp33", "wibble", "int8"],
-    "recompute": ["wibble", "fulll", "7"],
-    "seq_parallel": ["maybe", "8"],
+    "micro_batch": ["0", "-1", "64"],
+    "heads": ["0", "-5", "24.5"],
+    "kv_heads": ["0"],
+    "ffn_hidden": ["-7"],
+    "vocab": ["0"],
+    "zero": ["9", "4 (assumed)", "12", "1.5", "-1", "ZeRO-7"],
+    "precision": ["bf17", "fp15 with fp33", "int8"],
     "measured_metric": ["", "joules"],
     "gpu": ["", "abacus", "H900"],
     "measured_value": ["fast", "0", "-1", "nan"],
@@ -154,6 +152,27 @@ def test_a_cell_that_cannot_be_read_is_said_and_its_row_stays(tmp_path, column, 
     note = broken.as_dict()["note"]
     assert broken.line == 3 and isinstance(note, str) and note.startswith("line 3: ")
     assert before.predicted == after.predicted is not None
+
+
+ODD = {
+    "micro_batch": ["sixteen"],
+    "heads": ["eight"],
+    "kv_heads": ["abc"],
+    "ffn_hidden": ["4h"],
+    "vocab": ["51,200", "128K"],
+    "zero": ["wibble"],
+    "precision": ["wibble"],
+    "recompute": ["fulll", "moe_act", "7"],
+    "seq_parallel": ["maybe", "8"],
+}
+
+
+@pytest.mark.parametrize(("column", "cell"), [(column, cell) for column, cells in ODD.items() for cell in cells])
+def test_a_word_that_is_not_understood_is_said_and_its_row_predicted_out_of_range(tmp_path, column, cell):
+    before, odd = predict(tmp_path, {}, {column: cell})
+    assert odd.predicted is not None and not odd.in_range and odd.odd in odd.why_not
+    assert f"{column} is {cell!r}" in odd.odd
+    assert before.in_range and not before.odd
 
 
 @pytest.mark.parametrize(
@@ -176,7 +195,7 @@ def test_what_a_row_says_in_words_or_does_not_know_is_no_wrong_cell(tmp_path, co
     changes = [{"dp": 16, "pp": 2, "micro_batch": 4, column: cell} for cell in cells]
     path = write_table(tmp_path / "runs.csv", *changes, columns=(*COLUMNS, "params_b"))
     for row in map(predict_run, read_table(path)):
-        assert row.predicted is not None, row.why_not
+        assert row.predicted is not None and not row.odd, row.why_not
 
 
 def test_the_nearest_word_and_the_share_of_a_replica_are_said(tmp_path):
@@ -186,7 +205,7 @@ def test_the_nearest_word_and_the_share_of_a_replica_are_said(tmp_path):
         {"micro_batch": 64},
         {"zero": 9},
         {**two, "schedule_or_interleave": "gpip"},
-        {"zero": 8, "heads": "x"},
+        {"zero": 8, "precision": "fp17"},
     )
     precision, batch, zero, schedule, both = (row.why_not for row in predict(tmp_path, *changes))
     assert precision == (
@@ -195,7 +214,7 @@ def test_the_nearest_word_and_the_share_of_a_replica_are_said(tmp_path):
     assert "micro_batch is '64', and a replica has 16 samples of a step (global_batch 512 / dp 32)" in batch
     assert zero == "zero is '9'; it may be 0, 1, 2, 3, or blank where it is not known"
     assert "schedule_or_interleave is 'gpip'; did you mean 'gpipe'?" in schedule
-    assert "zero is '8'" in both and "heads is 'x'" in both, "everything that is wrong, at once"
+    assert "zero is '8'" in both and "precision is 'fp17'" in both, "everything that is wrong, at once"
 
 
 def test_what_was_measured_need_not_be_known(tmp_path):
