@@ -98,13 +98,21 @@ def _device(
 _V100 = {"float32": 15.7, "float16": 125.0}
 _A100 = {"float32": 19.5, "tf32": 156.0, "bfloat16": 312.0, "float16": 312.0}
 _H100 = {"float32": 66.9, "tf32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
+# HGX B200 has 600 Tflop/s in float32 for eight, and HGX B300 the same (NVIDIA's HGX specifications, as resellers print them);
+# the architecture brief of 2024 said 80 for one.
 _B200 = {"float32": 75.0, "tf32": 1125.0, "bfloat16": 2250.0, "float16": 2250.0, "float8": 4500.0, "float4": 9000.0}
+# 5,760 Tflop/s for 72 (nvidia.com, GB200 NVL72 specifications); the architecture brief of 2024 said 90 for one.
 _GB200 = {"float32": 80.0, "tf32": 1250.0, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 10000.0}
+# "6 PFLOPS" for 72 (nvidia.com, GB300 NVL72 specifications) is rounded, to 83 each; the 80 are what a provider prints of its own
+# racks (verda.com, "NVIDIA GB300 NVL72: GPU Architecture & Performance"). Nothing of NVIDIA's with more digits was found.
 _GB300 = {"float32": 80.0, "tf32": 1250.0, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 15000.0}
+# 44 as the press had it from NVIDIA's sheet for partners; no sheet of NVIDIA's own was found.
 _H20 = {"float32": 44.0, "tf32": 74.0, "bfloat16": 148.0, "float16": 148.0, "float8": 296.0}
+# 91.6 (NVIDIA L40S data sheet).
 _L40S = {"float32": 91.6, "tf32": 183.0, "bfloat16": 362.0, "float16": 362.0, "float8": 733.0}
 _MI355X = {"float32": 157.3, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 10000.0}
 _MI250X = {"float32": 95.7, "bfloat16": 383.0, "float16": 383.0}
+# 163.4 by vectors and by matrices alike (AMD's footnote MI300-11, November 2023; MI300X data sheet).
 _MI300X = {"float32": 163.4, "tf32": 653.7, "bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9}
 
 PRESETS: dict[str, Preset] = {

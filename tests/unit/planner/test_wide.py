@@ -18,7 +18,11 @@ from shoal.planner.stacks import SOFTWARE
 
 @pytest.mark.parametrize(
     ("name", "plain", "rounded"),
-    [("a100", 19.5, 156.0), ("h100", 66.9, 494.7), ("b200", 75.0, 1125.0), ("mi300x", 163.4, 653.7), ("v100", 15.7, 15.7)],
+    [
+        ("v100", 15.7, 15.7), ("a100", 19.5, 156.0), ("h100", 66.9, 494.7), ("h20", 44.0, 74.0), ("l40s", 91.6, 183.0),
+        ("b200", 600 / 8, 1125.0), ("b300", 600 / 8, 1125.0), ("gb200", 5760 / 72, 1250.0), ("gb300", 80.0, 1250.0),
+        ("mi300x", 163.4, 653.7),
+    ],
 )  # fmt: skip
 def test_float32_is_not_tf32(name, plain, rounded):
     """torch rounds to TF32 only where it is told to, and nothing here tells it: a plan in float32 was eight times too fast."""
