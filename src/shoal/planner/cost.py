@@ -198,7 +198,8 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
     ring_backward = max(0.0, 2 * ring - 2 * kernels.attention)
     if plan.cp_kind == "alltoall":
         ring_forward = ring_backward = _change_places(layer, job, plan, local)
-    missed = 0.0 if software.replays else _missed(layer, plan, constants.sync)
+    tensor_waits, expert_waits = (0.0, 0.0) if software.replays else _meetings(layer, plan)
+    missed = constants.sync * (tensor_waits + expert_waits)
     talk = pair + routed
     host = 0.0 if software.replays else kernels.kernels * constants.launch
     forward = _beside(host, kernels.forward + talk + ring_forward) + missed
@@ -208,8 +209,8 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
     by_weight = kernels.weight
     by_input = backward - by_weight + again
     exposed = {
-        "tp": (repeats + 1) * (pair + missed),
-        "ep": (repeats + 1) * routed,
+        "tp": (repeats + 1) * (pair + constants.sync * tensor_waits),
+        "ep": (repeats + 1) * (routed + constants.sync * expert_waits),
         "cp": repeats * ring_forward + ring_backward,
     }
     return LayerTimes(forward, by_input, by_weight, exposed)
@@ -227,15 +228,16 @@ def _change_places(layer: Layer, job: Job, plan: Plan, local: float) -> float:
     return exchange((2 * queries + layer.kv_bytes) / plan.tp * local, wire)
 
 
-def _missed(layer: Layer, plan: Plan, sync: float) -> float:
-    """Seconds that ranks wait for each other in one pass of a layer, whatever they exchange.
+def _meetings(layer: Layer, plan: Plan) -> tuple[float, float]:
+    """How often ranks wait for each other in one pass of a layer, whatever they exchange, along ``tp`` and along ``ep``.
 
-    The latest of n ranks that are late at random (exponentially) is late by the n-th harmonic number, which grows like log n
-    (Rényi 1953, "On the theory of order statistics"); how late one is, is fitted (``Constants.sync``).
+    Each wait counts for every doubling of those who meet: the latest of n ranks that are late at random (exponentially) is late
+    by the n-th harmonic number, which grows like log n (Rényi 1953, "On the theory of order statistics"); how late one is, is
+    fitted (``Constants.sync``).
     """
     tensor = layer.num_pairs * math.log2(plan.tp)
     expert = 2 * math.log2(plan.ep) if layer.routed_bytes else 0.0
-    return sync * (tensor + expert)
+    return tensor, expert
 
 
 def _beside(host: float, device: float) -> float:

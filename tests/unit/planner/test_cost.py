@@ -10,6 +10,7 @@ from shoal.core.plan import Plan
 from shoal.costs.chain import LayerKind
 from shoal.planner.collectives import all_reduce, gather
 from shoal.planner.cost import price_parts, time_one_layer, wires_of
+from shoal.planner.estimate import estimate
 from shoal.planner.kernels import Slice, time_layer
 from shoal.planner.stacks import SOFTWARE
 
@@ -160,6 +161,19 @@ def test_experts_talk_twice_each_way():
     job = job_of(shape_of(experts=8, expert_ffn=1024, is_gated=True))
     found = time_one_layer(block_of(job), job, Plan(dp=16, ep=8))
     assert found.exposed["ep"] > 0 and time_one_layer(block_of(job), job, Plan(dp=16)).exposed["ep"] == 0
+
+
+def test_waits_for_expert_ranks_are_booked_as_theirs():
+    """They were booked as tp: a plan without tp was said to spend its time there."""
+    shape = shape_of(experts=8, expert_ffn=1024, is_gated=True)
+    job = job_of(shape, constants=replace(ROUND, sync=1e-3))
+    for recompute, passes in (("none", 2), ("full", 3)):
+        plan = Plan.parse(f"dp=8 ep=8 recompute={recompute}")
+        late, prompt = (time_one_layer(block_of(each), each, plan) for each in (job, job_of(shape)))
+        assert late.exposed["tp"] == 0
+        assert late.exposed["ep"] - prompt.exposed["ep"] == pytest.approx(passes * 1e-3 * 2 * 3)
+    found = estimate(job, Plan.parse("dp=8 tp=2 ep=8 microbatches=1"))
+    assert found.exposed["tp"] > 0 < found.exposed["ep"] and {"tp", "ep"} < set(found.as_dict()["exposed"])
 
 
 def test_gradients_are_summed_over_replicas_and_over_the_ranks_of_a_sequence():
