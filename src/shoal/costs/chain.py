@@ -136,6 +136,11 @@ class Layer:
         """Elements of all weights of one replica."""
         return self.whole_weights + self.split_weights + self.expert_weights
 
+    @cached_property
+    def cuts_experts(self) -> bool:
+        """Whether tensor parallelism divides the matrices of experts; those of a traced module stay whole."""
+        return any(op.experts > 1 and op.cut is not Cut.NOTHING for op in self.ops)
+
     @property
     def forward_flops(self) -> float:
         """Of one sample."""

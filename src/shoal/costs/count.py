@@ -27,6 +27,8 @@ class Product:
     inner: int
     outer: int
     count: int = 1
+    experts: int = 1
+    """Matrices that the rows are dealt out to, each row to one of them."""
 
     @property
     def operations(self) -> int:
@@ -106,6 +108,14 @@ def _read_batch(named: dict[str, Any], output: Any) -> tuple[Product, ...]:
     return (Product(count=one.shape[0], rows=one.shape[1], inner=one.shape[2], outer=two.shape[2]),)
 
 
+def _read_grouped(named: dict[str, Any], output: Any) -> tuple[Product, ...]:
+    """Rows in the order of groups, each group with a matrix of its own: how torch computes experts."""
+    one, two = named["self"], named["mat2"]
+    if one.ndim == 2 and two.ndim == 3:
+        return (Product(rows=one.shape[0], inner=one.shape[1], outer=two.shape[2], experts=two.shape[0]),)
+    return (Product(rows=math.prod(one.shape[:-1]), inner=one.shape[-1], outer=two.shape[-1]),)
+
+
 def _read_convolution(named: dict[str, Any], output: Any) -> tuple[Product, ...]:
     """A product for each group; its rows are the places of the smaller image, or of the larger where it shrinks."""
     image, weight, groups = named["input"], named["weight"], named["groups"]
@@ -146,6 +156,7 @@ _PRODUCTS: dict[Any, Callable[[dict[str, Any], Any], tuple[Product | Attention, 
     aten.addmm: _read_product,
     aten.bmm: _read_batch,
     aten.baddbmm: _read_batch,
+    aten._grouped_mm: _read_grouped,
     aten.convolution: _read_convolution,
     aten.mkldnn_rnn_layer: _read_recurrent,
     aten._scaled_dot_product_flash_attention_for_cpu: _read_attention,

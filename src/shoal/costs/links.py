@@ -6,7 +6,7 @@ the next one's first module is called.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ class Seen(NamedTuple):
     width: float = 0.0
     """Features of an attention's head: the mean of a key's and a value's."""
     is_causal: bool = False
+    experts: int = 1
+    """Matrices that a product's rows are dealt out to."""
 
 
 class Saved(NamedTuple):
@@ -65,31 +67,21 @@ class Done:
     heads: list[tuple[int, int]] = field(default_factory=list)
     """Query heads and key-value heads of each attention."""
     images: list[Image] = field(default_factory=list)
+    dealt: list[int] = field(default_factory=list)
+    """Bytes of what products with experts read."""
 
     def lengths(self) -> tuple[int, ...]:
         """How far each list has come."""
-        return len(self.ops), len(self.saved), len(self.sums), len(self.carried), len(self.heads), len(self.images)
+        return tuple(len(getattr(self, each.name)) for each in fields(self))
 
     def since(self, start: tuple[int, ...]) -> "Done":
         """What was done after ``lengths`` said this."""
-        ops, saved, sums, carried, heads, images = start
-        return Done(
-            ops=self.ops[ops:],
-            saved=self.saved[saved:],
-            sums=self.sums[sums:],
-            carried=self.carried[carried:],
-            heads=self.heads[heads:],
-            images=self.images[images:],
-        )
+        return Done(**{each.name: getattr(self, each.name)[at:] for each, at in zip(fields(self), start, strict=True)})
 
     def extend(self, more: "Done") -> None:
         """Do this as well."""
-        self.ops += more.ops
-        self.saved += more.saved
-        self.sums += more.sums
-        self.carried += more.carried
-        self.heads += more.heads
-        self.images += more.images
+        for each in fields(self):
+            getattr(self, each.name).extend(getattr(more, each.name))
 
 
 @dataclass
@@ -103,6 +95,8 @@ class Link:
     """Bytes of tensors with gradients that it was called with."""
     weights: dict[int, str] = field(default_factory=dict)
     """Parameters that it read: their numbers, with their names."""
+    chooses: bool = False
+    """It has picked some of many by their scores, as a router does."""
 
 
 class Links:

@@ -67,7 +67,15 @@ def _op_of_sample(before: Seen, after: Seen, batches: Batches) -> Iterator[Op]:
     if before.kind is OpKind.MATMUL:
         count, rows, inner, outer = sizes
         whole = int(count) if count == int(count) else 1
-        yield Op(kind=OpKind.MATMUL, rows=rows * count / whole, inner=inner, outer=outer, cut=before.cut, count=whole)
+        yield Op(
+            kind=OpKind.MATMUL,
+            rows=rows * count / whole,
+            inner=inner,
+            outer=outer,
+            cut=before.cut,
+            experts=before.experts,
+            count=whole,
+        )
         return
     samples, heads, rows, outer = sizes
     yield Op(

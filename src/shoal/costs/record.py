@@ -24,6 +24,10 @@ from shoal.costs.links import Links, Saved, Seen
 from shoal.costs.saved import SavedActivations
 
 aten = torch.ops.aten
+_CHOICES = frozenset(
+    {aten.topk.default, aten.sort.default, aten.argmax.default, aten.max.dim, aten.multinomial.default}
+)
+"""How a router picks experts."""
 _EMBEDDINGS = frozenset({aten.embedding, aten._embedding_bag})
 
 
@@ -55,6 +59,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         """Of the parameters, by number."""
         self.cut_of_weight: list[Cut] = []
+        self.experts_of_weight: dict[int, int] = {}
+        """Matrices that a parameter is made of, where rows are dealt out to them, by its number."""
+        self._sizes = [parameter.numel() for parameter in module.parameters()]
         tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
         self._tables: set[int] = set()
         """Numbers of the weights of embeddings."""
@@ -100,7 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         self.last = str(func)
         args, named = without_memory((tuple(args), dict(kwargs or {})), self._mode)
-        output = func(*args, **named)
+        output = _run(func, args, named)
         if not self._is_paused:
             self._write(func, args, named, output)
         return output
@@ -112,6 +119,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for mark in marks:
             if mark.weight is not None:
                 self.links.now.weights.setdefault(mark.weight, self.names[mark.weight])
+        self.links.now.chooses |= func in _CHOICES
         image = self._write_image(func, named_arguments(func, args, kwargs), inputs, marks, outputs)
         products = products_of(func, args, kwargs, output)
         if products:
@@ -155,7 +163,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         is_split = any(mark.is_split for mark in marks)
         cut = self._cut_of_product(weights[0]) if weights else Cut.ALL if is_split else Cut.NOTHING
-        for product in products:
+        for product in self._deal(products, inputs, marks):
             done.ops.append(_seen(product, cut))
             if isinstance(product, Attention):
                 done.heads.append((product.heads, product.kv_heads))
@@ -170,6 +178,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Keys, or values: the operand that is no query and no score. A bias comes first where there is one.
             done.carried.append(inputs[-1].nbytes)
         return lambda _: Mark(is_split=is_split, is_scores=not had_scores)
+
+    def _deal(
+        self, products: Sequence[Product | Attention], inputs: Sequence[Tensor], marks: Sequence[Mark]
+    ) -> Iterator[Product | Attention]:
+        """The products, with those of experts seen as what they are.
+
+        Groups of rows with a matrix of their own each are experts where torch is told of groups. A plain batch of products with
+        a parameter that is a batch of matrices may as well be heads: it is experts where this layer has chosen before.
+        """
+        for product in products:
+            is_batch = isinstance(product, Product) and product.count > 1 and self.links.now.chooses
+            if isinstance(product, Attention) or not (product.experts > 1 or is_batch):
+                yield product
+                continue
+            matrices = [
+                mark.weight
+                for tensor, mark in zip(inputs, marks, strict=True)
+                if mark.weight is not None and tensor.ndim == 3 and tensor.numel() == self._sizes[mark.weight]
+            ]
+            if is_batch and not matrices:
+                yield product
+                continue
+            experts = max(product.experts, product.count)
+            self.experts_of_weight.update(dict.fromkeys(matrices, experts))
+            read = [tensor.nbytes for tensor, mark in zip(inputs, marks, strict=True) if mark.weight is None]
+            self.links.now.done.dealt.append(max(read, default=0))
+            yield replace(product, rows=product.rows * product.count, count=1, experts=experts)
 
     def _write_other(
         self, func: Any, values: Any, inputs: Sequence[Tensor], marks: Sequence[Mark], outputs: Sequence[Tensor]
@@ -208,6 +243,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._marks.get(id_of(tensor), _PLAIN)
 
 
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation on tensors without memory; where torch knows the shapes in bfloat16 alone, by way of that."""
+    if func.overloadpacket is not aten._grouped_mm or args[0].dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    one, two, *rest = args
+    return func(one.bfloat16(), two.bfloat16(), *rest, **kwargs).to(one.dtype)
+
+
 def cut_of(name: str, cuts: Mapping[str, Cut]) -> Cut:
     """How a parameter is cut: as its module is; in a module that is cut as a piece, by columns, and one level below by rows.
 
@@ -228,7 +271,7 @@ def id_of(tensor: Tensor) -> int:
 
 def _seen(product: Product | Attention, cut: Cut) -> Seen:
     if isinstance(product, Product):
-        return Seen(OpKind.MATMUL, product.sizes, cut)
+        return Seen(OpKind.MATMUL, product.sizes, cut, experts=product.experts)
     width = (product.width + product.value_width) / 2
     return Seen(OpKind.ATTENTION, product.sizes, cut, width=width, is_causal=product.is_causal)
 

@@ -7,6 +7,8 @@ Not seen: what torch's kernels for recurrent layers keep in workspaces of their 
 an ``autograd.Function`` holds by other means than ``save_for_backward``.
 """
 
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -29,8 +31,12 @@ from shoal.costs.record import Recorder
 from shoal.costs.rows import find_rows, is_under
 from shoal.costs.undisturbed import undisturbed
 
-INSTEAD = "give the shape of a transformer instead: [planner.shape] with layers, hidden, heads, ffn, vocab and sequence"
+INSTEAD = (
+    "give the shape of a transformer instead: [planner.shape] with layers, hidden, heads, ffn, vocab and sequence, and with "
+    "experts, chosen_experts and expert_ffn where it has experts"
+)
 
+_NUMBER = re.compile(r"\d+")
 _WANTS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -46,6 +52,8 @@ class _Pass:
     names: list[str]
     cuts: list[Cut]
     """Of the parameters, by number."""
+    experts: dict[int, int]
+    """Matrices that a parameter is made of, where rows are dealt out to them, by its number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +127,7 @@ def trace_module(
         item_bytes=dtype.itemsize,
         heads=query_heads.pop() if len(query_heads) == 1 else None,
         kv_heads=kv_heads.pop() if len(kv_heads) == 1 else None,
+        experts=math.gcd(*passes[0].experts.values()) or 1,
     )
 
 
@@ -154,7 +163,13 @@ def _run(
         except Exception as error:
             raise RequestError(_refusal(module, links.running[-1], recorder.last, error)) from error
         put_out = num_received(getattr(output, "logits", output))
-    return _Pass(links=links.all, put_out=put_out, names=recorder.names, cuts=recorder.cut_of_weight)
+    return _Pass(
+        links=links.all,
+        put_out=put_out,
+        names=recorder.names,
+        cuts=recorder.cut_of_weight,
+        experts=recorder.experts_of_weight,
+    )
 
 
 def _refusal(module: nn.Module, path: str, operation: str, error: Exception) -> str:
@@ -192,7 +207,7 @@ def _layers(module: nn.Module, one: _Pass, two: _Pass, *, batches: Batches) -> t
     for place, (before, after) in enumerate(zip(one.links, two.links, strict=True)):
         check_alike(before.done, after.done, batches=batches, name=before.name)
         num_pairs = len(before.done.sums)
-        whole, split, tied_to = weights[place]
+        whole, split, routed, tied_to = weights[place]
         layers.append(
             Layer(
                 name=before.name,
@@ -200,10 +215,13 @@ def _layers(module: nn.Module, one: _Pass, two: _Pass, *, batches: Batches) -> t
                 ops=ops_of_sample(before.done, after.done, batches),
                 whole_weights=whole,
                 split_weights=split,
+                expert_weights=routed,
                 kept=kept_of_sample(before.done, after.done, batches, received=received[place]),
                 output_bytes=sent[place],
                 num_pairs=num_pairs,
                 pair_bytes=total_growth(before.done.sums, after.done.sums, batches) / max(1, num_pairs),
+                # What the first of them reads is what travels: a block has one set of experts.
+                routed_bytes=total_growth(before.done.dealt[:1], after.done.dealt[:1], batches),
                 kv_bytes=total_growth(before.done.carried, after.done.carried, batches),
                 image_rows=(rows := rows_of(before.done.images)),
                 halo_bytes=_halo_bytes(before.done, after.done, batches) if rows else 0.0,
@@ -229,8 +247,8 @@ def _kinds(links: Sequence[Link]) -> list[LayerKind]:
     return kinds
 
 
-def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, str | None]]:
-    """Of each link: elements that stay whole, elements that are cut, and the link whose weights it reads too.
+def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, float, str | None]]:
+    """Of each link: elements that stay whole, that are cut, and of experts; and the link whose weights it reads too.
 
     A weight belongs to the first link that reads it; one that nobody reads, to the link whose module it is in, else the last.
     """
@@ -247,12 +265,15 @@ def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, str | N
         if number not in owner:
             holders = [place for name, place in places.items() if is_under(seen.names[number], name)]
             owner[number] = holders[0] if holders else len(seen.links) - 1
-    sums = [[0.0, 0.0] for _ in seen.links]
+    sums = [[0.0, 0.0, 0.0] for _ in seen.links]
+    # Blocks that are imitated run nothing: theirs are those of the same name, but for its numbers, and shape as one's that ran.
+    alike = [(_NUMBER.sub("", seen.names[number]), parameter.shape) for number, parameter in parameters.items()]
+    experts = {alike[number] for number in seen.experts}
     for number, parameter in parameters.items():
         # The bias of a layer that is cut by rows is added after the sum.
         is_cut = seen.cuts[number] is Cut.COLUMNS or (seen.cuts[number] is Cut.ROWS and parameter.ndim > 1)
-        sums[owner[number]][is_cut] += parameter.numel()
-    return [(whole, split, name) for (whole, split), name in zip(sums, tied, strict=True)]
+        sums[owner[number]][2 if alike[number] in experts else int(is_cut)] += parameter.numel()
+    return [(whole, split, routed, name) for (whole, split, routed), name in zip(sums, tied, strict=True)]
 
 
 def _batch_of(inputs: Sequence[Tensor] | Mapping[str, Tensor], dim: int) -> int:

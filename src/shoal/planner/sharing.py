@@ -44,7 +44,7 @@ def dense_weights(layer: Layer, plan: Plan) -> float:
 
 def expert_weights(layer: Layer, plan: Plan, sharing: Sharing) -> float:
     """Elements of a layer's experts on one rank."""
-    return layer.expert_weights / (sharing.expert_split * plan.ep)
+    return layer.expert_weights / (plan.ep * (sharing.expert_split if layer.cuts_experts else 1))
 
 
 def layer_weights(layer: Layer, plan: Plan, software: Software) -> float:

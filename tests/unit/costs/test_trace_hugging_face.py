@@ -33,6 +33,23 @@ def trace(name: str, attention: str, num_samples: int = 2, cuts=None, device: st
     return trace_module(model, {"input_ids": ids}, name=name, cuts=cuts, device=device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_experts_of_mixtral_are_found(dtype):
+    """In float32 it was refused, and in bfloat16 its experts were taken to compute nothing."""
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config).to(dtype)
+    chain = trace_module(model, {"input_ids": torch.zeros((2, LENGTH), dtype=torch.int64)}, name="mixtral")
+    assert chain.experts == 8 and chain.weights == sum(parameter.numel() for parameter in model.parameters())
+    block = chain.layers[1]
+    found = {(op.rows, op.inner, op.outer) for op in block.ops if op.experts == 8}
+    assert found == {(2 * LENGTH, WIDTH, 2 * 48), (2 * LENGTH, 48, WIDTH)}
+    assert block.expert_weights == 8 * 3 * WIDTH * 48 and block.routed_bytes == 2 * LENGTH * WIDTH * dtype.itemsize
+
+
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_weights_bytes_and_batches(name, attention):
