@@ -12,6 +12,11 @@ from shoal.planner.machine import (
     torch_version,
 )
 
+GIB = 2**30
+SLOW = {1: 1.0, 2: 1.5, 4: 3.0}
+"""How much slower each of so many processes is."""
+SMALL, LARGE = (64, 64, 256), (1024, 512, 1024)
+
 
 def collective(operation, ranks, processes, num_bytes, seconds):
     return CollectiveTime(operation=operation, ranks=ranks, processes=processes, num_bytes=num_bytes, seconds=seconds)
@@ -46,3 +51,37 @@ def build(**changes):
         "rank_bytes": 1000,
     }
     return Machine(**{**values, **changes})
+
+
+def product_seconds(rows, inner, outer, slow):
+    flops, moved = 2 * rows * inner * outer, 4 * (rows * inner + inner * outer + rows * outer)
+    return slow * (flops / 50e9 + moved / 8e9 + 20e-6)
+
+
+def measured(**changes):
+    """A machine of two cores with times that follow from a rate, a bandwidth and a time for each kernel."""
+    origin = build().provenance.model_copy(update={"cores": 2})
+    values = {
+        "provenance": origin,
+        "matmuls": [
+            MatmulTime(
+                processes=count,
+                threads=1,
+                rows=rows,
+                inner=inner,
+                outer=outer,
+                seconds=product_seconds(rows, inner, outer, slow),
+            )
+            for count, slow in SLOW.items()
+            for rows, inner, outer in (SMALL, LARGE)
+        ],
+        "copies": [CopyTime(processes=count, num_bytes=4_000_000, seconds=slow * 1e-3) for count, slow in SLOW.items()],
+        "collectives": [
+            collective("sum", count, count, size, 1e-4 * count + size / 1e9)
+            for count in (2, 4)
+            for size in (4096, 4 << 20)
+        ],
+        "rank_bytes": GIB // 4,
+        "memory_bytes": 8 * GIB,
+    }
+    return build(**{**values, **changes})

@@ -29,7 +29,7 @@ _Cluster = Annotated[
     str,
     typer.Option(
         "--cluster",
-        metavar="NAME:NODESxDEVICES[@LINK]",
+        metavar="NAME:NODESxDEVICES[@LINK]|FILE",
         help="Where, such as a100-80gb:16x8, or a100-80gb:16x8@ethernet-100g.",
     ),
 ]

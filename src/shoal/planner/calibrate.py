@@ -31,8 +31,14 @@ class Measured:
     answers: Sequence[Mapping[str, Any]]
 
 
-def build_machine(found: Iterable[Measured], provenance: Provenance) -> Machine:
-    """Put measurements together. Of an operation that all ranks do together the slowest rank's time counts."""
+def build_machine(found: Iterable[Measured], provenance: Provenance, *, memory_bytes: int = 0) -> Machine:
+    """Put measurements together. Of an operation that all ranks do together the slowest rank's time counts.
+
+    Args:
+        found: what was measured, by number of processes.
+        provenance: when and where.
+        memory_bytes: that all processes together can take; 0 where nobody looked.
+    """
     matmuls, copies, sharing, collectives, meetings = [], [], [], [], []
     groups = list(found)
     # Of the largest group: a process alone is not forked, and has a little more.
@@ -65,6 +71,7 @@ def build_machine(found: Iterable[Measured], provenance: Provenance) -> Machine:
         collectives=collectives,
         meetings=meetings,
         rank_bytes=rank_bytes,
+        memory_bytes=memory_bytes,
     )
 
 

@@ -1,30 +1,38 @@
 """A cluster as it is written in ``--cluster``: devices by name, nodes, and the link between nodes if it is not the usual one."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from shoal.core.errors import RequestError, nearest
 from shoal.planner.config import DeviceConfig
-from shoal.planner.hardware import Cluster, Tier
+from shoal.planner.hardware import Cluster, Tier, parse_cluster
+from shoal.planner.machine import read_machine
+from shoal.planner.measured import measured_cluster
 from shoal.planner.presets import LINKS, build_cluster
+
+_FILE = re.compile(r".*(/|\.json\b)")
+"""A path, or a name that ends like a machine file's; no device has either."""
+_SIZE = re.compile(r":[0-9]+(x[0-9]+)?$")
 
 
 def read_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> Cluster:
     """The cluster that ``NAME:NODESxDEVICES`` says, or ``NAME:NODESxDEVICES@LINK`` with another link between its nodes.
 
     Args:
-        text: a preset or a name of ``own``, nodes, devices of each, and a name of ``LINKS``.
+        text: a preset, a name of ``own`` or a machine file; nodes, devices of each, and a name of ``LINKS``.
         own: devices by the user's own numbers.
 
     Raises:
-        RequestError: the text is something else, or the device or the link is unknown.
+        RequestError: the text is something else, the device or the link is unknown, or the file is no machine file.
     """
     devices, at, name = text.partition("@")
     if at and not name.strip():
         raise RequestError(
             f"cluster {text!r} names no link after @; leave @ out for the usual one, or give one of {', '.join(LINKS)}"
         )
-    cluster = build_cluster(devices, own)
+    cluster = _of_file(devices.strip()) if _FILE.match(devices) else build_cluster(devices, own)
     if not at:
         return cluster
     wanted = name.strip().lower()
@@ -36,6 +44,17 @@ def read_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> Cl
         # One node has nothing to join; the link counts where --devices makes more of it.
         return replace(cluster, beyond=_joined(cluster.beyond, wanted))
     return replace(cluster, tiers=(*cluster.tiers[:-1], _joined(cluster.tiers[-1], wanted)))
+
+
+def _of_file(text: str) -> Cluster:
+    """``FILE``, ``FILE:PROCESSES`` or ``FILE:MACHINESxPROCESSES``."""
+    path, _, size = text.rpartition(":") if _SIZE.search(text) else (text, "", "")
+    # The machine need not be this one: that is what planning is for.
+    machine = read_machine(Path(path), is_here=False)
+    if not size:
+        return measured_cluster(machine, path=path)
+    parts = parse_cluster(f"file:{size}")
+    return measured_cluster(machine, path=path, num_nodes=parts.num_nodes, num_processes=parts.devices_per_node)
 
 
 def _joined(tier: Tier, name: str) -> Tier:

@@ -8,7 +8,7 @@ from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import EXECUTED, Plan
 from shoal.planner.cost import Known, price_parts
 from shoal.planner.job import Job, count_ranks, ranks_of_stages
-from shoal.planner.memory import CONTEXT_BYTES, Memory, price_memory
+from shoal.planner.memory import Memory, price_memory
 from shoal.planner.parts import StepParts
 from shoal.planner.precisions import EXECUTED_PRECISIONS
 from shoal.planner.simulate import schedule_for, simulate_step
@@ -178,7 +178,7 @@ def _made(
         parts=parts,
         memory=max(memory, key=lambda one: one.allocated),
         places=memory,
-        limit=job.cluster.device.memory_bytes - CONTEXT_BYTES,
+        limit=job.cluster.device.free_bytes,
         busy=parts.microbatches * sum(_work(parts, plan)) / plan.pp,
         tokens_per_second=tokens / seconds,
         utilisation=flops / (peak * seconds),

@@ -10,6 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal.core.errors import RequestError
+from shoal.planner.stacks import Constants
+
+CONTEXT_BYTES = 2.0 * 2**30
+"""What a process has on a device before its first tensor: the driver's context, kernels, NCCL's buffers. It differs by driver
+and by the number of communicators, and no data sheet has it: by hand, from the ``nvidia-smi`` rows of the calibration table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,8 @@ class Device:
     """Where these numbers are from."""
     watts: float | None = None
     """Power that it may draw; None where that is not known, and then it does not limit it."""
+    context_bytes: float = CONTEXT_BYTES
+    """What a process has on it before its first tensor."""
     exponentials: float | None = None
     """Exponentials per second, which a softmax waits for; None where no document says, and then what Hopper has for its peak."""
 
@@ -50,6 +57,11 @@ class Device:
             return peak
         powered = self.watts * _FLOPS_PER_JOULE * peak / self.flops(self.half_type)
         return 1 / math.hypot(1 / peak, 1 / powered)
+
+    @property
+    def free_bytes(self) -> float:
+        """What is left of its memory for a plan."""
+        return self.memory_bytes - self.context_bytes
 
     @property
     def half_type(self) -> str:
@@ -101,6 +113,8 @@ class Cluster:
     tiers: tuple[Tier, ...]
     beyond: Tier | None = None
     """What would join more devices than there are; None where nobody said."""
+    reached: Constants | None = None
+    """What is reached of these numbers, where they were measured; None where they are a data sheet's."""
 
     @property
     def num_devices(self) -> int:
@@ -142,7 +156,9 @@ def parse_cluster(text: str) -> ClusterName:
     """
     found = _CLUSTER.fullmatch(text.strip())
     if found is None:
-        raise RequestError(f"cluster {text!r} is not NAME:NODESxDEVICES; write for example a100-80gb:16x8")
+        raise RequestError(
+            f"cluster {text!r} is not NAME:NODESxDEVICES; write for example a100-80gb:16x8, or a machine file"
+        )
     nodes, devices = int(found["nodes"] or 1), int(found["devices"])
     if not 1 <= nodes * devices <= _MOST:
         raise RequestError(f"cluster {text!r} has {nodes} x {devices} devices; give 1 to {_MOST:,} in all")

@@ -127,6 +127,8 @@ class Machine(Config):
     """What is added where they compute in between; nothing in files of before."""
     rank_bytes: int = Field(ge=0)
     """Resident memory of a rank before it has a model."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Memory that all processes together could take when measuring began; 0 in files of before."""
     fit: Fit = Fit()
 
     def slow_down(self, active: float, threads: int = 1) -> float:
@@ -244,7 +246,9 @@ def read_machine(path: Path, *, is_here: bool = True) -> Machine:
         raise RequestError(f"{path} cannot be read as JSON: {error}; make it anew with `shoal calibrate`") from error
     if not isinstance(page, dict) or page.get("format") != FORMAT:
         found = page.get("format") if isinstance(page, dict) else type(page).__name__
-        raise RequestError(f"{path} is no machine file of this version: its format is {found!r}, not {FORMAT!r}")
+        raise RequestError(
+            f"{path} is no machine file of this version: its format is {found!r}, not {FORMAT!r}; make one with `shoal calibrate`"
+        )
     told = page.pop("sha256", None)
     machine = validate(Machine, page, origin=str(path))
     if told != _checksum(page):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain, Cut, Layer, LayerKind, OpKind
+from shoal.planner.hardware import CONTEXT_BYTES
 from shoal.planner.job import Job, count_ranks
 from shoal.planner.sharing import dense_weights, expert_weights, layer_weights, share_weights
 from shoal.schedules.catalogue import FAMILIES
@@ -23,11 +24,9 @@ _FUSED_LOSS = 2.0 + 4.0
 """Bytes of a score while a fused loss is computed: 16 bit as it comes, and float32."""
 _PLAIN_LOSS = 2.0 + 4.0 + 4.0 + 4.0
 """The same where it is not fused: the score in both types, its exponential, its gradient."""
+_NO_PARTS = ("reserve_share", "context_bytes")
 _NARROW_BYTES = {"float8": 1.0, "float4": 0.5}
 """Of an element of a product's operand in fewer than 16 bits."""
-CONTEXT_BYTES = 2.0 * 2**30
-"""What a process has on a device before its first tensor: the driver's context, kernels, NCCL's buffers. It differs by driver
-and by the number of communicators, and no data sheet has it: by hand, from the ``nvidia-smi`` rows of the calibration table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,8 @@ class Memory:
     """Alive for a moment: a layer that is recomputed, a loss, gathered units of ZeRO-3, a gradient in two types."""
     reserve_share: float = 0.05
     """What the allocator holds beyond what is allocated, as a share of that."""
+    context_bytes: float = CONTEXT_BYTES
+    """The process's own, before its first tensor."""
     versions: float = 0.0
     """Stashed weights of asynchronous schedules. What a bidirectional one holds twice is trained twice: it is in every part."""
 
@@ -60,11 +61,11 @@ class Memory:
     @property
     def device(self) -> float:
         """What the device shows: allocated, reserved and the process's own."""
-        return self.allocated + self.reserve + CONTEXT_BYTES
+        return self.allocated + self.reserve + self.context_bytes
 
     def as_dict(self) -> dict[str, float]:
         """Every part, and the sums."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "reserve_share"}
+        parts = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NO_PARTS}
         return {**parts, "allocated": self.allocated, "reserve": self.reserve, "device": self.device}
 
 
@@ -145,6 +146,7 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
         working=max((_working(layer, job, plan, samples, chain) for layer, _ in layers), default=0.0)
         + _gathered(layers, job, plan),
         reserve_share=job.stack.constants.reserve,
+        context_bytes=job.cluster.device.context_bytes,
         versions=copies * whole * job.weight_bytes,
     )
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from shoal.costs.chain import Chain, Layer
 from shoal.planner.job import Job
-from shoal.planner.memory import CONTEXT_BYTES
 from shoal.planner.splits import Lying, Split, Way, redistribute, ways_of
 
 _MOST_KEPT = 64
@@ -79,7 +78,7 @@ def choose_splits(job: Job, *, num_devices: int | None = None) -> Choices | None
         num_devices: of the job's cluster, when it is not all of them.
     """
     devices = num_devices or job.cluster.num_devices
-    limit = job.cluster.device.memory_bytes - CONTEXT_BYTES
+    limit = job.cluster.device.free_bytes
     tables = [ways_of(job, layer, devices) for layer in job.chain.distinct]
     rows = [tables[number] for number in job.chain.numbers]
     moves = _Moves(job)

@@ -14,7 +14,7 @@ from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.planner.cost import price_parts
 from shoal.planner.covered import beyond
 from shoal.planner.job import Job, weight_bytes_of
-from shoal.planner.memory import CONTEXT_BYTES, Memory, kept_bytes, price_memory
+from shoal.planner.memory import Memory, kept_bytes, price_memory
 from shoal.planner.parts import StepParts
 from shoal.planner.presets import GIB
 from shoal.planner.span import pipeline_seconds
@@ -158,7 +158,7 @@ def fullest(job: Job, plan: Plan) -> Memory:
 
 def fits(job: Job, plan: Plan) -> bool:
     """Whether every rank fits; an allocator gives back what it reserved before it gives up."""
-    return fullest(job, plan).allocated + CONTEXT_BYTES <= job.cluster.device.memory_bytes
+    return fullest(job, plan).allocated <= job.cluster.device.free_bytes
 
 
 def held_memory(run: Run, job: Job, plan: Plan) -> Memory:
@@ -178,7 +178,7 @@ def held_memory(run: Run, job: Job, plan: Plan) -> Memory:
 
 def needed_recompute(job: Job, plan: Plan) -> float:
     """Share of the blocks that must be recomputed for a plan to fit: what somebody who tuned a run will have chosen."""
-    limit = job.cluster.device.memory_bytes - CONTEXT_BYTES
+    limit = job.cluster.device.free_bytes
     without = fullest(job, replace(plan, recompute="none")).allocated
     if without <= limit:
         return 0.0

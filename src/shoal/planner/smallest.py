@@ -11,7 +11,6 @@ from shoal.planner.candidates import Limits, is_legal, plans_of
 from shoal.planner.cost import Known
 from shoal.planner.estimate import estimate
 from shoal.planner.job import Job
-from shoal.planner.memory import CONTEXT_BYTES
 from shoal.planner.presets import GIB
 from shoal.planner.search import Found
 
@@ -34,7 +33,7 @@ def smallest_cluster(job: Job, limits: Limits | None = None) -> Job | None:
     )
     # No plan has less than an even share of the weights and their state.
     states = job.chain.weights * (job.weight_bytes + job.optimizer_bytes)
-    free = job.cluster.device.memory_bytes - CONTEXT_BYTES
+    free = job.cluster.device.free_bytes
     if free <= 0:
         return None  # What a process has before its model fills the device.
     at_least = math.ceil(states / free)

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from harness import TINY
+from machine_cases import measured
+from shoal.planner.machine import write_machine
 
 pytestmark = pytest.mark.timeout(240)
 SHAPE = "[planner.shape]\nlayers = 32\nhidden = 4096\nheads = 32\nvocab = 32000\nsequence = 2048\ngated = true\n"
@@ -106,3 +108,26 @@ def test_the_section_is_in_the_help_and_in_the_schema(shoal):
     assert "planner" in schema["properties"]
     assert {"layers", "hidden", "heads", "vocab", "sequence"} <= set(schema["$defs"]["ShapeConfig"]["required"])
     assert "memory_gib" in schema["$defs"]["DeviceConfig"]["properties"]
+
+
+def test_a_measured_machine_is_a_cluster_of_plan_and_simulate(shoal, tmp_path):
+    """Before, what `shoal calibrate` wrote was for `train --plan auto` alone."""
+    (tmp_path / "own.toml").write_text(TINY)
+    write_machine(tmp_path / "machine.json", measured())
+    done = shoal("plan", "own.toml", "--cluster", "machine.json", "--global-batch", 16, "--json", "out.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (
+        found["devices"] == 2
+        and found["cluster"] == "machine.json"
+        and "constants are from shoal calibrate" in done.stdout
+    )
+    played = shoal(
+        "simulate", "own.toml", "--cluster", "./machine.json:2x2@ethernet-1g", "--plan", "pp=2", "--global-batch", 16
+    )
+    assert played.returncode == 0 and "4 x " in played.stdout, played.stderr
+    (tmp_path / "other.json").write_text("{}")
+    for verb in ("plan", "simulate"):
+        refused = shoal(verb, "own.toml", "--cluster", "other.json")
+        assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1
+        assert "other.json is no machine file" in refused.stderr and "make one with `shoal calibrate`" in refused.stderr

@@ -20,6 +20,7 @@ from shoal.planner.machine import (
     torch_version,
     write_machine,
 )
+from shoal.telemetry.headroom import free_bytes
 from shoal.trainer.layout import default_threads
 
 COUNTS = (1, 2, 4)
@@ -46,7 +47,7 @@ def measure_machine(
     Raises:
         RunError: a process died or did not answer.
     """
-    started, load = time.monotonic(), os.getloadavg()[0]
+    started, load, memory = time.monotonic(), os.getloadavg()[0], free_bytes()
     found = []
     for count in counts:
         own_threads = threads or default_threads(count)
@@ -64,7 +65,7 @@ def measure_machine(
         what=f"matrix products, copies, a transformer block and channels, {listed} processes"
         + (", shortly" if quick else ""),
     )
-    return build_machine(found, provenance)
+    return build_machine(found, provenance, memory_bytes=memory)
 
 
 def _measure_group(count: int, threads: int, *, quick: bool) -> Measured:

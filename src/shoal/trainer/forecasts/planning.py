@@ -176,6 +176,9 @@ def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -
         raise RequestError(f"planner.software is {config.software!r}; {did_you_mean(config.software, SOFTWARE)}")
     is_ours = config.software == "shoal"
     stack = find_stack(config.software, where.device.name)
+    if where.reached is not None:
+        # What was measured is what is reached, whatever other devices reach of their data sheets.
+        stack = replace(stack, constants=where.reached, is_fitted=False, fitted_on=where.device.source, covered=None)
     weight_bytes = weight_bytes_of(stack.software, precision)
     # Of a tensor large enough that the few bytes for every tensor do not count; other software is taken to train with Adam.
     state_bytes = num_state_bytes(recipe.optim.name, [_MANY], int(weight_bytes)) / _MANY if is_ours else None

@@ -7,7 +7,7 @@ from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
 from shoal.planner.cost import price_parts
 from shoal.planner.job import Job, count_stages
-from shoal.planner.memory import CONTEXT_BYTES, price_memory, rank_kept_bytes
+from shoal.planner.memory import price_memory, rank_kept_bytes
 from shoal.planner.parts import StepParts
 from shoal.planner.simulate import schedule_for
 from shoal.planner.simulation.holding import Held, StepBytes
@@ -82,7 +82,7 @@ def _bytes(job: Job, plan: Plan) -> StepBytes:
                 weights=memory.weights,
                 gradients=memory.gradients,
                 optimizer=memory.optimizer,
-                other=memory.working + memory.versions + CONTEXT_BYTES,
+                other=memory.working + memory.versions + memory.context_bytes,
             )
             for memory in price_memory(job, plan)
         ),

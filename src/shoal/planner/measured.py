@@ -1,0 +1,120 @@
+"""A machine that ``shoal calibrate`` measured as a cluster to plan for: its processes are the devices. No torch.
+
+What was measured is what is reached, so a measured device has no share of a peak to lose: its constants are 1, but for what
+nobody measured. All numbers are those of as many processes at once as are planned for: they share cores, caches and memory.
+
+    device    the rate of the largest matrix product in float32, bytes a copy reads and writes, an even share of the memory
+    kernel    what the smallest product takes beyond its flops and bytes
+    link      the line through the smallest and the largest sum between ranks that compute (``Machine.collective_seconds``)
+"""
+
+import math
+
+from shoal.core.errors import RequestError
+from shoal.planner.hardware import Cluster, Device, Tier
+from shoal.planner.machine import Machine, MatmulTime
+from shoal.planner.presets import LINKS
+from shoal.planner.stacks import Constants
+
+BETWEEN = "ethernet-10g"
+"""The link between machines of one file, where nobody names another: a file knows one machine."""
+_ITEM = 4
+"""Bytes of a float32."""
+
+
+def measured_cluster(machine: Machine, *, path: str, num_nodes: int = 1, num_processes: int | None = None) -> Cluster:
+    """Machines like the one that was measured.
+
+    Args:
+        machine: its numbers.
+        path: of its file.
+        num_nodes: machines.
+        num_processes: of each; the most that were measured without sharing a core when left out.
+
+    Raises:
+        RequestError: so many processes were not measured, or the file does not know the machine's memory.
+    """
+    counts = sorted({time.processes for time in machine.matmuls} & {time.processes for time in machine.copies})
+    count = num_processes or max((each for each in counts if each <= machine.provenance.cores), default=counts[0])
+    if count not in counts:
+        raise RequestError(
+            f"{path} was measured with {', '.join(map(str, counts))} processes, and {count} are asked for; write "
+            f"{path}:{max(counts)} or fewer, or {path}:{-(-count // max(counts))}x{max(counts)} for several such machines"
+        )
+    if not machine.memory_bytes:
+        raise RequestError(
+            f"{path} does not say how much memory its machine has, as files of before do not; run `shoal calibrate {path}` there"
+        )
+    device, launch = _device(machine, count)
+    inner = _link(machine, count)
+    link = LINKS[BETWEEN]
+    outer = Tier(
+        name=BETWEEN,
+        devices=num_nodes * count,
+        bandwidth=link.bandwidth,
+        latency=link.latency,
+        source=link.source,
+    )
+    reached = Constants(matmul=1.0, memory=1.0, link=1.0, launch=launch, attention=1.0, sync=0.0, reserve=0.0)
+    if num_nodes == 1:
+        return Cluster(device=device, tiers=(inner,), beyond=outer, reached=reached)
+    return Cluster(device=device, tiers=(inner, outer), reached=reached)
+
+
+def _source(machine: Machine) -> str:
+    return f"shoal calibrate, {machine.provenance.date}"
+
+
+def _device(machine: Machine, count: int) -> tuple[Device, float]:
+    """One of so many processes, and the seconds of a kernel that are neither flops nor bytes."""
+    slower = machine.fit.compute
+    copy = next(time for time in machine.copies if time.processes == count)
+    # A copy reads and writes every byte.
+    bandwidth = 2 * copy.num_bytes / (copy.seconds * slower)
+    products = sorted((time for time in machine.matmuls if time.processes == count), key=_flops)
+    small, large = products[0], products[-1]
+    # Planned products take their flops and then their bytes: the bytes of the one that was timed are not flops.
+    computing = max(large.seconds * slower - _moved(large) / bandwidth, large.seconds * slower / 2)
+    peak = _flops(large) / computing
+    launch = max(0.0, small.seconds * slower - _flops(small) / peak - _moved(small) / bandwidth)
+    device = Device(
+        name=machine.provenance.cpu,
+        peak_flops={"float32": peak},
+        memory_bytes=machine.memory_bytes / count,
+        memory_bandwidth=bandwidth,
+        source=_source(machine),
+        context_bytes=float(machine.rank_bytes),
+    )
+    return device, launch
+
+
+def _flops(time: MatmulTime) -> float:
+    return 2.0 * time.rows * time.inner * time.outer
+
+
+def _moved(time: MatmulTime) -> float:
+    return float(_ITEM * (time.rows * time.inner + time.inner * time.outer + time.rows * time.outer))
+
+
+def _link(machine: Machine, count: int) -> Tier:
+    """What joins the processes, such that a sum over all of them takes what was measured (``collectives.all_reduce``)."""
+    sizes = sorted({time.num_bytes for time in machine.collectives if time.operation == "sum"})
+    if count == 1 or len(sizes) < 2:
+        return Tier(
+            name="memory", devices=count, bandwidth=LINKS["memory"].bandwidth, latency=0.0, source="one process"
+        )
+    first, last = sizes[0], sizes[-1]
+    at_first, at_last = (
+        machine.collective_seconds("sum", size, ranks=count, processes=count) * machine.fit.communication
+        for size in (first, last)
+    )
+    per_byte = max((at_last - at_first) / (last - first), 1e-15)
+    # Small sums go by a tree, large ones around a ring.
+    hops, passes = 2 * math.ceil(math.log2(count)), 2 * (count - 1) / count
+    return Tier(
+        name="memory",
+        devices=count,
+        bandwidth=passes / per_byte,
+        latency=max(0.0, at_first - per_byte * first) / hops,
+        source=_source(machine),
+    )

@@ -1,0 +1,114 @@
+"""A machine file as a cluster: what is planned on it takes what was measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from machine_cases import GIB, LARGE, SLOW, SMALL, measured, product_seconds
+from planner_cases import job_of, shape_of
+from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
+from shoal.costs.chain import Layer, LayerKind, Op, OpKind
+from shoal.planner.clusters import read_cluster
+from shoal.planner.collectives import Group, all_reduce, wire_of
+from shoal.planner.estimate import estimate
+from shoal.planner.kernels import Slice, time_layer
+from shoal.planner.machine import Fit, Meeting, write_machine
+from shoal.planner.measured import BETWEEN, measured_cluster
+from shoal.planner.presets import LINKS
+from shoal.planner.stacks import SOFTWARE, Stack
+
+
+def write(tmp_path, **changes):
+    path = tmp_path / "machine.json"
+    write_machine(path, measured(**changes))
+    return path
+
+
+def product(rows, inner, outer):
+    op = Op(kind=OpKind.MATMUL, rows=rows, inner=inner, outer=outer)
+    return Layer(name="product", kind=LayerKind.BLOCK, ops=(op,))
+
+
+@pytest.mark.parametrize("count", SLOW)
+def test_what_was_measured_comes_out(count):
+    cluster = measured_cluster(measured(), path="m", num_processes=count)
+    assert cluster.num_devices == count and cluster.device.memory_bytes == 8 * GIB / count
+    assert cluster.device.free_bytes == 8 * GIB / count - GIB // 4
+    for sizes in (SMALL, LARGE):
+        found = time_layer(
+            product(*sizes), Slice(samples=1), device=cluster.device, precision="float32", item_bytes=4,
+            software=SOFTWARE["fsdp"], constants=cluster.reached,
+        )  # fmt: skip
+        assert found.forward + found.kernels * cluster.reached.launch == pytest.approx(
+            product_seconds(*sizes, SLOW[count]), rel=1e-3
+        )
+    if count > 1:
+        wire = wire_of(Group(count, 1), cluster, cluster.reached)
+        for size in (4096, 1 << 20, 4 << 20):
+            # Of more than two a small sum goes by a tree and a large one around a ring, and one latency stands for both.
+            assert all_reduce(size, wire) == pytest.approx(1e-4 * count + size / 1e9, rel=1e-6 if count == 2 else 0.2)
+
+
+def test_meetings_and_past_runs_count():
+    meeting = Meeting(operation="sum", ranks=2, processes=2, seconds=1e-3, factor=2.0)
+    plain, met = (measured_cluster(measured(meetings=each), path="m") for each in ([], [meeting]))
+    assert met.tiers[0].bandwidth == pytest.approx(plain.tiers[0].bandwidth / 2)
+    assert met.tiers[0].latency == pytest.approx(2 * plain.tiers[0].latency + 1e-3 / 2)
+    fitted = measured_cluster(measured(fit=Fit(compute=2.0, communication=3.0, runs=["a"])), path="m")
+    assert fitted.device.flops("float32") == pytest.approx(plain.device.flops("float32") / 2)
+    assert fitted.device.memory_bandwidth == pytest.approx(plain.device.memory_bandwidth / 2)
+    assert fitted.tiers[0].bandwidth == pytest.approx(plain.tiers[0].bandwidth / 3)
+
+
+@pytest.mark.parametrize(
+    ("size", "tiers"), [("", [2]), (":1", [1]), (":4", [4]), (":3x2", [2, 6]), (":3x2@ethernet-1g", [2, 6])]
+)
+def test_a_file_is_a_cluster(tmp_path, size, tiers):
+    path = write(tmp_path)
+    cluster = read_cluster(f"{path}{size}")
+    assert [tier.devices for tier in cluster.tiers] == tiers
+    link = LINKS["ethernet-1g" if "@" in size else BETWEEN]
+    if len(tiers) > 1:
+        assert cluster.tiers[-1].bandwidth == link.bandwidth
+    else:
+        assert [tier.devices for tier in cluster.resized(8).tiers] == [*tiers, 8]
+
+
+def test_a_file_of_another_machine_is_what_one_plans_with(tmp_path):
+    origin = measured().provenance.model_copy(update={"cpu": "abacus"})
+    assert read_cluster(str(write(tmp_path, provenance=origin))).device.name == "abacus"
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "message"),
+    [
+        ({}, ":3", r"measured with 1, 2, 4 processes, and 3 are asked for; write .*json:4 or fewer, or .*json:1x4 for"),
+        ({}, ":0", "has 1 x 0 devices; give 1 to"),
+        ({"memory_bytes": 0}, "", "does not say how much memory its machine has.*run `shoal calibrate .*json` there"),
+        ({}, "@ether", "there is no link 'ether'"),
+    ],
+)
+def test_what_a_file_does_not_know_is_said(tmp_path, change, size, message):
+    with pytest.raises(RequestError, match=message):
+        read_cluster(f"{write(tmp_path, **change)}{size}")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "not JSON", '{"format": "other"}', None])
+def test_what_is_no_machine_file_is_refused_with_the_fix(tmp_path, text):
+    path = tmp_path / "other.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RequestError, match=r"other\.json.*shoal calibrate"):
+        read_cluster(f"{path}:2")
+
+
+def test_a_plan_on_a_machine_is_priced_by_what_it_reached():
+    cluster = measured_cluster(measured(), path="m")
+    stack = Stack(software=SOFTWARE["shoal"], constants=cluster.reached, is_fitted=False)
+    job = replace(job_of(shape_of(layers=2), precision="float32", weight_bytes=4.0), cluster=cluster, stack=stack)
+    one = estimate(job, Plan.parse("dp=2 microbatches=8"))
+    flops = 3 * job.chain.forward_flops * job.global_batch / 2
+    assert one.seconds > flops / (50e9 / 1.5) and one.utilisation < 1
+    assert json.dumps(one.as_dict()) and one.limit == cluster.device.free_bytes
