@@ -42,7 +42,7 @@ class Limits:
 
 def is_legal(plan: Plan, limits: Limits) -> bool:
     """Whether the model allows a plan; expert parallelism is priced before it is executed."""
-    return not replace(plan, ep=1).problems(limits.facts)
+    return not (plan if plan.ep == 1 else replace(plan, ep=1)).problems(limits.facts)
 
 
 def has_size(plan: Plan) -> bool:

@@ -7,6 +7,7 @@ says: as much as a sum of gradients at stages 1 and 2, half as much again at sta
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -123,15 +124,9 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
     samples = job.global_batch / (dp * microbatches)
     wires = wires_of(plan, job)
     sharing = share_weights(plan, job.stack.software)
-    part = _slice(plan, sharing, samples)
     cuts = cut_stages(job.chain, pp * chunks)
     counts = count_stages(job.chain, pp * chunks)
-    depends = (part, plan.recompute, plan.cp_kind)
-    priced = None if known is None else known.get(depends)
-    if priced is None:
-        priced = [_time_layer(layer, job, plan, part, wires) for layer in job.chain.distinct]
-        if known is not None:
-            known[depends] = priced
+    priced = _priced(job, plan, _slice(plan, sharing, samples), {} if known is None else known)
     summed: dict[tuple[tuple[int, int], ...], StageTimes] = {}
     times = []
     for counted in counts:
@@ -159,10 +154,34 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
     )
 
 
+def least_seconds(job: Job, plan: Plan, known: Known) -> float:
+    """Seconds that no plan of this layout, microbatch size and recompute is below, whatever its schedule and ZeRO stage are.
+
+    All layers' work on one microbatch, evenly over the pipeline: no rank waits, sums or updates.
+
+    Args:
+        job: what is trained, and on what.
+        plan: how; microbatches are said.
+        known: times of layers from earlier calls for the same job; this call adds its own.
+    """
+    microbatches = plan.microbatches or 1
+    part = _slice(plan, share_weights(plan, job.stack.software), job.global_batch / ((plan.dp or 1) * microbatches))
+    times = _sum_stage(Counter(job.chain.numbers), _priced(job, plan, part, known))
+    return microbatches * (times.forward + times.backward) / plan.pp
+
+
 def time_one_layer(layer: Layer, job: Job, plan: Plan) -> LayerTimes:
     """Seconds of one layer with the whole batch as one microbatch."""
     part = _slice(plan, share_weights(plan, job.stack.software), job.global_batch / (plan.dp or 1))
     return _time_layer(layer, job, plan, part, wires_of(plan, job))
+
+
+def _priced(job: Job, plan: Plan, part: Slice, known: Known) -> list[LayerTimes]:
+    depends = (part, plan.recompute, plan.cp_kind)
+    if depends not in known:
+        wires = wires_of(plan, job)
+        known[depends] = [_time_layer(layer, job, plan, part, wires) for layer in job.chain.distinct]
+    return known[depends]
 
 
 def _slice(plan: Plan, sharing: Sharing, samples: float) -> Slice:

@@ -52,12 +52,7 @@ class Estimate:
     @property
     def not_executed(self) -> tuple[str, ...]:
         """What Shoal prices and does not execute yet, in the words of a plan; ``shoal train`` refuses it."""
-        keys = tuple(
-            f"{key.name}={getattr(self.plan, key.name)}"
-            for key in fields(self.plan)
-            if key.name not in EXECUTED and getattr(self.plan, key.name) != key.default
-        )
-        return keys if self.precision in EXECUTED_PRECISIONS else (*keys, self.precision)
+        return not_executed(self.plan, self.precision)
 
     @property
     def headroom(self) -> float:
@@ -107,21 +102,42 @@ class Estimate:
         }
 
 
-def estimate(job: Job, plan: Plan, known: Known | None = None, *, every_place: bool = False) -> Estimate:
+def not_executed(plan: Plan, precision: str) -> tuple[str, ...]:
+    """What of a plan in a precision Shoal prices and does not execute yet, in the words of a plan."""
+    keys = tuple(
+        f"{key.name}={getattr(plan, key.name)}" for key in _NOT_EXECUTED if getattr(plan, key.name) != key.default
+    )
+    return keys if precision in EXECUTED_PRECISIONS else (*keys, precision)
+
+
+_NOT_EXECUTED = tuple(key for key in fields(Plan) if key.name not in EXECUTED)
+
+
+def memory_of(job: Job, plan: Plan, *, every_place: bool = False) -> tuple[Memory, ...]:
+    """Memory by the published bounds of the plan's schedule.
+
+    Args:
+        job: what is trained, and on what.
+        plan: how.
+        every_place: of every place of the pipeline, not only of those that may be the fullest.
+    """
+    return price_memory(job, plan, ranks=None if every_place else _unlike(job, plan))
+
+
+def estimate(job: Job, plan: Plan, known: Known | None = None, *, places: tuple[Memory, ...] | None = None) -> Estimate:
     """Time and memory by closed forms: some ten thousand plans in a second.
 
     Args:
         job: what is trained, and on what.
         plan: how.
         known: times of layers from earlier calls for the same job.
-        every_place: price the memory of every place of the pipeline, not only of those that may be the fullest.
+        places: its memory (``memory_of``), where that is known.
     """
     parts = price_parts(job, plan, known)
     seconds = (
         pipeline_seconds(parts, plan, overlaps_transfer=job.stack.software.overlaps_transfer) + parts.after_pipeline
     )
-    ranks = None if every_place else _unlike(job, plan)
-    return _made(job, plan, parts, seconds, price_memory(job, plan, ranks=ranks), by_schedule=False)
+    return _made(job, plan, parts, seconds, memory_of(job, plan) if places is None else places, by_schedule=False)
 
 
 def _unlike(job: Job, plan: Plan) -> list[int]:
@@ -142,7 +158,7 @@ def estimate_by_schedule(job: Job, plan: Plan, *, most_cells: int = _MOST_CELLS)
         RequestError: the schedule cannot be had in this size.
     """
     if plan.pp == 1 or plan.pp * (plan.chunks or 1) * (plan.microbatches or 1) > most_cells:
-        return estimate(job, plan, every_place=True)
+        return estimate(job, plan, places=memory_of(job, plan, every_place=True))
     parts = price_parts(job, plan)
     schedule, held = _schedule_of(plan)
     seconds = simulate_step(parts, schedule, plan=plan).step_seconds

@@ -1,26 +1,31 @@
 """Search for the fastest plan that fits: every layout by arithmetic, the best of them by their schedules.
 
 Layouts (tp, cp, ep, pp, dp) x microbatch sizes x schedules x ZeRO stages (``candidates.py``), each with as little recompute as
-fits. The times of layers are shared between plans (``cost.Known``), which makes a plan cost microseconds.
+fits. The times of layers are shared between plans (``cost.Known``), and what cannot matter has no price (``cutoff.py``).
 """
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, product
 
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.planner.candidates import MORE_SCHEDULES, Limits, has_size, is_legal, num_units, plans_of
-from shoal.planner.cost import Known
-from shoal.planner.estimate import Estimate, estimate, estimate_by_schedule
+from shoal.planner.cost import Known, least_seconds
+from shoal.planner.cutoff import Cutoff, layout_of
+from shoal.planner.estimate import Estimate, estimate, estimate_by_schedule, memory_of
 from shoal.planner.job import Job
 
 _REFINED = 8
 """Plans of the arithmetic's ranking that are priced by their schedules."""
+_EXECUTED = 2
+"""Plans that Shoal executes, priced by their schedules where the best are none."""
 _PIPELINES = 3
 """Layouts with a pipeline that are tried with every schedule there is."""
+_RECOMPUTE = ("none", "selective", "full")
+"""From the fastest to what holds least."""
 _LEAN = ("v-half", "v-min")
 """Schedules that hold the fewest microbatches (Qi et al. 2024, arXiv:2405.15362): a half and a third of what 1f1b does."""
 _FAR = 1.05
@@ -38,6 +43,7 @@ class Found:
     refused: Estimate | None
     """The fastest that does not fit."""
     num_plans: int
+    """That were priced, or left out because their layout takes too long at least."""
     seconds: float
     """How long the search took."""
     least: Estimate | None = field(default=None)
@@ -57,53 +63,113 @@ def search(job: Job, limits: Limits | None = None, *, top: int = 5) -> Found:
     limits = limits or Limits()
     start = time.perf_counter()
     known: Known = {}
-    looked = _look(job, limits, known)
+    looked = _look(job, limits, top, known)
     if not looked.fitting and limits.schedules is None:
         # Schedules that hold least are not tried with every layout; now they are the last resort.
-        lean = _look(job, replace(limits, schedules=_LEAN), known)
+        lean = _look(job, replace(limits, schedules=_LEAN), top, known)
         looked = _Looked(
             fitting=lean.fitting,
+            left_out=lean.left_out,
             refused=looked.refused,
-            least=min((looked.least, lean.least), key=lambda one: one.memory.allocated if one else math.inf),
+            refused_at=looked.refused_at,
+            least=min((looked.least, lean.least), key=lambda one: one[0] if one else math.inf),
             num_plans=looked.num_plans + lean.num_plans,
         )
-    ranked = _refine(job, limits, sorted(looked.fitting, key=_time), top, known)
+    fitting = [one for _, one in sorted(looked.fitting, key=lambda pair: (_time(pair[1]), pair[0]))]
+    ranked = _refine(job, limits, fitting, top, known)
+    if not ranked:
+        # By their schedules none of the best fits, and who hears that wants to know what needs least.
+        for (place, plan), recompute in product(looked.left_out.items(), _RECOMPUTE):
+            _price(job, limits, looked, place, replace(plan, recompute=recompute), 0.0, known)
     refused = looked.refused
     if refused is not None:
-        refused = estimate(job, refused.plan, known, every_place=True)
+        refused = estimate(job, refused.plan, known, places=memory_of(job, refused.plan, every_place=True))
+    least = None if looked.least is None else estimate(job, looked.least[2], known)
     seconds = time.perf_counter() - start
-    return _found(ranked, refused, looked.least, top=top, num_plans=looked.num_plans, seconds=seconds)
+    return _found(ranked, refused, least, top=top, num_plans=looked.num_plans, seconds=seconds)
 
 
 @dataclass(kw_only=True)
 class _Looked:
-    """What the arithmetic found."""
+    """What the arithmetic found. Places are those among all plans: the first of equals counts."""
 
-    fitting: list[Estimate] = field(default_factory=list)
+    fitting: list[tuple[int, Estimate]] = field(default_factory=list)
+    """With their places."""
+    left_out: dict[int, Plan] = field(default_factory=dict)
+    """Plans that cannot matter, at least with more recompute, by their places."""
     refused: Estimate | None = None
     """The fastest that does not fit."""
-    least: Estimate | None = None
+    refused_at: int = 0
+    least: tuple[float, int, Plan] | None = None
+    """Bytes, place and plan of the one that needs the least memory."""
     num_plans: int = 0
 
+    @property
+    def refused_seconds(self) -> float:
+        """Beyond which nobody asks what else does not fit."""
+        return math.inf if self.refused is None else self.refused.seconds
 
-def _look(job: Job, limits: Limits, known: Known) -> _Looked:
-    """Every plan by closed forms, each with as little recompute as fits."""
+
+def _look(job: Job, limits: Limits, top: int, known: Known) -> _Looked:
+    """Every plan that may matter by closed forms, each with as little recompute as fits."""
     found = _Looked()
-    for plan in plans_of(job, limits):
-        for recompute in ("none", "selective", "full"):
-            candidate = replace(plan, recompute=recompute)
-            if not is_legal(candidate, limits):
-                continue
-            one = estimate(job, candidate, known)
+    cutoff = Cutoff(
+        precision=job.precision,
+        num_best=_num_refined(top),
+        num_executed=_EXECUTED,
+        num_pipelines=_PIPELINES if limits.schedules is None else 0,
+    )
+    plans = list(plans_of(job, limits))
+    fitting: set[int] = set()
+    # The least that takes longest comes last, so a plan has less recompute before it has more.
+    for seconds, place, recompute in sorted(_least_times(job, plans, known)):
+        if place in fitting:
+            continue
+        if seconds > found.refused_seconds and cutoff.is_beyond(plans[place], seconds):
+            found.left_out[place] = plans[place]
             found.num_plans += 1
-            if found.least is None or one.memory.allocated < found.least.memory.allocated:
-                found.least = one
-            if one.fits:
-                found.fitting.append(one)
-                break
-            if found.refused is None or one.seconds < found.refused.seconds:
-                found.refused = one
+            continue
+        plan = replace(plans[place], recompute=_RECOMPUTE[recompute])
+        fits = _price(job, limits, found, place, plan, seconds, known)
+        if fits is not None:
+            fitting.add(place)
+            found.fitting.append((place, fits))
+            cutoff.add(fits)
     return found
+
+
+def _least_times(job: Job, plans: Sequence[Plan], known: Known) -> Iterator[tuple[float, int, int]]:
+    """What each plan takes at least with each recompute, with its place and the recompute's."""
+    times: list[float] = []
+    last: tuple[object, ...] = ()
+    for place, plan in enumerate(plans):
+        # Plans of one layout and microbatch size take the same, and come together.
+        key = (layout_of(plan), plan.sp, plan.cp_kind, plan.microbatches)
+        if key != last:
+            times = [least_seconds(job, replace(plan, recompute=recompute), known) for recompute in _RECOMPUTE]
+            last = key
+        yield from ((seconds, place, recompute) for recompute, seconds in enumerate(times))
+
+
+def _price(
+    job: Job, limits: Limits, found: _Looked, place: int, plan: Plan, seconds: float, known: Known
+) -> Estimate | None:
+    """A plan that takes ``seconds`` at least; None where it does not fit, which is noted, or is not legal."""
+    if not is_legal(plan, limits):
+        return None
+    found.num_plans += 1
+    places = memory_of(job, plan)
+    needs = max(each.allocated for each in places)
+    if found.least is None or (needs, place) < found.least[:2]:
+        found.least = (needs, place, plan)
+    if needs > job.cluster.device.free_bytes and seconds > found.refused_seconds:
+        return None
+    priced = estimate(job, plan, known, places=places)
+    if priced.fits:
+        return priced
+    if (priced.seconds, place) < (found.refused_seconds, found.refused_at):
+        found.refused, found.refused_at = priced, place
+    return None
 
 
 def _found(
@@ -163,10 +229,10 @@ def _simplest_first(ranked: list[Estimate]) -> list[Estimate]:
 def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int, known: Known) -> list[Estimate]:
     """The best plans by their schedules, with every other schedule that their layout could have."""
     candidates: dict[str, Plan] = {}
-    best = fitting[: max(_REFINED, 2 * top)]
+    best = fitting[: _num_refined(top)]
     if all(found.not_executed for found in best):
         # Somebody who wants to train now wants one that runs.
-        best = [*best, *islice((found for found in fitting if not found.not_executed), 2)]
+        best = [*best, *islice((found for found in fitting if not found.not_executed), _EXECUTED)]
     for found in best:
         candidates.setdefault(str(found.plan), found.plan)
     if limits.schedules is None:
@@ -186,6 +252,10 @@ def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int, kno
     return _simplest_first(sorted(refined, key=_time))
 
 
+def _num_refined(top: int) -> int:
+    return max(_REFINED, 2 * top)
+
+
 def _is_near(found: Estimate, best: Estimate) -> bool:
     return found.seconds <= _FAR * best.seconds
 
@@ -197,5 +267,5 @@ def _best_pipelines(fitting: Sequence[Estimate]) -> list[Plan]:
         if len(found) == _PIPELINES:
             break
         if one.plan.pp > 1:
-            found.setdefault((one.plan.dp, one.plan.tp, one.plan.cp, one.plan.pp, one.plan.ep), one.plan)
+            found.setdefault(layout_of(one.plan), one.plan)
     return list(found.values())
