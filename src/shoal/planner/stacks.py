@@ -127,7 +127,10 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="bigscience",
-            source="bigscience-workshop/Megatron-DeepSpeed, 2021 and 2022: ZeRO-1, fused softmax, PipelineEngine as above",
+            # What is written to differ from the fork above has no formula; its constants take it up (benchmarks/planner).
+            source="bigscience-workshop/Megatron-DeepSpeed, 2021 and 2022: ZeRO-1, in bfloat16 as an optimizer of its own, "
+            "fused softmax, PipelineEngine as above; BLOOM's job script has a norm after the embedding, ALiBi, and launches "
+            "that wait for their kernels (bigscience-workshop/bigscience: train/tr11-176B-ml/tr11-176B-ml.slurm)",
             overlaps_reduce=False,
             overlaps_gather=False,
             scatters_transfer=True,
