@@ -27,6 +27,25 @@ def test_ssp_without_staleness_is_data_parallel_bit_for_bit(shoal, tiny):
     assert train(shoal, tiny, "ps=2 workers=2 update=ssp:0", "ssp") == replicas
 
 
+@pytest.mark.timeout(300)
+def test_a_class_of_torch_moves_from_servers_to_replicas_bit_for_bit(shoal, tiny):
+    """Saved by the servers, gone on with by replicas: the end of the replicas that were left alone."""
+    nadam = [
+        "--set",
+        "optim.name=torch.optim.NAdam",
+        "--set",
+        "optim.args={momentum_decay=0.01}",
+        "--set",
+        "train.steps=6",
+    ]
+    shoal.run("train", tiny, "--plan", "dp=2", "--run-dir", "alone", *nadam, timeout=200)
+    served = ["--plan", "ps=2 workers=2 update=bsp backup=1", "--run-dir", "moved", *nadam[:-1], "train.steps=3"]
+    shoal.run("train", tiny, *served, timeout=200)
+    shoal.run("train", tiny, "--plan", "dp=2", "--run-dir", "moved", "--resume", *nadam, timeout=200)
+    ends = [read_summary(shoal.folder / name)["weights_sha256"] for name in ("alone", "moved")]
+    assert ends[0] == ends[1]
+
+
 GROUPED = {
     "adasum": ("bsp", ["paramserver.aggregate=adasum"]),
     "local steps": ("bsp", ["paramserver.aggregate=fednova", "paramserver.local_steps=2"]),

@@ -67,6 +67,16 @@ def test_weights_that_are_pulled_while_a_worker_computes_are_those_that_it_says(
 
 @pytest.mark.soak
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["NAdam", "RAdam", "RMSprop"])
+def test_a_class_of_torch_is_proved_on_servers_and_replicas(shoal, recipe, tmp_path, kind):
+    written, named = tmp_path / "certificate.json", f"optim.name=torch.optim.{kind}"
+    plans = ["--plan", "ps=2 workers=2 update=bsp", "--plan", "dp=2 zero=2"]
+    shoal.run("verify", recipe, *plans, "--set", named, "--json", written, timeout=200)
+    assert all(found["ok"] and found["bitwise"] for found in json.loads(written.read_text())["plans"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("update", "setting"), [("async", "overlap=true"), ("bsp", "hot=measured"), ("ssp:2", "cache_staleness=2")]
 )

@@ -131,6 +131,12 @@ class OwnParts:
 
         return OwnPartsHere().measure_data(recipe)
 
+    def check_optimizer(self, recipe: "Recipe") -> None:
+        """See ``shoal.trainer.request.OwnParts``."""
+        from shoal.trainer.measure import OwnPartsHere
+
+        OwnPartsHere().check_optimizer(recipe)
+
     def check_plan(self, recipe: "Recipe", plan: "Plan") -> None:
         """See ``shoal.trainer.request.OwnParts``."""
         from shoal.trainer.measure import OwnPartsHere

@@ -1,14 +1,14 @@
 """Builds the optimizer of a run, with its state, from the ``[optim]`` section.
 
 torch's own optimizers are used in their fused form, which runs the same kernel for every tensor whatever else is stepped with it.
-What that kernel promises about shards is in ``flat.CUT_MULTIPLE``. LARS and LAMB are ours, because torch has neither.
+What that kernel promises about shards is in ``flat.CUT_MULTIPLE``. LARS and LAMB are ours, because torch has neither. Any other
+class of torch is named by the recipe (``optim/named.py``).
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -16,12 +16,25 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from shoal.core.errors import RequestError
 from shoal.optim.config import OptimConfig
 from shoal.optim.flat import CUT_MULTIPLE as CUT_MULTIPLE
-from shoal.optim.flat import FlatState, is_flat
+from shoal.optim.flat import FlatState, flat_sizes, is_flat
 from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars
+from shoal.optim.named import build_named, early_state, holding_of
 from shoal.optim.trust import Norms
 
 _DEFAULT_EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10, "lamb": 1e-6}
+# Tensors of the parameter's shape that each keeps, and whether it counts its steps.
+_HOLDS = {
+    "sgd": (0, False),
+    "momentum": (1, False),
+    "nesterov": (1, False),
+    "lars": (1, False),
+    "adagrad": (1, True),
+    "adam": (2, True),
+    "adamw": (2, True),
+    "lamb": (2, True),
+}
+_COUNT_BYTES = 4  # torch counts steps in float32
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -64,6 +77,8 @@ def build_optimizer(
             return Lars(param_groups, **common, momentum=config.momentum, trust=config.trust, norms=norms)
         case "lamb":
             return Lamb(param_groups, **common, betas=config.betas, eps=eps, norms=norms)
+        case _:
+            return build_named(config, param_groups)
 
 
 def set_rate(optimizer: Optimizer, lr: float) -> None:
@@ -73,7 +88,7 @@ def set_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def initialise_state(optimizer: Optimizer) -> None:
-    """Make the state of every parameter exist before the first step, as zeros, in one buffer per kind of state.
+    """Make the state of every parameter exist before the first step, as torch begins it, in one buffer per kind of state.
 
     The first step is the same with and without it. State that is there already keeps its values.
     """
@@ -87,24 +102,23 @@ def initialise_state(optimizer: Optimizer) -> None:
 
 
 def _zero_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    match optimizer:
-        case Lars() | Lamb():
-            return optimizer.create_state(parameter)
-        case SGD():
-            if not group["momentum"]:
-                return {}
-            return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
-        case Adam():
-            return {
-                # A fused step reads its count on the parameter's device.
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
-        case _:
-            raise AssertionError(
-                f"{type(optimizer).__name__} is not from build_optimizer, or makes its state when it is built"
-            )
+    if isinstance(optimizer, Lars | Lamb):
+        return optimizer.create_state(parameter)
+    return early_state(optimizer, group, parameter)
+
+
+def num_state_bytes(config: OptimConfig, numels: list[int], itemsize: int) -> int:
+    """Bytes of the state that an optimizer keeps for tensors of these sizes, with the padding between them.
+
+    Raises:
+        RequestError: it names a class of torch that cannot be used.
+    """
+    size, count = flat_sizes(numels)
+    if config.is_torch_class:
+        holding = holding_of(config)
+        return holding.num_shaped * size * itemsize + holding.single_bytes * count
+    shaped, has_count = _HOLDS[config.name]
+    return shaped * size * itemsize + (count * _COUNT_BYTES if has_count else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

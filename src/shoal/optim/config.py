@@ -1,13 +1,16 @@
 """The ``[optim]`` section of a recipe, and the names of the precisions. No torch: the command line reads it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shoal.core.config import Config
+from shoal.core.errors import did_you_mean
 
 PrecisionName = Literal["float32", "bfloat16", "float16", "float64"]
 OptimizerName = Literal["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "lars", "lamb"]
+TORCH = "torch.optim."
+"""How the name of an optimizer begins that is a class of torch."""
 ScheduleName = Literal["constant", "cosine", "linear", "inverse_sqrt", "plateau"]
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -17,8 +20,10 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Config):
     """How gradients become new weights, and how fast."""
 
-    name: OptimizerName = "adamw"
-    """Update rule: sgd, momentum, nesterov, adam, adamw, adagrad; lars and lamb for large batches."""
+    name: str = "adamw"
+    """Update rule: sgd, momentum, nesterov, adam, adamw, adagrad; lars and lamb for large batches; or torch.optim.CLASS."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a torch.optim.CLASS, beside lr and weight_decay; left out, torch's own defaults."""
     lr: Finite = Field(default=1e-3, gt=0)
     """Learning rate at its highest, after warm-up."""
     momentum: Decay = 0.9
@@ -47,6 +52,38 @@ class OptimConfig(Config):
     """Smallest improvement that plateau counts, as a fraction of the best loss."""
     trust: Finite = Field(default=0.001, gt=0)
     """Trust coefficient of lars: how far a layer may move, as a fraction of its norm."""
+
+    @property
+    def is_torch_class(self) -> bool:
+        """True when the optimizer is named by its class in torch (``optim/named.py``)."""
+        return self.name.startswith(TORCH)
+
+    @field_validator("name")
+    @classmethod
+    def _has_rule(cls, name: str) -> str:
+        # Which classes there are is known to torch, which is not imported here.
+        if name not in get_args(OptimizerName) and not name.startswith(TORCH):
+            raise ValueError(
+                f"there is no {name!r}; {did_you_mean(name, get_args(OptimizerName))} Any other optimizer of torch is named by "
+                f"its class, such as {TORCH}NAdam"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _arguments_have_a_taker(self) -> "OptimConfig":
+        if self.args and not self.is_torch_class:
+            given = ", ".join(sorted(self.args))
+            raise ValueError(
+                f"args ({given}) are for a class of torch, and name is {self.name}; set name to such as {TORCH}AdamW, or leave "
+                f"args out"
+            )
+        if self.is_torch_class:
+            # Compared with the default: a resolved recipe has every key.
+            for key in ("momentum", "betas", "eps", "trust"):
+                value = getattr(self, key)
+                if value != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} {value} is not read by {self.name}; set args.{key}, if it takes that")
+        return self
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> "OptimConfig":

@@ -15,9 +15,9 @@ The fused CPU kernels of momentum SGD, Adam and AdamW compute the last elements,
 code that rounds differently (torch 2.13); the widest register holds 16 float32. Plain SGD, Adagrad, LARS and LAMB may be cut
 anywhere.
 """
-_COUNT_BYTES = 4  # torch counts steps in float32
-STEP = "step"
-"""The key of a count of steps: one number per parameter, the only state that has not the parameter's shape."""
+SINGLES = frozenset({"step", "mu_product", "eta", "mu"})
+"""Keys of state that is one number per parameter: a count of steps, and what NAdam and ASGD derive from it. All other state has
+the parameter's shape."""
 
 
 def align(numel: int) -> int:
@@ -37,7 +37,7 @@ def is_flat(optimizer: Optimizer) -> bool:
     storages: dict[str, set[tuple[int, int]]] = {}
     for parameter in members:
         for key, value in optimizer.state[parameter].items():
-            storage, wanted = value.untyped_storage(), count if key == STEP else size
+            storage, wanted = value.untyped_storage(), count if key in SINGLES else size
             storages.setdefault(key, set()).add((storage.data_ptr(), storage.nbytes() - wanted * value.element_size()))
     return all(len(found) == 1 and next(iter(found))[1] == 0 for found in storages.values())
 
@@ -62,21 +62,13 @@ class FlatState:
     def _place(self, key: str, parameter: Tensor, value: Tensor) -> Tensor:
         if key not in self._buffers:
             # Not zeros: its pages are first touched as states move in, when the old ones go.
-            self._buffers[key] = value.new_empty(self._count if key == STEP else self._size)
+            self._buffers[key] = value.new_empty(self._count if key in SINGLES else self._size)
         buffer = self._buffers[key]
         # The parameter's own strides: a kernel that walks both in memory order must meet the same elements.
-        shape, stride = ((), ()) if key == STEP else (parameter.shape, parameter.stride())
-        view = buffer.as_strided(shape, stride, self._index if key == STEP else self._offset)
+        shape, stride = ((), ()) if key in SINGLES else (parameter.shape, parameter.stride())
+        view = buffer.as_strided(shape, stride, self._index if key in SINGLES else self._offset)
         return view.copy_(value)
 
 
 def _members(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def num_state_bytes(name: str, numels: list[int], itemsize: int) -> int:
-    """Bytes of the state that the named optimizer keeps for tensors of these sizes, with the padding between them."""
-    size, count = flat_sizes(numels)
-    shaped = {"sgd": 0, "momentum": 1, "nesterov": 1, "lars": 1, "adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2}[name]
-    has_count = name in ("adam", "adamw", "adagrad", "lamb")
-    return shaped * size * itemsize + (count * _COUNT_BYTES if has_count else 0)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.optim.config import OptimizerName
-from shoal.optim.flat import num_state_bytes
+from shoal.optim.build import num_state_bytes
+from shoal.optim.config import OptimConfig
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.zero.apply import ZeroReduction, predict_pool
@@ -37,7 +37,7 @@ def predict_sizes(
     num_data_ranks: int,
     data_rank: int,
     num_microbatches: int,
-    optimizer: OptimizerName,
+    optim: OptimConfig,
 ) -> Sizes:
     """What a rank will keep of a model's trainable parameters.
 
@@ -48,13 +48,13 @@ def predict_sizes(
         num_data_ranks: the plan's ``dp``.
         data_rank: this rank's place along it.
         num_microbatches: microbatches of one step.
-        optimizer: the name in the ``[optim]`` section.
+        optim: the ``[optim]`` section.
     """
     trained = [parameter for _, parameter in sorted(model.named_parameters()) if parameter.requires_grad]
     itemsize = trained[0].element_size()
     if stage == 0:
         num_bytes = sum(parameter.nbytes for parameter in trained)
-        state = num_state_bytes(optimizer, [parameter.numel() for parameter in trained], itemsize)
+        state = num_state_bytes(optim, [parameter.numel() for parameter in trained], itemsize)
         return Sizes(weights=num_bytes, gradients=num_bytes, optimizer=state)
     layout = lay_out(model, anatomy, num_data_ranks)
     whole, shard = layout.size * itemsize, layout.shard_size(data_rank) * itemsize
@@ -65,7 +65,7 @@ def predict_sizes(
     return Sizes(
         weights=shard if stage == 3 else whole,
         gradients=whole if keeps_whole else shard,
-        optimizer=num_state_bytes(optimizer, [numel for numel in pieces if numel], itemsize),
+        optimizer=num_state_bytes(optim, [numel for numel in pieces if numel], itemsize),
         working=working * itemsize,
     )
 

@@ -171,7 +171,7 @@ def _sizes_of_part(model: nn.Module, prepared: Prepared, anatomy: Anatomy, num_c
         data_rank=0,
         # A pipeline keeps gradients whole until the last cell of a step, also of a step of one microbatch.
         num_microbatches=plan.microbatches or 1 if plan.pp == 1 else 2,
-        optimizer=prepared.recipe.optim.name,
+        optim=prepared.recipe.optim,
     )
     parts = {
         "weights": sizes.weights * (1 + num_copies) + buffers,

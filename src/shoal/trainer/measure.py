@@ -3,6 +3,7 @@
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
+from shoal.optim.named import check_named
 from shoal.parallel.rules import describe_facts
 from shoal.pipeline.build import prove_stages
 from shoal.trainer.build import build_parts
@@ -24,6 +25,14 @@ class OwnPartsHere:
             test=len(splits.test),
             description="your own data",
         )
+
+    def check_optimizer(self, recipe: Recipe) -> None:
+        """Try the class of torch that a recipe names.
+
+        Raises:
+            RequestError: with the nearest name, the arguments that it takes, or why it cannot be used.
+        """
+        check_named(recipe.optim)
 
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Build the module, look at what it is made of, and refuse a plan that does not fit it.

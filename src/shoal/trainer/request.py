@@ -1,7 +1,7 @@
 """The front door of training: everything that can be known to be wrong is found here, before any process starts.
 
-No torch: a misspelt key is answered in a fraction of a second. Only a recipe that names the user's own functions imports
-them, because that is the only way to know that they can be imported.
+No torch: a misspelt key is answered in a fraction of a second. Only a recipe that names the user's own functions, or a class of
+torch, imports them, because that is the only way to know that they can be imported.
 """
 
 from collections.abc import Iterator
@@ -66,6 +66,9 @@ class OwnParts(Protocol):
     def measure_data(self, recipe: Recipe) -> DataSummary:
         """Count the samples of the user's own data; called only where the recipe names such data."""
 
+    def check_optimizer(self, recipe: Recipe) -> None:
+        """Refuse an optimizer that torch does not have or that cannot be used; called only where a class of torch is named."""
+
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Refuse a derived plan that a module cannot be laid out by; called only where nothing but building it can tell."""
 
@@ -106,6 +109,8 @@ def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, re
     assert data.spec is not None and data.train is not None, "data that was measured has a spec and a length"
     check_model(recipe.model, data.spec)
     refuse_settings(recipe, plan)
+    if recipe.optim.is_torch_class:
+        own.check_optimizer(recipe)
     facts = facts_of(recipe.model, data.spec)
     if facts is not None:
         plan.check(facts)

@@ -12,7 +12,7 @@ from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.models.dropout import apply_keyed_dropout
-from shoal.optim.config import OptimizerName
+from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.apply import apply_to_model
@@ -30,7 +30,7 @@ def predict_state(
     anatomy: Anatomy,
     plan: Plan,
     rank: int,
-    optimizer: OptimizerName,
+    optim: OptimConfig,
     precision: Precision,
     part: Part | None = None,
 ) -> dict[str, int]:
@@ -53,7 +53,7 @@ def predict_state(
         data_rank=mesh.coordinate(Axis.DATA),
         # A pipeline keeps gradients whole until its step is over.
         num_microbatches=max(2, plan.microbatches or 1) if plan.pp > 1 else plan.microbatches or 1,
-        optimizer=optimizer,
+        optim=optim,
     )
     return {name: value for name, value in asdict(sizes).items() if name in STATE}
 

@@ -116,7 +116,7 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
         anatomy=anatomy,
         plan=plan,
         rank=rank,
-        optimizer=trainer.optim_config.name,
+        optim=trainer.optim_config,
         precision=trainer.precision,
         part=None if cut is None else cut.part,
     )

@@ -12,6 +12,7 @@ from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
 from shoal.core.updates import UpdateRule
 from shoal.optim.config import PrecisionName
+from shoal.optim.named import check_named
 from shoal.parallel.rules import describe_facts
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
@@ -87,7 +88,12 @@ def prepare_verify(
 
 
 def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
-    """The model of a recipe, and the numbers that a proof needs to know of it."""
+    """The model of a recipe, and the numbers that a proof needs to know of it.
+
+    Raises:
+        RequestError: its optimizer is a class of torch that cannot be used.
+    """
+    check_named(recipe.optim)
     model, _, data = build_parts(recipe)
     total = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
     anatomy = look_at(model, data, recipe.parallel)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.core.plan import Plan
-from shoal.optim.config import OptimConfig, PrecisionName
+from shoal.optim.config import TORCH, OptimConfig, PrecisionName
 from shoal.optim.rates import rate
 from shoal.verify.oracle import Delay
 
@@ -39,8 +39,8 @@ _SPLIT = {"float64": 1e-12, "float32": 1e-5}
 _REORDERED = {"float64": 1e-14, "float32": 1e-6}
 # A norm that nothing is clipped by comes from one kernel per tensor, in its own type.
 _SHOWN = {"float64": 1e-12, "float32": 1e-6}
-# Optimizers that divide an element's gradient by its own size.
-_NORMALISING = ("adam", "adamw", "adagrad", "lamb")
+# Optimizers that divide an element's gradient by its own size, in lower case.
+_NORMALISING = ("adam", "adamw", "adagrad", "lamb", "nadam", "radam", "adamax", "rmsprop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def derive_tolerance(
         loss_bound=max(bound, _SHOWN["float64" if precision == "float64" else "float32"]),
         reason=reason,
         eps=eps,
-        normalises=optim.name in _NORMALISING,
+        normalises=_rule(optim) in _NORMALISING,
         step_sizes=tuple(
             _longest_step(optim, step, total_steps, updates=_updates_per_step(plan)) for step in range(steps)
         ),
@@ -131,8 +131,21 @@ def _updates_per_step(plan: Plan) -> int:
 
 
 def _longest_step(optim: OptimConfig, step: int, total_steps: int, *, updates: int) -> float:
-    """Kingma & Ba 2015 (arXiv 1412.6980), section 2.1: at most lr (1 - b1) / sqrt(1 - b2), or lr where that is larger."""
-    first, second = optim.betas
-    longest = max(1.0, (1 - first) / math.sqrt(1 - second))
+    """Kingma & Ba 2015 (arXiv 1412.6980), section 2.1: at most lr (1 - b1) / sqrt(1 - b2), or lr where that is larger.
+
+    RAdam and Adamax go no further. NAdam adds the gradient itself to the mean, and RMSprop has no mean: there b1 counts as 0,
+    and the decay of RMSprop is its alpha.
+    """
+    kind = _rule(optim)
+    first, second = optim.args.get("betas", optim.betas)
+    if kind == "rmsprop":
+        second = optim.args.get("alpha", 0.99)
+    if kind in ("rmsprop", "nadam"):
+        first = 0.0
+    longest: float = max(1.0, (1 - first) / math.sqrt(1 - second))
     ticks = range(step * updates, (step + 1) * updates)
     return sum(rate(optim, tick, total_steps * updates) for tick in ticks) * longest
+
+
+def _rule(optim: OptimConfig) -> str:
+    return optim.name.removeprefix(TORCH).lower()

@@ -17,6 +17,8 @@ from shoal.optim.config import OptimConfig
 NAMES = ["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "lars", "lamb"]
 FUSED = ["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad"]
 CUT_ANYWHERE = ["sgd", "adagrad"]
+PLAIN = [f"torch.optim.{name}" for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")]
+"""Classes of torch without a fused kernel."""
 
 
 class Affine(nn.Module):
@@ -232,7 +234,7 @@ def random_cuts(data: st.DataObject, numel: int, multiple: int) -> list[int]:
     return sorted(data.draw(st.sets(st.sampled_from(places), max_size=5))) if places else []
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [*FUSED, *PLAIN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), numel=st.integers(1, 400), offset=st.integers(0, 9))
@@ -262,7 +264,7 @@ def test_an_odd_cut_reaches_no_further_than_the_tail_of_a_piece(name, dtype, dat
         torch.testing.assert_close(a, b, rtol=64 * torch.finfo(dtype).eps, atol=64 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [*FUSED, *PLAIN])
 def test_the_number_of_threads_changes_no_bit(name):
     before = torch.get_num_threads()
     results = []

@@ -9,7 +9,7 @@ from shoal.optim.build import build_optimizer
 from shoal.optim.config import OptimConfig
 from shoal.optim.state import export_state, import_state
 
-NAMES = ["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "lars", "lamb"]
+NAMES = ["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "lars", "lamb", "torch.optim.NAdam"]
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer, dict]:

@@ -1,6 +1,7 @@
 """A shard's replica: same bits as an optimizer over whole tensors, idempotent pushes, and nothing wrong is ever stored."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from shoal.paramserver.members import GONE_KEPT
 from shoal.paramserver.rounds import Entry, Identity, Round
 from shoal.paramserver.shard import ShardState
 
+TORCHS = [f"torch.optim.{name}" for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")]
+"""Their kernels are cut without a trace in the types that weights are trained in, and not in bfloat16."""
 OPTIMIZERS = ["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "lars", "lamb"]
 
 
@@ -66,8 +69,10 @@ def a_round(number: int, *entries: tuple, dropped=()) -> Round:
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*product(OPTIMIZERS, (torch.float32, torch.bfloat16)), *product(TORCHS, (torch.float32, torch.float64))],
+)
 def test_shards_have_the_bits_of_the_optimizer_over_whole_tensors(name, dtype):
     model = small_model(dtype)
     optim = OptimConfig(name=name, lr=0.05, weight_decay=0.01)
@@ -217,7 +222,7 @@ def test_departed_workers_are_remembered_up_to_a_number():
         state.store(Identity("worker-600", 0), flat_part(state, draw(model, 0)), 0)
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw", "adagrad"])
+@pytest.mark.parametrize("name", ["momentum", "adamw", "adagrad", "torch.optim.NAdam"])
 def test_a_restored_replica_goes_on_with_the_same_bits(name):
     model, optim = small_model(), OptimConfig(name=name, weight_decay=0.1)
     settings = {"compensation": 0.04, "history": 2}

@@ -53,7 +53,7 @@ def test_bytes_of_a_stage_with_a_tied_weight_are_those_of_the_real_stage(zero, r
         anatomy=anatomy,
         plan=plan,
         rank=rank,
-        optimizer="adamw",
+        optim=OptimConfig(name="adamw"),
         precision=Precision.named("float32"),
         part=part,
     )

@@ -15,7 +15,7 @@ from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
 from shoal.models.config import OwnModelConfig
-from shoal.optim.flat import num_state_bytes
+from shoal.optim.build import num_state_bytes
 from shoal.planner.candidates import Limits
 from shoal.planner.clusters import read_cluster
 from shoal.planner.estimate import Estimate, estimate_by_schedule
@@ -181,7 +181,7 @@ def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -
         stack = replace(stack, constants=where.reached, is_fitted=False, fitted_on=where.device.source, covered=None)
     weight_bytes = weight_bytes_of(stack.software, precision)
     # Of a tensor large enough that the few bytes for every tensor do not count; other software is taken to train with Adam.
-    state_bytes = num_state_bytes(recipe.optim.name, [_MANY], int(weight_bytes)) / _MANY if is_ours else None
+    state_bytes = num_state_bytes(recipe.optim, [_MANY], int(weight_bytes)) / _MANY if is_ours else None
     return Job(
         chain=chain,
         cluster=where,

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from shoal.core.units import format_bytes
+from shoal.optim.build import num_state_bytes
 from shoal.optim.config import OptimConfig
-from shoal.optim.flat import num_state_bytes
 from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.cutting import ITEM_BYTES, Model
 from shoal.trainer.servers.hot import cut_for
@@ -36,7 +36,7 @@ def sizes_with_servers(
     shard_map = cut_for(model, num_servers, config=config, optimizer=optim.name)
     shards = [shard_map.num_bytes(number) for number in range(num_servers)]
     item = ITEM_BYTES[shard_map.dtype]
-    states = [num_state_bytes(optim.name, [piece.numel for piece in shard.pieces], item) for shard in shard_map.shards]
+    states = [num_state_bytes(optim, [piece.numel for piece in shard.pieces], item) for shard in shard_map.shards]
     # A server keeps its own shard and those that it backs up, each with its state; a push waits there for its round.
     held = [_of_server(shards, number, num_backups) for number in range(num_servers)]
     state = [_of_server(states, number, num_backups) for number in range(num_servers)]

@@ -1,0 +1,210 @@
+"""Optimizers that a recipe names by their class in torch: ``name = "torch.optim.NAdam"``, with arguments in ``[optim.args]``.
+
+Which classes can be had is not a list. A class is tried on a small tensor, once: whether its state can be made before the first
+step, whether a tensor that is cut into two gets the bits of a whole one, and what it keeps. What passes works under every plan,
+on servers and in checkpoints, because these rely on nothing else.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from shoal.core.errors import RequestError, did_you_mean
+from shoal.optim.config import TORCH, OptimConfig
+from shoal.optim.flat import CUT_MULTIPLE, SINGLES
+
+# What the recipe says elsewhere, or what decides which kernel runs: the one whose bits do not depend on other tensors.
+_ELSEWHERE = {"lr": "optim.lr", "weight_decay": "optim.weight_decay"}
+_KERNELS = ("foreach", "fused", "capturable", "differentiable")
+_REASONS = {
+    "Adafactor": "keeps state by rows and columns and measures whole tensors, which shards do not have; use adamw or lamb",
+    "LBFGS": "asks for the loss several times in one step; parameter servers have it as update=lbfgs in the plan",
+    "Muon": "makes whole matrices orthogonal, and takes neither vectors nor parts; use adamw or lamb",
+    "SparseAdam": f"takes sparse gradients only, and gradients are added up dense; use {TORCH}Adam",
+}
+_ROWS, _COLUMNS = 6, CUT_MULTIPLE // 2
+_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What an optimizer keeps for each parameter."""
+
+    num_shaped: int
+    """Tensors of the parameter's shape and type."""
+    single_bytes: int
+    """Bytes of its single numbers."""
+
+
+def check_named(config: OptimConfig) -> None:
+    """Refuse a class of torch that is none, that cannot be used here, or that is given wrong arguments.
+
+    Raises:
+        RequestError: with the nearest name, the arguments that it takes, or the reason.
+    """
+    if config.is_torch_class:
+        holding_of(config)
+
+
+def holding_of(config: OptimConfig) -> Holding:
+    """What the class that a section names keeps, found out by using it.
+
+    Raises:
+        RequestError: as ``check_named``.
+    """
+    arguments = json.dumps(config.args, sort_keys=True, default=str)
+    return _examine(config.name, arguments, config.weight_decay)
+
+
+def build_named(config: OptimConfig, param_groups: list[dict[str, Any]]) -> Optimizer:
+    """The optimizer over these groups.
+
+    Raises:
+        RequestError: as ``check_named``.
+    """
+    check_named(config)
+    return _make(_find(config.name), config.lr, config.args, param_groups)
+
+
+def early_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """The state that torch gives a parameter when it first steps it, made now.
+
+    A class that begins with the learning rate (Rprop's step sizes) begins with the group's of now: ``optim.lr``, warm-up or not.
+    """
+    if isinstance(optimizer, SGD):
+        # It makes none before it has stepped; zeros give the same first step.
+        return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
+    # torch has no public way to ask for it. The lists are those in which it hands tensors on to its kernels.
+    fill = getattr(optimizer, "_init_group", None)
+    if fill is None:
+        return {}
+    lists: list[list[Any]] = [[] for _ in list(inspect.signature(fill).parameters)[1:]]
+    given = parameter.grad
+    # Only parameters with a gradient get state; this one has no memory.
+    parameter.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    try:
+        fill({**group, "params": [parameter]}, *lists)
+    finally:
+        parameter.grad = given
+    made: dict[str, Tensor] = optimizer.state[parameter]
+    return made
+
+
+def _find(name: str) -> type[Optimizer]:
+    choices = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    wanted = name.removeprefix(TORCH)
+    if wanted in choices:
+        return choices[wanted]
+    alike = [key for key in choices if key.lower() == wanted.lower()]
+    hint = f"did you mean {alike[0]!r}?" if alike else did_you_mean(wanted, choices)
+    raise RequestError(f"optim.name {name!r}: torch.optim has no {wanted!r}; {hint}")
+
+
+def _make(
+    kind: Callable[..., Optimizer], lr: float, arguments: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> Optimizer:
+    takes = inspect.signature(kind).parameters
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    # The same kernel for every tensor, whatever else is stepped with it.
+    how = {"fused": True} if "fused" in takes else {"foreach": False} if "foreach" in takes else {}
+    return kind(groups, lr=lr, **given, **how)
+
+
+@cache
+def _examine(name: str, arguments_json: str, weight_decay: float) -> Holding:
+    kind, arguments = _find(name), json.loads(arguments_json)
+    if kind.__name__ in _REASONS:
+        raise RequestError(f"optim.name {name!r} cannot be used: it {_REASONS[kind.__name__]}")
+    _refuse_arguments(name, kind, arguments, weight_decay)
+    try:
+        whole, _ = _try(kind, arguments, weight_decay, [_ROWS], is_early=False)
+        early, keeps = _try(kind, arguments, weight_decay, [_ROWS], is_early=True)
+        parts, _ = _try(kind, arguments, weight_decay, [2, _ROWS - 2], is_early=True)
+    except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+        raise RequestError(
+            f"optim.name {name!r} does not work with these arguments: {error}; {_taken(kind, arguments)}"
+        ) from error
+    if whole.keys() != early.keys() or not _is_equal(whole, early):
+        raise RequestError(
+            f"optim.name {name!r} with args {arguments} cannot be used: its state at the first step is not the one that is made "
+            f"before it, which checkpoints and servers need; leave the arguments out, or use another optimizer"
+        )
+    shaped = [key for key, value in keeps.items() if value.shape == (_ROWS, _COLUMNS) and key not in SINGLES]
+    singles = [key for key, value in keeps.items() if value.ndim == 0 and key in SINGLES]
+    for key in sorted(keeps.keys() - {*shaped, *singles}):
+        raise RequestError(
+            f"optim.name {name!r} cannot be used: its state {key!r} has shape {tuple(keeps[key].shape)} for a parameter of "
+            f"{(_ROWS, _COLUMNS)}, and is not known to be a single number; use another optimizer"
+        )
+    if not _is_equal(early, parts):
+        raise RequestError(
+            f"optim.name {name!r} cannot be used: an element's update depends on other elements of its tensor, and tensors are "
+            f"cut into shards; use one that is elementwise, such as adamw"
+        )
+    return Holding(num_shaped=len(shaped), single_bytes=sum(keeps[key].nbytes for key in singles))
+
+
+def _refuse_arguments(name: str, kind: type[Optimizer], arguments: Mapping[str, Any], weight_decay: float) -> None:
+    for key in sorted(arguments):
+        if key in _ELSEWHERE:
+            raise RequestError(f"optim.args.{key}: set {_ELSEWHERE[key]} instead, which schedules and groups follow")
+        if key in _KERNELS:
+            raise RequestError(
+                f"optim.args.{key}: which kernel runs is chosen so that shards change no bit; leave it out"
+            )
+        if key not in _free(kind):
+            raise RequestError(f"optim.args.{key}: {name} takes no {key!r}; {_taken(kind, arguments)}")
+    if weight_decay and "weight_decay" not in inspect.signature(kind).parameters:
+        raise RequestError(f"optim.weight_decay {weight_decay:g}: {name} has no weight decay; leave it out")
+
+
+def _free(kind: type[Optimizer]) -> dict[str, Any]:
+    """The arguments that a recipe may give, with their defaults."""
+    kept = {"params", *_ELSEWHERE, *_KERNELS}
+    return {key: one.default for key, one in inspect.signature(kind).parameters.items() if key not in kept}
+
+
+def _taken(kind: type[Optimizer], arguments: Mapping[str, Any]) -> str:
+    listed = ", ".join(f"{key} (default {value})" for key, value in sorted(_free(kind).items()))
+    return f"it takes {listed}" + (f", and was given {dict(arguments)}" if arguments else "")
+
+
+def _try(
+    kind: type[Optimizer], arguments: Mapping[str, Any], weight_decay: float, rows: Sequence[int], *, is_early: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and state after some steps of a matrix that is held in parts of so many rows; and the state of the first part."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator, dtype=torch.float32)
+    weights, *gradients = (one.split(list(rows)) for one in values)
+    parts = [nn.Parameter(part.clone()) for part in weights]
+    decay = {"weight_decay": weight_decay} if weight_decay else {}
+    optimizer = _make(kind, 0.01, arguments, [{"params": parts, **decay}])
+    if is_early:
+        for part in parts:
+            if not optimizer.state[part]:
+                optimizer.state[part] = early_state(optimizer, optimizer.param_groups[0], part)
+    for gradient in gradients:
+        for part, share in zip(parts, gradient, strict=True):
+            part.grad = share.clone()
+        optimizer.step()
+    keeps = dict(optimizer.state[parts[0]])
+    shaped = {key for key, value in keeps.items() if isinstance(value, Tensor) and value.ndim}
+    found = {"weights": torch.cat([part.detach() for part in parts])}
+    found |= {key: torch.cat([optimizer.state[part][key] for part in parts]) for key in shaped}
+    found |= {key: torch.as_tensor(keeps[key]) for key in keeps.keys() - shaped if keeps[key] is not None}
+    return found, {key: torch.as_tensor(value) for key, value in keeps.items() if value is not None}
+
+
+def _is_equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(value, second[key]) for key, value in first.items())
