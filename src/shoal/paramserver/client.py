@@ -199,6 +199,11 @@ class Client:
         first, again = (Pull(shard=shard, need=need, have=known) for known in (have, -1))
         answer = await self._ask(shard, first, again=again, into=stretch)
         pulled = _expect(answer, Pulled)
+        if pulled.is_new != (answer.payload is not None):
+            raise RunError(
+                f"pull of shard {shard}: the server says {'new weights' if pulled.is_new else 'nothing new'} and sent "
+                f"{'none' if answer.payload is None else 'some'}; run one release everywhere"
+            )
         # Nothing new: what is here stays here, and a server that took over may know less of it than this worker.
         self.versions[shard] = pulled.version if pulled.is_new else have
         self.num_pulled_bytes += stretch.nbytes if pulled.is_new else 0

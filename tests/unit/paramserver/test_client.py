@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal.comm.wire.node import Node, new_incarnation
+from shoal.core.errors import RunError
 from shoal.elastic.election.elector import Center
 from shoal.elastic.view import Chain, Member, View
 from shoal.paramserver.client import Client
@@ -77,6 +78,28 @@ def test_weights_that_take_longer_than_an_attempt_without_any_still_come(tmp_pat
     run_with_servers(tmp_path, ahead, run, numel=numel, takes=0.5, attempt_seconds=0.1, deadline_seconds=0.3)
 
 
+@pytest.mark.parametrize(
+    ("sends", "words"),
+    [
+        (lambda row: None, "says new weights and sent none"),
+        (lambda row: row[:0], "did not answer pull"),
+        (lambda row: row[:-1], "did not answer pull"),
+        (lambda row: row.view(torch.int32), "did not answer pull"),
+    ],
+    ids=["nothing", "no bytes", "too few", "another type"],
+)
+def test_an_answer_without_the_weights_that_it_speaks_of_is_not_taken_for_them(tmp_path, sends, words):
+    """What lay in the worker's memory passed for the newest weights."""
+
+    async def run(client):
+        with pytest.raises(RunError, match=words):
+            await client.pull(0)
+        assert client.versions == [-1, -1]
+
+    limits = {"attempt_seconds": 0.1, "deadline_seconds": 0.3}
+    run_with_servers(tmp_path, {0: 7, 1: 7}, run, sends=sends, **limits)
+
+
 def test_a_forward_has_the_time_that_its_payload_needs(tmp_path):
     """A healthy backup on a slow link was reported to the center, which took it out of the chain."""
     gradient = memoryview(bytearray(8_000_000))
@@ -126,7 +149,9 @@ def test_a_forward_has_the_time_that_its_payload_needs(tmp_path):
     assert not reported
 
 
-def run_with_servers(tmp_path, ahead, use, *, numel=4, takes=0.0, attempt_seconds=2.0, deadline_seconds=30.0):
+def run_with_servers(
+    tmp_path, ahead, use, *, numel=4, takes=0.0, sends=lambda row: row, attempt_seconds=2.0, deadline_seconds=30.0
+):
     """Let somebody use a client of two shards of half the numbers, each its version; the pushes as (number, shard, version)."""
     pushed = []
     half = numel // 2
@@ -146,7 +171,7 @@ def run_with_servers(tmp_path, ahead, use, *, numel=4, takes=0.0, attempt_second
                 case Pull(shard=shard):
                     await asyncio.sleep(takes)
                     row = torch.full((half,), float(ahead[shard]))
-                    await request.answer(Pulled(version=ahead[shard]), payload=row)
+                    await request.answer(Pulled(version=ahead[shard]), payload=sends(row))
                 case Part():
                     await asyncio.sleep(takes)
                     await request.answer(Done())

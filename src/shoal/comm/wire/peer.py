@@ -62,6 +62,8 @@ class _Call:
 
     operation: str
     into: memoryview | None
+    dtype: str = ""
+    """Of ``into``."""
     is_sent: bool = False
     lane: Lane | None = None
     """The one that its payload went over."""
@@ -128,7 +130,8 @@ class Peer:
             deadline: seconds for everything, shared evenly by the attempts.
             attempts: how often it is sent at most, each time under a new sequence number: the operation must not mind being done
                 twice. When the connection breaks, the next attempt begins at once.
-            into: memory of just the length of the answer's payload, which is then put there; undefined when the call fails.
+            into: memory of just the length and type of the answer's payload, which is then put there; undefined when the call
+                fails. An answer without a payload leaves it as it is.
 
         Raises:
             WireTimeout: nobody answered in time (``WireLost``: the connection broke, ``WireClosed``: this side closed).
@@ -136,14 +139,14 @@ class Peer:
         """
         assert attempts >= 1 and deadline > 0
         loop = asyncio.get_running_loop()
-        target = None if into is None else describe(into)[0]
+        target, dtype = (None, "") if into is None else describe(into)[:2]
         assert target is None or not target.readonly
         end = loop.time() + deadline
         attempt = 1
         while True:
             seconds = max(0.0, end - loop.time()) / (attempts - attempt + 1)
             try:
-                return await self._attempt(body, key=key, payload=payload, seconds=seconds, into=target)
+                return await self._attempt(body, key=key, payload=payload, seconds=seconds, into=target, dtype=dtype)
             except WireClosed:
                 raise
             except WireTimeout as error:
@@ -183,13 +186,20 @@ class Peer:
         self._node.forget_peer(self)
 
     async def _attempt(
-        self, body: msgspec.Struct, *, key: str, payload: Payload | None, seconds: float, into: memoryview | None
+        self,
+        body: msgspec.Struct,
+        *,
+        key: str,
+        payload: Payload | None,
+        seconds: float,
+        into: memoryview | None,
+        dtype: str,
     ) -> Answer:
         operation = self._node.operations.name_of(body)
         if self.is_closed:
             raise self._closed(operation)
         pump = self._open()
-        call = _Call(operation=operation, into=into)
+        call = _Call(operation=operation, into=into, dtype=dtype)
         outgoing = None
         is_done = False
         try:
@@ -366,8 +376,11 @@ class Peer:
         if header.operation != call.operation:
             raise Dropped("unknown", f"answers {call.operation} with {header.operation}")
         node.operations[call.operation].check_sizes(envelope)
-        if call.into is not None and envelope.num_bytes and call.into.nbytes != envelope.num_bytes:
-            raise Dropped("payload", f"{envelope.num_bytes} bytes for a buffer of {call.into.nbytes}")
+        # A payload of no bytes too: what lies in the buffer would pass for it.
+        if call.into is not None and header.has_payload:
+            due, found = (call.into.nbytes, call.dtype), (envelope.num_bytes, header.dtype)
+            if due != found:
+                raise Dropped("payload", f"{found[0]} bytes of {found[1]} for a buffer of {due[0]} of {due[1]}")
         body = node.operations.decode_answer(call.operation, envelope.body)
         if header.place is not None:
             self._deliver(call, envelope, body, node.payloads.view(envelope, partial(self._return, header)))
