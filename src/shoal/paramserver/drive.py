@@ -17,9 +17,9 @@ from shoal.core.errors import RunError
 from shoal.elastic.view import View
 from shoal.paramserver.lbfgs import Memory
 from shoal.paramserver.messages import Advance, Message, Ran, Recall, Recalled, Run, Settle
+from shoal.paramserver.patience import ATTEMPT_SECONDS
 from shoal.paramserver.programs import Program, merge_measures
 
-_ATTEMPT_SECONDS = 2.0
 _EPOCH_BITS = 24
 """Programs and evaluations of one coordinator are fewer than two to the power of this."""
 
@@ -157,7 +157,7 @@ class Drive:
             member = (view := self.check()).member(view.chains[shard].primary)
             try:
                 answer = await self._node.connect(member.address).call(
-                    message, key=f"shard/{shard}", deadline=_ATTEMPT_SECONDS
+                    message, key=f"shard/{shard}", deadline=ATTEMPT_SECONDS
                 )
                 assert isinstance(answer.body, Message)
                 return answer.body

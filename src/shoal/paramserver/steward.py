@@ -27,7 +27,9 @@ _ROUNDS_KEPT = 256
 _ROUNDS_AT_ONCE = 128
 _ENTRIES_AT_ONCE = 4096
 """Contributions in the rounds of one answer: a body of the wire has 1 MB, and each takes some 30 bytes of it."""
-_GONE_KEPT = 256
+_GONE_TOLD = 256
+"""Departed workers that every answer to a follower names: fewer than are remembered (``members.GONE_KEPT``), because all are
+sent each time, and a follower has heard of the older ones long ago."""
 
 
 class Steward:
@@ -52,7 +54,7 @@ class Steward:
         self.is_halting = False
         self.is_closed = False
         self._gone: dict[str, tuple[int, ...]] = {}
-        for worker in ledger.book.gone[-_GONE_KEPT:]:
+        for worker in ledger.book.gone[-_GONE_TOLD:]:
             # Whoever kept the book before may not have told everyone.
             self._part_with(worker)
         self._followed: dict[str, tuple[int, int]] = {}
@@ -170,7 +172,7 @@ class Steward:
 
     def _part_with(self, worker: str) -> None:
         self._gone[worker] = tuple(sorted(self.ledger.book.committed(worker)))
-        for old in list(self._gone)[:-_GONE_KEPT]:
+        for old in list(self._gone)[:-_GONE_TOLD]:
             del self._gone[old]
 
     async def _enter(self, given: Input) -> Any:

@@ -5,6 +5,7 @@ Pure functions over numbers, so that a dry run, the launcher and every rank deri
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.core.combine import setting_problems
@@ -16,6 +17,7 @@ from shoal.optim.config import OptimConfig
 from shoal.schedules.find import fitting_microbatches, schedule_of_plan
 from shoal.schedules.schedule import Schedule
 from shoal.trainer.config import TrainConfig
+from shoal.trainer.servers.sizes import portion_samples
 
 DEFAULT_WORKERS = 2
 """Of parameter servers, when neither the plan nor --nproc says."""
@@ -112,12 +114,22 @@ def count_updates(plan: Plan, total_steps: int) -> int:
     return total_steps * updates_per_step(plan)
 
 
-def derive_layout(train: TrainConfig, plan: Plan) -> Layout:
+def derive_layout(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | None = None) -> Layout:
     """Batch sizes for a plan.
+
+    Args:
+        train: the ``[train]`` section.
+        plan: as chosen.
+        sizes: of workers' portions beside each other (``batch_shares``); None: all alike.
 
     Raises:
         RequestError: the processes do not divide the batch, or two settings contradict each other.
     """
+    if plan.ps and sizes is not None:
+        # Portions are rounded to whole samples, whatever their number; what does not go with it is refused by rulecheck.py.
+        plan = replace(plan, microbatches=plan.microbatches or 1)
+        largest = max(portion_samples(train.global_batch, sizes))
+        return Layout(plan=plan, micro_batch=math.ceil(largest / (plan.microbatches or 1)))
     replicas, axis = plan.num_shares, "workers" if plan.ps else "dp"
     if train.global_batch % replicas:
         smaller = train.global_batch - train.global_batch % replicas

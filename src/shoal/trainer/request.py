@@ -146,7 +146,8 @@ def read_request(request: TrainRequest) -> tuple[Recipe, Plan, Layout]:
     """
     recipe = load_recipe(request.recipe, request.overrides)
     plan = choose_plan(recipe.plan, plan_text=request.plan, num_processes=request.num_processes)
-    layout = derive_layout(recipe.train, plan)
+    sizes = recipe.paramserver.portion_sizes(plan.num_shares)
+    layout = derive_layout(recipe.train, plan, sizes=sizes)
     return recipe.model_copy(update={"plan": str(layout.plan)}), plan, layout
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from crew_inside import recipe_of, run_inside
+from shoal.paramserver.client import Client
 from shoal.telemetry.lines import decode_events
 from shoal.trainer.servers.workline import Line
 
@@ -25,8 +26,8 @@ def test_every_rule_makes_its_steps_with_overlap(tmp_path, update):
 @pytest.mark.parametrize("update", ["ssp:2", "async"])
 def test_weights_are_pulled_while_a_portion_is_computed(tmp_path, monkeypatch, update):
     """They were waited for before every portion, whatever overlap said."""
-    used, waited = Counter(), Counter()
-    use, pull = Line.use, Line.pull
+    used, waited, pulled = Counter(), Counter(), Counter()
+    use, pull, bring = Line.use, Line.pull, Client.pull
 
     def note_use(self, read):
         used[update] += 1
@@ -36,12 +37,18 @@ def test_weights_are_pulled_while_a_portion_is_computed(tmp_path, monkeypatch, u
         waited[update] += 1
         return pull(self, need, bound)
 
+    async def note_all(self, need, bound=None):
+        pulled[update] += 1
+        return await bring(self, need, bound)
+
+    monkeypatch.setattr(Client, "pull", note_all)
     monkeypatch.setattr(Line, "use", note_use)
     monkeypatch.setattr(Line, "pull", note_pull)
     found = run_inside(tmp_path / "one", f"ps=2 workers=1 update={update}", recipe_of(*OVERLAP))
     assert (waited[update], used[update]) == (1, STEPS - 1), (
         "the first portion alone waits, however busy the machine is"
     )
+    assert pulled[update] == STEPS, "the last gradient has no portion after it that would read a pull"
     if update == "async":
         read = [one["read"] for one in updates_of(found.run_dir)]
         assert read == [[0], *([number] for number in range(STEPS - 1))], "pulled beside the portion before"

@@ -122,6 +122,14 @@ def test_shares_are_of_the_batch():
         derive_layout(TrainConfig(steps=1, global_batch=16), Plan.parse("ps=1 workers=3"))
 
 
+def test_shares_of_unequal_size_need_no_batch_that_divides_evenly():
+    """It was refused for a division that nobody makes."""
+    train, plan = TrainConfig(steps=1, global_batch=16), Plan.parse("ps=1 workers=3 microbatches=2")
+    layout = derive_layout(train, plan, sizes=(3.0, 1.0, 1.0))
+    # Portions of 10, 3 and 3 samples.
+    assert (layout.micro_batch, layout.plan.microbatches) == (5, 2)
+
+
 def test_settings_that_no_server_can_carry_out_are_listed_together():
     train = TrainConfig(steps=1, precision="float16", nonfinite="skip", time_limit="1m")
     found = server_settings(train, OptimConfig(clip=1.0, schedule="plateau"), Plan.parse("ps=2"))

@@ -28,6 +28,12 @@ def test_the_size_of_portions_does_not_change_what_a_step_is(tmp_path, update):
         torch.testing.assert_close(unequal.weights[name], tensor, rtol=1e-10, atol=1e-12)
 
 
+def test_a_batch_that_the_workers_do_not_divide_is_worked_off_whole(tmp_path):
+    settings = ["train.global_batch=15", "train.steps=4", "paramserver.batch_shares=[3, 1]"]
+    found = run_inside(tmp_path, "ps=2 workers=2 update=bsp", recipe_of(*settings))
+    assert samples_of(found) == dict.fromkeys(range(1, 5), 15)
+
+
 def test_fednova_counts_a_worker_by_the_samples_of_its_portion(tmp_path):
     """With one local step each it is a step by the mean over all samples, whatever the sizes: p_i = n_i / n."""
     plan = "ps=2 workers=2 update=bsp"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from shoal.core.plan import Plan
 from shoal.core.updates import UpdateRule
 from shoal.trainer.config import Recipe
-from shoal.trainer.servers.sizes import stretch_of
+from shoal.trainer.servers.sizes import portion_samples
 
 
 def rule_problems(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -58,6 +58,11 @@ def _size_problems(recipe: Recipe, plan: Plan, rule: UpdateRule) -> Iterator[str
     said = f"paramserver.batch_shares {_listed(sizes)}"
     if rule.kind == "lbfgs":
         yield f"{said} cut a step by worker, and under lbfgs small portions of a batch go to whoever is free; leave them out"
+    if recipe.paramserver.aggregate == "adasum":
+        yield (
+            f"{said} make portions of unequal size, and aggregate adasum joins gradients by their directions, whatever they are "
+            f"the mean of; leave one of them out"
+        )
     if plan.ranks_per_replica > 1:
         yield (
             f"{said} are for workers of one process, and the plan has {plan.ranks_per_replica} ranks each; "
@@ -83,8 +88,7 @@ def _portion_samples(recipe: Recipe, plan: Plan) -> list[int]:
     batch, sizes = recipe.train.global_batch, recipe.paramserver.portion_sizes(plan.num_shares)
     if sizes is None:
         return [batch // plan.num_shares]
-    ends = [stretch_of(batch, share, sizes) for share in range(plan.num_shares)]
-    return [stop - start for start, stop in ends]
+    return portion_samples(batch, sizes)
 
 
 def _cache_problems(recipe: Recipe, plan: Plan, rule: UpdateRule) -> Iterator[str]:

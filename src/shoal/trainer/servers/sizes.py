@@ -9,3 +9,9 @@ def stretch_of(num_samples: int, share: int, sizes: Sequence[float]) -> tuple[in
     total = math.fsum(sizes)
     start, stop = (round(num_samples * math.fsum(sizes[:end]) / total) for end in (share, share + 1))
     return start, stop
+
+
+def portion_samples(global_batch: int, sizes: Sequence[float]) -> list[int]:
+    """Samples of every portion of a whole step, of portions of these sizes beside each other."""
+    ends = [stretch_of(global_batch, share, sizes) for share in range(len(sizes))]
+    return [stop - start for start, stop in ends]

@@ -66,7 +66,8 @@ def _work_under_names(
 ) -> str:
     """Work under one name, and under another each time that the last is taken for dead."""
     # A worker with steps of its own, or that pulls while it computes, has weights of its own; the servers' are beside them.
-    has_own = place.rule.kind == "downpour" or bool(place.recipe.paramserver.local_steps) or pulls_ahead(place)
+    config = place.recipe.paramserver
+    has_own = place.rule.kind == "downpour" or bool(config.local_steps) or pulls_ahead(config, place.rule)
     landing = torch.empty_like(worker.flat.weights) if has_own else None
     incarnation = place.incarnation
     while True:
@@ -105,7 +106,8 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
     recipe = place.recipe
     model, loss, data = build_parts(recipe)
     refuse_unfit(model, place.plan)
-    layout = derive_layout(recipe.train, place.plan)
+    sizes = recipe.paramserver.portion_sizes(place.plan.num_shares)
+    layout = derive_layout(recipe.train, place.plan, sizes=sizes)
     world = join_group(place)
     # The servers have the optimizer; one without state costs nothing here.
     plain = OptimConfig(name="sgd", momentum=0.0)
@@ -132,7 +134,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
         num_shares=place.plan.num_shares,
         num_microbatches=layout.plan.microbatches or 1,
         of_the_step=is_share_of_step(place.rule, recipe.paramserver.aggregate),
-        sizes=recipe.paramserver.portion_sizes(place.plan.num_shares),
+        sizes=sizes,
     )
     total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
     return Bench(placed=placed, shares=shares, model=described, dtype=precision.weight_dtype, total_steps=total_steps)
@@ -165,7 +167,7 @@ def way_of_working(place: MemberPlace) -> Callable[[Line, Worker, MemberPlace], 
             return work_downpour
         case "lbfgs":
             return work_batches
-    return work_ahead if pulls_ahead(place) else work_off
+    return work_ahead if pulls_ahead(place.recipe.paramserver, place.rule) else work_off
 
 
 def work_off(line: Line, worker: Worker, place: MemberPlace) -> None:

@@ -203,9 +203,9 @@ class Line:
         assert contribution.version == min(read), f"version {contribution.version} is told of weights {read}"
         return self._thread.start(self._hand_in(gradient, contribution, read))
 
-    def hand_in_and_pull(self, gradient: torch.Tensor, contribution: Contribution, read: Read) -> "Future[Read]":
-        """As ``hand_in``, and then bring the weights as they are, this gradient in them where it has made an update."""
-        return self._thread.start(self._pull_after(self.hand_in(gradient, contribution, read)))
+    def pull_after(self, handed_in: "Future[bool]") -> "Future[Read]":
+        """When a gradient is handed in, bring the weights as they are then, while something else is done."""
+        return self._thread.start(self._pull_after(handed_in))
 
     async def _pull_after(self, handed_in: "Future[bool]") -> Read:
         await asyncio.wrap_future(handed_in)

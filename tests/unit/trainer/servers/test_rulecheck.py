@@ -22,6 +22,11 @@ CASES = [
         ["paramserver.batch_shares=[99, 1]"],
         "leave 0 of the 16 samples of global_batch to a portion of 1 microbatches",
     ),
+    (
+        "bsp",
+        ["paramserver.batch_shares=[3, 1]", "paramserver.aggregate=adasum"],
+        "aggregate adasum joins gradients by their directions",
+    ),
     ("lbfgs", ["paramserver.batch_shares=[3, 1]"], "under lbfgs small portions of a batch go to whoever is free"),
     (
         "bsp",
