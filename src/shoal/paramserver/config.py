@@ -37,7 +37,7 @@ class ParamServerConfig(Config):
     lbfgs_lr: float = Field(default=1.0, gt=0)
     """Step that the line search of lbfgs tries first, in lengths of its direction."""
     lbfgs_history: int = Field(default=10, ge=1)
-    """Steps that lbfgs remembers; servers hold two vectors of the weights' size for each, and two more."""
+    """Steps that lbfgs remembers; servers hold two vectors of the weights' size for each and up to ten more."""
     lbfgs_search: Literal["strong_wolfe", "fixed"] = "strong_wolfe"
     """How lbfgs finds the length of a step; fixed takes lbfgs_lr as it is."""
     lbfgs_tolerance: float = Field(default=1e-7, ge=0)

@@ -40,6 +40,10 @@ class Point:
         return math.isfinite(self.loss) and math.isfinite(self.slope)
 
 
+GRADIENTS_HELD = 3
+"""Of trials, at once at most: both ends of the bracket, and the one that is tried between them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """A step that is to be tried, and the trials whose gradients may still be chosen."""

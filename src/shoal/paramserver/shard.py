@@ -23,6 +23,8 @@ from shoal.paramserver.cutting import NORM_OPTIMIZERS, Model, Piece, Shard
 from shoal.paramserver.gradients import Gradients, Rows, Stored
 from shoal.paramserver.rounds import Identity, Round
 
+VERSIONS_REMEMBERED = 8
+"""Old weights that delay compensation keeps."""
 Aggregation = Literal["sum", "adasum"]
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -41,7 +43,7 @@ class ShardState:
         groups: Groups,
         aggregation: Aggregation = "sum",
         compensation: float = 0.0,
-        history: int = 8,
+        history: int = VERSIONS_REMEMBERED,
     ) -> None:
         """A replica at version 0 whose weights are zero until ``load_weights`` or ``restore``.
 

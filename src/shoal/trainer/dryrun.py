@@ -7,7 +7,6 @@ can still be described on it.
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -46,6 +45,9 @@ class DryRun:
     parameters: int
     shapes: dict[str, list[int]]
     bytes_per_rank: dict[str, int]
+    """Of the fullest process."""
+    bytes_by_role: dict[str, dict[str, int]]
+    """Of the fullest server and the fullest worker; empty without parameter servers."""
     found: list[str]
     """What the plan will do with the model, in words; empty where it does not ask what the model is made of."""
 
@@ -60,24 +62,16 @@ def dry_run_result(prepared: Prepared) -> DryRun:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     plan = layout.plan
     if plan.ps:
-        described = describe_model(model)
         part: dict[str, int] = {}
         lines: list[str] = []
         if plan.ranks_per_replica > 1:
-            part, lines = _sizes_of_rank(model, _one_worker(prepared))
-        sizes, found = sizes_with_servers(
-            described,
-            num_servers=plan.ps,
-            num_backups=plan.backup,
-            num_workers=plan.num_shares,
-            ranks_per_worker=plan.ranks_per_replica,
-            part=part,
-            optim=recipe.optim,
-            config=recipe.paramserver,
-        )
-        found += lines
+            part, lines = _sizes_of_rank(copy.deepcopy(model), _one_worker(prepared))
+        held = sizes_with_servers(describe_model(model), recipe, plan, part=part, fixed=_fixed_bytes(model))
+        found, by_role = [*held.lines, *lines], held.by_role
+        sizes = max(by_role.values(), key=lambda role: role["total"])
     else:
         sizes, found = _sizes_of_rank(model, prepared)
+        by_role = {}
     return DryRun(
         plan=str(layout.plan),
         world_size=layout.world_size,
@@ -91,8 +85,14 @@ def dry_run_result(prepared: Prepared) -> DryRun:
         shapes=shapes,
         # Activations depend on the input and are not counted here.
         bytes_per_rank=sizes,
+        bytes_by_role=by_role,
         found=found,
     )
+
+
+def _fixed_bytes(model: nn.Module) -> int:
+    """Of what is saved and not trained: buffers, and parameters that stay as they are."""
+    return sum(tensor.nbytes for tensor in model.state_dict(keep_vars=True).values() if not tensor.requires_grad)
 
 
 def _one_worker(prepared: Prepared) -> Prepared:
@@ -185,7 +185,15 @@ def _sizes_of_part(model: nn.Module, prepared: Prepared, anatomy: Anatomy, num_c
 def describe_dry_run(result: DryRun) -> str:
     """The description as people read it."""
     width = max(len(name) for name in result.shapes)
-    sizes: dict[str, Any] = {name: format_bytes(count) for name, count in result.bytes_per_rank.items()}
+    roles = result.bytes_by_role or {"rank": result.bytes_per_rank}
+    sizes = [
+        line
+        for role, held in roles.items()
+        for line in (
+            f"bytes per {role}, without activations:",
+            *(f"  {name:<10} {format_bytes(count)}" for name, count in held.items()),
+        )
+    ]
     lines = [
         f"plan          {result.plan} on {result.world_size} process(es)",
         f"length        {result.steps} steps of {result.global_batch} samples; {result.train_samples} samples to train on",
@@ -194,8 +202,7 @@ def describe_dry_run(result: DryRun) -> str:
         f"parameters    {format_count(result.parameters)}",
         *(f"  {name:<{width}}  {tuple(shape)}" for name, shape in result.shapes.items()),
         *result.found,
-        "bytes per rank, without activations:",
-        *(f"  {name:<10} {size}" for name, size in sizes.items()),
+        *sizes,
         "nothing was started",
     ]
     return "\n".join(lines)
