@@ -227,7 +227,7 @@ class Contact:
         if view is None or (before is not None and view.epoch <= before.epoch):
             return
         self.view = view
-        self._node.epoch = view.epoch
+        self._node.epoch, self._node.members = view.epoch, frozenset(member.id for member in view)
         is_member = view.find(self._node.incarnation) is not None
         self._interrupt(lambda is_needed: not is_needed(view))
         self.bell.ring()

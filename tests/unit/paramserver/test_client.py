@@ -193,6 +193,7 @@ def run_with_servers(
         contact.start()
         try:
             assert await contact.newer_than(0, 30.0)
+            assert worker.members == {worker.incarnation, other.incarnation}
             client = Client(
                 worker,
                 contact,

@@ -12,13 +12,16 @@ DROPPED = (
     "payload",  # the bytes are not those that dtype and shape ask for
     "place",  # a place in shared memory that does not exist, is not the sender's, or does not hold the payload
     "corrupt",  # the checksum differs
-    "stale",  # sent under an epoch that is over
+    "stale",  # sent under an epoch that is over, by somebody who does not belong to the one of now
+    "behind",  # sent under an epoch that is over by somebody who belongs to the one of now, and will hear of it
     "duplicate",  # seen before
     "busy",  # more requests at work than this process takes, or no memory for a payload
     "late",  # an answer to a call that is over
     "incomplete",  # a payload of which not all chunks came
 )
 """Reasons for which a message that arrived is dropped."""
+EXPECTED = frozenset({"behind"})
+"""Of these, what happens without any fault: news of a new epoch is not everywhere at once."""
 FAILED = (
     "expired",  # an answer that was not sent, because the one who asked no longer waits
     "gone",  # an answer that was not sent, because the connection is

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 Handler: TypeAlias = Callable[[Request], Awaitable[None]]
 _RUNNING = 1024
 """Handlers at work at once; the next request is refused as ``busy``. Parked requests do not count."""
-_TOLD = frozenset({"version", "unknown", "oversized", "payload", "place", "stale", "busy", "malformed", "incomplete"})
+_TOLD = frozenset(
+    {"version", "unknown", "oversized", "payload", "place", "stale", "behind", "busy", "malformed", "incomplete"}
+)
 """Reasons that the sender is told, when its header was whole. A duplicate's first copy is answered anyway."""
 _TELL_SECONDS = 1.0
 _MAX_LANES = 1024
@@ -160,7 +162,8 @@ class Listener:
         if node.windows.is_seen(header.sender, header.sequence):
             raise Dropped("duplicate", "seen before", header)
         if op.fenced and header.epoch < node.epoch:
-            raise Dropped("stale", f"sent under epoch {header.epoch}; it is {node.epoch} now", header)
+            reason = "behind" if header.sender in node.members else "stale"
+            raise Dropped(reason, f"sent under epoch {header.epoch}; it is {node.epoch} now", header)
         try:
             if self._num_running >= _RUNNING:
                 raise Dropped("busy", f"{self._num_running} requests at work, the limit is {_RUNNING}; try again")

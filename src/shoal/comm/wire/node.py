@@ -72,6 +72,8 @@ class Node:
         self.operations = operations
         self.epoch = 0
         """Stamped on everything that is sent; a fenced request that was sent under a lower one is refused."""
+        self.members: frozenset[str] = frozenset()
+        """Incarnations that belong to the epoch, where the room above knows them."""
         self.counters = Counters()
         self.windows = Windows()
         self.payloads = Payloads(incarnation, arena_dir)

@@ -1,7 +1,7 @@
 """Messages to a process that it dropped: written into its events when there are new ones, and counted for the summary. No torch.
 
 The wire drops what is malformed, of an old epoch or seen before, and does no more about it (``comm/wire/counters.py``): a run
-must not end by what strangers send. But people should see that somebody does.
+must not end by what strangers send. But people should see that somebody does. What happens without any fault is left out.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from shoal.comm.wire.counters import DROPPED
+from shoal.comm.wire.counters import DROPPED, EXPECTED
 from shoal.comm.wire.node import Node
 from shoal.core.events import MessagesDropped
 from shoal.core.rundir import RunDir
@@ -50,7 +50,7 @@ class Tally:
     def write(self) -> None:
         """Write the counts down, if there are new ones."""
         counters = self._node.counters
-        counts = {reason: counters[reason] for reason in DROPPED if counters[reason]}
+        counts = {reason: counters[reason] for reason in DROPPED if counters[reason] and reason not in EXPECTED}
         if counts == self._told:
             return
         self._told = counts

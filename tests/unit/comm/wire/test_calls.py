@@ -146,6 +146,19 @@ def test_an_epoch_that_is_over_is_refused_and_a_newer_one_is_not(talk):
     talk(work)
 
 
+def test_a_member_that_has_not_heard_of_the_epoch_yet_is_refused_as_one(talk):
+    """While others join, every run had some, and called them stale: a word for what the dead and the evicted send."""
+
+    async def work(server, client, peer):
+        client.epoch, server.epoch, server.members = 3, 4, frozenset({client.incarnation})
+        with pytest.raises(Refused) as caught:
+            await peer.call(Echo(1), deadline=DEADLINE)
+        assert caught.value.code == "behind"
+        assert (server.counters["behind"], server.counters["stale"], server.counters.dropped) == (1, 0, 1)
+
+    talk(work)
+
+
 def test_silence_ends_at_the_deadline_and_names_who_was_silent(talk):
     async def handler(request):
         await asyncio.sleep(60)

@@ -13,7 +13,7 @@ from shoal.paramserver.messages import OPERATIONS, Ask, Told
 from shoal.telemetry.lines import append_event, decode_events
 from shoal.trainer.launch import describe_summary
 from shoal.trainer.servers.member import MemberPlace, open_node
-from shoal.trainer.servers.tally import count_dropped
+from shoal.trainer.servers.tally import Tally, count_dropped
 
 
 def place_in(folder, **changes):
@@ -70,6 +70,19 @@ def test_what_was_dropped_is_in_the_events_and_counted(tmp_path):
     assert (event["kind"], event["process"]) == ("messages_dropped", "server-0")
     assert sum(event["counts"].values()) == 3 and not {"late", "received", "accepted"} & event["counts"].keys()
     assert count_dropped(place.run_dir) == event["counts"]
+
+
+def test_who_has_not_heard_of_an_epoch_yet_is_no_fault(tmp_path, capsys):
+    """A run that nobody disturbed ended with "dropped 1 message: 1 stale": workers join one after the other, each a new epoch."""
+    node = Node(incarnation=new_incarnation(), operations=OPERATIONS)
+    tallies = [Tally(node, name="server-0", run_dir=folder, rank=0) for folder in (tmp_path, None)]
+    node.counters.add("behind")
+    for tally in tallies:
+        tally.write()
+    assert not RunDir(tmp_path).events(0).exists() and not capsys.readouterr().err
+    node.counters.add("stale")
+    tallies[0].write()
+    assert count_dropped(tmp_path) == {"stale": 1}
 
 
 def test_a_process_that_leaves_no_files_says_it_at_its_end(tmp_path, capsys):
