@@ -40,9 +40,9 @@ def build_points(num_samples=16):
 class Bag(nn.Module):
     """An embedding of many words of which a batch has few, and a layer on the mean of them."""
 
-    def __init__(self, num_words):
+    def __init__(self, num_words, *, sparse=False):
         super().__init__()
-        self.embed = nn.Embedding(num_words, 16)
+        self.embed = nn.Embedding(num_words, 16, sparse=sparse)
         self.out = nn.Linear(16, 4)
 
     def forward(self, words):
@@ -51,6 +51,11 @@ class Bag(nn.Module):
 
 def build_bag(spec):
     return Bag(2000)
+
+
+def build_rows(spec):
+    """The same, with gradients that come as rows."""
+    return Bag(2000, sparse=True)
 
 
 def build_words(num_samples=64):

@@ -13,6 +13,7 @@ from torch import nn
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.units import format_bytes, format_count
+from shoal.models.tables import make_dense
 from shoal.optim.precision import Precision
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.describe import describe
@@ -114,6 +115,7 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     versions = [0]
     if asks_the_model(plan):
         whole, _, data = build_parts(recipe)
+        make_dense(whole)
         anatomy = look_at(whole, data, recipe.parallel)
         lines = describe(anatomy, plan)
     mesh = pretend_mesh(plan)

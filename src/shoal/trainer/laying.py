@@ -15,6 +15,7 @@ from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch
 from shoal.data.splits import Splits
 from shoal.models.dropout import DropoutKey, apply_keyed_dropout
+from shoal.models.tables import make_dense
 from shoal.optim.build import build_optimizer, decide_groups, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
@@ -26,7 +27,7 @@ from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.gradnorm import WholeNorms, build_norms
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.rules import describe_facts
-from shoal.pipeline.build import Pipeline, build_pipeline
+from shoal.pipeline.build import Pipeline, Stages, build_pipeline
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
@@ -112,6 +113,7 @@ def place_model(
     world: World,
     anatomy: Anatomy | None = None,
     rehearsed: Sequence[torch.Tensor] = (),
+    keeps_rows: bool = False,
 ) -> Placed:
     """Lay a whole model, as one process builds it, out on this rank.
 
@@ -124,22 +126,21 @@ def place_model(
         world: the ranks.
         anatomy: what was found in the model, where that is known already.
         rehearsed: inputs of the microbatches to come, in a world without other processes.
+        keeps_rows: leave the gradients of embeddings with ``sparse=True`` as rows; nothing here adds them up.
 
     Raises:
         RequestError: the plan does not fit the model, or settings of ``train`` do not fit the plan.
     """
     check_settings(train, plan)
+    if not keeps_rows:
+        make_dense(model)
     precision = Precision.named(train.precision)
     mesh = build_mesh(world, plan)
     if anatomy is None and asks_the_model(plan):
         anatomy = look_at(model, data, parallel)
         plan.check(describe_facts(anatomy, model))
     anatomy = anatomy or Anatomy()
-    stages = None
-    if mesh.has(Axis.PIPELINE):
-        batch = train.global_batch
-        asked = None if world.is_rehearsed else world
-        stages = look_at_stages(model, data, anatomy, plan=plan, config=pipeline, global_batch=batch, world=asked)
+    stages = _find_stages(model, data, anatomy, plan=plan, config=pipeline, train=train, world=world)
     if not is_known(loss):
         # A loss of the user's own may look at all positions at once.
         anatomy = replace(anatomy, tail_is_pointwise=False)
@@ -178,6 +179,23 @@ def place_model(
         pipeline=cut,
         runtime=runtime,
     )
+
+
+def _find_stages(
+    model: nn.Module,
+    data: Splits,
+    anatomy: Anatomy,
+    *,
+    plan: Plan,
+    config: PipelineConfig,
+    train: TrainConfig,
+    world: World,
+) -> Stages | None:
+    """Where the plan's pipeline cuts the model; None without one."""
+    if plan.pp == 1:
+        return None
+    asked = None if world.is_rehearsed else world
+    return look_at_stages(model, data, anatomy, plan=plan, config=config, global_batch=train.global_batch, world=asked)
 
 
 def _whole_norms(

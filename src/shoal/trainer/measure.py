@@ -3,6 +3,7 @@
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
+from shoal.models.tables import make_dense
 from shoal.optim.named import check_named
 from shoal.parallel.rules import describe_facts
 from shoal.pipeline.build import prove_stages
@@ -41,6 +42,8 @@ class OwnPartsHere:
             RequestError: lists every problem, and the nearest plan that works; or says why it cannot be cut into stages.
         """
         model, _, data = build_parts(recipe)
+        if not plan.ps or plan.ranks_per_replica > 1:
+            make_dense(model)
         anatomy = look_at(model, data, recipe.parallel)
         plan.check(describe_facts(anatomy, model))
         if plan.pp > 1:

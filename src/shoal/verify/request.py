@@ -11,6 +11,7 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
 from shoal.core.updates import UpdateRule
+from shoal.models.tables import make_dense
 from shoal.optim.config import PrecisionName
 from shoal.optim.named import check_named
 from shoal.parallel.rules import describe_facts
@@ -95,6 +96,7 @@ def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
     """
     check_named(recipe.optim)
     model, _, data = build_parts(recipe)
+    make_dense(model)
     total = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
     anatomy = look_at(model, data, recipe.parallel)
     facts = describe_facts(anatomy, model)

@@ -2,7 +2,7 @@
 
 import json
 
-from crew_inside import recipe_of, run_inside
+from crew_inside import recipe_of, run_alone, run_inside
 from shoal.paramserver.client import Client
 
 WORDS = {
@@ -34,6 +34,17 @@ def test_an_embedding_sends_the_rows_it_touched_and_trains_to_the_same_bits(tmp_
     assert traffic(whole)[0] == dense
     # A portion has at most 12 words, on two servers.
     assert traffic(found)[0] <= 8 * 2 * (12 * (8 + 16 * 4) + (16 * 4 + 4) * 4)
+
+
+def test_an_embedding_whose_gradient_comes_as_rows_trains_in_one_process_too(tmp_path):
+    """Everywhere but on a worker of parameter servers it ended a run in the first step."""
+    rows = {**WORDS, "model": {"build": "own_parts:build_rows"}}
+    alone = run_alone(recipe_of(base=rows))
+    assert alone == run_alone(recipe_of(base=WORDS))
+    served = run_inside(tmp_path, "ps=2 workers=1 update=async", recipe_of(base=rows))
+    assert served.sha256 == alone
+    # A portion has at most 24 words, on two servers.
+    assert traffic(served)[0] <= 8 * (24 * (8 + 16 * 4) + (16 * 4 + 4) * 4)
 
 
 def test_what_is_cached_is_never_further_behind_than_allowed(tmp_path, monkeypatch):

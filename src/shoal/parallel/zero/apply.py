@@ -59,7 +59,6 @@ def apply_zero(
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     _refuse_mixtures(parameters)
-    _refuse_sparse(model)
     layout = lay_out(model, anatomy, mesh.degree(Axis.DATA))
     flat = _move_weights(layout, parameters, rank=mesh.coordinate(Axis.DATA), keeps_whole=stage < 3)
     reduction = ZeroReduction(
@@ -290,14 +289,6 @@ def _refuse_mixtures(parameters: Mapping[str, nn.Parameter]) -> None:
             f"ZeRO keeps all weights in one buffer, and this model has {len(kinds)} kinds: {listed}; "
             "cast them to one type, or leave zero out of the plan"
         )
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise RequestError(
-                f"ZeRO adds dense gradients, and {path!r} has sparse=True; set sparse=False, or leave zero out of the plan"
-            )
 
 
 def _move_weights(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shoal.core.errors import RequestError
-from shoal.core.plan import Plan
+from shoal.models.tables import row_tables
 from shoal.paramserver.cutting import Model, ShardMap, TensorSpec, check_cover
 from shoal.trainer.servers.portion import trained_parameters
 
@@ -35,28 +35,8 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 def sparse_parameters(model: nn.Module) -> frozenset[str]:
     """Trained parameters whose gradient torch gives as rows (``sparse=True``), by name."""
-    tables = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
+    tables = {id(module.weight) for module in row_tables(model)}
     return frozenset(name for name, tensor in trained_parameters(model).items() if id(tensor) in tables)
-
-
-def refuse_unfit(model: nn.Module, plan: Plan) -> None:
-    """Refuse a model that parameter servers, or the groups that are their workers, cannot train.
-
-    Raises:
-        RequestError: names the layer or the parameter.
-    """
-    refuse_batch_norm(model)
-    rows = sorted(sparse_parameters(model))
-    if rows and plan.ranks_per_replica > 1:
-        # The ranks of a group bring boxes of dense gradients.
-        raise RequestError(
-            f"{rows[0]!r} has sparse=True, and a worker of {plan.ranks_per_replica} ranks adds dense gradients; "
-            f"set sparse=False, or leave tp, cp and pp out of the plan"
-        )
 
 
 class FlatRow:

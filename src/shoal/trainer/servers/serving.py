@@ -46,7 +46,7 @@ from shoal.trainer.build import build_parts
 from shoal.trainer.layout import count_steps, count_updates, updates_per_step
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.servers.cutsave import BOOK, CutSaver, load_shard, read_checkpoint
-from shoal.trainer.servers.flatmodel import describe_model, refuse_unfit
+from shoal.trainer.servers.flatmodel import describe_model, refuse_batch_norm
 from shoal.trainer.servers.hot import cut_for
 from shoal.trainer.servers.member import MemberPlace, attach_slot, open_finder, open_node
 from shoal.trainer.servers.tidings import describe_refusal, describe_return
@@ -191,7 +191,7 @@ class ShardSource:
     def __init__(self, place: MemberPlace) -> None:
         recipe = place.recipe
         whole, _, data = build_parts(recipe)
-        refuse_unfit(whole, place.plan)
+        refuse_batch_norm(whole)
         self.module: nn.Module = whole.to(dtype=Precision.named(recipe.train.precision).weight_dtype)
         self.data: Splits = data
         self.place = place

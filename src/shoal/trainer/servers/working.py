@@ -28,7 +28,7 @@ from shoal.trainer.servers.ahead import pulls_ahead, work_ahead
 from shoal.trainer.servers.batchwork import work_batches
 from shoal.trainer.servers.dealing import Dealing
 from shoal.trainer.servers.downpouring import work_downpour
-from shoal.trainer.servers.flatmodel import FlatModel, FlatRow, describe_model, refuse_unfit
+from shoal.trainer.servers.flatmodel import FlatModel, FlatRow, describe_model, refuse_batch_norm
 from shoal.trainer.servers.group import group_plan, join_group, share_of
 from shoal.trainer.servers.hanging import watch_shares
 from shoal.trainer.servers.hot import cut_for
@@ -105,7 +105,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
     """Lay the model out as the plan wants it on this process; the ranks of a worker call it together."""
     recipe = place.recipe
     model, loss, data = build_parts(recipe)
-    refuse_unfit(model, place.plan)
+    refuse_batch_norm(model)
     sizes = recipe.paramserver.portion_sizes(place.plan.num_shares)
     layout = derive_layout(recipe.train, place.plan, sizes=sizes)
     world = join_group(place)
@@ -125,6 +125,8 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
         parallel=recipe.parallel,
         pipeline=recipe.pipeline,
         world=world,
+        # The ranks of a group bring boxes of dense gradients.
+        keeps_rows=place.plan.ranks_per_replica == 1,
     )
     shares = ShareRunner(
         build_runner(placed, data, train=train, optim=plain, world=world, slot=slot),

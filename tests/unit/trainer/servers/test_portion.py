@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from shoal.core.errors import RequestError
-from shoal.core.plan import Plan
 from shoal.data.loader import Loader
 from shoal.data.order import Position, position_of, take
 from shoal.data.source import Items
 from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.cutting import cut_model
-from shoal.trainer.servers.flatmodel import FlatModel, describe_model, refuse_batch_norm, refuse_unfit
+from shoal.trainer.servers.flatmodel import FlatModel, describe_model, refuse_batch_norm
 from shoal.trainer.servers.portion import ShareRunner
 from shoal.trainer.servers.workline import make_packer
 
@@ -159,12 +158,6 @@ def test_a_gradient_that_comes_as_rows_is_collected_and_sent_as_rows():
     gradient, packer = found[True]
     shards = [packer.pack(number, gradient[stretch]) for number, stretch in enumerate(flat.stretches)]
     assert sum(count for index, _ in shards for _, count in index) == 3
-
-
-def test_a_group_refuses_gradients_that_come_as_rows_by_name():
-    refuse_unfit(Table(sparse=True), Plan.parse("ps=1 workers=2"))
-    with pytest.raises(RequestError, match=r"'table.weight' has sparse=True, and a worker of 2 ranks .* sparse=False"):
-        refuse_unfit(Table(sparse=True), Plan.parse("ps=1 workers=2 tp=2"))
 
 
 @pytest.mark.parametrize("samples", [23, 24])

@@ -1,0 +1,35 @@
+"""``nn.Embedding(sparse=True)`` on two replicas: the bits of one process, and those of the embedding without it."""
+
+from shoal.core.plan import Plan
+from shoal.testing.ranks import run_on_ranks
+from shoal.trainer.build import build_parts
+from shoal.trainer.config import Recipe
+from shoal.trainer.loop import Trainer
+from shoal.trainer.state import hash_weights
+
+ROWS, WHOLE = ("own_parts:build_rows", "own_parts:build_bag")
+
+
+def train(world, build, plan):
+    recipe = Recipe.model_validate(
+        {
+            "model": {"build": build},
+            "data": {"build": "own_parts:build_words"},
+            "train": {"steps": 4, "global_batch": 8, "threads": 1, "seed": 3},
+            "optim": {"name": "adamw", "lr": 0.1, "clip": 0.5},
+        }
+    )
+    model, loss, data = build_parts(recipe)
+    how = {"world": world} if world is not None else {"environment": {}}
+    trainer = Trainer(model, data, loss=loss, train=recipe.train, optim=recipe.optim, plan=Plan.parse(plan), **how)
+    with trainer:
+        trainer.train()
+        return hash_weights(trainer.model)
+
+
+def test_replicas_add_rows_up_as_one_process_does():
+    """It ended in the first backward pass: a sparse tensor has no bytes to be sent."""
+    found = run_on_ranks(train, 2, ROWS, "dp=2", deadline_seconds=60.0)
+    alone = train(None, ROWS, "dp=1 microbatches=2")
+    assert [*found] == [alone, alone]
+    assert train(None, WHOLE, "dp=1 microbatches=2") == alone
