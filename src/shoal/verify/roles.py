@@ -130,9 +130,9 @@ class RecordedLine(Line):
                 raise RunError(f"{place.name} waited {_MEET_SECONDS:g} s for {', '.join(missing)} to be ready")
             time.sleep(_LOOK_SECONDS)
 
-    def take(self, held: tuple[int, ...] = ()) -> Portion | None:
-        """As the run does it; what is taken will be computed."""
-        portion = super().take(held)
+    def given(self, asked: "Future[Portion | None]") -> Portion | None:
+        """As the run does it; not when it is asked for, which may be before the portion that is being computed is handed in."""
+        portion = super().given(asked)
         if portion is not None:
             self._works.append({"portion": portion.number, "read": None})
         return portion

@@ -197,6 +197,9 @@ class FakeLine:
     def ask(self, held=()):
         return done(self.take(held))
 
+    def given(self, asked):
+        return asked.result()
+
     def pull(self, need, bound=None):
         return (0,)
 

@@ -40,7 +40,7 @@ def work_ahead(line: Line, worker: Worker, place: MemberPlace) -> None:
     gradient = torch.empty_like(flat.gradient)
     read: Read | None = None
     asked = line.ask()
-    while (portion := asked.result()) is not None:
+    while (portion := line.given(asked)) is not None:
         pulling: Future[Read] | None = None
         if read is None or not line.client.is_enough(read, portion.need, portion.bound):
             if handed_in is not None:

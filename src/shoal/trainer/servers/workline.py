@@ -146,11 +146,15 @@ class Line:
 
     def take(self, held: tuple[int, ...] = ()) -> Portion | None:
         """The next portion."""
-        return self._thread.call(self.client.take(held))
+        return self.given(self.ask(held))
 
     def ask(self, held: tuple[int, ...] = ()) -> "Future[Portion | None]":
         """As ``take``, while something else is done; what is begun on this line after it reaches the book after it."""
         return self._thread.start(self.client.take(held))
+
+    def given(self, asked: "Future[Portion | None]") -> Portion | None:
+        """The portion that was asked for, which is what is computed next; None when there is none."""
+        return asked.result()
 
     def pull(self, need: int, bound: int | None = None) -> Read:
         """Newer weights; what they are. See ``Client.pull``."""
