@@ -126,7 +126,7 @@ def judge_finals(heats: Sequence[Heat], *, fixed: str, picks: Sequence[str]) -> 
                 "plan": pick,
                 "regret": ratio[pick] / float(rows[0]["ratio"]) - 1,
                 "interval": _redrawn(heats, pick),
-                **across([_plans(one) for one in heats], pick),
+                **across(heats, pick),
             }
             for pick in dict.fromkeys(picks)
         ],

@@ -77,12 +77,21 @@ class Bench:
         return found
 
     def heats(self, plans: Sequence[str], fixed: str, *, ends: float) -> list[Heat]:
-        """Rounds of real steps of a few plans, until time is over; at least two."""
+        """Rounds of real steps of a few plans, until time is over."""
         found: list[Heat] = []
-        while len(found) < 2 or time.monotonic() < ends:
+        while time.monotonic() < ends:
             names = [*plans, CONTROL]
             self._random.shuffle(names)
-            found.append({name: self._measure(Plan.parse(fixed if name == CONTROL else name)) for name in names})
+            heat: dict[str, float] = {}
+            for name in names:
+                text = fixed if name == CONTROL else name
+                try:
+                    heat[name] = self._measure(Plan.parse(text))
+                except (RequestError, RunError) as problem:
+                    say(f"{text} failed in the finals, and this round does not count: {str(problem).splitlines()[0]}")
+                    break
+            else:
+                found.append(heat)
         return found
 
     def _pair(self, plan: Plan) -> Pair:
@@ -146,7 +155,7 @@ def take(arguments: argparse.Namespace) -> dict[str, Any]:
         "failed": bench.failed,
         "auto": bench.picks,
         **judged,
-        "finals": judge_finals(heats, fixed=meeting[0], picks=picks) if heats else None,
+        "finals": judge_finals(heats, fixed=meeting[0], picks=picks) if len(heats) > 1 else None,
         "heats": heats,
         "rounds": [{plan: asdict(pair) for plan, pair in one.items()} for one in rounds],
         "sharing": [point.model_dump() for point in machine.sharing],

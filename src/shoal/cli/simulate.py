@@ -164,8 +164,7 @@ class _Failing:
         """Refuse what cannot be, before anything is priced."""
         if not 0 < self.hours < math.inf:
             raise RequestError(
-                f"--mtbf is {self.hours:g} hours, and a device that never works cannot train; give hours above 0, such as 50000, "
-                f"or leave --mtbf out where nothing fails"
+                f"--mtbf is {self.hours:g} hours; give hours above 0, such as 50000, or leave --mtbf out where nothing fails"
             )
         for option, seconds in (("--restart", self.restart), ("--checkpoint", self.checkpoint)):
             if not 0 <= seconds < math.inf:

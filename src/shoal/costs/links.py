@@ -68,7 +68,7 @@ class Done:
     """Query heads and key-value heads of each attention."""
     images: list[Image] = field(default_factory=list)
     dealt: list[int] = field(default_factory=list)
-    """Bytes of what products with experts read."""
+    """Bytes of what is dealt out to experts, for each set of them."""
 
     def lengths(self) -> tuple[int, ...]:
         """How far each list has come."""
@@ -96,7 +96,9 @@ class Link:
     weights: dict[int, str] = field(default_factory=dict)
     """Parameters that it read: their numbers, with their names."""
     chooses: bool = False
-    """It has picked some of many by their scores, as a router does."""
+    """It has used what was picked of many by their scores, as behind a router."""
+    deals_anew: bool = True
+    """Something was picked since rows were dealt out to experts: the next products with experts are of another set."""
 
 
 class Links:

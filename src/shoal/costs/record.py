@@ -43,6 +43,8 @@ class Mark:
     """It lies between the two products of an attention that is not fused."""
     is_image: bool = False
     """A convolution made it, or something that works on rows of images side by side."""
+    is_chosen: bool = False
+    """The places that something has picked: of experts for a token, or of tokens for an expert."""
 
 
 _PLAIN = Mark()
@@ -119,7 +121,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for mark in marks:
             if mark.weight is not None:
                 self.links.now.weights.setdefault(mark.weight, self.names[mark.weight])
-        self.links.now.chooses |= func in _CHOICES
+        # Not where it picks: a softmax by hand takes the largest score, and nobody asks where that was.
+        self.links.now.chooses |= any(mark.is_chosen for mark in marks)
+        picks = func in _CHOICES
+        self.links.now.deals_anew |= picks
         image = self._write_image(func, named_arguments(func, args, kwargs), inputs, marks, outputs)
         products = products_of(func, args, kwargs, output)
         if products:
@@ -128,7 +133,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = self._write_other(func, (args, kwargs, output), inputs, marks, outputs)
         for tensor in outputs:
             if id_of(tensor) not in self._marks:
-                self._mark(tensor, replace(made(tensor), is_image=image and tensor.ndim == 4))
+                is_chosen = picks and not tensor.is_floating_point()
+                self._mark(tensor, replace(made(tensor), is_image=image and tensor.ndim == 4, is_chosen=is_chosen))
 
     def _write_image(
         self,
@@ -202,8 +208,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             experts = max(product.experts, product.count)
             self.experts_of_weight.update(dict.fromkeys(matrices, experts))
-            read = [tensor.nbytes for tensor, mark in zip(inputs, marks, strict=True) if mark.weight is None]
-            self.links.now.done.dealt.append(max(read, default=0))
+            if self.links.now.deals_anew:
+                # What the first product of a set reads is what travels.
+                read = [tensor.nbytes for tensor, mark in zip(inputs, marks, strict=True) if mark.weight is None]
+                self.links.now.done.dealt.append(max(read, default=0))
+                self.links.now.deals_anew = False
             yield replace(product, rows=product.rows * product.count, count=1, experts=experts)
 
     def _write_other(

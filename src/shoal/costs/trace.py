@@ -36,7 +36,8 @@ INSTEAD = (
     "experts, chosen_experts and expert_ffn where it has experts"
 )
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A place in a list of modules; ``w1`` is a name."""
 _WANTS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -220,8 +221,7 @@ def _layers(module: nn.Module, one: _Pass, two: _Pass, *, batches: Batches) -> t
                 output_bytes=sent[place],
                 num_pairs=num_pairs,
                 pair_bytes=total_growth(before.done.sums, after.done.sums, batches) / max(1, num_pairs),
-                # What the first of them reads is what travels: a block has one set of experts.
-                routed_bytes=total_growth(before.done.dealt[:1], after.done.dealt[:1], batches),
+                routed_bytes=total_growth(before.done.dealt, after.done.dealt, batches),
                 kv_bytes=total_growth(before.done.carried, after.done.carried, batches),
                 image_rows=(rows := rows_of(before.done.images)),
                 halo_bytes=_halo_bytes(before.done, after.done, batches) if rows else 0.0,

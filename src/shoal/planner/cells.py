@@ -139,6 +139,7 @@ _PRECISIONS = (
     ("float16", ("fp16", "float16", "half", "amp")),
     ("tf32", ("tf32",)),
     ("float32", ("fp32", "float32", "single")),
+    ("float64", ("fp64", "float64", "double")),
 )
 
 
@@ -182,8 +183,8 @@ _NO, _YES = ("none", "no", "off", "false", "0"), ("full", "yes", "on", "true", "
 
 def read_recompute(text: str) -> str:
     """none, selective, full, or ``unknown``."""
-    words = re.findall(r"[a-z0-9]+", text.lower())
-    first = words[0] if words else ""
+    words = re.findall(r"[a-z0-9.]+", text.lower())
+    first = words[0].removesuffix(".0") if words else ""
     # "op-level AC" keeps the results of chosen operations and computes the others again (torchtitan's ``selective_ac_option``).
     if first.startswith("selective") or first in ("sac", "op", "ops"):
         return "selective"

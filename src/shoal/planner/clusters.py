@@ -27,7 +27,7 @@ def read_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> Cl
     Raises:
         RequestError: the text is something else, the device or the link is unknown, or the file is no machine file.
     """
-    devices, at, name = text.partition("@")
+    devices, at, name = _at_link(text)
     if at and not name.strip():
         raise RequestError(
             f"cluster {text!r} names no link after @; leave @ out for the usual one, or give one of {', '.join(LINKS)}"
@@ -40,10 +40,19 @@ def read_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> Cl
         close = nearest(wanted, LINKS)
         offer = f"did you mean {close!r}? " if close else ""
         raise RequestError(f"cluster {text!r}: there is no link {name.strip()!r}; {offer}there are {', '.join(LINKS)}")
+    # A port a device, but for processes of one machine.
+    sharing = 1 if cluster.reached is None else cluster.tiers[0].devices
     if cluster.beyond is not None:
         # One node has nothing to join; the link counts where --devices makes more of it.
-        return replace(cluster, beyond=_joined(cluster.beyond, wanted))
-    return replace(cluster, tiers=(*cluster.tiers[:-1], _joined(cluster.tiers[-1], wanted)))
+        return replace(cluster, beyond=_joined(cluster.beyond, wanted, sharing))
+    return replace(cluster, tiers=(*cluster.tiers[:-1], _joined(cluster.tiers[-1], wanted, sharing)))
+
+
+def _at_link(text: str) -> tuple[str, str, str]:
+    """What is before @, @ if there is one, and the link; one in the folders of a path is none."""
+    folder, slash, last = text.rpartition("/")
+    devices, at, name = last.partition("@")
+    return folder + slash + devices, at, name
 
 
 def _of_file(text: str) -> Cluster:
@@ -53,16 +62,18 @@ def _of_file(text: str) -> Cluster:
     machine = read_machine(Path(path), is_here=False)
     if not size:
         return measured_cluster(machine, path=path)
-    parts = parse_cluster(f"file:{size}")
+    if 0 in (numbers := [int(part) for part in size.split("x")]):
+        raise RequestError(f"cluster {text!r} has no process; write {path}:PROCESSES or {path}:MACHINESxPROCESSES")
+    parts = parse_cluster(f"file:{'x'.join(map(str, numbers))}")
     return measured_cluster(machine, path=path, num_nodes=parts.num_nodes, num_processes=parts.devices_per_node)
 
 
-def _joined(tier: Tier, name: str) -> Tier:
+def _joined(tier: Tier, name: str, sharing: int) -> Tier:
     link = LINKS[name]
     return Tier(
         name=name,
         devices=tier.devices,
-        bandwidth=link.bandwidth,
+        bandwidth=link.bandwidth / sharing,
         latency=link.latency,
         source=link.source,
         is_mesh=link.is_mesh,

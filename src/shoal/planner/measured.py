@@ -37,9 +37,11 @@ def measured_cluster(machine: Machine, *, path: str, num_nodes: int = 1, num_pro
     counts = sorted({time.processes for time in machine.matmuls} & {time.processes for time in machine.copies})
     count = num_processes or max((each for each in counts if each <= machine.provenance.cores), default=counts[0])
     if count not in counts:
+        several = -(-count // max(counts))
+        machines = f", or {path}:{several}x{max(counts)} for {several} such machines" if several > 1 else ""
         raise RequestError(
             f"{path} was measured with {', '.join(map(str, counts))} processes, and {count} are asked for; write "
-            f"{path}:{max(counts)} or fewer, or {path}:{-(-count // max(counts))}x{max(counts)} for several such machines"
+            f"{' or '.join(f'{path}:{each}' for each in counts)}{machines}"
         )
     if not machine.memory_bytes:
         raise RequestError(
@@ -51,7 +53,8 @@ def measured_cluster(machine: Machine, *, path: str, num_nodes: int = 1, num_pro
     outer = Tier(
         name=BETWEEN,
         devices=num_nodes * count,
-        bandwidth=link.bandwidth,
+        # A machine has one port, which its processes share.
+        bandwidth=link.bandwidth / count,
         latency=link.latency,
         source=link.source,
     )
@@ -100,9 +103,8 @@ def _link(machine: Machine, count: int) -> Tier:
     """What joins the processes, such that a sum over all of them takes what was measured (``collectives.all_reduce``)."""
     sizes = sorted({time.num_bytes for time in machine.collectives if time.operation == "sum"})
     if count == 1 or len(sizes) < 2:
-        return Tier(
-            name="memory", devices=count, bandwidth=LINKS["memory"].bandwidth, latency=0.0, source="one process"
-        )
+        source = "one process" if count == 1 else "not measured: a copy in memory"
+        return Tier(name="memory", devices=count, bandwidth=LINKS["memory"].bandwidth, latency=0.0, source=source)
     first, last = sizes[0], sizes[-1]
     at_first, at_last = (
         machine.collective_seconds("sum", size, ranks=count, processes=count) * machine.fit.communication

@@ -46,8 +46,10 @@ def read_rows(path: Path, *, needed: Sequence[str], optional: Sequence[str]) -> 
             rows = list(_rows(path, file, needed, optional))
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}; give a CSV file that is there") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise RequestError(f"{path} is not a CSV file in UTF-8: {error}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not a CSV file in UTF-8: {error}; save it as UTF-8") from error
+    except csv.Error as error:
+        raise RequestError(f"{path} is not a CSV file: {error}; see that every quote is closed") from error
     if not rows:
         raise RequestError(f"{path} has no rows; give a table with at least one run")
     return rows
@@ -58,10 +60,11 @@ def _rows(path: Path, file: TextIO, needed: Sequence[str], optional: Sequence[st
     header = next((cells for cells in reader if cells), None)
     if header is None:
         raise RequestError(f"{path} is empty; a table of runs begins with a line of columns: {', '.join(needed)}")
-    _check_header(path, header, needed)
+    _check_header(path, header, needed, optional)
     number, line = 0, reader.line_num + 1
     for cells in reader:
-        if cells:
+        # A spreadsheet writes an empty line as commas alone.
+        if any(cell.strip() for cell in cells):
             if number == _MOST_ROWS:
                 raise RequestError(f"{path} has more than {_MOST_ROWS:,} rows; give it in parts")
             filled = [*cells, *[""] * (len(header) - len(cells))]
@@ -71,18 +74,19 @@ def _rows(path: Path, file: TextIO, needed: Sequence[str], optional: Sequence[st
         line = reader.line_num + 1
 
 
-def _check_header(path: Path, header: Sequence[str], needed: Sequence[str]) -> None:
+def _check_header(path: Path, header: Sequence[str], needed: Sequence[str], optional: Sequence[str]) -> None:
     missing = [column for column in needed if column not in header]
     if missing:
         others = [column for column in header if column not in needed]
-        close = {column: nearest(column, others) for column in missing}
+        lowered = {other.strip().lower(): other for other in others}
+        close = {column: lowered.get(nearest(column, lowered) or "") for column in missing}
         renames = ", ".join(f"{found!r} to {column!r}" for column, found in close.items() if found)
         fix = f"rename {renames}; " if renames else ""
         raise RequestError(
             f"{path} has {len(header)} columns, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not among them; "
             f"{fix}a table of runs has {', '.join(needed)}"
         )
-    twice = next((column for column in needed if header.count(column) > 1), None)
+    twice = next((column for column in (*needed, *optional) if header.count(column) > 1), None)
     if twice is not None:
         raise RequestError(f"{path} has the column {twice} {header.count(twice)} times; keep one of them")
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from itertools import islice
 
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
@@ -77,10 +77,9 @@ def search(job: Job, limits: Limits | None = None, *, top: int = 5) -> Found:
         )
     fitting = [one for _, one in sorted(looked.fitting, key=lambda pair: (_time(pair[1]), pair[0]))]
     ranked = _refine(job, limits, fitting, top, known)
-    if not ranked:
-        # By their schedules none of the best fits, and who hears that wants to know what needs least.
-        for (place, plan), recompute in product(looked.left_out.items(), _RECOMPUTE):
-            _price(job, limits, looked, place, replace(plan, recompute=recompute), 0.0, known)
+    # What does not fit is told where it would be faster than the best; where none of the best fits by its schedule, who asks
+    # wants to hear what needs least of all.
+    _look_again(job, limits, looked, ranked[0].seconds if ranked else math.inf, known)
     refused = looked.refused
     if refused is not None:
         refused = estimate(job, refused.plan, known, places=memory_of(job, refused.plan, every_place=True))
@@ -95,8 +94,8 @@ class _Looked:
 
     fitting: list[tuple[int, Estimate]] = field(default_factory=list)
     """With their places."""
-    left_out: dict[int, Plan] = field(default_factory=dict)
-    """Plans that cannot matter, at least with more recompute, by their places."""
+    left_out: list[tuple[float, int, Plan]] = field(default_factory=list)
+    """Plans that cannot be among the best: what they take at least, the shortest first, and their places."""
     refused: Estimate | None = None
     """The fastest that does not fit."""
     refused_at: int = 0
@@ -125,17 +124,27 @@ def _look(job: Job, limits: Limits, top: int, known: Known) -> _Looked:
     for seconds, place, recompute in sorted(_least_times(job, plans, known)):
         if place in fitting:
             continue
-        if seconds > found.refused_seconds and cutoff.is_beyond(plans[place], seconds):
-            found.left_out[place] = plans[place]
-            found.num_plans += 1
-            continue
         plan = replace(plans[place], recompute=_RECOMPUTE[recompute])
+        if cutoff.is_beyond(plan, seconds):
+            found.left_out.append((seconds, place, plan))
+            continue
         fits = _price(job, limits, found, place, plan, seconds, known)
         if fits is not None:
             fitting.add(place)
             found.fitting.append((place, fits))
             cutoff.add(fits)
     return found
+
+
+def _look_again(job: Job, limits: Limits, found: _Looked, seconds: float, known: Known) -> None:
+    """Price those that were left out and take less than ``seconds`` at least: they may not fit, which is then noted."""
+    fitting: set[int] = set()
+    for least, place, plan in found.left_out:
+        if least >= seconds or place in fitting:
+            found.num_plans += 1
+        elif _price(job, limits, found, place, plan, least, known) is not None:
+            # With more recompute it would fit too.
+            fitting.add(place)
 
 
 def _least_times(job: Job, plans: Sequence[Plan], known: Known) -> Iterator[tuple[float, int, int]]:

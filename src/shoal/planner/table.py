@@ -40,6 +40,8 @@ _MEASURED = "measured_value"
 _OPTIONAL = ("params_b", "notes")
 _MOST_LAYERS = 100_000
 _MANY = 10**12
+_ROUNDED = 1.01
+"""Above its replica's share by so much, a microbatch is that share with fewer digits."""
 _FILLED = 4
 """Microbatches for every rank of a pipeline, where a row does not say its batch."""
 
@@ -157,6 +159,11 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
         shape = replace(shape, item_bytes=8 if precision == "float64" else 4)
     has_stages = degrees["pp"] > 1
     schedule, chunks = read_schedule(row["schedule_or_interleave"])
+    if chunks is not None and chunks > shape.layers:
+        raise _Unreadable(
+            f"schedule_or_interleave is {row['schedule_or_interleave']!r}, {chunks} chunks of each rank, and there are "
+            f"{shape.layers} layers; give no more"
+        )
     plan = Plan(
         dp=degrees["dp"],
         tp=degrees["tp"],
@@ -237,7 +244,8 @@ def _batch(row: Mapping[str, str], degrees: Mapping[str, int], software: str, as
     if row["global_batch"].strip():
         global_batch = _need(row, "global_batch")
         share = global_batch / degrees["dp"]
-        if _float(row, "micro_batch") is not None and micro_batch > share:
+        # Some tables round: 2.67 of 1024 samples over 384 replicas.
+        if _float(row, "micro_batch") is not None and micro_batch > _ROUNDED * share:
             raise _Unreadable(
                 f"micro_batch is {row['micro_batch']!r}, and a replica has {share:g} samples of a step (global_batch "
                 f"{global_batch} / dp {degrees['dp']}); a number above 0 and not above that is needed"

@@ -20,12 +20,14 @@ _UNSAID = (
 )  # fmt: skip
 _COUNTS = ("heads", "kv_heads", "ffn_hidden", "vocab", "micro_batch", "params_b")
 """Columns of numbers that may be unknown; ``table.py`` asks for the others."""
-_TYPE = re.compile(r"(?<![a-z0-9])(?:bf|fp|tf|bfloat|float|mxfp|nvfp|u?int)\d+(?![a-z0-9])", re.IGNORECASE)
+_TYPE = re.compile(r"(?<![a-z0-9])(?:bf|fp|tf|bfloat|float|mxfp|nvfp|mxint|u?int)\d+(?![a-z0-9])", re.IGNORECASE)
 _STAGE = re.compile(r"\s*(-?\d+(?:\.\d+)?)")
 _NAMED_STAGE = re.compile(r"zero[\s-]*(\d+)", re.IGNORECASE)
 _STAGES = ("0", "1", "2", "3")
 _SWITCH = ("0", "1", "no", "yes", "off", "on", "false", "true")
-_TYPES = ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32")
+_TYPES = ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
+_OTHER_TYPES = ("fp6", "mxfp6", "int4", "int8", "mxint8")
+"""Types that there are, and no preset has a peak for: not understood, and not wrong."""
 _RECOMPUTE = ("none", "selective", "full", "unknown")
 _NO_SHARDS = ("no", "off", "false", "ddp", "dp")
 
@@ -41,7 +43,8 @@ def wrong_cells(row: Mapping[str, str]) -> Iterator[str]:
     stage = _STAGE.match(row["zero"]) or _NAMED_STAGE.search(row["zero"])
     if stage is not None and float(stage[1]) not in (0, 1, 2, 3):
         yield _choose("zero", row["zero"], _STAGES)
-    if read_precision(row["precision"]) is None and _TYPE.search(row["precision"]):
+    types = [found.lower() for found in _TYPE.findall(row["precision"])]
+    if read_precision(row["precision"]) is None and any(found not in _OTHER_TYPES for found in types):
         yield _choose("precision", row["precision"], _TYPES)
 
 

@@ -131,7 +131,7 @@ def test_sites_over_a_slow_link(shoal, tiny, tmp_path):
         (["--cluster", "h100:1x8", "--mtbf", "-2"], "--mtbf is -2 hours"),
         (
             ["--cluster", "h100:1x8", "--mtbf", "0"],
-            "--mtbf is 0 hours, and a device that never works cannot train; give hours",
+            "--mtbf is 0 hours; give hours above 0",
         ),
         (["--cluster", "h100:1x8", "--mtbf", "9", "--restart", "-1"], "--restart is -1 seconds; give 0 or more"),
         (["--cluster", "h100:1x8", "--mtbf", "9", "--interval", "0"], "--interval is '0'; give a number of steps"),

@@ -78,6 +78,26 @@ class Heads(nn.Module):
         return (parts @ self.weight).transpose(0, 1).reshape(x.shape)
 
 
+class BesideScores(Heads):
+    """A softmax by hand picks the largest score, and asks nobody where it was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(1, 2)
+        scores = (scores - scores.max(-1, keepdim=True).values).exp()
+        return super().forward(scores @ x)
+
+
+class Twice(nn.Module):
+    """Two sets of experts in one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = ChosenByExperts(), InGroups()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
 class Block(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -113,8 +133,14 @@ def test_experts_that_tensor_parallelism_does_not_cut_are_whole_on_its_ranks():
         assert expert_weights(layer, plan, share_weights(plan, software)) == layer.expert_weights / parts
 
 
-def test_heads_with_matrices_of_their_own_are_no_experts():
-    chain = trace(Heads)
+def test_two_sets_of_experts_travel_twice():
+    (one,), (two,) = trace(ChosenByExperts, 1).layers, trace(Twice, 1).layers
+    assert two.expert_weights == 2 * one.expert_weights and two.routed_bytes == 2 * one.routed_bytes > 0
+
+
+@pytest.mark.parametrize("kind", [Heads, BesideScores])
+def test_heads_with_matrices_of_their_own_are_no_experts(kind):
+    chain = trace(kind)
     assert chain.experts == 1 and not any(layer.expert_weights or layer.routed_bytes for layer in chain.layers)
 
 

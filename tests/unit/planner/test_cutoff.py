@@ -35,7 +35,10 @@ def told(found):
 @pytest.mark.parametrize("limits", [Limits(), Limits(schedules=("1f1b",), zero=(0, 1))], ids=["all", "few"])
 @pytest.mark.parametrize("name", JOBS)
 def test_it_answers_what_pricing_all_answers(monkeypatch, name, limits):
+    answers, is_beyond = [], Cutoff.is_beyond
+    monkeypatch.setattr(Cutoff, "is_beyond", lambda *asked: answers.append(is_beyond(*asked)) or answers[-1])
     found = module.search(job(name), limits, top=2)
+    assert any(answers) == (name != "too large"), "something was left out, or this compares nothing"
     monkeypatch.setattr(Cutoff, "is_beyond", lambda self, plan, least: False)
     assert told(found) == told(module.search(job(name), limits, top=2))
 

@@ -71,9 +71,15 @@ def test_a_file_is_a_cluster(tmp_path, size, tiers):
     assert [tier.devices for tier in cluster.tiers] == tiers
     link = LINKS["ethernet-1g" if "@" in size else BETWEEN]
     if len(tiers) > 1:
-        assert cluster.tiers[-1].bandwidth == link.bandwidth
+        assert cluster.tiers[-1].bandwidth == link.bandwidth / tiers[0], "one port for all processes of a machine"
     else:
         assert [tier.devices for tier in cluster.resized(8).tiers] == [*tiers, 8]
+
+
+def test_an_at_in_the_folder_of_a_file_is_no_link(tmp_path):
+    folder = tmp_path / "me@home"
+    folder.mkdir()
+    assert read_cluster(f"{write(folder)}:3x2@ethernet-1g").tiers[-1].name == "ethernet-1g"
 
 
 def test_a_file_of_another_machine_is_what_one_plans_with(tmp_path):
@@ -84,8 +90,10 @@ def test_a_file_of_another_machine_is_what_one_plans_with(tmp_path):
 @pytest.mark.parametrize(
     ("change", "size", "message"),
     [
-        ({}, ":3", r"measured with 1, 2, 4 processes, and 3 are asked for; write .*json:4 or fewer, or .*json:1x4 for"),
-        ({}, ":0", "has 1 x 0 devices; give 1 to"),
+        ({}, ":3", r"with 1, 2, 4 processes, and 3 are asked for; write .*json:1 or .*json:2 or .*json:4$"),
+        ({}, ":6", r"with 1, 2, 4 processes, and 6 are asked for; write .*json:4, or .*json:2x4 for 2 such machines$"),
+        ({}, ":0", r"json:0' has no process; write .*json:PROCESSES"),
+        ({}, ":0x2", r"json:0x2' has no process; write .*json:PROCESSES"),
         ({"memory_bytes": 0}, "", "does not say how much memory its machine has.*run `shoal calibrate .*json` there"),
         ({}, "@ether", "there is no link 'ether'"),
     ],

@@ -135,7 +135,8 @@ BAD = {
     "ffn_hidden": ["-7"],
     "vocab": ["0"],
     "zero": ["9", "4 (assumed)", "12", "1.5", "-1", "ZeRO-7"],
-    "precision": ["bf17", "fp15 with fp33", "int8"],
+    "precision": ["bf17", "fp15 with fp33", "int9"],
+    "schedule_or_interleave": ["interleaved v=99999999999999999999999"],
     "measured_metric": ["", "joules"],
     "gpu": ["", "abacus", "H900"],
     "measured_value": ["fast", "0", "-1", "nan"],
@@ -161,8 +162,8 @@ ODD = {
     "ffn_hidden": ["4h"],
     "vocab": ["51,200", "128K"],
     "zero": ["wibble"],
-    "precision": ["wibble"],
-    "recompute": ["fulll", "moe_act", "7"],
+    "precision": ["wibble", "mxfp6", "int8"],
+    "recompute": ["fulll", "moe_act", "7", "0.5", "1.5"],
     "seq_parallel": ["maybe", "8"],
 }
 
@@ -187,7 +188,7 @@ def test_a_word_that_is_not_understood_is_said_and_its_row_predicted_out_of_rang
                                     "interleaved-1F1B v=3", "DualPipe", "?"]),
         ("heads", ["", "n/a", "unknown", "32 (assumed)", "24.0"]),
         ("kv_heads", ["", "8 (GQA)"]),
-        ("micro_batch", ["", "0.5", "n/a", "16.0"]),
+        ("micro_batch", ["", "0.5", "n/a", "16.0", "32.1"]),
         ("params_b", ["", "1.7", "unknown"]),
     ],
 )  # fmt: skip
@@ -209,7 +210,8 @@ def test_the_nearest_word_and_the_share_of_a_replica_are_said(tmp_path):
     )
     precision, batch, zero, schedule, both = (row.why_not for row in predict(tmp_path, *changes))
     assert precision == (
-        "precision is 'bf17'; did you mean 'bf16'? it may be fp4, fp8, bf16, fp16, tf32, fp32, or blank where it is not known"
+        "precision is 'bf17'; did you mean 'bf16'? it may be fp4, fp8, bf16, fp16, tf32, fp32, fp64, or blank where it is not "
+        "known"
     )
     assert "micro_batch is '64', and a replica has 16 samples of a step (global_batch 512 / dp 32)" in batch
     assert zero == "zero is '9'; it may be 0, 1, 2, 3, or blank where it is not known"
