@@ -48,7 +48,12 @@ def print_answer(answer: "Answer", request: "PlanRequest") -> None:
     ):
         print(line)
     stack = job.stack
-    if not stack.is_fitted:
+    if job.cluster.reached is not None:
+        print(
+            f"times are made of what {stack.fitted_on} measured, and no run checked them: `shoal train --plan auto` and `shoal tune` "
+            "rehearse plans there"
+        )
+    elif not stack.is_fitted:
         print(
             f"no run of {stack.software.name} on {job.cluster.device.name} was there to calibrate on: times may be off by a "
             f"third; "
