@@ -43,7 +43,8 @@ def test_a_killed_server_is_noticed_and_its_successor_reached(address, arenas):
                     await waiting
                 assert time.monotonic() - started < 5 and bound in str(caught.value)
                 first.wait()
-                with pytest.raises(WireTimeout, match=r"late within 0\.2 s"):
+                # Of a broken connection some hear twice, and the second time it may be this call that waits.
+                with pytest.raises(WireTimeout, match=r"late within 0\.2 s|broke while late waited"):
                     await peer.call(Late(), deadline=0.2)
                 # A call that begins while nobody is there reaches the one who comes.
                 early = asyncio.ensure_future(peer.call(Echo(3), payload=noise(SIZE), deadline=DEADLINE, attempts=2))

@@ -50,8 +50,8 @@ def print_answer(answer: "Answer", request: "PlanRequest") -> None:
     stack = job.stack
     if job.cluster.reached is not None:
         print(
-            f"times are made of what {stack.fitted_on} measured, and no run checked them: `shoal train --plan auto` and `shoal tune` "
-            "rehearse plans there"
+            f"times are made of what was measured ({stack.fitted_on}), and no run checked them: `shoal train --plan auto` and "
+            "`shoal tune` rehearse plans there"
         )
     elif not stack.is_fitted:
         print(

@@ -28,10 +28,12 @@ _RECOMPUTE = ("none", "selective", "full")
 """From the fastest to what holds least."""
 _LEAN = ("v-half", "v-min")
 """Schedules that hold the fewest microbatches (Qi et al. 2024, arXiv:2405.15362): a half and a third of what 1f1b does."""
+_AS_GOOD = 1.01
+"""Times the fastest step up to which a simpler plan is preferred: times are not known to one part in a hundred."""
+_SIMPLER = 12
+"""Simpler plans of the arithmetic's ranking that are tried for being as good by their schedules, at most."""
 _FAR = 1.05
 """Times the best step by arithmetic beyond which a schedule is not worth working through."""
-_ALIKE = 0.01
-"""Share of a step by which two plans must differ for the faster one to be preferred to the simpler one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,9 @@ def search(job: Job, limits: Limits | None = None, *, top: int = 5) -> Found:
     ranked = _refine(job, limits, fitting, top, known)
     # What does not fit is told where it would be faster than the best; where none of the best fits by its schedule, who asks
     # wants to hear what needs least of all.
-    _look_again(job, limits, looked, ranked[0].seconds if ranked else math.inf, known)
+    fastest = ranked[0].seconds * _AS_GOOD if ranked else math.inf
+    fitting += _look_again(job, limits, looked, fastest, known)
+    ranked = _simplest_first(ranked, _simpler(job, ranked, fitting))
     refused = looked.refused
     if refused is not None:
         refused = estimate(job, refused.plan, known, places=memory_of(job, refused.plan, every_place=True))
@@ -136,15 +140,16 @@ def _look(job: Job, limits: Limits, top: int, known: Known) -> _Looked:
     return found
 
 
-def _look_again(job: Job, limits: Limits, found: _Looked, seconds: float, known: Known) -> None:
-    """Price those that were left out and take less than ``seconds`` at least: they may not fit, which is then noted."""
-    fitting: set[int] = set()
+def _look_again(job: Job, limits: Limits, found: _Looked, seconds: float, known: Known) -> list[Estimate]:
+    """Price those that were left out and take less than ``seconds`` at least; those that fit. The others are noted."""
+    fitting: dict[int, Estimate] = {}
     for least, place, plan in found.left_out:
+        # What fits would fit with more recompute too.
         if least >= seconds or place in fitting:
             found.num_plans += 1
-        elif _price(job, limits, found, place, plan, least, known) is not None:
-            # With more recompute it would fit too.
-            fitting.add(place)
+        elif (fits := _price(job, limits, found, place, plan, least, known)) is not None:
+            fitting[place] = fits
+    return list(fitting.values())
 
 
 def _least_times(job: Job, plans: Sequence[Plan], known: Known) -> Iterator[tuple[float, int, int]]:
@@ -212,7 +217,7 @@ def merge(parts: Sequence[Found], *, top: int) -> Found:
     refused = [part.refused for part in parts if part.refused is not None]
     least = [part.least for part in parts if part.least is not None]
     return _found(
-        _simplest_first(sorted(ranked, key=_time)),
+        _simplest_first(sorted(ranked, key=_time), []),
         min(refused, key=lambda one: one.seconds, default=None),
         min(least, key=lambda one: one.memory.allocated, default=None),
         top=top,
@@ -226,13 +231,36 @@ def _time(found: Estimate) -> tuple[float, int, float]:
     return (float(f"{found.seconds:.4g}"), len(str(found.plan)), found.memory.allocated)
 
 
-def _simplest_first(ranked: list[Estimate]) -> list[Estimate]:
-    """The same with the shortest plan of those as good as the best in front: times are not known to one part in a hundred."""
+def _simplest_first(ranked: Sequence[Estimate], others: Sequence[Estimate]) -> list[Estimate]:
+    """The ranking with the simplest plan of those as good as its fastest in front, be it one of the others."""
     if not ranked:
-        return ranked
-    alike = [one for one in ranked if one.seconds <= ranked[0].seconds * (1 + _ALIKE)]
-    best = min(alike, key=lambda one: (len(str(one.plan).split()), one.seconds))
+        return []
+    alike = [one for one in (*ranked, *others) if one.seconds <= ranked[0].seconds * _AS_GOOD]
+    best = min(alike, key=lambda one: (_num_keys(one), one.seconds))
     return [best, *(one for one in ranked if one is not best)]
+
+
+def _simpler(job: Job, ranked: Sequence[Estimate], fitting: Sequence[Estimate]) -> list[Estimate]:
+    """A plan of the arithmetic's ranking that is as good as the best by its schedule, and simpler; none where there is none.
+
+    It need not be among the first few: the arithmetic flatters pipelines of few microbatches, and those are many.
+    """
+    if not ranked:
+        return []
+    enough = ranked[0].seconds * _AS_GOOD
+    fewest = min(_num_keys(one) for one in ranked if one.seconds <= enough)
+    known = {str(one.plan) for one in ranked}
+    simpler = [
+        one for one in fitting if _num_keys(one) < fewest and one.seconds <= enough and str(one.plan) not in known
+    ]
+    simpler.sort(key=lambda one: (_num_keys(one), one.seconds))
+    found = (estimate_by_schedule(job, one.plan) for one in simpler[:_SIMPLER])
+    return list(islice((one for one in found if one.fits and one.seconds <= enough), 1))
+
+
+def _num_keys(found: Estimate) -> int:
+    """How much a plan asks for; the usual schedule is nothing to ask for."""
+    return len(str(found.plan).split()) - (found.plan.schedule == "1f1b")
 
 
 def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int, known: Known) -> list[Estimate]:
@@ -258,7 +286,7 @@ def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int, kno
         found = estimate_by_schedule(job, plan)
         if found.fits:
             refined.append(found)
-    return _simplest_first(sorted(refined, key=_time))
+    return sorted(refined, key=_time)
 
 
 def _num_refined(top: int) -> int:

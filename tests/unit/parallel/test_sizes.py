@@ -32,7 +32,7 @@ class Plain:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("dp", "rank"), [(2, 0), (2, 1), (3, 2), (16, 15)])
 def test_bytes_are_as_predicted(optimizer, stage, dp, rank):
-    how = {"num_data_ranks": dp, "data_rank": rank, "num_microbatches": 1, "optimizer": optimizer}
+    how = {"num_data_ranks": dp, "data_rank": rank, "num_microbatches": 1, "optim": OptimConfig(name=optimizer)}
     predicted = predict_sizes(build("meta"), anatomy=ANATOMY, stage=stage, **how)
     model, mesh = build(), pretend_mesh(Plan(dp=dp), rank)
     how = {"anatomy": ANATOMY, "mesh": mesh, "num_microbatches": 1, "placements": {}}
@@ -52,7 +52,7 @@ def test_bytes_are_as_predicted(optimizer, stage, dp, rank):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_several_microbatches_keep_whole_gradients(stage):
-    how = {"anatomy": ANATOMY, "stage": stage, "num_data_ranks": 2, "data_rank": 0, "optimizer": "adamw"}
+    how = {"anatomy": ANATOMY, "stage": stage, "num_data_ranks": 2, "data_rank": 0, "optim": OptimConfig()}
     one, two = (predict_sizes(build("meta"), num_microbatches=number, **how) for number in (1, 2))
     assert (one.gradients < two.gradients) == (stage > 1)
     assert (one.weights, one.optimizer) == (two.weights, two.optimizer)

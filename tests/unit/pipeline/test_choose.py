@@ -191,7 +191,10 @@ def test_a_schedule_from_a_file_is_cut_by_what_it_holds():
         ({"memory": "0 GiB"}, "recipe: memory: '0 GiB' is 0 bytes, which hold no model; leave memory out"),
         ({"balance": "measure"}, "recipe: balance: there is no 'measure'; did you mean 'measured'?"),
         ({"stage": ["a"]}, "recipe: unknown key 'stage'; did you mean 'stages'?"),
-        ({"stages": "a"}, "recipe: stages: Input should be a valid list"),
+        (
+            {"stages": "a"},
+            "recipe: stages: 'a' is no list; write one in brackets, such as [3, 1], or ['a', 'b'] of words",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_refused(tables, message):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crew_inside import DIGITS, place_in, recipe_of
 from lbfgs_cases import rugged
@@ -39,7 +39,7 @@ def live_bytes() -> int:
     """Of every storage that a tensor of this process has."""
     gc.collect()
     # By its type: some objects of torch answer the question of their class with a warning.
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and one.device.type == "cpu"]
+    tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"]
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
