@@ -5,13 +5,14 @@ for their backward passes, as it does in a real run.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -70,3 +71,25 @@ def _fake_slot(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         fake.requires_grad_(tensor.requires_grad)
         fake._is_param = True
     return fake
+
+
+def run_faked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation on tensors without memory; where torch knows the shapes in bfloat16 alone, by way of that."""
+    if func.overloadpacket is not torch.ops.aten._grouped_mm or args[0].dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    one, two, *rest = args
+    return func(one.bfloat16(), two.bfloat16(), *rest, **kwargs).to(one.dtype)
+
+
+class _EveryType(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return run_faked(func, args, kwargs or {})
+
+
+@contextmanager
+def every_type() -> Iterator[None]:
+    """Inside, and inside a ``FakeTensorMode``, operations have shapes in every type in which they can be computed."""
+    with _EveryType():  # type: ignore[no-untyped-call]
+        yield

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.costs.chain import Cut, OpKind
 from shoal.costs.count import Attention, Product, is_view, named_arguments, num_bytes, products_of
-from shoal.costs.faked import without_memory
+from shoal.costs.faked import run_faked, without_memory
 from shoal.costs.images import read_image
 from shoal.costs.links import Links, Saved, Seen
 from shoal.costs.saved import SavedActivations
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         self.last = str(func)
         args, named = without_memory((tuple(args), dict(kwargs or {})), self._mode)
-        output = _run(func, args, named)
+        output = run_faked(func, args, named)
         if not self._is_paused:
             self._write(func, args, named, output)
         return output
@@ -250,14 +250,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _mark_of(self, tensor: Tensor) -> Mark:
         return self._marks.get(id_of(tensor), _PLAIN)
-
-
-def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operation on tensors without memory; where torch knows the shapes in bfloat16 alone, by way of that."""
-    if func.overloadpacket is not aten._grouped_mm or args[0].dtype is torch.bfloat16:
-        return func(*args, **kwargs)
-    one, two, *rest = args
-    return func(one.bfloat16(), two.bfloat16(), *rest, **kwargs).to(one.dtype)
 
 
 def cut_of(name: str, cuts: Mapping[str, Cut]) -> Cut:

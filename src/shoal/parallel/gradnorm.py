@@ -18,6 +18,8 @@ from shoal.core.placement import Placement, Shape, place_whole
 from shoal.optim.rows import square_sums, whole_norms
 from shoal.parallel.pieces import box
 
+_BLOCK_ELEMENTS = 1 << 15
+
 
 class WholeNorms:
     """Norms of whole tensors from the parts that ranks hold; every rank calls it with its own parts, all at the same time.
@@ -108,7 +110,7 @@ class WholeNorms:
         device = self._device
         square = torch.zeros(1, dtype=torch.float64, device=device)
         if parts:
-            square += torch.stack(torch._foreach_norm(parts)).double().square().sum()
+            square += _fast_norms(parts).square().sum()
         return self._sum_(square)
 
     def _entered(self, names: Sequence[str], tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
@@ -166,8 +168,8 @@ def global_norm(named_grads: Iterable[tuple[str, Tensor]], *, exact: bool, norms
     Args:
         named_grads: gradients with the names of their parameters.
         exact: sum squares in float64, by row and in the order of names, so that sharding changes no bit; clipping needs it.
-            Otherwise one kernel per tensor in its own type, five times cheaper: enough to see that all is finite and to show a
-            number (a float32 tensor longer than about 1e19 counts as infinite).
+            Otherwise squares are summed in their own type, several times cheaper: enough to see that all is finite and to show
+            a number (a float32 tensor longer than about 1e19 counts as infinite).
         norms: under a plan that cuts tensors, how the parts make wholes; every rank then calls this together.
     """
     pairs = sorted(named_grads, key=lambda pair: pair[0])
@@ -176,8 +178,23 @@ def global_norm(named_grads: Iterable[tuple[str, Tensor]], *, exact: bool, norms
     grads = [grad for _, grad in pairs]
     if not grads:
         return 0.0
-    found = whole_norms(grads) if exact else torch.stack(torch._foreach_norm(grads)).double()
+    found = whole_norms(grads) if exact else _fast_norms(grads)
     return float(found.square().sum().sqrt())
+
+
+def _fast_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Float64 norms of blocks of the tensors: torch sums squares in the tensor's own type, one after another.
+
+    A float32 norm of 16 million elements is short by 7 parts in 10,000, that of a block by less than one in a million.
+    """
+    blocks = [
+        block
+        for tensor in tensors
+        for block in (
+            (tensor,) if tensor.numel() <= _BLOCK_ELEMENTS else torch.split(tensor.reshape(-1), _BLOCK_ELEMENTS)
+        )
+    ]
+    return torch.stack(torch._foreach_norm(blocks)).double()
 
 
 def clip_(grads: Iterable[Tensor], norm: float, limit: float | None, loss_scale: float = 1.0) -> None:

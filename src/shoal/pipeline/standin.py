@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shoal.comm.channel import silent
+from shoal.costs.faked import every_type
 from shoal.models.dropout import Calls, DropoutKey
 
 
@@ -55,7 +56,13 @@ class StandIns:
     def _ask(self, unit: Callable[..., Any], flat: list[Any], form: Any) -> tuple[list[Any], Any, Calls]:
         flat = [value.detach() if isinstance(value, Tensor) else value for value in flat]
         apart = nullcontext(Calls()) if self.dropout is None else self.dropout.apart()
-        with apart as calls, silent(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        with (
+            apart as calls,
+            silent(),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            torch.no_grad(),
+            every_type(),
+        ):
             args, kwargs = tree_unflatten(
                 [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in flat], form
             )

@@ -9,6 +9,7 @@ from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.costs.chain import OpKind
 from shoal.costs.trace import trace_module
+from shoal.pipeline.standin import StandIns
 from shoal.planner.sharing import expert_weights, share_weights
 from shoal.planner.stacks import SOFTWARE
 
@@ -124,6 +125,13 @@ def test_experts_are_found_with_their_rows_weights_and_what_travels(kind):
         assert [op.outer for op in layer.ops if op.kind is OpKind.MATMUL and op.experts == 1] == [EXPERTS], "the router"
         assert layer.expert_weights == 2 * EXPERTS * WIDTH * INNER and layer.routed_bytes == rows * WIDTH * 4
     assert chain.weights == LAYERS * (2 * EXPERTS * WIDTH * INNER + EXPERTS * WIDTH + 2 * WIDTH)
+
+
+def test_a_stage_of_experts_stands_in_for_itself_without_memory():
+    """Mixtral in float32 was ranked with a pipeline, which then failed at the first dry run: torch has the shapes in bfloat16."""
+    x = torch.randn(2, LENGTH, WIDTH)
+    found = StandIns(None).of(0, InGroups(), (x,), {}, True)
+    assert (found.shape, found.dtype) == (x.shape, x.dtype)
 
 
 def test_experts_that_tensor_parallelism_does_not_cut_are_whole_on_its_ranks():

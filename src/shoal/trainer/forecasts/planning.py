@@ -216,7 +216,8 @@ def _ask(job: Job, facts: ModelFacts, text: str, best: Estimate) -> tuple[Estima
     devices = job.cluster.num_devices
     broken = replace(plan, ep=1).problems()
     if broken:
-        return None, [*(f"{plan}: {problem}" for problem in broken), *_instead(job, facts, plan)]
+        fixes = [*broken, *_instead(job, facts, plan)]
+        raise RequestError(f"--why-not {text!r} is no plan: {'; '.join(fixes)}")
     if plan.dp is None:
         if devices % plan.ranks_per_replica:
             (fix,) = _instead(job, facts, plan) or [f"choose tp, cp and pp whose product divides {devices}"]

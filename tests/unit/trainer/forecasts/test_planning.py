@@ -232,6 +232,12 @@ def test_why_not_takes_what_is_left_open_from_the_best(shaped):
         ("tq=2", "unknown key 'tq'"),
         ("tp=two", "tp is a whole number"),
         ("ps=1 workers=15", "parameter servers .ps=1. are not priced; give a plan with dp"),
+        ("pp=4 schedule=zigzag", "schedule=zigzag is neither a schedule nor a file"),
+        ("dp=16 recompute=some", "recompute=some is none of none, selective, full"),
+        ("dp=16 zero=7", "zero=7 is none of 0, 1, 2, 3"),
+        ("tp=0", "tp=0 is below 1; set tp to 1 or more"),
+        ("dp=0", "dp=0 is below 1"),
+        ("pp=2 microbatches=0", "microbatches=0 is below 1"),
     ],
 )
 def test_a_why_not_that_is_no_plan_for_these_devices_is_refused(shaped, plan, message):
@@ -244,15 +250,9 @@ def test_a_why_not_that_is_no_plan_for_these_devices_is_refused(shaped, plan, me
     [
         ("tp=16", "tp=16 does not divide the 8 key-value heads"),
         ("pp=16 schedule=zbv", "want 32 stages"),
-        ("pp=4 schedule=zigzag", "schedule=zigzag is neither a schedule nor a file"),
-        ("dp=16 recompute=some", "recompute=some is none of none, selective, full"),
-        ("dp=16 zero=7", "zero=7 is none of 0, 1, 2, 3"),
-        ("tp=0", "tp=0 is below 1; set tp to 1 or more"),
-        ("dp=0", "dp=0 is below 1"),
-        ("pp=2 microbatches=0", "microbatches=0 is below 1"),
     ],
 )
-def test_a_why_not_that_breaks_a_rule_is_answered_with_the_rule(shaped, plan, message):
+def test_a_why_not_that_breaks_a_rule_of_the_model_is_answered_with_the_rule(shaped, plan, message):
     answer = ask(shaped, global_batch=16, why_not=plan)
     assert answer.asked is None and message in " ".join(answer.why_not)
 
