@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.result import JsonFile, check_result_file, write_result
+from shoal.core.errors import RequestError
 
 if TYPE_CHECKING:
     from shoal.core.plan import Plan
@@ -58,7 +59,6 @@ def train(
 ) -> None:
     """Train the model of RECIPE."""
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.core.errors import RequestError
     from shoal.trainer.request import TrainRequest, prepare
 
     if help_recipe or schema:
@@ -69,12 +69,13 @@ def train(
             "which recipe? give a TOML file, such as recipes/tiny.toml, or make one with `shoal init DIR`"
         )
     check_result_file(json_file)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    _check_processes(None if launched or dry_run else nproc)
     changes = list(overrides or ())
     if max_restarts is not None:
         changes.append(f"elastic.max_restarts={max_restarts}")
     if profile is not None:
         changes.append(f'telemetry.profile="{profile}"')
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     from shoal.trainer.forecasts.deciding import asks_auto, decide, decide_for_run
 
     decision = None
@@ -120,6 +121,14 @@ def train(
         print(describe_summary(ended.summary, prepared.run_dir))
     write_result(json_file, ended.summary)
     raise typer.Exit(ended.exit_code)
+
+
+def _check_processes(count: int | None) -> None:
+    """Said before the recipe's batch is held to so many: the batch that they would need is no answer."""
+    from shoal.trainer.layout import check_processes
+
+    if count is not None:
+        check_processes(count)
 
 
 class OwnParts:

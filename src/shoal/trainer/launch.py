@@ -24,7 +24,7 @@ from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
 from shoal.trainer.ended import Ended
 from shoal.trainer.forecasts.foretold import describe_forecast, keep_forecast, with_forecast
-from shoal.trainer.layout import default_threads
+from shoal.trainer.layout import check_processes, default_threads
 from shoal.trainer.request import Prepared
 from shoal.trainer.servers.launchcrew import train_with_servers
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
@@ -37,7 +37,11 @@ def train_supervised(prepared: Prepared, *, debug: bool = False, forecast: Mappi
         prepared: the request.
         debug: show tracebacks.
         forecast: what was predicted of it; the summary then says beside it what was measured.
+
+    Raises:
+        RequestError: the plan has more ranks than this machine runs.
     """
+    check_processes(prepared.layout.world_size)
     run_dir = prepared.run_dir
     finished = already_finished(prepared)
     if finished is not None:

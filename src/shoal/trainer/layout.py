@@ -21,6 +21,9 @@ from shoal.trainer.servers.sizes import portion_samples
 
 DEFAULT_WORKERS = 2
 """Of parameter servers, when neither the plan nor --nproc says."""
+MOST_PER_CORE = 32
+"""Processes that one machine starts for every core: all techniques can be tried with so many, and each takes a share of memory
+that is a model's at best. Beyond them a machine starts processes for minutes before it runs out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +262,24 @@ def check_samples(*, num_samples: int, replicas: int) -> None:
         )
 
 
+def check_processes(count: int) -> None:
+    """Refuse more processes than one machine can be asked to run; only who starts them here asks.
+
+    Raises:
+        RequestError: both numbers, and what to do with so many.
+    """
+    most = MOST_PER_CORE * _num_cores()
+    if count > most:
+        raise RequestError(
+            f"{count} processes are asked for, and the {_num_cores()} core(s) of this machine run {most} at most; use --nproc "
+            f"{most} or fewer (a plan: fewer ranks), or start them on more machines with a launcher"
+        )
+
+
 def default_threads(world_size: int) -> int:
     """Compute threads per process when every process is on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // world_size)
+    return max(1, _num_cores() // world_size)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,7 +18,7 @@ from shoal.parallel.rules import describe_facts
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.laying import look_at
-from shoal.trainer.layout import check_samples, choose_plan, count_steps, derive_layout
+from shoal.trainer.layout import check_processes, check_samples, choose_plan, count_steps, derive_layout
 from shoal.trainer.request import refuse_settings
 from shoal.trainer.servers.flatmodel import refuse_batch_norm
 from shoal.trainer.state import hash_weights
@@ -71,6 +71,8 @@ def prepare_verify(
         RequestError: the recipe or a plan is wrong; says which and what to do.
     """
     recipe = load_recipe(path, overrides)
+    if num_processes is not None:
+        check_processes(num_processes)
     subject, model = build_subject(recipe)
     remarks: list[str] = []
     if takes_all:
@@ -79,6 +81,7 @@ def prepare_verify(
         texts: list[str | None] = [*plans] or [None]
         found = [choose_plan(recipe.plan, plan_text=text, num_processes=num_processes) for text in texts]
         for plan in found:
+            check_processes(plan.world_size)
             check_plan(subject, plan)
     proposals = [Proposal(plan=plan, precision=name) for plan in found for name in choose_precisions(plan, precision)]
     # Ranks are kept while the number of processes stays the same.

@@ -16,6 +16,7 @@ from shoal.trainer.forecasts.auto import choose_finalists, search_plans
 from shoal.trainer.forecasts.calibrating import find_machine
 from shoal.trainer.forecasts.cast import Cast
 from shoal.trainer.forecasts.heats import run_heats
+from shoal.trainer.layout import check_processes
 
 AUTO = "auto"
 _UNSURE = 1.25
@@ -122,8 +123,9 @@ def decide(
         RunError: a process that looks died.
     """
     count = num_processes or (Plan.parse(plans[0]).world_size if plans else num_cores())
+    check_processes(count)
     found, origin = find_machine(
-        machine, num_processes=count, tell=_tell, before=None if plans else partial(_require_plans, recipe, count)
+        machine, num_processes=count, tell=_tell, before=None if plans else partial(require_plans, recipe, count)
     )
     with Cast(recipe, count) as cast:
         return search(cast, found, origin) if not plans else _predict_all(cast, found, origin, plans)
@@ -156,7 +158,7 @@ def _no_plan(recipe: Recipe, num_processes: int) -> RequestError:
     )
 
 
-def _require_plans(recipe: Recipe, num_processes: int) -> None:
+def require_plans(recipe: Recipe, num_processes: int) -> None:
     """Ask one process whether there is a plan at all: it takes as long as building the model, and timing a machine half a minute.
 
     Raises:
@@ -180,9 +182,8 @@ def pick(recipe: Recipe, num_processes: int | None, *, machine: Path | None = No
         RunError: a process that looks died.
     """
     count = num_processes or num_cores()
-    found, origin = find_machine(
-        machine, num_processes=count, tell=_tell, before=partial(_require_plans, recipe, count)
-    )
+    check_processes(count)
+    found, origin = find_machine(machine, num_processes=count, tell=_tell, before=partial(require_plans, recipe, count))
     auto = recipe.planner.auto
     _tell(
         f"plan auto: looking at plans for {count} processes, for at most {auto.search_seconds:g} s, and then trying the best "

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from shoal.planner.machine import num_cores
 from shoal.trainer.config import Recipe
 from shoal.trainer.forecasts.calibrating import find_machine
 from shoal.trainer.forecasts.cast import Cast
-from shoal.trainer.forecasts.deciding import search
+from shoal.trainer.forecasts.deciding import require_plans, search
 from shoal.trainer.forecasts.heats import Entry, run_heats
+from shoal.trainer.layout import check_processes
 
 _LEAST_STEPS, _MOST_TURNS = 2, 4
 """Of a turn, and turns of a plan: short ones, so that a machine that drifts slows all plans alike."""
@@ -71,7 +73,9 @@ def tune(
         RunError: none of the plans could be tried.
     """
     count = num_processes or num_cores()
-    found, origin = find_machine(machine, num_processes=count, tell=tell or (lambda line: None))
+    check_processes(count)
+    before = partial(require_plans, recipe, count)
+    found, origin = find_machine(machine, num_processes=count, tell=tell or (lambda line: None), before=before)
     with Cast(recipe, count) as cast:
         decision = search(cast, found, origin)
         chosen = {str(page["plan"]): page for page in decision.ranked[:top]}
