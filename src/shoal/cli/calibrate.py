@@ -27,6 +27,7 @@ _Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and shorter t
 def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False, json: JsonFile = None) -> None:
     """Time matrix products, copies, sharing of cores and collectives, and keep the numbers for predictions."""
     check_result_file(json)
+    check_result_file(file, "the machine file")
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.planner.machine import default_path, read_machine, write_machine
     from shoal.trainer.forecasts.calibrating import measure_machine

@@ -44,6 +44,29 @@ def check_result_file(path: Path | None, option: str = "--json") -> None:
         raise RequestError(f"{option} {path}: {target} is not writable")
 
 
+def check_folder(path: Path | None, option: str) -> None:
+    """Refuse a folder that could not be made or written to, before the work that fills it.
+
+    Raises:
+        RequestError: it is a file, closed to us, or cannot be made where it is to be.
+    """
+    if path is None:
+        return
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    there = missing[-1].parent if missing else path
+    if not there.is_dir():
+        raise RequestError(f"{option} {path}: {there} is a file; name a folder")
+    if not os.access(there, os.W_OK):
+        raise RequestError(f"{option} {path}: {there} is not writable; name another folder")
+    if missing:
+        # Tried, because permission is not all: nobody makes a folder in /proc.
+        try:
+            missing[-1].mkdir()
+            missing[-1].rmdir()
+        except OSError as error:
+            raise RequestError(f"{option} {path} cannot be made: {error.strerror}; name another folder") from error
+
+
 def to_json(result: Any) -> str:
     """A result as JSON text that ends its last line.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.result import STDOUT, JsonFile, check_result_file, write_result
+from shoal.cli.result import STDOUT, JsonFile, check_folder, check_result_file, write_result
 from shoal.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ def simulate(
         check_result_file(path, option)
         if path == STDOUT and option != "--json":
             raise RequestError(f"{option} - would write among the results; name a file")
+    check_folder(run_dir, "--run-dir")
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.cli.simulated import print_result
     from shoal.cli.train import OwnParts
@@ -139,6 +140,7 @@ def simulate(
         failing.check()
     asked = read_simulation(request, own=OwnParts())
     check_conditions(conditions, asked.plan)
+    _check_steps(asked, conditions, num_steps=steps, local_steps=local_steps)
     played = _play(asked, conditions, num_steps=steps)
     result = played.result
     if local_steps is not None:
@@ -148,6 +150,17 @@ def simulate(
     _write_files(played, svg=svg, trace=trace, run_dir=run_dir, expand=expand, failing=failing, seed=seed)
     print_result(asked, result)
     write_result(json, result)
+
+
+def _check_steps(asked: "Asked", conditions: "Conditions", *, num_steps: int | None, local_steps: int | None) -> None:
+    """Refuse what would be played for ever, before the model is traced."""
+    from shoal.planner.simulation.bounds import check_steps
+
+    plan, count = asked.site_plan, asked.plan.microbatches or 1
+    if num_steps is not None:
+        check_steps(plan, count, conditions, num_steps=num_steps, num_sites=asked.num_sites, option="--steps")
+    if local_steps is not None:
+        check_steps(plan, count, conditions, num_steps=local_steps, num_sites=asked.num_sites, option="--local-steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +215,7 @@ class _Played:
 
 def _play(asked: "Asked", conditions: "Conditions", *, num_steps: int | None) -> _Played:
     from shoal.planner.simulate import simulate_step, step_times
+    from shoal.planner.simulation.bounds import most_steps
     from shoal.planner.simulation.conditions import split_sites
     from shoal.planner.simulation.simreport import describe_step
     from shoal.trainer.forecasts.simprice import price_asked
@@ -210,7 +224,8 @@ def _play(asked: "Asked", conditions: "Conditions", *, num_steps: int | None) ->
     priced = price_asked(asked)
     plan = asked.site_plan
     simulated = simulate_step(priced.parts, plan=plan, conditions=own, needed=priced.needed)
-    count = num_steps or (_DRAWN if conditions.varies else 1)
+    most = most_steps(plan, asked.plan.microbatches or 1, conditions, num_sites=asked.num_sites)
+    count = num_steps or (min(_DRAWN, most) if conditions.varies else 1)
     seconds = step_times(priced.parts, simulated.order.schedule, plan=plan, conditions=own, num_steps=count)
     tokens = asked.global_batch * priced.tokens
     result = {

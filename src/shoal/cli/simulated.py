@@ -112,7 +112,9 @@ def _print_goodput(goodput: Mapping[str, Any] | None) -> None:
 def _print_places(result: Mapping[str, Any]) -> None:
     places = result["places"]
     has_memory = places[0]["memory"] is not None
-    columns = ["place", "ranks", "stages", "busy", "idle"]
+    # Where replicas differ, the slowest one's work is shown beside the mean, which is what the share of idle time is made of.
+    has_slowest = len(result["replicas"]) > 1
+    columns = ["place", "ranks", "stages", "busy", "idle", *(["slowest busy"] if has_slowest else [])]
     columns += ["weights", "gradients", "optimizer", "activations", "other", "peak", "free"] if has_memory else []
     rows = []
     for place in places:
@@ -122,8 +124,9 @@ def _print_places(result: Mapping[str, Any]) -> None:
             place["place"],
             place["num_ranks"],
             shown,
-            say_seconds(place["busy_seconds"]),
-            say_seconds(place["idle_seconds"]),
+            say_seconds(place["mean_busy_seconds"]),
+            say_seconds(place["mean_idle_seconds"]),
+            *([say_seconds(place["busy_seconds"])] if has_slowest else []),
         ]
         if has_memory:
             memory = place["memory"]

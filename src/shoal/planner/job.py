@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.chain import Chain
@@ -12,6 +13,19 @@ from shoal.planner.hardware import WIDE_TYPES, Cluster
 from shoal.planner.stacks import Software, Stack
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.grid import Fold
+
+MOST_SAMPLES = 1_000_000
+"""Of a step that is planned for: larger than any that is trained with, and small enough to look for its divisors."""
+
+
+def check_batch(samples: int) -> None:
+    """Refuse a batch that nobody trains with.
+
+    Raises:
+        RequestError: says what is allowed.
+    """
+    if not 1 <= samples <= MOST_SAMPLES:
+        raise RequestError(f"the global batch is {samples}; give 1 to {MOST_SAMPLES}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.planner.parts import StepParts
+from shoal.planner.simulation.bounds import FLOWING_STEPS
 from shoal.planner.simulation.cellprices import Array, CellPrices, price_cells
 from shoal.planner.simulation.conditions import Conditions, Folded, check_conditions, factors_of, fold
 from shoal.planner.simulation.holding import StepBytes
@@ -21,8 +22,6 @@ from shoal.planner.simulation.tail import play_tail
 from shoal.schedules.find import find_schedule, schedule_of_plan
 from shoal.schedules.schedule import Schedule
 
-FLOWING_STEPS = 4
-"""Steps that are played of a schedule without a flush: the third has others before and behind it, and stands for all."""
 _BLOCK = 2_000_000
 """Cells times columns that are played at once: 16 MB an array."""
 

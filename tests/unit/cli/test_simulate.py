@@ -127,7 +127,7 @@ def test_sites_over_a_slow_link(shoal, tiny, tmp_path):
     [
         (["--cluster", "h100:2x8", "--plan", "dp=32"], "needs 32 devices, and the cluster has 16"),
         (["--cluster", "h100:1x8", "--straggler", "8:2"], "has 8 ranks, 0 to 7; name one of them"),
-        (["--cluster", "h100:1x8", "--jitter", "-1"], "jitter is -1, and must be 0 or more"),
+        (["--cluster", "h100:1x8", "--jitter", "-1"], "jitter is -1, and must be 0 to 100"),
         (["--cluster", "h100:1x8", "--mtbf", "-2"], "--mtbf is -2 hours"),
         (
             ["--cluster", "h100:1x8", "--mtbf", "0"],

@@ -19,6 +19,8 @@ from shoal.core.seeding import derive_key
 Array = NDArray[np.float64]
 GRID = (Axis.PIPELINE, Axis.DATA, Axis.CONTEXT, Axis.TENSOR)
 """The order of ranks, slowest first: that of ``comm/mesh.py``."""
+MOST_JITTER = 100.0
+"""A mean slow-down beyond it is no jitter of a device that works."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,10 @@ class Conditions:
 
     def __post_init__(self) -> None:
         for name, share in (("jitter", self.jitter), ("link jitter", self.link_jitter)):
-            if not 0 <= share < float("inf"):
-                raise RequestError(f"{name} is {share:g}, and must be 0 or more; 0.05 is a mean slow-down of 5%")
+            if not 0 <= share <= MOST_JITTER:
+                raise RequestError(
+                    f"{name} is {share:g}, and must be 0 to {MOST_JITTER:g}; 0.05 is a mean slow-down of 5%"
+                )
 
     @property
     def varies(self) -> bool:

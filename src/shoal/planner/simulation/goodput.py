@@ -22,6 +22,8 @@ from shoal.core.seeding import derive_key
 
 LEAST_GOODPUT = 1e-3
 """Below it a run is not played: it would be restarts without end."""
+MOST_FAILURES = 1_000_000
+"""Of a run that is played: some ten seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +170,29 @@ def simulate_goodput(
         raise RequestError(
             f"{work + failures.checkpoint:.4g} s from checkpoint to checkpoint and {failures.restart:.4g} s to restart, with a "
             f"failure every {failures.mtbf:.4g} s: {expected:.2g} of the time would be progress; "
-            f"set the interval to {best_interval(step_seconds, failures)} steps, or use fewer devices"
+            f"{_way_out(step_seconds, failures)}"
+        )
+    num_failures = num_steps * step_seconds / expected / failures.mtbf
+    if num_failures > MOST_FAILURES:
+        raise RequestError(
+            f"{num_steps * step_seconds / 86_400:.4g} days of work with a failure every {failures.mtbf:.4g} s are about "
+            f"{num_failures:.2g} failures, and {MOST_FAILURES} are played at most; give "
+            f"--days {num_steps * step_seconds / 86_400 * MOST_FAILURES / num_failures:.2g} or fewer"
         )
     return _Run(failures, step_seconds, interval_steps, num_steps, seed).play()
+
+
+def _way_out(step_seconds: float, failures: Failures) -> str:
+    """What to change where hardly anything would be progress: the interval, or where none helps, what fails and what it costs."""
+    best = best_interval(step_seconds, failures)
+    if expected_goodput(best * step_seconds, failures) >= LEAST_GOODPUT:
+        return f"set the interval to {best} steps, or use fewer devices"
+    # A restart and a checkpoint between two failures, in the mean.
+    enough = (failures.restart + failures.checkpoint + step_seconds) * failures.num_devices / 3600.0
+    return (
+        f"no interval helps; give --mtbf {enough:.3g} hours or more for these {failures.num_devices} devices, or a shorter "
+        f"--restart and --checkpoint"
+    )
 
 
 class _Run:

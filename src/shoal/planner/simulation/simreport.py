@@ -21,14 +21,19 @@ from shoal.planner.simulation.widearea import LocalUpdates, Pace, pace_of, perio
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceReport:
-    """The ranks of one pipeline place; times are of its slowest replica."""
+    """The ranks of one pipeline place."""
 
     place: int
     num_ranks: int
     stages: tuple[int, ...]
     busy_seconds: float
+    """Of its slowest replica."""
     idle_seconds: float
-    """Within the pipeline's time."""
+    """Of the same, within the pipeline's time."""
+    mean_busy_seconds: float
+    """Over all replicas."""
+    mean_idle_seconds: float
+    """The same; over all places it is what ``bubble`` is a share of."""
     memory: Mapping[str, float] | None
     """Bytes of weights, gradients, optimizer, other and activations at their fullest; ``peak`` is all of it."""
 
@@ -39,7 +44,8 @@ def report_places(simulated: Simulated) -> tuple[PlaceReport, ...]:
     for place in range(simulated.num_places):
         # A stream is played for several steps; one of them is told about.
         played = schedule.grid.num_microbatches // simulated.parts.microbatches
-        busy = max(simulated.busy(place, group) for group in range(simulated.num_groups)) / played
+        each = [simulated.busy(place, group) / played for group in range(simulated.num_groups)]
+        busy, mean = max(each), float(np.average(each, weights=[len(group) for group in simulated.folded.groups]))
         whole = simulated.window[1] - simulated.window[0] if simulated.flows else simulated.makespan
         found.append(
             PlaceReport(
@@ -48,6 +54,8 @@ def report_places(simulated: Simulated) -> tuple[PlaceReport, ...]:
                 stages=schedule.grid.stages_of(place),
                 busy_seconds=busy,
                 idle_seconds=max(0.0, whole - busy),
+                mean_busy_seconds=mean,
+                mean_idle_seconds=max(0.0, whole - mean),
                 memory=_memory(simulated, place),
             )
         )

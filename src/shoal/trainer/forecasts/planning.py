@@ -21,7 +21,7 @@ from shoal.planner.clusters import read_cluster
 from shoal.planner.estimate import Estimate, estimate_by_schedule
 from shoal.planner.explain import explain, why_not
 from shoal.planner.hardware import Cluster
-from shoal.planner.job import Job, weight_bytes_of
+from shoal.planner.job import Job, check_batch, weight_bytes_of
 from shoal.planner.perlayer import Choices, choose_splits, is_uneven
 from shoal.planner.precisions import EXECUTED_PRECISIONS, check_precisions, faster_precisions
 from shoal.planner.search import Found, merge, search
@@ -159,8 +159,7 @@ def build_job(
     """
     where = read_cluster(cluster, recipe.planner.devices)
     batch = recipe.train.global_batch if global_batch is None else global_batch
-    if not 1 <= batch <= _MANY:
-        raise RequestError(f"the global batch is {batch}; give 1 to {_MANY}")
+    check_batch(batch)
     chain, facts = _model(recipe, own)
     return job_on(recipe, chain, where, global_batch=batch), facts
 

@@ -16,6 +16,8 @@ from shoal.models.check import check_model
 from shoal.models.facts import facts_of
 from shoal.planner.clusters import read_cluster
 from shoal.planner.hardware import Cluster
+from shoal.planner.job import check_batch
+from shoal.planner.simulation.bounds import check_cells
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.layout import choose_plan, derive_layout
 from shoal.trainer.request import OwnParts, refuse_settings
@@ -80,6 +82,7 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
         RequestError: one message with the numbers and the fix.
     """
     recipe = load_recipe(request.recipe, request.overrides)
+    check_batch(recipe.train.global_batch)
     cluster = read_cluster(request.cluster, recipe.planner.devices)
     if request.num_devices is not None:
         if request.num_devices < 1:
@@ -87,6 +90,7 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
         cluster = cluster.resized(request.num_devices)
     plan = _fit_plan(recipe, request.plan, cluster)
     _check_batch(recipe.train.global_batch, plan)
+    check_cells(plan, _microbatches(recipe, plan))
     layout = derive_layout(recipe.train, plan)
     data = check_data(recipe.data)
     if data.spec is None:
@@ -146,6 +150,14 @@ def _fit_plan(recipe: Recipe, text: str | None, cluster: Cluster) -> Plan:
         # Said here: what is left of a plan that names nothing but ep would read as one replica.
         wanted = replace(wanted, dp=num_devices // per_replica)
     return _chosen(recipe, text, wanted, num_devices)
+
+
+def _microbatches(recipe: Recipe, plan: Plan) -> int:
+    """Those that the plan or the recipe names, before a schedule is made of them; what is derived is few."""
+    share = recipe.train.global_batch // plan.degree(Axis.DATA)
+    if plan.microbatches is not None:
+        return min(plan.microbatches, share)
+    return max(1, share // recipe.train.micro_batch) if recipe.train.micro_batch is not None else 1
 
 
 def _check_batch(batch: int, plan: Plan) -> None:

@@ -36,6 +36,16 @@ def test_busy_and_idle_make_the_bubble(name):
     assert sorted({stage for place in places for stage in place.stages}) == list(range(len(simulated.parts.stages)))
 
 
+def test_means_make_the_bubble_where_replicas_differ():
+    """The table of places said 18% idle beside a bubble of 36%: it had the slowest replica's times, the bubble everybody's."""
+    simulated = step("1f1b", (Slow(index=0, factor=2.0), Slow(index=3, factor=3.0)))
+    places = report_places(simulated)
+    idle = sum(place.mean_idle_seconds for place in places)
+    assert idle / (4 * simulated.makespan) == pytest.approx(simulated.bubble)
+    assert places[0].mean_busy_seconds < places[0].busy_seconds
+    assert sum(place.idle_seconds for place in places) < idle
+
+
 def test_memory_adds_up_to_the_peak():
     for place in report_places(step("1f1b")):
         parts = dict(place.memory)
