@@ -46,16 +46,18 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
     else:
         machine = measure_machine(quick=quick, tell=lambda line: print(line, file=sys.stderr, flush=True))
     write_machine(path, machine)
-    _show(machine)
+    _show(machine, path)
     print(f"written to {path}")
     write_result(json, {"path": str(path), **machine.model_dump(mode="json")})
 
 
-def _show(machine: "Machine") -> None:
+def _show(machine: "Machine", path: Path) -> None:
+    from shoal.planner.machine import doubts
+
     origin = machine.provenance
     print(f"{origin.cpu}, {origin.cores} core(s), torch {origin.torch}; measured in {origin.seconds:.0f} s")
-    if origin.load > 1.0:
-        print(f"warning: the machine was busy (load {origin.load:.1f}); measure again when it is idle", file=sys.stderr)
+    for doubt in doubts(machine, path):
+        print(f"warning: {doubt}", file=sys.stderr)
     for point in machine.sharing:
         best = max(
             2.0 * time.rows * time.inner * time.outer / time.seconds

@@ -47,10 +47,10 @@ def build_machine(found: Iterable[Measured], provenance: Provenance, *, memory_b
     for group in groups:
         first = group.answers[0]
         for number, (rows, inner, outer) in enumerate(SHAPES):
-            seconds = _median(answer["matmuls"][number] for answer in group.answers)
+            seconds = _best_window([answer["matmuls"][number] for answer in group.answers], group, provenance.cores)
             shape = {"rows": rows, "inner": inner, "outer": outer}
             matmuls.append(MatmulTime(processes=group.processes, threads=group.threads, seconds=seconds, **shape))
-        seconds = _median(answer["copy"]["seconds"] for answer in group.answers)
+        seconds = _best_window([answer["copy"]["windows"] for answer in group.answers], group, provenance.cores)
         copies.append(CopyTime(processes=group.processes, num_bytes=first["copy"]["num_bytes"], seconds=seconds))
         turns = [
             max(answer["together"][turn] for answer in group.answers) / alone
@@ -73,6 +73,18 @@ def build_machine(found: Iterable[Measured], provenance: Provenance, *, memory_b
         rank_bytes=rank_bytes,
         memory_bytes=memory_bytes,
     )
+
+
+def _best_window(ranks: Sequence[Sequence[Mapping[str, float]]], group: Measured, cores: int) -> float:
+    """Seconds of one call, from what every rank had in each of several windows: the best window, for others only make it worse.
+
+    With a core for every thread it is the best call of the typical rank. Where processes share cores it is what all of them
+    got done together in a window, shared out evenly: some may have had more of the cores than others.
+    """
+    if group.processes * group.threads <= cores:
+        return _median(min(window["best"] for window in windows) for windows in ranks)
+    by_window = zip(*([window["mean"] for window in windows] for windows in ranks), strict=True)
+    return float(min(statistics.harmonic_mean(means) for means in by_window))
 
 
 def build_meeting(processes: int, timed: Mapping[str, Any]) -> Meeting:

@@ -22,6 +22,10 @@ from shoal.core.errors import RequestError
 from shoal.core.rundir import replace_text
 
 FORMAT = "shoal-machine-1"
+_QUIET = 1.0
+"""Load of a machine up to which others' work is not spoken of."""
+_IMPLAUSIBLE = 20.0
+"""How many times as long as elsewhere a product may take: starting a second thread for a tiny one costs some 10 us, not 10 ms."""
 
 
 class Provenance(Config):
@@ -182,6 +186,33 @@ def _line(points: Sequence[tuple[float, float]], at: float) -> float:
     pairs = list(pairwise(points))
     (x0, y0), (x1, y1) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+
+
+def doubts(machine: Machine, path: Path | str) -> tuple[str, ...]:
+    """What there is to say against the numbers of a machine file: others' work beside them, and times that cannot be."""
+    found, origin = [], machine.provenance
+    if origin.load > _QUIET:
+        found.append(
+            f"{path} was measured on a busy machine (load {origin.load:.1f}): its times are too long, and not all by as much; "
+            f"run `shoal calibrate {path}` when it is idle"
+        )
+    for time in machine.matmuls:
+        alike = [other for other in machine.matmuls if _shape(other) == _shape(time)]
+        best = min(alike, key=lambda other: other.seconds)
+        # So many at once wait for each other, and no longer than for all of them.
+        share = max(1.0, time.processes * time.threads / origin.cores)
+        if time.seconds > _IMPLAUSIBLE * share * best.seconds:
+            found.append(
+                f"{path} says {time.seconds * 1e6:.4g} us for a product of {time.rows} x {time.inner} x {time.outer} in "
+                f"{time.processes} process(es) of {time.threads} thread(s), and {best.seconds * 1e6:.4g} us in {best.processes} "
+                f"of {best.threads}: something else ran then; run `shoal calibrate {path}` again"
+            )
+            break
+    return tuple(found)
+
+
+def _shape(time: MatmulTime) -> tuple[int, int, int]:
+    return time.rows, time.inner, time.outer
 
 
 def default_path() -> Path:

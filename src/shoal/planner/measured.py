@@ -1,7 +1,8 @@
 """A machine that ``shoal calibrate`` measured as a cluster to plan for: its processes are the devices. No torch.
 
 What was measured is what is reached, so a measured device has no share of a peak to lose: its constants are 1, but for what
-nobody measured. All numbers are those of as many processes at once as are planned for: they share cores, caches and memory.
+nobody measured. All numbers are those of as many processes at once as are planned for: they share cores, caches and memory
+(``_together``).
 
     device    the rate of the largest matrix product in float32, bytes a copy reads and writes, an even share of the memory
     kernel    what the smallest product takes beyond its flops and bytes
@@ -12,7 +13,7 @@ import math
 
 from shoal.core.errors import RequestError
 from shoal.planner.hardware import Cluster, Device, Tier
-from shoal.planner.machine import Machine, MatmulTime
+from shoal.planner.machine import CopyTime, Machine, MatmulTime, doubts
 from shoal.planner.presets import LINKS
 from shoal.planner.stacks import Constants
 
@@ -60,8 +61,8 @@ def measured_cluster(machine: Machine, *, path: str, num_nodes: int = 1, num_pro
     )
     reached = Constants(matmul=1.0, memory=1.0, link=1.0, launch=launch, attention=1.0, sync=0.0, reserve=0.0)
     if num_nodes == 1:
-        return Cluster(device=device, tiers=(inner,), beyond=outer, reached=reached)
-    return Cluster(device=device, tiers=(inner, outer), reached=reached)
+        return Cluster(device=device, tiers=(inner,), beyond=outer, reached=reached, remarks=doubts(machine, path))
+    return Cluster(device=device, tiers=(inner, outer), reached=reached, remarks=doubts(machine, path))
 
 
 def _source(machine: Machine) -> str:
@@ -71,10 +72,10 @@ def _source(machine: Machine) -> str:
 def _device(machine: Machine, count: int) -> tuple[Device, float]:
     """One of so many processes, and the seconds of a kernel that are neither flops nor bytes."""
     slower = machine.fit.compute
-    copy = next(time for time in machine.copies if time.processes == count)
+    copy, timed = _together(machine, count)
     # A copy reads and writes every byte.
     bandwidth = 2 * copy.num_bytes / (copy.seconds * slower)
-    products = sorted((time for time in machine.matmuls if time.processes == count), key=_flops)
+    products = sorted(timed, key=_flops)
     small, large = products[0], products[-1]
     # Planned products take their flops and then their bytes: the bytes of the one that was timed are not flops.
     computing = max(large.seconds * slower - _moved(large) / bandwidth, large.seconds * slower / 2)
@@ -89,6 +90,37 @@ def _device(machine: Machine, count: int) -> tuple[Device, float]:
         context_bytes=float(machine.rank_bytes),
     )
     return device, launch
+
+
+def _together(machine: Machine, count: int) -> tuple[CopyTime, list[MatmulTime]]:
+    """What a copy and the products take in each of so many processes that all compute.
+
+    Of processes that share cores, a call that is shorter than a slice of the scheduler's was often timed as if it had a core
+    for itself: files of before have four processes on two cores as fast as two. What a training step loses (``slow_down``) was
+    timed over whole steps, so no call is taken to lose less than that beside the processes that have a core each, nor less than
+    the cores that are missing.
+    """
+    copies = {time.processes: time for time in machine.copies}
+    products = [time for time in machine.matmuls if time.processes == count]
+    threads, cores = products[0].threads, machine.provenance.cores
+    apart = [
+        time.processes
+        for time in machine.matmuls
+        if time.threads == threads and time.processes * threads <= cores and time.processes in copies
+    ]
+    if count * threads <= cores or not apart:
+        return copies[count], products
+    known = max(apart)
+    slowed = machine.slow_down(count, threads) / machine.slow_down(known, threads)
+    factor = max(slowed, count * threads / cores)
+    alone = {(time.rows, time.inner, time.outer): time.seconds for time in machine.matmuls if time.processes == known}
+
+    def least(time: MatmulTime) -> float:
+        return factor * alone.get((time.rows, time.inner, time.outer), 0.0)
+
+    copy = copies[count]
+    slow_copy = copy.model_copy(update={"seconds": max(copy.seconds, factor * copies[known].seconds)})
+    return slow_copy, [time.model_copy(update={"seconds": max(time.seconds, least(time))}) for time in products]
 
 
 def _flops(time: MatmulTime) -> float:

@@ -9,14 +9,18 @@ from shoal.planner.machine import Provenance
 PROVENANCE = Provenance(date="2026-01-01", cpu="a", cores=2, torch="2", seconds=1.0, what="a test")
 
 
+def windows(best, *means):
+    return [{"mean": mean, "best": best} for mean in means or (best, 2 * best, 3 * best)]
+
+
 def answer(*, alone=1.0, together=1.0, seconds=1.0, rank_bytes=10):
     timed = {"operation": "sum", "ranks": 2, "num_bytes": 4096, "seconds": seconds}
     return {
         "rank_bytes": rank_bytes,
         "alone": [alone, 2 * alone, alone],
         "together": [together, together, 100 * together],
-        "matmuls": [0.1 * (number + 1) for number in range(len(SHAPES))],
-        "copy": {"num_bytes": 100, "seconds": 0.5},
+        "matmuls": [windows(0.1 * (number + 1)) for number in range(len(SHAPES))],
+        "copy": {"num_bytes": 100, "windows": windows(0.5)},
         "collectives": [timed],
         "meetings": [],
     }
@@ -33,6 +37,18 @@ def test_the_slowest_rank_counts_and_the_first_was_alone():
     assert [time.seconds for time in machine.collectives] == [0.4]
     assert machine.rank_bytes == 30
     assert [(time.rows, time.inner, time.outer) for time in machine.matmuls] == list(SHAPES)
+
+
+def test_processes_that_share_cores_are_timed_by_what_they_get_done_together():
+    """Four processes on two cores showed full speed each: every short call fits into a slice of the scheduler's."""
+    answers = [{**answer(), "copy": {"num_bytes": 100, "windows": windows(0.1, 0.9, mean)}} for mean in (0.1, 0.3)]
+    shared, apart = (
+        build_machine([Measured(processes=2, threads=threads, answers=answers)], PROVENANCE).copies[0].seconds
+        for threads in (2, 1)
+    )
+    # In a second window they do 10 and 10 / 3 calls a second: of 2 processes, each one call in 0.15 s.
+    assert shared == pytest.approx(0.15)
+    assert apart == pytest.approx(0.1), "with a core for each the best call counts: others only make it worse"
 
 
 def run(compute, communication, measured):

@@ -14,7 +14,7 @@ from shoal.planner.clusters import read_cluster
 from shoal.planner.collectives import Group, all_reduce, wire_of
 from shoal.planner.estimate import estimate
 from shoal.planner.kernels import Slice, time_layer
-from shoal.planner.machine import Fit, Meeting, write_machine
+from shoal.planner.machine import Fit, Meeting, Sharing, write_machine
 from shoal.planner.measured import BETWEEN, measured_cluster
 from shoal.planner.presets import LINKS
 from shoal.planner.stacks import SOFTWARE, Stack
@@ -49,6 +49,53 @@ def test_what_was_measured_comes_out(count):
         for size in (4096, 1 << 20, 4 << 20):
             # Of more than two a small sum goes by a tree and a large one around a ring, and one latency stands for both.
             assert all_reduce(size, wire) == pytest.approx(1e-4 * count + size / 1e9, rel=1e-6 if count == 2 else 0.2)
+
+
+def flattered():
+    """A file of before: four processes on two cores, each as fast as one that has a core for itself."""
+    two = [time for time in measured().matmuls if time.processes == 2]
+    copy = next(time for time in measured().copies if time.processes == 2)
+    return measured(
+        matmuls=[*measured().matmuls[:-2], *(time.model_copy(update={"processes": 4}) for time in two)],
+        copies=[*measured().copies[:-1], copy.model_copy(update={"processes": 4})],
+        sharing=[
+            Sharing(processes=2, threads=1, slow_down=1.5),
+            Sharing(processes=4, threads=1, slow_down=3.2),
+        ],
+    )
+
+
+def test_more_processes_than_cores_are_not_faster():
+    """``machine.json:4`` of two cores was predicted to be faster than two processes, against the file's own ``sharing``."""
+    two, four = (measured_cluster(flattered(), path="m", num_processes=count) for count in (2, 4))
+    assert four.device.flops("float32") == pytest.approx(two.device.flops("float32") * 1.5 / 3.2)
+    assert four.device.memory_bandwidth == pytest.approx(two.device.memory_bandwidth * 1.5 / 3.2)
+    seconds = {}
+    for plan, cluster in (("dp=2 microbatches=4", two), ("dp=4 microbatches=2", four)):
+        stack = Stack(software=SOFTWARE["shoal"], constants=cluster.reached, is_fitted=False)
+        job = replace(job_of(shape_of(layers=2), precision="float32", weight_bytes=4.0), cluster=cluster, stack=stack)
+        seconds[plan[:4]] = estimate(job, Plan.parse(plan)).seconds
+    assert seconds["dp=4"] > seconds["dp=2"]
+
+
+def test_cores_that_are_missing_count_where_sharing_was_noise():
+    machine = flattered()
+    noise = [point.model_copy(update={"slow_down": 2.0}) for point in machine.sharing]
+    machine = machine.model_copy(update={"sharing": noise})
+    two, four = (measured_cluster(machine, path="m", num_processes=count) for count in (2, 4))
+    assert four.device.flops("float32") == pytest.approx(two.device.flops("float32") / 2)
+
+
+def test_what_speaks_against_a_file_is_said(tmp_path):
+    """A file of a busy machine was used without a word; an outlier in it made a plan 72 times too slow."""
+    assert measured_cluster(measured(), path="m").remarks == ()
+    busy = measured().provenance.model_copy(update={"load": 5.6})
+    (told,) = measured_cluster(measured(provenance=busy), path="m").remarks
+    assert "m was measured on a busy machine (load 5.6)" in told and "`shoal calibrate m`" in told
+    first, *rest = measured().matmuls
+    outlier = first.model_copy(update={"seconds": 11.9e-3, "threads": 2})
+    (told,) = measured_cluster(measured(matmuls=[outlier, *rest]), path="m").remarks
+    assert "1.19e+04 us for a product of 64 x 64 x 256 in 1 process(es) of 2 thread(s)" in told and "again" in told
 
 
 def test_meetings_and_past_runs_count():

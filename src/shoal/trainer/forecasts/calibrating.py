@@ -15,6 +15,7 @@ from shoal.planner.machine import (
     Provenance,
     cpu_name,
     default_path,
+    doubts,
     num_cores,
     read_machine,
     torch_version,
@@ -110,6 +111,8 @@ def find_machine(
     if path is not None or where.exists():
         try:
             machine = read_machine(where)
+            for doubt in doubts(machine, where):
+                tell(f"warning: {doubt}")
             return machine, f"{where}, measured {machine.provenance.date}"
         except RequestError as refusal:
             if path is not None:
@@ -122,4 +125,6 @@ def find_machine(
     tell(why)
     machine = measure_machine(counts=sorted({1, 2, num_processes}), quick=True)
     write_machine(where, machine)
+    for doubt in doubts(machine, where):
+        tell(f"warning: {doubt}")
     return machine, f"timed shortly just now, kept in {where}"
