@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.core.errors import RequestError, did_you_mean
+from shoal.core.errors import RequestError, ShoalError, did_you_mean
 
 
 def load_function(text: str, *, key: str = "build") -> Callable[..., Any]:
@@ -59,6 +59,36 @@ def bind_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], *
     except TypeError as error:
         name = getattr(function, "__qualname__", repr(function))
         raise RequestError(f"{key}: {error}; the function is {name}{signature}, give its arguments in args") from None
+
+
+def call_own(function: Callable[[], Any], *, what: str, is_excused: Callable[[Exception], bool] | None = None) -> Any:
+    """What the user's own function returns; whatever it raises is a wrong request, with the line of theirs that raised it.
+
+    Args:
+        function: ready to be called.
+        what: the recipe key and what it says, for messages.
+        is_excused: true for errors that are not the function's fault, such as a machine without memory; they pass as they are.
+
+    Raises:
+        RequestError: it failed; caused by its own error.
+    """
+    try:
+        return function()
+    except ShoalError:
+        raise
+    except Exception as error:  # It may raise anything.
+        if is_excused is not None and is_excused(error):
+            raise
+        raise RequestError(f"{what} failed: {type(error).__name__}: {error}{_place(error)}") from error
+
+
+def _place(error: Exception) -> str:
+    """Where the user's own code was when an error came, as `` (file:line)``; a library's line where there is none of theirs."""
+    ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    last = (own or frames)[-1:]
+    return f" ({last[0].filename}:{last[0].lineno})" if last else ""
 
 
 def takes_argument(function: Callable[..., Any], name: str) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from shoal.core.errors import RequestError
+from shoal.core.functions import call_own
 from shoal.data.config import OwnDataConfig
 from shoal.data.named import load_build
 from shoal.data.order import permute
@@ -21,6 +22,7 @@ from shoal.data.shares import split_positions
 from shoal.data.source import Items, SampleIds
 from shoal.data.spec import IGNORED, DataSpec
 from shoal.data.splits import Splits
+from shoal.telemetry.memory import is_out_of_memory
 
 _NAMES = ("train", "validation", "test")
 _SPLIT_SEED = 0
@@ -59,7 +61,7 @@ def build_own(config: OwnDataConfig) -> Splits:
         RequestError: the function cannot be imported, or what it returns is no map-style dataset of (input, target) pairs.
     """
     origin = f"data.build = {config.build!r}"
-    built = load_build(config)()
+    built = call_own(load_build(config), what=origin, is_excused=is_out_of_memory)
     if isinstance(built, Splits):
         return built
     parts = _named_parts(built, origin) if isinstance(built, Mapping) else _cut(built, config, origin)
@@ -128,7 +130,7 @@ def _parts(sample: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 def _first_sample(dataset: Any, origin: str) -> tuple[Sequence[Any], Tensor]:
-    sample = dataset[0]
+    sample = call_own(lambda: dataset[0], what=f"{origin}: the first sample", is_excused=is_out_of_memory)
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         length = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
         raise RequestError(

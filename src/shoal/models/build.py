@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
+from shoal.core.functions import call_own
 from shoal.models.accuracy import IGNORED, flatten_scores, scores_of
 from shoal.models.check import check_model, count_outputs, image_shape
 from shoal.models.cnn import Cnn
@@ -17,6 +18,7 @@ from shoal.models.mlp import Mlp
 from shoal.models.own import load_build, load_loss
 from shoal.models.seq2seq import Seq2Seq
 from shoal.models.shape import DataShape
+from shoal.telemetry.memory import is_out_of_memory
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(output, targets) -> the mean over the microbatch's items."""
@@ -98,7 +100,7 @@ def _build_cnn(config: CnnConfig, features: tuple[int, ...], outputs: int) -> Cn
 
 
 def _build_own(config: OwnModelConfig, spec: DataShape) -> nn.Module:
-    model = load_build(config, spec)()
+    model = call_own(load_build(config, spec), what=f"model.build = {config.build!r}", is_excused=is_out_of_memory)
     if not isinstance(model, nn.Module):
         raise RequestError(f"model.build = {config.build!r} returned a {type(model).__name__}; return an nn.Module")
     return model

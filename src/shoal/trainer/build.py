@@ -47,11 +47,13 @@ def build_without_memory(config: AnyModelConfig, spec: DataSpec) -> nn.Module:
     try:
         with torch.device("meta"):
             return build_model(config, spec)
+    except RequestError as refusal:
+        if refusal.__cause__ is None:
+            raise
     except (NotImplementedError, RuntimeError):
-        # The user's own build may compute on its weights, which the meta device cannot.
-        return build_model(config, spec)
-    except TypeError as error:
-        raise RequestError(f"the model cannot be built: {error}") from error
+        pass
+    # The user's own build may compute on its weights, which the meta device cannot, and says so by many kinds of errors.
+    return build_model(config, spec)
 
 
 def build_trainer(
