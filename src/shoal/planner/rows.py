@@ -76,6 +76,11 @@ def _rows(path: Path, file: TextIO, needed: Sequence[str], optional: Sequence[st
 
 def _check_header(path: Path, header: Sequence[str], needed: Sequence[str], optional: Sequence[str]) -> None:
     missing = [column for column in needed if column not in header]
+    separator = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), None)
+    if missing and separator is not None:
+        raise RequestError(
+            f"{path} has its columns separated by {separator!r}, and a table of runs has commas; save it with commas between them"
+        )
     if missing:
         others = [column for column in header if column not in needed]
         lowered = {other.strip().lower(): other for other in others}

@@ -29,7 +29,7 @@ from shoal.planner.cells import (
 from shoal.planner.hardware import WIDE_TYPES, Cluster
 from shoal.planner.rows import Row, read_rows
 from shoal.planner.stacks import SOFTWARE
-from shoal.planner.wrongcells import odd_cells, wrong_cells
+from shoal.planner.wrongcells import odd_cells, read_measured, wrong_cells
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "vocab", "gpu",
@@ -118,7 +118,7 @@ class _Unreadable(Exception):
 
 
 def _read_row(row: Row, heads: int | None) -> Run | Unread:
-    cells, measured = row.cells, _float(row.cells, _MEASURED)
+    cells, measured = row.cells, read_measured(row.cells)
     try:
         if row.problem:
             raise _Unreadable(row.problem)
@@ -131,7 +131,8 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
     row = written.cells
     said = row.get(_MEASURED, "").strip()
     if said and (measured is None or (measured <= 0 and row["measured_metric"] != "oom")):
-        raise _Unreadable(f"{_MEASURED} is {said!r}, and a number above 0 is needed, or none")
+        wanted = "0 or 1, no or yes," if row["measured_metric"] == "oom" else "a number above 0"
+        raise _Unreadable(f"{_MEASURED} is {said!r}, and {wanted} is needed, or none")
     wrong = "; ".join(wrong_cells(row))
     if wrong:
         raise _Unreadable(wrong)

@@ -29,6 +29,7 @@ _TYPES = ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
 _OTHER_TYPES = ("fp6", "mxfp6", "int4", "int8", "mxint8")
 """Types that there are, and no preset has a peak for: not understood, and not wrong."""
 _RECOMPUTE = ("none", "selective", "full", "unknown")
+_YES_OR_NO = {"no": 0.0, "false": 0.0, "yes": 1.0, "true": 1.0}
 _NO_SHARDS = ("no", "off", "false", "ddp", "dp")
 
 
@@ -36,6 +37,15 @@ def is_unsaid(text: str) -> bool:
     """Whether a cell says that something is not known: blank, a word for it, or a phrase that explains."""
     words = text.lower().split()
     return len(words) != 1 or words[0].strip("()~") in _UNSAID
+
+
+def read_measured(row: Mapping[str, str]) -> float | None:
+    """What was measured, as a number; of ``oom`` also in a word. None where the cell has neither."""
+    text = (row.get("measured_value") or "").strip()
+    if row.get("measured_metric", "").strip() == "oom" and text.lower() in _YES_OR_NO:
+        return _YES_OR_NO[text.lower()]
+    value = _number(text)
+    return None if value is None or math.isnan(value) else value
 
 
 def wrong_cells(row: Mapping[str, str]) -> Iterator[str]:
@@ -54,6 +64,7 @@ def odd_cells(row: Mapping[str, str]) -> Iterator[str]:
         text = row.get(column, "")
         if _number(text) is None and not is_unsaid(text):
             yield f"{column} is {text.strip()!r}, and a number is needed, or blank where it is not known"
+    yield from _odd_measured(row)
     zero = row["zero"].strip()
     if read_zero(zero) is None and zero.lower() not in _NO_SHARDS and not is_unsaid(zero):
         yield _choose("zero", zero, _STAGES)
@@ -68,6 +79,18 @@ def odd_cells(row: Mapping[str, str]) -> Iterator[str]:
     has_stages = (_number(row["pp"]) or 1) > 1
     if has_stages and not is_schedule(schedule) and not is_unsaid(schedule):
         yield _choose("schedule_or_interleave", schedule, tuple(SCHEDULES))
+
+
+def _odd_measured(row: Mapping[str, str]) -> Iterator[str]:
+    """A value that its metric cannot have. Said, and predicted all the same: predictions do not ask what was measured."""
+    metric, measured = row["measured_metric"].strip(), read_measured(row)
+    if metric == "mfu" and measured is not None and measured > 1:
+        yield (
+            f"measured_value is {row['measured_value'].strip()!r}, and mfu is a share, 1 at most; give {measured / 100:g}, or "
+            f"measured_metric mfu_percent"
+        )
+    if metric == "oom" and measured is not None and measured not in (0, 1):
+        yield f"measured_value is {row['measured_value'].strip()!r}, and oom is 0 or 1, no or yes, false or true; give one"
 
 
 def _choose(column: str, text: str, allowed: tuple[str, ...]) -> str:

@@ -85,6 +85,7 @@ def test_nothing_that_can_be_predicted_is_a_failure_that_says_why(shoal, tmp_pat
         ("empty.csv", b"", "empty.csv is empty; a table of runs begins with a line of columns"),
         ("header.csv", ",".join(COLUMNS).encode() + b"\n", "header.csv has no rows"),
         ("lean.csv", ",".join(COLUMNS[1:]).encode() + b"\n", "and source is not among them"),
+        ("semicolons.csv", ";".join(COLUMNS).encode() + b"\n", "has its columns separated by ';'"),
         ("picture.csv", b"\x89PNG\r\n\xff\x00", "picture.csv is not a CSV file in UTF-8"),
     ],
 )

@@ -63,6 +63,26 @@ def test_what_was_measured_does_not_change_what_is_predicted(tmp_path, metric):
     assert len({row.predicted for row in rows}) == 1 and rows[0].predicted is not None
 
 
+def test_a_share_above_one_is_said(tmp_path):
+    """45 under ``mfu`` was scored as an error of 99%, and nothing said why."""
+    share, percent = predict(
+        tmp_path, *({"measured_metric": metric, "measured_value": 45} for metric in ("mfu", "mfu_percent"))
+    )
+    assert (
+        share.odd == "measured_value is '45', and mfu is a share, 1 at most; give 0.45, or measured_metric mfu_percent"
+    )
+    assert not share.in_range and share.predicted is not None and not percent.odd
+
+
+def test_out_of_memory_may_be_a_word(tmp_path):
+    said = ("1", "yes", "True", "0", "no", "FALSE", "", "7", "maybe")
+    rows = predict(tmp_path, *({"measured_metric": "oom", "measured_value": value} for value in said))
+    assert [row.measured for row in rows] == [1, 1, 1, 0, 0, 0, None, 7, None]
+    assert len({row.predicted for row in rows[:8]}) == 1 and not any(row.odd for row in rows[:7])
+    assert "oom is 0 or 1, no or yes" in rows[7].odd
+    assert rows[8].predicted is None and "measured_value is 'maybe'" in rows[8].why_not and "yes" in rows[8].why_not
+
+
 @pytest.mark.parametrize(
     ("release", "precision", "experts", "software"),
     [
