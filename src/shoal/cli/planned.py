@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from shoal.planner.estimate import Estimate
     from shoal.trainer.forecasts.planning import Answer, PlanRequest
 
-_COLUMNS = ("", "plan", "precision", "step", "tokens/s", "MFU", "bubble", "exposed", "memory", "head room")
+_COLUMNS = ("", "plan", "precision", "step", "{items}/s", "MFU", "bubble", "exposed", "memory", "head room")
 _WORTH = 0.005
 """Share of a step that a split of each layer's own must gain to be spoken of."""
 _FEW = 8
@@ -28,7 +28,16 @@ def print_answer(answer: "Answer", request: "PlanRequest") -> None:
     )
     print()
     rows = _rows(answer)
-    print_table(_COLUMNS, [_line(number, one) for number, one in enumerate(rows, start=1)])
+    # Of images and rows of a table a sample is one item, and nobody calls it a token.
+    items = "tokens" if job.chain.tokens > 1 else "samples"
+    columns = [column.format(items=items) for column in _COLUMNS]
+    print_table(columns, [_line(number, one) for number, one in enumerate(rows, start=1)])
+    device = job.cluster.device
+    if device.context_bytes:
+        print(
+            f"memory and head room are of {format_bytes(device.free_bytes)}: a process takes "
+            f"{format_bytes(device.context_bytes)} of a device's {format_bytes(device.memory_bytes)} for itself"
+        )
     print()
     print("\n".join(answer.reasons))
     places = _places(found.ranked[0])
@@ -139,6 +148,8 @@ def _splits(answer: "Answer") -> Iterator[str]:
         yield f"a split of each layer's own could be {gain:.1%} faster than one for all ({choices.uniform}):"
         for split, first, end in choices.runs():
             yield f"  {layers[first].name} to {layers[end - 1].name}: {split}"
+    elif choices is not None:
+        yield f"a split of each layer's own would gain nothing over one for all ({choices.uniform})"
 
 
 def answer_values(answer: "Answer", request: "PlanRequest") -> dict[str, object]:

@@ -19,7 +19,7 @@ def print_result(asked: "Asked", result: Mapping[str, Any]) -> None:
         "batch",
         f"{result['global_batch']} samples in {result['microbatches']} microbatch(es) of {result['micro_batch']}",
     )
-    _line("step", f"{say_seconds(result['step_seconds'])}, {format_count(result['tokens_per_second'] or 0)} tokens/s")
+    _line("step", f"{say_seconds(result['step_seconds'])}, {_pace(result, result['tokens_per_second'])}")
     spread = result["steps"]
     if spread["max"] > spread["p50"]:
         parts = (f"{name} {say_seconds(spread[name])}" for name in ("p50", "p90", "p99", "max"))
@@ -43,7 +43,7 @@ def print_result(asked: "Asked", result: Mapping[str, Any]) -> None:
             f"does not fit: place {place['place']} needs {format_bytes(place['memory']['peak'])}, and a {result['cluster']} has "
             f"{format_bytes(result['device_memory_bytes'])}; raise pp, tp, zero or recompute, or take more microbatches",
         )
-    _print_sites(result["wide_area"])
+    _print_sites(result)
     _print_goodput(result["goodput"])
     _print_periods(result["wide_area"])
     _print_places(result)
@@ -67,14 +67,21 @@ def say_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.4g} s"
 
 
-def _print_sites(sites: Mapping[str, Any] | None) -> None:
+def _pace(result: Mapping[str, Any], per_second: float | None) -> str:
+    """Tokens a second; where a sample is one item, as of images, samples."""
+    items = "tokens" if result["tokens_per_step"] > result["global_batch"] else "samples"
+    return f"{format_count(per_second or 0)} {items}/s"
+
+
+def _print_sites(result: Mapping[str, Any]) -> None:
+    sites = result["wide_area"]
     if sites is None:
         return
     _line(
         f"{sites['sites']} sites",
         f"an average of {format_bytes(sites['bytes_per_sync'] / sites['compression'])} every {sites['period']} steps takes "
         f"{say_seconds(sites['sync_seconds'])}: {sites['steps_per_second']:.4g} steps/s, "
-        f"{sites['communication']:.1%} of the time, {format_count(sites['tokens_per_second'])} tokens/s",
+        f"{sites['communication']:.1%} of the time, {_pace(result, sites['tokens_per_second'])}",
     )
 
 

@@ -59,7 +59,12 @@ def _of_file(text: str) -> Cluster:
     """``FILE``, ``FILE:PROCESSES`` or ``FILE:MACHINESxPROCESSES``."""
     path, _, size = text.rpartition(":") if _SIZE.search(text) else (text, "", "")
     # The machine need not be this one: that is what planning is for.
-    machine = read_machine(Path(path), is_here=False)
+    try:
+        machine = read_machine(Path(path), is_here=False)
+    except RequestError as refusal:
+        raise RequestError(
+            f"cluster {text!r}: {refusal}; or name a device in place of a path, such as a100-80gb:16x8"
+        ) from None
     if not size:
         return measured_cluster(machine, path=path)
     if 0 in (numbers := [int(part) for part in size.split("x")]):

@@ -137,7 +137,7 @@ class Cluster:
         return replace(self, tiers=(*inner, replace(last, devices=num_devices)), beyond=beyond)
 
 
-_CLUSTER = re.compile(r"(?P<name>[^:]+):(?:(?P<nodes>[0-9]{1,9})x)?(?P<devices>[0-9]{1,9})")
+_CLUSTER = re.compile(r"(?P<name>[^:]+):(?:(?P<nodes>[0-9]{1,1000})x)?(?P<devices>[0-9]{1,1000})")
 _MOST = 1_000_000
 
 
@@ -163,5 +163,6 @@ def parse_cluster(text: str) -> ClusterName:
         )
     nodes, devices = int(found["nodes"] or 1), int(found["devices"])
     if not 1 <= nodes * devices <= _MOST:
-        raise RequestError(f"cluster {text!r} has {nodes} x {devices} devices; give 1 to {_MOST:,} in all")
+        told = f"{nodes} x {devices} devices" if nodes * devices <= _MOST**2 else "too many devices"
+        raise RequestError(f"cluster {text!r} has {told}; give 1 to {_MOST:,} in all")
     return ClusterName(found["name"].strip().lower(), nodes, devices)

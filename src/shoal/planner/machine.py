@@ -273,8 +273,16 @@ def read_machine(path: Path, *, is_here: bool = True) -> Machine:
         page = json.loads(path.read_text())
     except FileNotFoundError:
         raise RequestError(f"no such file: {path}; `shoal calibrate {path}` makes it") from None
+    except IsADirectoryError:
+        raise RequestError(
+            f"{path} is a folder; name a machine file, such as {path / 'machine.json'}, which "
+            f"`shoal calibrate {path / 'machine.json'}` makes"
+        ) from None
     except (OSError, ValueError) as error:
-        raise RequestError(f"{path} cannot be read as JSON: {error}; make it anew with `shoal calibrate`") from error
+        raise RequestError(
+            f"{path} is no machine file: it cannot be read as JSON: {error}; name one that `shoal calibrate FILE` "
+            f"wrote, or make one"
+        ) from error
     if not isinstance(page, dict) or page.get("format") != FORMAT:
         found = page.get("format") if isinstance(page, dict) else type(page).__name__
         raise RequestError(

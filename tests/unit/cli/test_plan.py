@@ -41,6 +41,27 @@ def test_plans_as_lines_and_as_json(shoal, recipe, tmp_path):
     assert "run 1 with" not in done.stdout and {plan["command"] for plan in found["plans"]} == {None}
 
 
+def test_what_memory_and_head_room_leave_out_is_said(shoal, recipe):
+    """Both did not add up to the device: a process takes some of it for itself."""
+    done = shoal("plan", recipe, "--cluster", "a100-80gb:1x8", "--global-batch", 64, "--top", 1)
+    assert done.returncode == 0, done.stderr
+    assert "head room are of 78.0 GiB: a process takes 2.0 GiB of a device's 80.0 GiB for itself" in done.stdout
+
+
+def test_images_are_samples_and_a_split_without_gain_is_said(shoal, tmp_path):
+    model = "[model]\nname = 'cnn'\n[data]\nsource = 'digits'\n[train]\nsteps = 2\nglobal_batch = 64\n"
+    (tmp_path / "images.toml").write_text(model)
+    done = shoal("plan", "images.toml", "--cluster", "h100:1x2", "--json", "out.json")
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stdout and "tokens/s" not in done.stdout
+    assert "tokens_per_s" in json.loads((tmp_path / "out.json").read_text())["plans"][0], (
+        "programs find it where it was"
+    )
+    assert "a split of each layer's own" in done.stdout
+    done = shoal("simulate", "images.toml", "--cluster", "h100:1x2", "--plan", "dp=2")
+    assert done.returncode == 0 and "samples/s" in done.stdout and "tokens/s" not in done.stdout, done.stderr
+
+
 def test_the_recipes_precision_is_ranked_and_a_faster_one_is_said_to_change_numerics(shoal, tmp_path):
     (tmp_path / "own.toml").write_text(TINY)
     done = shoal(

@@ -52,6 +52,12 @@ def test_too_few_and_too_many_devices(text):
         parse_cluster(text)
 
 
+def test_more_devices_than_numbers_are_read_for_are_too_many():
+    """A number of ten digits was said to be no NAME:NODESxDEVICES."""
+    with pytest.raises(RequestError, match=r"0x8' has too many devices; give 1 to 1,000,000 in all"):
+        parse_cluster("h100:100000000000000000000x8")
+
+
 @pytest.mark.parametrize(("name", "near"), [("h10", "h100"), ("a100-80", "a100-80gb"), ("mi300", "mi300x")])
 def test_an_unknown_device_gets_the_nearest_name(name, near):
     with pytest.raises(RequestError, match=f"there is no device '{name}'; did you mean '{near}"):

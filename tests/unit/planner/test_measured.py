@@ -159,6 +159,14 @@ def test_what_is_no_machine_file_is_refused_with_the_fix(tmp_path, text):
         read_cluster(f"{path}:2")
 
 
+def test_a_folder_and_a_text_say_what_to_name_in_their_place(tmp_path):
+    with pytest.raises(RequestError, match=r"is a folder; name a machine file.*machine\.json.*or name a device"):
+        read_cluster(str(tmp_path))
+    (tmp_path / "notes.json").write_text("hello")
+    with pytest.raises(RequestError, match=r"notes\.json is no machine file.*shoal calibrate FILE.*or name a device"):
+        read_cluster(str(tmp_path / "notes.json"))
+
+
 def test_a_plan_on_a_machine_is_priced_by_what_it_reached():
     cluster = measured_cluster(measured(), path="m")
     stack = Stack(software=SOFTWARE["shoal"], constants=cluster.reached, is_fitted=False)

@@ -76,11 +76,12 @@ def describe_forecast(summary: Mapping[str, Any]) -> list[str]:
     step, moved, ranks = found["step_seconds"], found["step_bytes"], found["ranks"]
     lines = [
         "forecast         predicted beside measured",
-        f"  step           {step['predicted'] * 1e3:.1f} ms, {step['measured'] * 1e3:.1f} ms measured ({step['error']:+.1%})",
+        f"  step           {step['predicted'] * 1e3:.1f} ms predicted, {step['measured'] * 1e3:.1f} ms measured "
+        f"({step['error']:+.1%})",
     ]
     bubble = found["bubble"]
     if bubble["predicted"] is not None and bubble["measured"] is not None:
-        lines.append(f"  bubble         {bubble['predicted']:.1%}, {bubble['measured']:.1%} measured")
+        lines.append(f"  bubble         {bubble['predicted']:.1%} predicted, {bubble['measured']:.1%} measured")
     same = "every call and byte equal" if found["traffic_is_equal"] else "NOT equal: see summary.json"
     lines.append(f"  moved          {format_bytes(moved['predicted'])} a step by all ranks, {same}")
     state = [format_bytes(sum(rank["state_bytes"]["predicted"].values())) for rank in ranks]
@@ -89,7 +90,7 @@ def describe_forecast(summary: Mapping[str, Any]) -> list[str]:
     peaks = [rank["peak_bytes"] for rank in ranks if rank["peak_bytes"]["predicted"] and rank["peak_bytes"]["measured"]]
     if peaks:
         lines.append(
-            f"  peak by rank   {', '.join(format_bytes(pair['predicted']) for pair in peaks)}, "
-            f"{', '.join(format_bytes(pair['measured']) for pair in peaks)} measured"
+            f"  peak by rank   predicted {', '.join(format_bytes(pair['predicted']) for pair in peaks)}; "
+            f"measured {', '.join(format_bytes(pair['measured']) for pair in peaks)}"
         )
     return lines

@@ -76,7 +76,7 @@ def run_heats(
         budget_seconds: after which no round is begun that would not end in time, but for the first.
         halves: let slow plans go; otherwise all stay until the last round.
         most_rounds: after which it ends.
-        tell: told who has a turn.
+        tell: told who has a first turn.
         now: the time.
     """
     started, shuffle = now(), random.Random(0).shuffle
@@ -87,7 +87,8 @@ def run_heats(
         order = list(alive)
         shuffle(order)
         for entry in order:
-            if tell is not None:
+            # Once: every plan has a turn in every round.
+            if tell is not None and num_rounds == 0:
                 tell(f"trying {entry.plan}")
             _take_turn(entry, play, steps)
         num_rounds += 1

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import RunError
+from shoal.core.pipelines import schedule_facts
+from shoal.core.plan import Plan
 from shoal.planner.machine import num_cores
 from shoal.trainer.config import Recipe
 from shoal.trainer.forecasts.calibrating import find_machine
 from shoal.trainer.forecasts.cast import Cast
-from shoal.trainer.forecasts.deciding import require_plans, search
+from shoal.trainer.forecasts.deciding import AUTO, require_plans, search
 from shoal.trainer.forecasts.heats import Entry, run_heats
 from shoal.trainer.layout import check_processes
 
@@ -74,8 +76,11 @@ def tune(
     """
     count = num_processes or num_cores()
     check_processes(count)
+    tell = tell or (lambda line: None)
+    if left_out := _left_out(recipe):
+        tell(left_out)
     before = partial(require_plans, recipe, count)
-    found, origin = find_machine(machine, num_processes=count, tell=tell or (lambda line: None), before=before)
+    found, origin = find_machine(machine, num_processes=count, tell=tell, before=before)
     with Cast(recipe, count) as cast:
         decision = search(cast, found, origin)
         chosen = {str(page["plan"]): page for page in decision.ranked[:top]}
@@ -101,6 +106,17 @@ def tune(
         machine=decision.machine,
         regret=float("nan") if first.problem else first.ratio - 1,
     )
+
+
+def _left_out(recipe: Recipe) -> str:
+    """Why the recipe's own plan is not among those that are tried; empty where it may be."""
+    if recipe.plan.strip() == AUTO:
+        return ""
+    plan = Plan.parse(recipe.plan)
+    if not plan.ps and not (plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous):
+        return ""
+    what = "parameter servers change" if plan.ps else f"schedule={plan.schedule} changes"
+    return f"the recipe's own plan, {plan}, is left out: {what} what is computed, and only plans that do not are tried"
 
 
 def _tuned(page: dict[str, Any], entry: Entry, fastest: float) -> TunedPlan:

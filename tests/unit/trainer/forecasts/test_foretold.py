@@ -25,6 +25,8 @@ def test_equal_numbers_are_said_to_be_equal():
     assert found["ranks"][1]["peak_bytes"] == {"predicted": 1400, "measured": 1600, "error": 1400 / 1600 - 1}
     lines = describe_forecast({"forecast": found})
     assert any("+10.0%" in line for line in lines) and any("every call and byte equal" in line for line in lines)
+    assert lines[-1].split(maxsplit=3)[-1] == "predicted 1.4 KiB, 1.4 KiB; measured 1.5 KiB, 1.6 KiB", "told apart"
+    assert "110.0 ms predicted, 100.0 ms measured" in lines[1]
 
 
 def test_one_call_more_is_seen():

@@ -85,6 +85,13 @@ def test_without_halving_all_have_all_turns():
     assert {seen.count(plan) for plan in TRUE} == {4}
 
 
+def test_who_has_a_turn_is_said_once():
+    told = []
+    play = drifting(TRUE, drift=[1.0])
+    run_heats(list(TRUE), play, steps=1, budget_seconds=1e9, halves=False, most_rounds=4, tell=told.append)
+    assert sorted(told) == sorted(f"trying {plan}" for plan in TRUE)
+
+
 def test_one_lucky_turn_does_not_win():
     entries = [Entry("dp=2", turns=[1.0, 1.0, 1.0]), Entry("dp=2 zero=1", turns=[0.5, 1.1, 1.1])]
     rank(entries)
