@@ -16,6 +16,7 @@ import torch
 
 from shoal.comm.wire.node import new_incarnation
 from shoal.core.config import apply_overrides, validate
+from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.trainer.build import build_parts, load_run
 from shoal.trainer.config import Recipe, dump_recipe
@@ -68,10 +69,11 @@ def _one_builds_at_a_time():
         yield
 
 
-def run_alone(recipe):
+def run_alone(recipe, plan="dp=1"):
     """The hash of the weights that one process makes of a recipe."""
     model, loss, data = build_parts(recipe)
-    with Trainer(model, data, loss=loss, train=recipe.train, optim=recipe.optim, environment={}) as trainer:
+    parts = {"train": recipe.train, "optim": recipe.optim, "plan": Plan.parse(plan)}
+    with Trainer(model, data, loss=loss, environment={}, **parts) as trainer:
         trainer.train()
         return hash_weights(trainer.model)
 

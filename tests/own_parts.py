@@ -49,17 +49,17 @@ class Bag(nn.Module):
         return self.out(self.embed(words).mean(1))
 
 
-def build_bag(spec):
-    return Bag(2000)
+def build_bag(spec, num_words=2000):
+    return Bag(num_words)
 
 
-def build_rows(spec):
+def build_rows(spec, num_words=2000):
     """The same, with gradients that come as rows."""
-    return Bag(2000, sparse=True)
+    return Bag(num_words, sparse=True)
 
 
-def build_words(num_samples=64):
+def build_words(num_samples=64, num_words=2000):
     generator = torch.Generator().manual_seed(4)
-    words = torch.randint(0, 2000, (num_samples, 3), generator=generator)
+    words = torch.randint(0, num_words, (num_samples, 3), generator=generator)
     data = TensorDataset(words, words[:, 0] % 4)
     return {"train": data, "validation": data}

@@ -8,13 +8,15 @@ from shoal.trainer.loop import Trainer
 from shoal.trainer.state import hash_weights
 
 ROWS, WHOLE = ("own_parts:build_rows", "own_parts:build_bag")
+# So few that rows repeat in a batch.
+FEW = {"num_words": 20}
 
 
 def train(world, build, plan):
     recipe = Recipe.model_validate(
         {
-            "model": {"build": build},
-            "data": {"build": "own_parts:build_words"},
+            "model": {"build": build, "args": FEW},
+            "data": {"build": "own_parts:build_words", "args": FEW},
             "train": {"steps": 4, "global_batch": 8, "threads": 1, "seed": 3},
             "optim": {"name": "adamw", "lr": 0.1, "clip": 0.5},
         }

@@ -1,6 +1,7 @@
 """Embeddings whose gradient torch gives as the rows that were looked up (``sparse=True``).
 
-Replicas, microbatches, norms and fused optimizers add gradients up dense. Workers of parameter servers send the rows alone.
+Everywhere gradients are added up dense: the rows of torch are added in another order, and norms and fused optimizers take none.
+Workers of parameter servers find the touched rows in the sum, and send these alone.
 """
 
 from collections.abc import Iterator

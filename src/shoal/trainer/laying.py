@@ -113,7 +113,6 @@ def place_model(
     world: World,
     anatomy: Anatomy | None = None,
     rehearsed: Sequence[torch.Tensor] = (),
-    keeps_rows: bool = False,
 ) -> Placed:
     """Lay a whole model, as one process builds it, out on this rank.
 
@@ -126,14 +125,12 @@ def place_model(
         world: the ranks.
         anatomy: what was found in the model, where that is known already.
         rehearsed: inputs of the microbatches to come, in a world without other processes.
-        keeps_rows: leave the gradients of embeddings with ``sparse=True`` as rows; nothing here adds them up.
 
     Raises:
         RequestError: the plan does not fit the model, or settings of ``train`` do not fit the plan.
     """
     check_settings(train, plan)
-    if not keeps_rows:
-        make_dense(model)
+    make_dense(model)
     precision = Precision.named(train.precision)
     mesh = build_mesh(world, plan)
     if anatomy is None and asks_the_model(plan):

@@ -42,8 +42,7 @@ class OwnPartsHere:
             RequestError: lists every problem, and the nearest plan that works; or says why it cannot be cut into stages.
         """
         model, _, data = build_parts(recipe)
-        if not plan.ps or plan.ranks_per_replica > 1:
-            make_dense(model)
+        make_dense(model)
         anatomy = look_at(model, data, recipe.parallel)
         plan.check(describe_facts(anatomy, model))
         if plan.pp > 1:

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from crew_inside import recipe_of, run_alone, run_inside
 from shoal.paramserver.client import Client
 
@@ -45,6 +47,17 @@ def test_an_embedding_whose_gradient_comes_as_rows_trains_in_one_process_too(tmp
     assert served.sha256 == alone
     # A portion has at most 24 words, on two servers.
     assert traffic(served)[0] <= 8 * (24 * (8 + 16 * 4) + (16 * 4 + 4) * 4)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_words_that_come_again_in_a_batch_are_added_up_as_in_one_process(tmp_path, microbatches):
+    """A worker added torch's rows up, which comes to other bits than the whole gradient where three of a row meet."""
+    few = {"num_words": 20}
+    data = {"build": "own_parts:build_words", "args": few}
+    rows = {**WORDS, "model": {"build": "own_parts:build_rows", "args": few}, "data": data}
+    alone = run_alone(recipe_of(base=rows), plan=f"dp=1 microbatches={microbatches}")
+    plan = f"ps=2 workers=1 update=async microbatches={microbatches}"
+    assert run_inside(tmp_path, plan, recipe_of(base=rows)).sha256 == alone
 
 
 def test_what_is_cached_is_never_further_behind_than_allowed(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 
 def sparse_parameters(model: nn.Module) -> frozenset[str]:
-    """Trained parameters whose gradient torch gives as rows (``sparse=True``), by name."""
+    """Trained parameters of embeddings with ``sparse=True``, by name; asked before ``make_dense``."""
     tables = {id(module.weight) for module in row_tables(model)}
     return frozenset(name for name, tensor in trained_parameters(model).items() if id(tensor) in tables)
 
@@ -45,9 +45,10 @@ class FlatRow:
     Args:
         model: the trained parameters.
         shard_map: how the rows are cut.
+        sparse: parameters of which a portion touches few rows (``sparse_parameters``).
     """
 
-    def __init__(self, model: Model, shard_map: ShardMap) -> None:
+    def __init__(self, model: Model, shard_map: ShardMap, sparse: frozenset[str] = frozenset()) -> None:
         check_cover(shard_map, model)
         self.model = model
         self.shard_map = shard_map
@@ -56,8 +57,8 @@ class FlatRow:
         self.stretches = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         """Of each shard in the row."""
         self._places = self._find_places()
-        self.sparse: frozenset[str] = frozenset()
-        """Parameters whose gradient comes as rows."""
+        self.sparse = sparse
+        """Parameters whose gradient is sent as rows."""
         self.weights = torch.zeros(ends[-1], dtype=getattr(torch, shard_map.dtype))
         self.gradient = torch.zeros_like(self.weights)
 
@@ -85,11 +86,11 @@ class FlatModel(FlatRow):
     Args:
         model: its parameters become views of ``weights``.
         shard_map: how the row is cut.
+        sparse: as of ``FlatRow``.
     """
 
-    def __init__(self, model: nn.Module, shard_map: ShardMap) -> None:
-        super().__init__(describe_model(model), shard_map)
-        self.sparse = sparse_parameters(model)
+    def __init__(self, model: nn.Module, shard_map: ShardMap, sparse: frozenset[str] = frozenset()) -> None:
+        super().__init__(describe_model(model), shard_map, sparse)
         self._parameters = trained_parameters(model)
         for name, view in self.whole(self.weights).items():
             view.copy_(self._parameters[name].detach())
@@ -101,10 +102,6 @@ class FlatModel(FlatRow):
             grad = self._parameters[name].grad
             if grad is None:
                 place.zero_()
-            elif grad.is_sparse:
-                # Added up by row first: a row comes as often as its samples do.
-                rows = grad.coalesce()
-                place.zero_()[tuple(rows.indices())] = rows.values()
             else:
                 place.copy_(grad)
         return self.gradient

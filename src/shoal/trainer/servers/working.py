@@ -28,7 +28,7 @@ from shoal.trainer.servers.ahead import pulls_ahead, work_ahead
 from shoal.trainer.servers.batchwork import work_batches
 from shoal.trainer.servers.dealing import Dealing
 from shoal.trainer.servers.downpouring import work_downpour
-from shoal.trainer.servers.flatmodel import FlatModel, FlatRow, describe_model, refuse_batch_norm
+from shoal.trainer.servers.flatmodel import FlatModel, FlatRow, describe_model, refuse_batch_norm, sparse_parameters
 from shoal.trainer.servers.group import group_plan, join_group, share_of
 from shoal.trainer.servers.hanging import watch_shares
 from shoal.trainer.servers.hot import cut_for
@@ -97,6 +97,8 @@ class Bench:
     """The trained parameters, whole."""
     dtype: torch.dtype
     """Of these."""
+    sparse: frozenset[str]
+    """Those that are sent as rows."""
     total_steps: int
     """Of the run."""
 
@@ -115,6 +117,9 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
     precision = Precision.named(train.precision)
     dtype = str(precision.weight_dtype).removeprefix("torch.")
     described = {name: spec._replace(dtype=dtype) for name, spec in describe_model(model).items()}
+    # Their gradients are added up whole, because torch adds rows up in another order; which rows were touched is found when
+    # they are sent.
+    sparse = sparse_parameters(model)
     placed = place_model(
         model,
         data,
@@ -125,8 +130,6 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
         parallel=recipe.parallel,
         pipeline=recipe.pipeline,
         world=world,
-        # The ranks of a group bring boxes of dense gradients.
-        keeps_rows=place.plan.ranks_per_replica == 1,
     )
     shares = ShareRunner(
         build_runner(placed, data, train=train, optim=plain, world=world, slot=slot),
@@ -139,7 +142,14 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
         sizes=sizes,
     )
     total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
-    return Bench(placed=placed, shares=shares, model=described, dtype=precision.weight_dtype, total_steps=total_steps)
+    return Bench(
+        placed=placed,
+        shares=shares,
+        model=described,
+        dtype=precision.weight_dtype,
+        sparse=sparse,
+        total_steps=total_steps,
+    )
 
 
 def build_worker(place: MemberPlace, slot: RankSlot | None) -> Worker:
@@ -148,9 +158,9 @@ def build_worker(place: MemberPlace, slot: RankSlot | None) -> Worker:
     placed = bench.placed
     shard_map = cut_for(bench.model, place.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
     if placed.mesh.everyone.size == 1:
-        flat = FlatModel(placed.model, shard_map)
+        flat = FlatModel(placed.model, shard_map, bench.sparse)
         return Worker(flat=flat, shares=bench.shares, total_steps=bench.total_steps)
-    row = FlatRow(bench.model, shard_map)
+    row = FlatRow(bench.model, shard_map, bench.sparse)
     deadline = recipe.elastic.collective_deadline
     leader = Leader(bench.shares, Dealing(placed, bench.dtype, row), placed.mesh.everyone, deadline_seconds=deadline)
     return Worker(flat=row, shares=leader, total_steps=bench.total_steps)

@@ -11,9 +11,10 @@ from shoal.core.errors import RequestError
 from shoal.data.loader import Loader
 from shoal.data.order import Position, position_of, take
 from shoal.data.source import Items
+from shoal.models.tables import make_dense
 from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.cutting import cut_model
-from shoal.trainer.servers.flatmodel import FlatModel, describe_model, refuse_batch_norm
+from shoal.trainer.servers.flatmodel import FlatModel, describe_model, refuse_batch_norm, sparse_parameters
 from shoal.trainer.servers.portion import ShareRunner
 from shoal.trainer.servers.workline import make_packer
 
@@ -141,12 +142,14 @@ class Table(nn.Module):
         return self.out(self.table(ids)).sum()
 
 
-def test_a_gradient_that_comes_as_rows_is_collected_and_sent_as_rows():
+def test_an_embedding_that_asks_for_rows_is_collected_whole_and_sent_as_rows():
     """A worker died of it: torch does not copy a sparse tensor into a dense one."""
     found = {}
     for sparse in (False, True):
         model = Table(sparse=sparse)
-        flat = FlatModel(model, cut_model(describe_model(model), 2))
+        names = sparse_parameters(model)
+        make_dense(model)
+        flat = FlatModel(model, cut_model(describe_model(model), 2), names)
         # From an earlier portion, which touched other rows.
         flat.gradient.fill_(7.0)
         for ids in ([3, 5, 3], [17, 5]):
