@@ -90,7 +90,8 @@ def set_rate(optimizer: Optimizer, lr: float) -> None:
 def initialise_state(optimizer: Optimizer) -> None:
     """Make the state of every parameter exist before the first step, as torch begins it, in one buffer per kind of state.
 
-    The first step is the same with and without it. State that is there already keeps its values.
+    The first step is the same with and without it, at the rate that the optimizer was built with. State that is there already
+    keeps its values.
     """
     members = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if all(optimizer.state[parameter] for _, parameter in members) and is_flat(optimizer):

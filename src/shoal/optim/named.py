@@ -19,6 +19,7 @@ from torch.optim import SGD, Optimizer
 from shoal.core.errors import RequestError, did_you_mean
 from shoal.optim.config import TORCH, OptimConfig
 from shoal.optim.flat import CUT_MULTIPLE, SINGLES
+from shoal.optim.rates import rate
 
 # What the recipe says elsewhere, or what decides which kernel runs: the one whose bits do not depend on other tensors.
 _ELSEWHERE = {"lr": "optim.lr", "weight_decay": "optim.weight_decay"}
@@ -31,6 +32,7 @@ _REASONS = {
 }
 _ROWS, _COLUMNS = 6, CUT_MULTIPLE // 2
 _STEPS = 3
+_RATE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +43,24 @@ class Holding:
     """Tensors of the parameter's shape and type."""
     single_bytes: int
     """Bytes of its single numbers."""
+    follows_rate: bool
+    """A learning rate that changes after the first step changes what it does."""
 
 
 def check_named(config: OptimConfig) -> None:
-    """Refuse a class of torch that is none, that cannot be used here, or that is given wrong arguments.
+    """Refuse a class of torch that is none, that cannot be used here, or that is given wrong arguments or a schedule in vain.
 
     Raises:
         RequestError: with the nearest name, the arguments that it takes, or the reason.
     """
-    if config.is_torch_class:
-        holding_of(config)
+    if not config.is_torch_class or holding_of(config).follows_rate:
+        return
+    for key, value, still in (("warmup", config.warmup, 0), ("schedule", config.schedule, "constant")):
+        if value != still:
+            raise RequestError(
+                f"optim.{key} {value}: {config.name} reads the learning rate at its first step and never again; leave "
+                f"optim.{key} out, or use another optimizer"
+            )
 
 
 def holding_of(config: OptimConfig) -> Holding:
@@ -70,13 +80,16 @@ def build_named(config: OptimConfig, param_groups: list[dict[str, Any]]) -> Opti
         RequestError: as ``check_named``.
     """
     check_named(config)
-    return _make(_find(config.name), config.lr, config.args, param_groups)
+    # Some begin their state with the rate (ASGD's eta), which torch makes at the first step, and here it is made before. The
+    # rate of that step does not depend on how many there are.
+    return _make(_find(config.name), rate(config, 0, total_steps=1), config.args, param_groups)
 
 
 def early_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     """The state that torch gives a parameter when it first steps it, made now.
 
-    A class that begins with the learning rate (Rprop's step sizes) begins with the group's of now: ``optim.lr``, warm-up or not.
+    A class that begins with the learning rate (ASGD's eta, Rprop's step sizes) begins with the group's of now, which is that of
+    the first step since ``build_named``.
     """
     if isinstance(optimizer, SGD):
         # It makes none before it has stepped; zeros give the same first step.
@@ -131,6 +144,7 @@ def _examine(name: str, arguments_json: str, weight_decay: float) -> Holding:
         whole, _ = _try(kind, arguments, weight_decay, [_ROWS], is_early=False)
         early, keeps = _try(kind, arguments, weight_decay, [_ROWS], is_early=True)
         parts, _ = _try(kind, arguments, weight_decay, [2, _ROWS - 2], is_early=True)
+        risen, _ = _try(kind, arguments, weight_decay, [_ROWS], is_early=True, later_rate=2 * _RATE)
     except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
         raise RequestError(
             f"optim.name {name!r} does not work with these arguments: {error}; {_taken(kind, arguments)}"
@@ -152,7 +166,11 @@ def _examine(name: str, arguments_json: str, weight_decay: float) -> Holding:
             f"optim.name {name!r} cannot be used: an element's update depends on other elements of its tensor, and tensors are "
             f"cut into shards; use one that is elementwise, such as adamw"
         )
-    return Holding(num_shaped=len(shaped), single_bytes=sum(keeps[key].nbytes for key in singles))
+    return Holding(
+        num_shaped=len(shaped),
+        single_bytes=sum(keeps[key].nbytes for key in singles),
+        follows_rate=not torch.equal(early["weights"], risen["weights"]),
+    )
 
 
 def _refuse_arguments(name: str, kind: type[Optimizer], arguments: Mapping[str, Any], weight_decay: float) -> None:
@@ -181,7 +199,13 @@ def _taken(kind: type[Optimizer], arguments: Mapping[str, Any]) -> str:
 
 
 def _try(
-    kind: type[Optimizer], arguments: Mapping[str, Any], weight_decay: float, rows: Sequence[int], *, is_early: bool
+    kind: type[Optimizer],
+    arguments: Mapping[str, Any],
+    weight_decay: float,
+    rows: Sequence[int],
+    *,
+    is_early: bool,
+    later_rate: float = _RATE,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights and state after some steps of a matrix that is held in parts of so many rows; and the state of the first part."""
     generator = torch.Generator().manual_seed(0)
@@ -189,7 +213,7 @@ def _try(
     weights, *gradients = (one.split(list(rows)) for one in values)
     parts = [nn.Parameter(part.clone()) for part in weights]
     decay = {"weight_decay": weight_decay} if weight_decay else {}
-    optimizer = _make(kind, 0.01, arguments, [{"params": parts, **decay}])
+    optimizer = _make(kind, _RATE, arguments, [{"params": parts, **decay}])
     if is_early:
         for part in parts:
             if not optimizer.state[part]:
@@ -198,6 +222,7 @@ def _try(
         for part, share in zip(parts, gradient, strict=True):
             part.grad = share.clone()
         optimizer.step()
+        optimizer.param_groups[0]["lr"] = later_rate
     keeps = dict(optimizer.state[parts[0]])
     shaped = {key for key, value in keeps.items() if isinstance(value, Tensor) and value.ndim}
     found = {"weights": torch.cat([part.detach() for part in parts])}

@@ -6,10 +6,11 @@ from torch import nn
 
 from shoal.core.config import validate
 from shoal.core.errors import RequestError
-from shoal.optim.build import build_optimizer, initialise_state, num_state_bytes
+from shoal.optim.build import build_optimizer, initialise_state, num_state_bytes, set_rate
 from shoal.optim.config import OptimConfig
 from shoal.optim.flat import is_flat
 from shoal.optim.named import _REASONS, check_named
+from shoal.optim.rates import rate
 
 USABLE = {
     "ASGD": {},
@@ -65,8 +66,10 @@ def test_every_optimizer_of_torch_works_or_has_a_reason():
 @pytest.mark.parametrize(("name", "args"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_training_is_that_of_torchs_own_object(name, args, dtype):
+    """Also with a warm-up, which ASGD's first step did not see: its state was made at the full rate."""
     has_decay = name != "Rprop"
-    config = section(name, args, weight_decay=0.01 if has_decay else 0.0, exempt_1d=False)
+    rates = {"warmup": 2, "schedule": "cosine"} if name != "Rprop" else {}
+    config = section(name, args, weight_decay=0.01 if has_decay else 0.0, exempt_1d=False, **rates)
     ours, theirs = model_of(dtype), model_of(dtype)
     optimizer = build_optimizer(config, ours)
     initialise_state(optimizer)
@@ -74,6 +77,8 @@ def test_training_is_that_of_torchs_own_object(name, args, dtype):
     decay = {"weight_decay": 0.01} if has_decay else {}
     plain = getattr(torch.optim, name)(theirs.parameters(), lr=0.05, **decay, **args, **fused)
     for seed in range(4):
+        for one in (optimizer, plain):
+            set_rate(one, rate(config, seed, total_steps=4))
         step(ours, optimizer, seed)
         step(theirs, plain, seed)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
@@ -149,6 +154,16 @@ def test_state_of_another_shape_is_refused_though_nobody_listed_it(monkeypatch):
 )
 def test_a_wrong_name_or_argument_is_answered_with_what_there_is(name, args, words):
     assert words in refusal(name, args)
+
+
+@pytest.mark.parametrize("given", [{"warmup": 3}, {"schedule": "cosine"}, {"schedule": "plateau"}])
+def test_a_schedule_that_nobody_reads_is_refused(given):
+    """Rprop trained without it, and nothing said so."""
+    (key, value), *_ = given.items()
+    assert f"optim.{key} {value}: torch.optim.Rprop reads the learning rate at its first step" in refusal(
+        "Rprop", **given
+    )
+    check_named(section("ASGD", {}, **given))
 
 
 def test_weight_decay_that_nobody_reads_is_refused():
