@@ -145,10 +145,11 @@ def _examine(name: str, arguments_json: str, weight_decay: float) -> Holding:
         early, keeps = _try(kind, arguments, weight_decay, [_ROWS], is_early=True)
         parts, _ = _try(kind, arguments, weight_decay, [2, _ROWS - 2], is_early=True)
         risen, _ = _try(kind, arguments, weight_decay, [_ROWS], is_early=True, later_rate=2 * _RATE)
-    except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+    except (TypeError, ValueError, IndexError, RuntimeError, AttributeError, ArithmeticError) as error:
         raise RequestError(
             f"optim.name {name!r} does not work with these arguments: {error}; {_taken(kind, arguments)}"
         ) from error
+    _refuse_infinite(name, whole, arguments)
     if whole.keys() != early.keys() or not _is_equal(whole, early):
         raise RequestError(
             f"optim.name {name!r} with args {arguments} cannot be used: its state at the first step is not the one that is made "
@@ -171,6 +172,16 @@ def _examine(name: str, arguments_json: str, weight_decay: float) -> Holding:
         single_bytes=sum(keeps[key].nbytes for key in singles),
         follows_rate=not torch.equal(early["weights"], risen["weights"]),
     )
+
+
+def _refuse_infinite(name: str, found: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+    # First of all comparisons: NaN is not equal to itself, so each of them would give a reason of its own.
+    for key, value in sorted(found.items()):
+        if not value.isfinite().all():
+            raise RequestError(
+                f"optim.name {name!r} with args {arguments} cannot be used: after {_STEPS} steps of a small tensor its {key} "
+                f"are not finite; give it other arguments"
+            )
 
 
 def _refuse_arguments(name: str, kind: type[Optimizer], arguments: Mapping[str, Any], weight_decay: float) -> None:
@@ -212,7 +223,8 @@ def _try(
     values = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator, dtype=torch.float32)
     weights, *gradients = (one.split(list(rows)) for one in values)
     parts = [nn.Parameter(part.clone()) for part in weights]
-    decay = {"weight_decay": weight_decay} if weight_decay else {}
+    # Zero too: a run gives it always, and torch's own default is not zero for every class (AdamW).
+    decay = {"weight_decay": weight_decay} if "weight_decay" in inspect.signature(kind).parameters else {}
     optimizer = _make(kind, _RATE, arguments, [{"params": parts, **decay}])
     if is_early:
         for part in parts:

@@ -102,6 +102,20 @@ def test_the_bytes_that_are_foretold_are_those_of_the_storages(name, args, dtype
     assert sum(storages.values()) == num_state_bytes(config, numels, dtype.itemsize)
 
 
+def test_a_decay_that_is_left_out_is_none_in_the_trial_as_in_a_run(monkeypatch):
+    """The trial used torch's own default, which for AdamW is 0.01; a run has 0."""
+    tried = []
+    honest = torch.optim.AdamW.step
+
+    def look(self, closure=None):
+        tried.extend(group["weight_decay"] for group in self.param_groups)
+        return honest(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", look)
+    check_named(section("AdamW", {"eps": 1e-7}))
+    assert {*tried} == {0.0}
+
+
 def test_exempt_parameters_have_no_decay():
     groups = build_optimizer(section("NAdam", {}, weight_decay=0.1), model_of()).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -150,6 +164,9 @@ def test_state_of_another_shape_is_refused_though_nobody_listed_it(monkeypatch):
         ("NAdam", {"weight_decay": 0.1}, "set optim.weight_decay instead"),
         ("NAdam", {"foreach": True}, "leave it out"),
         ("SGD", {"momentum": 0.9, "dampening": 0.1}, "made before it"),
+        ("ASGD", {"alpha": 1e9}, "does not work with these arguments"),
+        ("SGD", {"momentum": 1e38}, "are not finite"),
+        ("RMSprop", {"alpha": 1.5}, "are not finite"),
     ],
 )
 def test_a_wrong_name_or_argument_is_answered_with_what_there_is(name, args, words):
