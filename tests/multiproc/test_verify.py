@@ -8,6 +8,7 @@ import pytest
 
 from harness import ROOT, TINY
 from shoal.core.plan import Plan
+from shoal.optim.config import OptimConfig
 from shoal.trainer.config import load_recipe
 from shoal.verify.mutants import MUTANTS
 from shoal.verify.proof import Prover
@@ -89,6 +90,30 @@ def test_planted_bugs_are_caught_and_a_failure_does_not_end_the_session(recipe):
         broken = prover.prove(subject, Plan.parse("dp=2"), "float32", mutant="no such mutant")
         assert not broken.ok and broken.first_difference.kind == "run"
         assert prover.prove(subject, Plan.parse("dp=2"), "float32").ok
+
+
+NORMALISING = [
+    ("NAdam", {}, "float32"),
+    ("RAdam", {}, "float32"),
+    ("Adamax", {}, "float32"),
+    ("Adagrad", {}, "float32"),
+    ("Adam", {"amsgrad": True}, "float32"),
+    ("AdamW", {}, "float32"),
+    ("Rprop", {}, "float32"),
+    ("RMSprop", {"momentum": 0.9}, "float64"),
+]
+
+
+@pytest.mark.timeout(240)
+def test_classes_that_divide_by_a_gradients_size_are_proved_where_sums_are_split(recipe):
+    """RMSprop was said to differ, by elements whose gradient is noise."""
+    own = load_recipe(recipe)
+    with Prover(steps=3) as prover:
+        for name, args, precision in NORMALISING:
+            optim = OptimConfig(name=f"torch.optim.{name}", args=args, lr=1e-3)
+            subject, _ = build_subject(own.model_copy(update={"optim": optim}))
+            found = prover.prove(subject, Plan.parse("dp=1 tp=2"), precision)
+            assert found.ok, (name, found.first_difference)
 
 
 def test_a_killed_command_leaves_no_rank_behind(shoal, tiny):

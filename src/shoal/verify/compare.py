@@ -15,8 +15,8 @@ from torch import Tensor
 from shoal.verify.capture import KINDS, Step
 from shoal.verify.tolerance import NOISE_EPS, Tolerance
 
-_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "sum")
-"""Optimizer states that are made of squares of gradients; ``sum`` is Adagrad's."""
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg")
+"""Optimizer states that are made of squares of gradients; ``sum`` is Adagrad's, ``square_avg`` RMSprop's and Adadelta's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +137,10 @@ class Comparer:
         apart, size = (found.double() - reference.double()), float(reference.double().norm())
         if self.tolerance.is_bitwise or not reference.is_floating_point():
             return _relative(apart, size), 0.0, False
+        if kind == "optimizer":
+            owner, _, key = name.rpartition("/")
+            if key in self.tolerance.state_sizes:
+                return self._measure_quotients(owner, reference, apart, self.tolerance.state_reach(key, index))
         if kind in ("grad", "optimizer"):
             # Moments are sums of gradients and of their squares, so what is noise in one is noise in the other.
             floor = NOISE_EPS * self.tolerance.eps * whole
@@ -145,19 +149,24 @@ class Comparer:
                 is_within = float(apart.norm()) <= floor
                 return (0.0 if is_within else _relative(apart, size)), bound, is_within
         if kind == "weight":
-            return self._measure_weight(index, name, reference, apart)
+            return self._measure_quotients(name, reference, apart, self.tolerance.reach(index))
         return _relative(apart, size), bound, False
 
-    def _measure_weight(self, index: int, name: str, reference: Tensor, apart: Tensor) -> tuple[float, float, bool]:
+    def _measure_quotients(
+        self, name: str, reference: Tensor, apart: Tensor, reach: float
+    ) -> tuple[float, float, bool]:
+        """Of weights, and of state that is made of quotients of a parameter's gradients: noise may be ``reach`` apart."""
         bound, size = self.tolerance.bound, float(reference.double().norm())
         quiet = self._quiet.get(name)
         if quiet is not None and bool(quiet.any()):
-            if float(apart[quiet].abs().max()) > self.tolerance.reach(index):
+            if not float(apart[quiet].abs().max()) <= reach:
                 return _relative(apart, size), bound, False
             apart = torch.where(quiet, torch.zeros_like(apart), apart)
         slack = 0.0
         if self.tolerance.doubtful and self.tolerance.normalises and size > 0:
-            slack = self.tolerance.reach(index) * math.sqrt(apart.numel() * self.tolerance.doubtful) / size
+            # What has no longest step is a gradient that one of both runs may have forgotten: at most itself.
+            step = reach if math.isfinite(reach) else size / math.sqrt(apart.numel())
+            slack = step * math.sqrt(apart.numel() * self.tolerance.doubtful) / size
         return _relative(apart, size), bound + slack, quiet is not None and bool(quiet.all())
 
 

@@ -12,7 +12,7 @@ from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
 from shoal.core.updates import UpdateRule
 from shoal.models.tables import make_dense
-from shoal.optim.config import PrecisionName
+from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.named import check_named
 from shoal.parallel.rules import describe_facts
 from shoal.trainer.build import build_parts
@@ -23,6 +23,7 @@ from shoal.trainer.request import refuse_settings
 from shoal.trainer.servers.flatmodel import refuse_batch_norm
 from shoal.trainer.state import hash_weights
 from shoal.verify.question import Subject
+from shoal.verify.tolerance import needs_float64
 
 DEFAULT_PROCESSES = 4
 _PROVABLE_RULES = ("bsp", "ssp", "async", "half", "downpour")
@@ -83,7 +84,11 @@ def prepare_verify(
         for plan in found:
             check_processes(plan.world_size)
             check_plan(subject, plan)
-    proposals = [Proposal(plan=plan, precision=name) for plan in found for name in choose_precisions(plan, precision)]
+    proposals = [
+        Proposal(plan=plan, precision=name)
+        for plan in found
+        for name in choose_precisions(plan, precision, recipe.optim)
+    ]
     # Ranks are kept while the number of processes stays the same.
     proposals.sort(key=lambda proposal: proposal.plan.world_size)
     return VerifyRequest(
@@ -125,6 +130,7 @@ def check_plan(subject: Subject, plan: Plan) -> None:
     plan.check(subject.facts, world_size=plan.world_size)
     refuse_settings(subject.recipe, plan)
     _refuse_unprovable(subject, plan)
+    _refuse_centered(subject.recipe.optim, plan)
     derive_layout(subject.recipe.train, plan)
     check_samples(num_samples=subject.num_samples, replicas=plan.num_shares)
 
@@ -142,6 +148,14 @@ def _refuse_unprovable(subject: Subject, plan: Plan) -> None:
         raise RequestError(
             f"plan {str(plan)!r}: with train.batch_norm sync the replicas of a microbatch run as one, and under "
             f"schedule={plan.schedule} one process cannot; prove it with train.batch_norm=local, or with dp=1"
+        )
+
+
+def _refuse_centered(optim: OptimConfig, plan: Plan) -> None:
+    if (plan.tp > 1 or plan.cp > 1) and needs_float64(optim) and optim.args.get("centered", False):
+        raise RequestError(
+            f"plan {str(plan)!r}: {optim.name} with centered moves roundings so far that no bound tells them from a bug where "
+            f"sums are split; prove it under dp, zero or pp, or this plan with --set optim.args.centered=false"
         )
 
 
@@ -174,12 +188,20 @@ def _unprovable_servers(recipe: Recipe, plan: Plan) -> Iterator[str]:
         )
 
 
-def choose_precisions(plan: Plan, asked: str | None) -> tuple[PrecisionName, ...]:
+def choose_precisions(plan: Plan, asked: str | None, optim: OptimConfig) -> tuple[PrecisionName, ...]:
     """float32, and float64 too where sums are split: there only float64 tells a rounding from a bug.
 
     Raises:
-        RequestError: there is no such arithmetic.
+        RequestError: there is no such arithmetic, or nothing can be proved in it.
     """
+    is_split = plan.tp > 1 or plan.cp > 1
+    if is_split and needs_float64(optim):
+        if asked in ("float32", "bfloat16", "float16"):
+            raise RequestError(
+                f"plan {str(plan)!r}: --dtype {asked} proves nothing with {optim.name}, whose first steps are as long for a "
+                f"rounding as for a gradient; use --dtype float64"
+            )
+        asked = asked or "float64"
     names: tuple[PrecisionName, ...] = ("float64", "float32", "bfloat16", "float16")
     if asked is not None:
         for name in names:
@@ -194,7 +216,7 @@ def choose_precisions(plan: Plan, asked: str | None) -> tuple[PrecisionName, ...
             if name == asked:
                 return (name,)
         raise RequestError(f"--dtype {asked!r} is none of {', '.join(names)}")
-    return ("float32", "float64") if plan.tp > 1 or plan.cp > 1 else ("float32",)
+    return ("float32", "float64") if is_split else ("float32",)
 
 
 def server_plans(num_processes: int) -> list[Plan]:

@@ -11,7 +11,7 @@ from shoal.verify.certificate import Certificate, MutantResult
 from shoal.verify.mutants import MUTANTS, Mutant, own_recipe, with_overrides
 from shoal.verify.proof import Prover, hash_recipe
 from shoal.verify.question import Subject
-from shoal.verify.request import DEFAULT_STEPS, build_subject, check_plan, prepare_verify
+from shoal.verify.request import DEFAULT_STEPS, build_subject, check_plan, choose_precisions, prepare_verify
 from shoal.verify.result import PlanResult
 
 Tell = Callable[[str], None]
@@ -106,6 +106,7 @@ def _mutant_subject(mutant: Mutant, plan: Plan, recipe: Recipe) -> Subject:
         try:
             subject, _ = build_subject(with_overrides(recipe, mutant))
             check_plan(subject, plan)
+            choose_precisions(plan, mutant.precision, subject.recipe.optim)
         except RequestError:
             pass
         else:

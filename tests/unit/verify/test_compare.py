@@ -13,14 +13,14 @@ from shoal.verify.compare import Comparer
 from shoal.verify.tolerance import derive_tolerance
 
 
-def tolerance_of(text, precision="float32", *, depth=4, adds_in_order=True, joins=False, name="adamw"):
+def tolerance_of(text, precision="float32", *, depth=4, adds_in_order=True, joins=False, name="adamw", args=None):
     return derive_tolerance(
         Plan.parse(text),
         precision=precision,
         depth=depth,
         adds_in_order=adds_in_order,
         joins_replicas=joins,
-        optim=OptimConfig(name=name, lr=1e-2),
+        optim=OptimConfig(name=name, args=args or {}, lr=1e-2),
         total_steps=10,
         steps=3,
     )
@@ -138,6 +138,47 @@ def test_a_weight_whose_gradient_is_noise_may_go_one_step_the_other_way_and_no_f
     # A rule that does not divide by the size of a gradient has no such excuse.
     plain = tolerance_of("dp=1 tp=2", name="sgd")
     assert len(compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=grad, weight__a=moved), plain)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "key", "size"),
+    [
+        ("RMSprop", {"momentum": 0.9}, "momentum_buffer", 10.0),
+        ("RMSprop", {"momentum": 0.9, "centered": True}, "momentum_buffer", 10.0 / math.sqrt(0.99)),
+        ("Rprop", {}, "step_size", 1.2e-2),
+    ],
+)
+def test_state_of_quotients_is_judged_as_weights_are(name, args, key, size):
+    """RMSprop was said to differ: the momentum of an element whose gradient is noise is ten in either direction."""
+    grad = torch.ones(100)
+    grad[:10] = 1e-9
+    state = torch.full((100,), size)
+    moved, lost, other, broken = (state.clone() for _ in range(4))
+    moved[:10] -= 1.99 * size
+    lost[:10] -= 2.1 * size
+    other[50] *= 1.01
+    broken[0] = math.nan
+    tolerance = tolerance_of("dp=1 tp=2", name=f"torch.optim.{name}", args=args)
+    reference = step_of(grad__a=grad, **{f"optimizer__a__{key}": state})
+    for found, is_right in ((moved, True), (lost, False), (other, False), (broken, False)):
+        wrong, _ = compare(reference, step_of(grad__a=grad, **{f"optimizer__a__{key}": found}), tolerance)
+        assert [one.kind for one in wrong] == ([] if is_right else ["optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "steps"),
+    [
+        ("RMSprop", {"momentum": 0.5}, [0.1, 0.15, 0.175]),
+        ("RMSprop", {"alpha": 1.0}, [0.01, 0.01, 0.01]),
+        ("RMSprop", {"alpha": 0.0, "centered": True}, [0.01, 0.01, 0.01]),
+        ("Rprop", {}, [0.012, 0.0144, 0.01728]),
+        ("Rprop", {"step_sizes": [1e-6, 0.013]}, [0.012, 0.013, 0.013]),
+    ],
+)
+def test_the_longest_step_is_that_of_the_rule(name, args, steps):
+    """An alpha of 1 was divided by what is left of 1."""
+    found = tolerance_of("dp=1 tp=2", name=f"torch.optim.{name}", args=args)
+    assert found.step_sizes == pytest.approx(steps)
 
 
 def test_other_weights_of_the_same_tensor_are_still_judged():

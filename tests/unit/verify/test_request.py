@@ -4,6 +4,7 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
+from shoal.optim.config import OptimConfig
 from shoal.verify.request import choose_precisions, prepare_verify, server_plans
 
 
@@ -25,7 +26,23 @@ def test_float64_is_added_where_sums_are_split(tiny):
 def test_a_given_arithmetic_is_the_only_one(tiny):
     assert texts(prepare_verify(tiny, plans=["tp=2"], precision="bfloat16")) == [("dp=1 tp=2", "bfloat16")]
     with pytest.raises(RequestError, match="float31"):
-        choose_precisions(Plan(), "float31")
+        choose_precisions(Plan(), "float31", OptimConfig())
+
+
+def test_an_optimizer_that_moves_roundings_far_is_proved_in_float64_alone(tiny):
+    """Its proofs in float32 and bfloat16 said that right plans differ."""
+    named = ["optim.name=torch.optim.RMSprop"]
+    request = prepare_verify(tiny, plans=["dp=2", "tp=2"], overrides=named)
+    assert texts(request) == [("dp=2", "float32"), ("dp=1 tp=2", "float64")]
+    for asked in ("float32", "bfloat16"):
+        with pytest.raises(
+            RequestError, match=f"--dtype {asked} proves nothing with torch.optim.RMSprop.*use --dtype float64"
+        ):
+            prepare_verify(tiny, plans=["tp=2"], precision=asked, overrides=named)
+    centered = [*named, "optim.args.centered=true"]
+    assert texts(prepare_verify(tiny, plans=["dp=2"], overrides=centered)) == [("dp=2", "float32")]
+    with pytest.raises(RequestError, match=r"with centered moves roundings.*optim\.args\.centered=false"):
+        prepare_verify(tiny, plans=["tp=2"], overrides=centered)
 
 
 def test_without_a_plan_the_recipes_own_is_proved(tiny):
