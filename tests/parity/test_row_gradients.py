@@ -1,5 +1,8 @@
 """``nn.Embedding(sparse=True)`` on two replicas: the bits of one process, and those of the embedding without it."""
 
+import pytest
+
+from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
@@ -8,6 +11,7 @@ from shoal.trainer.loop import Trainer
 from shoal.trainer.state import hash_weights
 
 ROWS, WHOLE = ("own_parts:build_rows", "own_parts:build_bag")
+CALLED = "own_parts:build_called_rows"
 # So few that rows repeat in a batch.
 FEW = {"num_words": 20}
 
@@ -27,6 +31,19 @@ def train(world, build, plan):
     with trainer:
         trainer.train()
         return hash_weights(trainer.model)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=1 microbatches=2"])
+def test_rows_of_a_call_are_refused_by_the_name_of_their_parameter(plan):
+    """It ended in an operator that torch does not have for sparse tensors."""
+    with pytest.raises(RunError, match=r"gradient of parameter 'embed\.weight' comes as rows.*sparse=False"):
+        train(None, CALLED, plan)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=2"])
+def test_ranks_refuse_rows_of_a_call_too(plan):
+    with pytest.raises(Exception, match=r"gradient of parameter 'embed\.weight' comes as rows"):
+        run_on_ranks(train, 2, CALLED, plan, deadline_seconds=60.0)
 
 
 def test_replicas_add_rows_up_as_one_process_does():

@@ -15,7 +15,7 @@ from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch
 from shoal.data.splits import Splits
 from shoal.models.dropout import DropoutKey, apply_keyed_dropout
-from shoal.models.tables import make_dense
+from shoal.models.tables import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, decide_groups, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
@@ -144,6 +144,8 @@ def place_model(
     model = model.to(device=world.device, dtype=precision.weight_dtype)
     dropout = apply_keyed_dropout(model, train.seed)
     laid = apply_to_model(model, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm=train.batch_norm)
+    # Of what is trained: techniques above may have put parameters of their own in the place of the module's.
+    refuse_rows(model)
     scoring = Scoring(loss, laid=laid, mesh=mesh)
     objective = Objective(model, scoring, precision=precision, device=world.device, dropout=dropout)
     if plan.zero == 0 and mesh.replicas.size == world.size > 1:

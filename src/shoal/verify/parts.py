@@ -26,7 +26,7 @@ from shoal.data.source import Items, Source
 from shoal.models.build import build_loss, build_model
 from shoal.models.config import ModelConfig
 from shoal.models.dropout import DropoutKey, apply_keyed_dropout
-from shoal.models.tables import make_dense
+from shoal.models.tables import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
@@ -76,6 +76,7 @@ def build_parts(case: Case) -> Parts:
     np.random.seed(case.seed % 2**32)
     model = build_model(model_config, data.spec).to(device=device, dtype=precision.weight_dtype)
     make_dense(model)
+    refuse_rows(model)
     dropout = apply_keyed_dropout(model, case.seed)
     optimizer = build_optimizer(optim, model)
     initialise_state(optimizer)
