@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_END_SECONDS = 10.0
 
 
 class LoopThread:
@@ -30,12 +31,15 @@ class LoopThread:
         return self.start(work).result()
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """End the loop, after one last thing."""
-        if last is not None:
-            self.call(last())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """End the loop, after one last thing; what is still under way is given up."""
+        try:
+            if last is not None:
+                self.call(last())
+        finally:
+            self.call(_give_up())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def __enter__(self) -> "LoopThread":
         return self
@@ -44,3 +48,14 @@ class LoopThread:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+async def _give_up() -> None:
+    """End everything else in this loop: a task that is left in a loop that has stopped is complained about by the interpreter."""
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    if others:
+        done, _ = await asyncio.wait(others, timeout=_END_SECONDS)
+        # Asked for what they failed of: asyncio says it on the screen of those that nobody asked.
+        _ = [task.exception() for task in done if not task.cancelled()]
