@@ -18,7 +18,7 @@ from shoal.core.placement import Placement, Shape, place_whole
 from shoal.optim.rows import square_sums, whole_norms
 from shoal.parallel.pieces import box
 
-_BLOCK_ELEMENTS = 1 << 15
+_STRETCH = 512
 
 
 class WholeNorms:
@@ -183,18 +183,22 @@ def global_norm(named_grads: Iterable[tuple[str, Tensor]], *, exact: bool, norms
 
 
 def _fast_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Float64 norms of blocks of the tensors: torch sums squares in the tensor's own type, one after another.
+    """Float64 norms of short stretches of the tensors.
 
-    A float32 norm of 16 million elements is short by 7 parts in 10,000, that of a block by less than one in a million.
+    torch adds squares in the tensor's own type one after another: a float32 norm of 16 million elements is short by 7 parts in
+    10,000, and that of a stretch by less than one in a million, whatever it holds.
     """
-    blocks = [
-        block
-        for tensor in tensors
-        for block in (
-            (tensor,) if tensor.numel() <= _BLOCK_ELEMENTS else torch.split(tensor.reshape(-1), _BLOCK_ELEMENTS)
-        )
-    ]
-    return torch.stack(torch._foreach_norm(blocks)).double()
+    found, rests = [], []
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        end = flat.numel() - flat.numel() % _STRETCH
+        if end:
+            found.append(torch.linalg.vector_norm(flat[:end].view(-1, _STRETCH), dim=1))
+        if end < flat.numel():
+            rests.append(flat[end:])
+    if rests:
+        found.append(torch.stack(torch._foreach_norm(rests)))
+    return torch.cat(found).double() if found else torch.zeros(1, dtype=torch.float64, device=tensors[0].device)
 
 
 def clip_(grads: Iterable[Tensor], norm: float, limit: float | None, loss_scale: float = 1.0) -> None:

@@ -119,3 +119,13 @@ def test_the_fast_norm_of_a_large_tensor_is_not_short(shape):
     grads = {"table": torch.randn(shape, generator=torch.Generator().manual_seed(1))}
     exact = global_norm(grads.items(), exact=True)
     assert global_norm(grads.items(), exact=False) == pytest.approx(exact, rel=3e-7)
+
+
+def test_the_fast_norm_hears_small_elements_after_large_ones():
+    values = torch.cat([torch.full((64,), 1e3), torch.full((1 << 14,), 0.2)])
+    exact = global_norm([("a", values)], exact=True)
+    assert global_norm([("a", values)], exact=False) == pytest.approx(exact, rel=1e-6)
+
+
+def test_tensors_without_elements_have_no_norm():
+    assert global_norm([("a", torch.zeros(0, 3))], exact=False) == 0.0
