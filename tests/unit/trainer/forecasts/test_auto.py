@@ -6,6 +6,7 @@ from machine_cases import build
 from shoal.core.config import validate
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
+from shoal.models.facts import facts_of
 from shoal.trainer.config import Recipe
 from shoal.trainer.forecasts.auto import choose_finalists, family_of, search_plans
 from shoal.trainer.forecasts.cast import NoRoom
@@ -64,6 +65,15 @@ def test_plans_that_change_what_is_computed_are_not_legal_here(subject):
         assert {plan.recompute for plan in plans} == {"none"}
     families = {family_of(plan) for plan in legal_plans(subject, 4)}
     assert {(4, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (1, 2, 2, 1), (1, 1, 1, 4)} <= families
+
+
+def test_a_plan_that_the_run_would_refuse_is_not_legal_here():
+    """With one head ``tp=2`` was rehearsed, tried for real and picked, and the run then refused it."""
+    one = {**RECIPE, "model": {"name": "gpt", "layers": 1, "hidden": 16, "heads": 1, "kv_heads": 1}}
+    subject = build_subject(validate(Recipe, one, origin="test"))
+    plans = legal_plans(subject, 2)
+    facts = facts_of(subject.recipe.model, subject.data.spec)
+    assert plans and not [str(plan) for plan in plans if plan.problems(facts)]
 
 
 def test_a_batch_that_cannot_be_shared_out_leaves_other_plans(subject):
