@@ -35,8 +35,17 @@ SMALL = 0.03
 """What batches and activations may add, as a part of the model."""
 
 
+@pytest.fixture(autouse=True)
+def _others_tensors_are_not_counted():
+    """What earlier tests left in this process is not seen by ``live_bytes``, whether it goes meanwhile or stays."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def live_bytes() -> int:
-    """Of every storage that a tensor of this process has."""
+    """Of every storage that a tensor of this test has."""
     gc.collect()
     # By its type: some objects of torch answer the question of their class with a warning.
     tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"]
