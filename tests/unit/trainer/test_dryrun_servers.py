@@ -254,7 +254,7 @@ def test_a_worker_holds_what_is_said(tmp_path, monkeypatch, name):
     before = live_bytes() - worker.flat.weights.nbytes - worker.flat.gradient.nbytes
     config = recipe.paramserver
     has_own = place.rule.kind == "downpour" or bool(config.local_steps) or pulls_ahead(config, place.rule)
-    line = FakeLine(torch.empty_like(worker.flat.weights) if has_own else worker.flat.weights)
+    line = FakeLine(worker.flat.weights.clone() if has_own else worker.flat.weights)
     if config.local_steps:
         # Most is held when the steps are done and the direction is made of them.
         is_finite = torch.isfinite
