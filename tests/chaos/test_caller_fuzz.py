@@ -15,35 +15,31 @@ import msgspec
 import pytest
 import zmq
 
-from shoal.comm.wire.arena import identify_folder
 from shoal.comm.wire.counters import DROPPED
 from shoal.comm.wire.header import (
-    ITEM_BYTES,
-    PROTOCOL_VERSION,
     REFUSED,
     TAKEN,
-    Header,
-    Place,
     decode_header,
 )
-from shoal.comm.wire.message import is_chunk, pack, pack_chunk
+from shoal.comm.wire.message import is_chunk, pack_chunk
 from shoal.comm.wire.operations import LaneOffer, Taken
 from wire_caller import right_payload, start
 from wire_cases import OPERATIONS, Echoed
+from wire_forger import Forger
 
 SENDER = "e" * 16
 GROWTH_BYTES = 24 << 20
 _CHUNK = 1 << 20
 _NOBODY = 10**15
 """A number of no message that the caller has sent."""
+_NOT_ECHOED = [None, 5, "x", [], ["1"], [1, 2], [1.5], {"number": 1}, [[1]]]
 
 
-class Liar:
-    """Makes answers to one request, right and wrong ones. A wrong one says number -1, should anybody believe it."""
+class Liar(Forger):
+    """Answers to one request, right and wrong ones. A wrong one says number -1, should anybody believe it."""
 
     def __init__(self, seed, arenas) -> None:
-        self.source = random.Random(seed)
-        self.folder = identify_folder(arenas)
+        super().__init__(seed, arenas, sender=SENDER, wrong_bodies=_NOT_ECHOED)
         self.sequences = itertools.count(1)
         self.number = self.asked = 0
         self.earlier = []
@@ -70,25 +66,11 @@ class Liar:
             self.false_note,
         ]
 
-    def pack(self, body=None, payload=None, **fields):
-        """A message with a right seal, whatever it says."""
-        values = {
-            "version": PROTOCOL_VERSION,
-            "epoch": 0,
-            "sender": SENDER,
-            "sequence": next(self.sequences),
-            "operation": "echo",
-            "answers": self.asked,
-            "key": "",
-            "dtype": "",
-            "shape": (),
-            "deadline": 0.0,
-            "place": None,
-            "folder": self.folder,
-        }
-        view = None if payload is None else memoryview(payload)
-        encoded = OPERATIONS.encode(Echoed(-1)) if body is None else body
-        return [bytes(frame) for frame in pack(Header(**(values | fields)), encoded, view)]
+    def fields(self):
+        return {"epoch": 0, "sequence": next(self.sequences), "answers": self.asked, "key": "", "deadline": 0.0}
+
+    def body(self):
+        return OPERATIONS.encode(Echoed(-1))
 
     def right(self):
         """The messages of the right answer."""
@@ -100,64 +82,17 @@ class Liar:
         chunks = [pack_chunk(sequence, at // _CHUNK, memoryview(payload[at : at + _CHUNK].tobytes())) for at in starts]
         return [first, *([bytes(frame) for frame in chunk] for chunk in chunks)]
 
-    def broken_stream(self):
-        """A payload is announced rightly, and then comes a chunk that is not the first: the attempt is over."""
-        size = right_payload(self.number).size
-        announced = self.pack(dtype="uint8", shape=(max(size, 3 * _CHUNK),))
-        sequence = msgspec.msgpack.decode(announced[0])[3]
-        return [announced, [bytes(frame) for frame in pack_chunk(sequence, 2, memoryview(b"x" * 100))]]
-
-    def damage(self, frames):
-        damaged = [bytearray(frame) for frame in frames]
-        places = [(number, bit) for number, frame in enumerate(damaged) for bit in range(8 * min(len(frame), 500))]
-        for number, bit in self.source.sample(places, self.source.randint(1, 6)):
-            damaged[number][bit // 8] ^= 1 << bit % 8
-        return [bytes(frame) for frame in damaged]
-
-    def random_bytes(self):
-        source = self.source
-        return [source.randbytes(source.choice((0, 1, 8, 30, 300, 3000))) for _ in range(source.randint(1, 8))]
-
     def flipped(self):
         return self.damage(self.right()[0])
 
-    def flipped_chunk(self):
-        return self.damage([bytes(frame) for frame in pack_chunk(3, 0, memoryview(self.source.randbytes(50)))])
-
     def replayed(self):
         return self.source.choice(self.earlier) if self.earlier else self.nobody_asked()
-
-    def other_version(self):
-        return self.pack(version=self.source.choice([0, PROTOCOL_VERSION + 1, 255]))
-
-    def too_many_frames(self):
-        frames = self.pack()
-        return [*frames[:-1], *([b"x"] * self.source.randint(2, 40)), frames[-1]]
-
-    def too_few_frames(self):
-        return self.pack()[: self.source.randint(1, 2)]
 
     def other_operation(self):
         return self.pack(operation=self.source.choice(["", "sum", "late", "Echo", "rm", "!lane"]))
 
     def nobody_asked(self):
         return self.pack(answers=self.source.choice([-1, _NOBODY, 2**62]))
-
-    def shape_bomb(self):
-        shape = self.source.choice([(2**40,), (2**40,) * 8, (2**32, 2**32), (81 << 20,)])
-        return self.pack(dtype=self.source.choice(list(ITEM_BYTES)), shape=shape)
-
-    def length_bomb(self):
-        bomb = self.source.choice([b"\xdd", b"\xdf", b"\xdb", b"\xc6"]) + b"\xff\xff\xff\xff"
-        if self.source.random() < 0.5:
-            return self.pack(body=b"\x92" + bomb)
-        whole = self.pack()[0]
-        at = self.source.randrange(1, len(whole))
-        return [whole[:at] + bomb + whole[at:], b"\x91\x01", b"\0" * 8]
-
-    def wrong_dtype(self):
-        dtype = self.source.choice(["object", "float128", "O", "<f4", "float", "uint64", "pickle"])
-        return self.pack(dtype=dtype, shape=(4,), payload=b"1234")
 
     def other_dtype(self):
         """As many bytes as are asked for, of another type; or none at all, which leaves old bytes where new ones are due."""
@@ -168,25 +103,9 @@ class Liar:
             return self.pack(dtype="uint8", shape=(0,))
         return self.pack(dtype="int8", shape=(size,), payload=b"\1" * min(size, _CHUNK))
 
-    def wrong_length(self):
-        payload = self.source.randbytes(self.source.randint(1, 200))
-        frames = self.pack(dtype="float32", shape=(self.source.choice([0, len(payload) // 4 + 1, 1000]),))
-        return [*frames[:-1], payload, frames[-1]]
-
-    def wrong_body(self):
-        wrong = self.source.choice([None, 5, "x", [], ["1"], [1, 2], [1.5], {"number": 1}, [[1]]])
-        return self.pack(body=msgspec.msgpack.encode(wrong))
-
     def wrong_refusal(self):
         wrong = self.source.choice([None, [], ["busy"], [1, 2], ["a", "b", "c"], {"code": "x"}])
         return self.pack(operation=REFUSED, body=msgspec.msgpack.encode(wrong))
-
-    def place_outside(self):
-        name = self.source.choice([f"{SENDER}-1.arena", f"{SENDER}-2.arena", "../secret", "/etc/passwd", "", "\0"])
-        # Without ``into`` any length would do, so it is the place that is wrong.
-        num_bytes = (1 << 20) + 1
-        place = Place(name, self.source.choice([0, 1, 2**20, 2**61]), num_bytes)
-        return self.pack(dtype="uint8", shape=(num_bytes,), place=place)
 
     def stray_chunk(self):
         return [bytes(frame) for frame in pack_chunk(_NOBODY, 0, memoryview(b"stray"))]
@@ -248,7 +167,7 @@ class Peer:
             self.num_silent += 1
             return
         is_broken = chance < 0.15 and not (liar.number % 2 and right_payload(liar.number).size)
-        messages = liar.broken_stream() if is_broken else liar.right()
+        messages = liar.broken_stream(max(right_payload(liar.number).size, 3 * _CHUNK)) if is_broken else liar.right()
         for frames in messages:
             self._router.send_multipart([route, *frames])
         if is_broken:

@@ -10,32 +10,30 @@ import os
 import random
 import socket
 
-import msgspec
 import pytest
 import zmq
 
-from shoal.comm.wire.arena import identify_folder
 from shoal.comm.wire.counters import DROPPED
-from shoal.comm.wire.header import ITEM_BYTES, PROTOCOL_VERSION, TAKEN, Header, Place, encode_header
-from shoal.comm.wire.message import pack, pack_chunk
+from shoal.comm.wire.header import TAKEN
+from shoal.comm.wire.message import pack_chunk
 from shoal.comm.wire.operations import Taken
 from wire_cases import DEADLINE, OPERATIONS, Count, Echo, Sum, nodes, noise, raw_dealer
+from wire_forger import Forger
 from wire_server import server
 
 EPOCH = 5
 SENDER = "f" * 16
 GROWTH_BYTES = 24 << 20
 """What a storm may cost in memory: what the allocator keeps, not what a leak of one message in a hundred would be."""
+_NO_ECHO = [None, 5, "x", [], ["1", 0.0], [1, 0.0, 2], [1.5], {"number": 1}, [2**70 % 2**64, "s"]]
 
 
-class Storm:
-    """Makes wrong messages. Each method returns one message, or several that belong together."""
+class Storm(Forger):
+    """Wrong requests."""
 
     def __init__(self, seed: int, arenas) -> None:
-        self.source = random.Random(seed)
-        self.folder = identify_folder(arenas)
+        super().__init__(seed, arenas, sender=SENDER, wrong_bodies=_NO_ECHO)
         self.sequences = itertools.count()
-        self.body = OPERATIONS.encode(Echo(1))
         self.seeds = [self.pack(sequence=next(self.sequences)) for _ in range(50)]
         """Valid messages, sent once in the beginning, and replayed and damaged afterwards."""
         self.kinds = [
@@ -59,53 +57,26 @@ class Storm:
             self.false_note,
         ]
 
-    def header(self, **fields) -> Header:
-        values = {
-            "version": PROTOCOL_VERSION,
+    def fields(self):
+        return {
             "epoch": EPOCH,
-            "sender": SENDER,
             "sequence": 10**9 + next(self.sequences),
-            "operation": "echo",
             "answers": -1,
             "key": "k",
-            "dtype": "",
-            "shape": (),
             "deadline": 1.0,
-            "place": None,
-            "folder": self.folder,
         }
-        return Header(**(values | fields))
 
-    def pack(self, body=None, payload=None, **fields):
-        """A message with a right seal, whatever it says."""
-        view = None if payload is None else memoryview(payload)
-        frames = pack(self.header(**fields), self.body if body is None else body, view)
-        return [bytes(frame) for frame in frames]
+    def body(self):
+        return OPERATIONS.encode(Echo(1))
 
     def messages(self, kind):
         made = kind()
         return made if isinstance(made[0], list) else [made]
 
-    def random_bytes(self):
-        source = self.source
-        return [source.randbytes(source.choice((0, 1, 8, 30, 300, 3000))) for _ in range(source.randint(1, 8))]
-
-    def damage(self, frames):
-        """Some bits of a message are flipped, so that at least one is."""
-        source = self.source
-        damaged = [bytearray(frame) for frame in frames]
-        flat = [(number, bit) for number, frame in enumerate(damaged) for bit in range(8 * len(frame))]
-        for number, bit in source.sample(flat, source.randint(1, 6)):
-            damaged[number][bit // 8] ^= 1 << bit % 8
-        return [bytes(frame) for frame in damaged]
-
     def flipped(self):
         if self.source.random() < 0.5:
             return self.damage(self.source.choice(self.seeds))
         return self.damage(self.pack(payload=self.source.randbytes(40), dtype="uint8", shape=(40,)))
-
-    def flipped_chunk(self):
-        return self.damage([bytes(frame) for frame in pack_chunk(3, 0, memoryview(self.source.randbytes(50)))])
 
     def replayed(self):
         return self.source.choice(self.seeds)
@@ -113,73 +84,11 @@ class Storm:
     def old_epoch(self):
         return self.pack(epoch=self.source.randrange(EPOCH))
 
-    def other_version(self):
-        return self.pack(version=self.source.choice([0, PROTOCOL_VERSION + 1, 255]))
-
-    def too_many_frames(self):
-        frames = self.pack()
-        return [*frames[:-1], *([b"x"] * self.source.randint(2, 40)), frames[-1]]
-
-    def too_few_frames(self):
-        return self.pack()[: self.source.randint(1, 2)]
-
     def unknown_operation(self):
         return self.pack(operation=self.source.choice(["", "Echo", "!refused", "rm", "push" * 16]))
 
-    def shape_bomb(self):
-        shape = self.source.choice([(2**40,), (2**40,) * 8, (2**32, 2**32), (2**31, 2, 0 + 1), (81 << 20,)])
-        return self.pack(dtype=self.source.choice(list(ITEM_BYTES)), shape=shape)
-
-    def length_bomb(self):
-        """Lengths of four billion, in the body and in the header, where a decoder might ask for memory first."""
-        bomb = self.source.choice([b"\xdd", b"\xdf", b"\xdb", b"\xc6"]) + b"\xff\xff\xff\xff"
-        if self.source.random() < 0.5:
-            return self.pack(body=b"\x92" + bomb)
-        whole = encode_header(self.header())
-        at = self.source.randrange(1, len(whole))
-        return [whole[:at] + bomb + whole[at:], self.body, b"\0" * 8]
-
-    def wrong_dtype(self):
-        dtype = self.source.choice(["object", "float128", "O", "<f4", "float", "uint64", "pickle"])
-        return self.pack(dtype=dtype, shape=(4,), payload=b"1234")
-
-    def wrong_length(self):
-        payload = self.source.randbytes(self.source.randint(1, 200))
-        frames = self.pack(dtype="float32", shape=(self.source.choice([0, len(payload) // 4 + 1, 1000]),))
-        return [*frames[:-1], payload, frames[-1]]
-
-    def wrong_body(self):
-        wrong = self.source.choice(
-            [None, 5, "x", [], ["1", 0.0], [1, 0.0, 2], [1.5], {"number": 1}, [2**70 % 2**64, "s"]]
-        )
-        return self.pack(body=msgspec.msgpack.encode(wrong))
-
-    def place_outside(self):
-        name = self.source.choice(
-            [
-                f"{SENDER}-1.arena",
-                f"{SENDER}-2.arena",
-                "../secret",
-                "/etc/passwd",
-                "a" * 100,
-                f"{SENDER}-1.arena/..",
-                "",
-                "\0",
-            ]
-        )
-        num_bytes = self.source.choice([(1 << 20) + 1, 2**24])
-        return self.pack(
-            dtype="uint8", shape=(num_bytes,), place=Place(name, self.source.choice([0, 1, 2**20, 2**61]), num_bytes)
-        )
-
     def stray_chunk(self):
         return [bytes(frame) for frame in pack_chunk(self.source.getrandbits(63), 0, memoryview(b"stray"))]
-
-    def broken_stream(self):
-        """A payload is announced rightly, and then comes a chunk that is not the first."""
-        announced = self.pack(dtype="uint8", shape=(4 << 20,))
-        sequence = msgspec.msgpack.decode(announced[0])[3]
-        return [announced, [bytes(frame) for frame in pack_chunk(sequence, 2, memoryview(b"x" * 100))]]
 
     def false_note(self):
         return self.pack(

@@ -6,13 +6,14 @@ import contextlib
 import torch
 from torch import nn
 
+from paramserver_rounds import a_round
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.cutting import TensorSpec, cut_model
 from shoal.paramserver.lbfgsshard import LbfgsShard
 from shoal.paramserver.programs import WEIGHTS, Operation, Program
 from shoal.paramserver.replica import Replica, unpack
-from shoal.paramserver.rounds import Entry, Identity, Round
+from shoal.paramserver.rounds import Identity
 from shoal.paramserver.shard import ShardState
 
 MODEL = {"weight": TensorSpec((512, 1024), "float32")}
@@ -54,19 +55,6 @@ def test_while_a_shard_is_copied_others_run_and_pushes_are_taken():
     asyncio.run(run())
 
 
-def make_round(number):
-    return Round(
-        number=number,
-        entries=(Entry("worker", number, 1.0),),
-        loss=0.0,
-        weight=1.0,
-        samples=1,
-        first_step=number,
-        last_step=number,
-        staleness=0,
-    )
-
-
 def test_weights_that_are_read_stay_as_they_are_while_updates_go_on():
     """An update waited for the slowest reader of the shard, and a reader that had stopped held it up for its whole deadline."""
 
@@ -83,7 +71,7 @@ def test_weights_that_are_read_stay_as_they_are_while_updates_go_on():
                 for one in (replica, other):
                     one.store(Identity("worker", number), gradient, number)
                     async with asyncio.timeout(20):
-                        await one.apply(make_round(number), 0.1)
+                        await one.apply(a_round(number, ("worker", number, 1.0)), 0.1)
             assert all(torch.equal(*pair) for pair in reading)
             assert len({weights.data_ptr() for weights, _ in reading} | {replica.state.weights.data_ptr()}) == 4
             spares = {weights.data_ptr() for weights, _ in reading}
@@ -96,12 +84,12 @@ def test_weights_that_are_read_stay_as_they_are_while_updates_go_on():
         here = replica.state.weights.data_ptr()
         for number in (4, 5):
             replica.store(Identity("worker", number), memoryview(torch.ones(NUMEL).numpy()).cast("B"), number)
-        await replica.apply(make_round(4), 0.1)
+        await replica.apply(a_round(4, ("worker", 4, 1.0)), 0.1)
         assert replica.state.weights.data_ptr() == here, "nobody reads, and the weights were copied"
         async with replica.lock:
             lent = replica.lend()
             lent.__enter__()
-        await replica.apply(make_round(5), 0.1)
+        await replica.apply(a_round(5, ("worker", 5, 1.0)), 0.1)
         lent.__exit__(None, None, None)
         assert replica.state.weights.data_ptr() in spares, "memory that was given back is not used again"
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from paramserver_rounds import a_round
 from shoal.core.errors import RequestError, RunError
 from shoal.optim.build import build_optimizer, decide_groups, initialise_state, set_rate
 from shoal.optim.config import OptimConfig
@@ -14,7 +15,7 @@ from shoal.paramserver.aggregation import adasum, compensate_delay
 from shoal.paramserver.cutting import TensorSpec, cut_model
 from shoal.paramserver.gradients import NotFinite, Rows, WorkerGone, WrongGradient
 from shoal.paramserver.members import GONE_KEPT
-from shoal.paramserver.rounds import Entry, Identity, Round
+from shoal.paramserver.rounds import Identity
 from shoal.paramserver.shard import ShardState
 
 TORCHS = [f"torch.optim.{name}" for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")]
@@ -52,21 +53,6 @@ def flat_part(state: ShardState, tensors: dict[str, torch.Tensor]) -> torch.Tens
 def draw(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {n: torch.randn(p.shape, generator=generator).to(p.dtype) for n, p in model.named_parameters()}
-
-
-def a_round(number: int, *entries: tuple, dropped=()) -> Round:
-    listed = tuple(Entry(*entry) for entry in entries)
-    return Round(
-        number=number,
-        entries=listed,
-        loss=0.0,
-        weight=1.0,
-        samples=1,
-        first_step=0,
-        last_step=0,
-        staleness=0,
-        dropped=dropped,
-    )
 
 
 @pytest.mark.parametrize(

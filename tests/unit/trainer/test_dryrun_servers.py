@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from crew_inside import DIGITS, place_in, recipe_of
 from lbfgs_cases import rugged
+from paramserver_rounds import a_round
 from shoal.core.plan import Plan
 from shoal.optim.precision import Precision
 from shoal.paramserver import local
@@ -18,7 +19,7 @@ from shoal.paramserver.answers import Portion
 from shoal.paramserver.lbfgs import LbfgsSettings, begin, iterate
 from shoal.paramserver.programs import GRADIENT, WEIGHTS
 from shoal.paramserver.replica import Replica
-from shoal.paramserver.rounds import Entry, Identity, Round
+from shoal.paramserver.rounds import Identity
 from shoal.paramserver.vectors import LocalVectors
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import describe_dry_run, dry_run_result
@@ -59,20 +60,6 @@ def foretell(text, *settings):
     model = model.to(Precision.named(recipe.train.precision).weight_dtype)
     fixed = sum(buffer.nbytes for buffer in model.buffers())
     return sizes_with_servers(describe_model(model), recipe, plan, part={}, fixed=fixed), plan, recipe
-
-
-def a_round(number, entries):
-    return Round(
-        number=number,
-        entries=entries,
-        loss=0.0,
-        weight=1.0,
-        samples=1,
-        first_step=0,
-        last_step=0,
-        staleness=0,
-        dropped=(),
-    )
 
 
 class Server:
@@ -137,7 +124,7 @@ def test_old_weights_of_delay_compensation_are_counted(tmp_path):
     for number in range(12):
         identity = server.push(number)
         for state in server.states:
-            state.apply(a_round(number, (Entry(*identity, 1.0),)), 0.1)
+            state.apply(a_round(number, (*identity, 1.0)), 0.1)
     # The buffer of the last push waits for the next one.
     assert server.held == sum(said.server.values())
 

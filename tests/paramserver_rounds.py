@@ -1,0 +1,18 @@
+"""A round of a parameter server as its book would close it, for tests of what is made of it."""
+
+from shoal.paramserver.rounds import Entry, Identity, Round
+
+
+def a_round(number: int, *entries: tuple[str, int, float], dropped: tuple[Identity, ...] = ()) -> Round:
+    """A round of these gradients: each the worker, its number and its weight."""
+    return Round(
+        number=number,
+        entries=tuple(Entry(*entry) for entry in entries),
+        loss=0.0,
+        weight=1.0,
+        samples=1,
+        first_step=0,
+        last_step=0,
+        staleness=0,
+        dropped=dropped,
+    )
