@@ -71,7 +71,8 @@ class Comparer:
     def __init__(self, tolerance: Tolerance) -> None:
         self.tolerance = tolerance
         self.verdict = Verdict()
-        self._quiet: dict[str, Tensor] = {}
+        self._doubt: dict[str, Tensor] = {}
+        """Of every element, what rounding is of its gradient, at most: 1 where the gradient is noise."""
 
     def add(self, index: int, reference: Step, found: Step) -> list[Judged]:
         """Compare step number ``index`` (from 0); returns what is wrong in it, in the order of ``KINDS``."""
@@ -95,16 +96,16 @@ class Comparer:
         return [one for one in judged if one.is_wrong]
 
     def _remember_noise(self, reference: Step) -> None:
-        """Mark the elements whose gradient is noise at this step; once marked they stay so, because their weights have moved."""
+        """Note how much of each element's gradient is noise; the most of all steps stays, because its weight has moved by it."""
         if self.tolerance.is_bitwise or not self.tolerance.normalises:
             return
         limit = NOISE_EPS * self.tolerance.eps * _norm_of(reference.tensors, "grad/")
         for key, tensor in reference.tensors.items():
             if key.startswith("grad/"):
-                name = key.removeprefix("grad/")
+                name, size = key.removeprefix("grad/"), tensor.double().abs()
                 # Exact zeros are no noise: a row that no token touched stays where it is in both runs.
-                quiet = (tensor.abs() <= limit) & (tensor != 0)
-                self._quiet[name] = self._quiet[name] | quiet if name in self._quiet else quiet
+                doubt = torch.where(size > 0, limit / size, torch.zeros_like(size)).clamp_(max=1.0)
+                self._doubt[name] = torch.maximum(self._doubt[name], doubt) if name in self._doubt else doubt
 
     def _number(self, index: int, kind: str, reference: float, found: float) -> Judged:
         error = 0.0 if reference == found else abs(found - reference) / max(abs(reference), 1e-300)
@@ -140,7 +141,8 @@ class Comparer:
         if kind == "optimizer":
             owner, _, key = name.rpartition("/")
             if key in self.tolerance.state_sizes:
-                return self._measure_quotients(owner, reference, apart, self.tolerance.state_reach(key, index))
+                reach = self.tolerance.state_reach(key, index)
+                return self._measure_quotients(owner, reference, self._beyond_doubt(owner, apart, reach), reach)
         if kind in ("grad", "optimizer"):
             # Moments are sums of gradients and of their squares, so what is noise in one is noise in the other.
             floor = NOISE_EPS * self.tolerance.eps * whole
@@ -157,7 +159,8 @@ class Comparer:
     ) -> tuple[float, float, bool]:
         """Of weights, and of state that is made of quotients of a parameter's gradients: noise may be ``reach`` apart."""
         bound, size = self.tolerance.bound, float(reference.double().norm())
-        quiet = self._quiet.get(name)
+        doubt = self._doubt.get(name)
+        quiet = None if doubt is None else doubt >= 1.0
         if quiet is not None and bool(quiet.any()):
             if not float(apart[quiet].abs().max()) <= reach:
                 return _relative(apart, size), bound, False
@@ -168,6 +171,15 @@ class Comparer:
             step = reach if math.isfinite(reach) else size / math.sqrt(apart.numel())
             slack = step * math.sqrt(apart.numel() * self.tolerance.doubtful) / size
         return _relative(apart, size), bound + slack, quiet is not None and bool(quiet.all())
+
+    def _beyond_doubt(self, name: str, apart: Tensor, reach: float) -> Tensor:
+        """What is left of a difference of quotients whose gradients are *not* noise: a rounding that is a hundredth of a gradient
+        moves its quotient by a hundredth of the way."""
+        doubt = self._doubt.get(name)
+        if doubt is None or not math.isfinite(reach):
+            return apart
+        less = apart.sign() * (apart.abs() - reach * doubt).clamp(min=0.0)
+        return torch.where(doubt < 1.0, less, apart)
 
 
 def _relative(apart: Tensor, size: float) -> float:

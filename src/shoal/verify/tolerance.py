@@ -16,7 +16,8 @@ bits may differ; and so has state that is made of such quotients, RMSprop's mome
 
 * noise elements: where the reference's gradient was at most 10 eps of the whole gradient's norm at some step, an element's
   weight is judged absolutely, by the longest step that the rule can take; the other elements of the tensor are judged
-  relatively.
+  relatively. Of *state* made of quotients an element whose gradient is k times that limit may be off by a k-th of the longest
+  step: the quotient of one that is just above the limit is hardly better known than noise.
 * bfloat16: with a relative error t of the gradient the share of elements whose sign is in doubt is about t, and each moves by
   up to two steps, so a tensor of n elements may be off by ``2 lr sqrt(n t)`` per step beside its relative error.
 

@@ -165,6 +165,23 @@ def test_state_of_quotients_is_judged_as_weights_are(name, args, key, size):
         assert [one.kind for one in wrong] == ([] if is_right else ["optimizer"])
 
 
+def test_a_quotient_is_known_as_well_as_its_gradient_and_no_better():
+    """RMSprop was said to differ by 1.2e-12 on one kind of processor: an element's gradient was a few times the noise."""
+    tolerance = tolerance_of("dp=1 tp=2", name="torch.optim.RMSprop", args={"momentum": 0.9}, precision="float64")
+    limit = 10 * torch.finfo(torch.float64).eps * 10
+    grad, state = torch.ones(100, dtype=torch.float64), torch.full((100,), 10.0, dtype=torch.float64)
+    grad[0] = 50 * limit
+    near, far, elsewhere = (state.clone() for _ in range(3))
+    # Twenty is as far as both runs can be from each other.
+    near[0] += 0.9 * 20 / 50
+    far[0] += 1.2 * 20 / 50
+    elsewhere[1] += 2e-10
+    reference = step_of(grad__a=grad, optimizer__a__momentum_buffer=state)
+    for found, is_right in ((near, True), (far, False), (elsewhere, False)):
+        wrong, _ = compare(reference, step_of(grad__a=grad, optimizer__a__momentum_buffer=found), tolerance)
+        assert bool(wrong) is not is_right
+
+
 @pytest.mark.parametrize(
     ("name", "args", "steps"),
     [
