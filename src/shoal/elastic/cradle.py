@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,8 @@ def _warm_up(names: Sequence[str]) -> None:
 def _fork(order: Mapping[str, Any], descriptors: Sequence[int], line: socket.socket, starter: int) -> int:
     """The pid of a new process that is the starter's child by now."""
     told, tell = os.pipe()
+    # A wish to stop that comes before the new process can listen waits until it does (``run_to_end``), instead of ending it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # Twice, and the one between ends: the process is an orphan then, and orphans go to the starter.
     between = os.fork()
     if between == 0:
@@ -82,6 +85,7 @@ def _fork(order: Mapping[str, Any], descriptors: Sequence[int], line: socket.soc
             _become(order, descriptors, starter)
         os.write(tell, str(pid).encode())
         os._exit(0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.close(tell)
     # The kernel hands orphans over before it says that their parent has ended.
     os.waitpid(between, 0)

@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,7 @@ def run_to_end(module: str, arguments: Sequence[str], *, function: str = "main")
     sys.argv = [module, *arguments]
     code = EXIT_NO
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         getattr(importlib.import_module(module), function)()
         code = EXIT_DONE
     except SystemExit as asked:

@@ -49,12 +49,13 @@ def run_rank(
 ) -> str:
     """Train this rank's part of the run in ``run_dir`` and return its status. The recipe and the plan are read from there."""
     started = time.monotonic()
+    # First of all: a wish to stop that came before would end this process in place of its first step.
+    stop_wish = StopWish(listen_to_ctrl_c="SHOAL_SUPERVISOR_PID" not in environment)
     run = RunDir(run_dir)
     recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
     plan = Plan.parse(read_plan(run_dir))
     place = Place.read(environment)
     torch.set_num_threads(recipe.train.threads or default_threads(place.world_size))
-    stop_wish = StopWish(listen_to_ctrl_c="SHOAL_SUPERVISOR_PID" not in environment)
     slot = slot or attach_slot(environment)
     with contextlib.ExitStack() as stack:
         if slot is not None:
