@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.planner.job import Job
+from shoal.planner.parts import StepParts
 from shoal.planner.presets import build_cluster
 from shoal.planner.splits import Lying, Split, redistribute, ways_of
 from shoal.planner.stacks import SOFTWARE, Constants, Stack
@@ -39,6 +40,10 @@ def job_of(
         global_batch=global_batch,
         **rest,
     )
+
+
+def whole(parts: StepParts) -> float:
+    return sum(stage.forward + stage.backward for stage in parts.stages)
 
 
 def all_assignments(job: Job) -> Iterator[tuple[list[Split], float, float]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shoal.planner.predict import TIMED, job_of, mixed_seconds, needed_recompute, step_seconds, timed_value
-from shoal.planner.stacks import SOFTWARE, Constants, Stack, chip_of, constants_of
+from shoal.planner.stacks import Constants, Stack, chip_of, constants_of
 from shoal.planner.table import Run
 
 LIMITS = {
@@ -32,6 +32,8 @@ START = {"megatron-core": Constants(narrow=1.0)}
 """Where a fit begins, if not at the defaults: Transformer Engine's casts are fused, and counted as what they read and write."""
 RELATIVES = {"megatron": "megatron-deepspeed", "bigscience": "megatron-deepspeed"}
 """Software that another one is a fork of, with the same kernels."""
+KERNELS = ("matmul", "memory", "launch", "sync")
+"""What kernels and the host decide, of the constants that a relative lends."""
 FEW = 10
 """Rows below which six constants are as good as free: a fit then begins at what its relative's rows teach."""
 MOST_ROWS = 150
@@ -61,7 +63,7 @@ def usable(runs: Sequence[object]) -> list[Run]:
 
 def fitted_as(run: Run) -> str:
     """The software that a row teaches: releases that differ in what they do have one set of constants."""
-    return SOFTWARE[run.software].fitted_as or run.software
+    return run.software.fitted_name
 
 
 def own_rows(runs: Sequence[Run], software: str) -> list[Run]:
@@ -76,8 +78,8 @@ def error_of(run: Run, constants: Constants) -> float:
 
 def ratio_of(run: Run, constants: Constants) -> float:
     """What is predicted for a row over what was measured."""
-    software = SOFTWARE[run.software]
-    job = job_of(run, Stack(software=software, constants=constants_of(software, constants), is_fitted=True))
+    stack = Stack(software=run.software, constants=constants_of(run.software, constants), is_fitted=True)
+    job = job_of(run, stack)
     if run.recompute == "unknown":
         if run.row not in RECOMPUTED:
             RECOMPUTED[run.row] = needed_recompute(job, run.plan)
@@ -142,7 +144,9 @@ def start_of(runs: Sequence[Run], software: str) -> Constants:
     relative = RELATIVES.get(software)
     if relative is None or len(own_rows(runs, software)) >= FEW:
         return START.get(software, Constants())
-    return fit(thin(own_rows(runs, relative)), START.get(relative, Constants()), FREE[relative])
+    found = fit(thin(own_rows(runs, relative)), START.get(relative, Constants()), FREE[relative])
+    # Not what it reached of links and networks: those are another machine's.
+    return replace(START.get(software, Constants()), **{name: getattr(found, name) for name in KERNELS})
 
 
 def learn(runs: Sequence[Run], software: str, start: Constants) -> Learned:

@@ -32,6 +32,9 @@ class TransformerShape:
     """One kernel that never writes the scores."""
     fused_loss: bool = False
     """One kernel that reads the output layer's scores once, and writes their gradient over them."""
+    fused_pointwise: bool = True
+    """What stands between two products is one kernel, by hand or by a compiler. If not, a gated block, whose norms, rotations and
+    activations are written as several operations, reads and writes for each of them (``_Unfused``)."""
     experts: int = 1
     chosen_experts: int = 1
     """Experts that a token goes to."""
@@ -154,7 +157,8 @@ def _block(shape: TransformerShape, *, experts: bool) -> Layer:
     mask = positions * hidden if shape.dropout else 0.0
     attention = _latent_attention(shape) if shape.kv_rank else _attention(shape)
     forward = _expert_forward(shape) if experts else _dense_forward(shape, float(shape.ffn_size))
-    norms = Op(kind=OpKind.MEMORY, num_bytes=2 * width, count=2)
+    unfused = _unfused(shape)
+    norms = Op(kind=OpKind.MEMORY, num_bytes=2 * width + unfused.norm, count=2)
     sums = Op(kind=OpKind.MEMORY, num_bytes=3 * width + mask, count=2)
     norm_weights = 2 * hidden * (1 if shape.is_gated else 2)
     return Layer(
@@ -165,12 +169,38 @@ def _block(shape: TransformerShape, *, experts: bool) -> Layer:
         split_weights=attention.split_weights + forward.split_weights,
         expert_weights=forward.expert_weights,
         # Inputs of the two norms, and the masks of the two dropouts after them (4 s b h and 2 s b h of the paper).
-        kept=Kept(whole=2 * width + 2 * mask, boundary=width) + attention.kept + forward.kept,
+        kept=Kept(whole=2 * width + 2 * mask + 2 * unfused.norm_kept, boundary=width) + attention.kept + forward.kept,
         output_bytes=width,
         num_pairs=2,
         pair_bytes=width,
         routed_bytes=forward.routed_bytes,
         kv_bytes=attention.kv_bytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unfused:
+    """Bytes that one sample moves or leaves behind beyond those of fused kernels, where every operation is one of its own."""
+
+    norm: float = 0.0
+    """Of one norm: RMSNorm casts to float32, squares, averages, scales, casts back and weights, each of which reads and writes
+    all elements but for the average (pytorch 2.5: aten/src/ATen/native/layer_norm.cpp, rms_norm)."""
+    norm_kept: float = 0.0
+    """For its backward pass: its input in float32, and its result before the weights."""
+    rotation: float = 0.0
+    """Queries and keys are cast to float32, multiplied as complex numbers, and cast back (torchtitan: apply_rotary_emb)."""
+
+
+def _unfused(shape: TransformerShape) -> _Unfused:
+    if shape.fused_pointwise or not shape.is_gated:
+        return _Unfused()
+    item, elements = shape.item_bytes, float(shape.sequence) * shape.hidden
+    rotated = float(shape.sequence) * (shape.heads + shape.num_kv_heads) * shape.features
+    return _Unfused(
+        # A fused one reads and writes once, as the last of these does.
+        norm=elements * ((item + 4) + (4 + 4) + 4 + (4 + 4) + (4 + item)),
+        norm_kept=elements * (4 + item),
+        rotation=rotated * ((item + 4) + (4 + 4) + (4 + item)),
     )
 
 
@@ -196,6 +226,7 @@ def _attention(shape: TransformerShape) -> _Half:
     return _Half(
         ops=(
             Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=queries + 2 * keys, cut=Cut.COLUMNS),
+            *_rotation(shape),
             *core,
             Op(kind=OpKind.MATMUL, rows=positions, inner=queries, outer=hidden, cut=Cut.ROWS),
         ),
@@ -209,6 +240,11 @@ def _attention(shape: TransformerShape) -> _Half:
         ),
         kv_bytes=2 * positions * keys * item,
     )
+
+
+def _rotation(shape: TransformerShape) -> tuple[Op, ...]:
+    moved = _unfused(shape).rotation
+    return (Op(kind=OpKind.MEMORY, num_bytes=moved, cut=Cut.ALL),) if moved else ()
 
 
 def _core(shape: TransformerShape, of_keys: float, of_values: float) -> tuple[tuple[Op, ...], float]:
@@ -274,16 +310,18 @@ def _latent_attention(shape: TransformerShape) -> _Half:
 def _dense_forward(shape: TransformerShape, ffn: float) -> _Half:
     positions, hidden, item = float(shape.sequence), float(shape.hidden), shape.item_bytes
     first = 2 * ffn if shape.is_gated else ffn
+    # Of a gate that is not fused with its product, what goes from one to the other is written, read, and kept.
+    between = ffn if shape.is_gated and not shape.fused_pointwise else 0.0
     return _Half(
         ops=(
             Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=first, cut=Cut.COLUMNS),
-            Op(kind=OpKind.MEMORY, num_bytes=positions * (first + ffn) * item, cut=Cut.ALL),
+            Op(kind=OpKind.MEMORY, num_bytes=positions * (first + ffn + 2 * between) * item, cut=Cut.ALL),
             Op(kind=OpKind.MATMUL, rows=positions, inner=ffn, outer=hidden, cut=Cut.ROWS),
         ),
         whole_weights=0.0 if shape.is_gated else hidden,
         split_weights=hidden * first + ffn * hidden + (0.0 if shape.is_gated else ffn),
         # The input of the first product, of the activation and of the second product (2 + 8 + 8 s b h of the paper).
-        kept=Kept(whole=positions * hidden * item, split=positions * (first + ffn) * item),
+        kept=Kept(whole=positions * hidden * item, split=positions * (first + ffn + between) * item),
     )
 
 

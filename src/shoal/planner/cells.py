@@ -16,6 +16,8 @@ from shoal.planner.presets import LINKS, PRESETS, Preset, cluster_of, unknown_de
 _DEVICE = re.compile(r"(mi\d{3}[ax]|gb\d00|gh\d00|[abhvl]\d{2,3}s?)(?!\d)", re.IGNORECASE)
 _PER_NODE = re.compile(r"(?<!\d)(\d{1,2}) ?x ?(?:MI|GB|GH|V|A|H|B)\d{2,3}|(\d{1,2})-GPU nodes", re.IGNORECASE)
 
+_NODE_WORDS = r"node-node|inter-?node|/ ?node|per node|between nodes|network|ethernet|infiniband|EFA\b|IB\b|RoCE"
+"""What follows a rate that is a node's."""
 _MOST_PER_NODE = 16
 """Devices of a node that are believed; "64xH100" speaks of a cluster."""
 
@@ -77,14 +79,18 @@ def _network(text: str, devices: int) -> float | None:
     if "Omni-Path" in text:
         links = re.search(r"(\d+) Omni-Path links", text)
         return (int(links[1]) if links else 4) * 2 * LINKS["omni-path"].bandwidth / devices
-    rate = re.search(r"(\d+) ?Gb(?:ps|/s) (?:node-node|inter-node)", text)
+    # Bits, not bytes ("600 GB/s"), and not what a rate of something else is ("Gb/s" alone).
+    own = re.search(r"(\d+) ?Gb(?:ps|/s) ?(?:/|per) ?(?:GPU|device)", text)
+    if own:
+        return int(own[1]) / 8 * 1e9
+    rate = re.search(rf"(\d+) ?Gb(?:ps|/s) ?(?:{_NODE_WORDS})", text, re.IGNORECASE)
     return int(rate[1]) / 8 * 1e9 / devices if rate else None
 
 
 _SOFTWARE_WORDS = (
     ("torchtitan", ("torchtitan", "TorchTitan", "FSDP2")),
     ("fsdp", ("llm-foundry", "FSDP FULL_SHARD", "FSDP SHARD_GRAD_OP")),
-    ("megatron-core", ("Megatron-Bridge", "NeMo", "Megatron-Core", "Megatron-core", "TE 2")),
+    ("megatron-core", ("Megatron-Bridge", "NeMo", "Megatron-Core", "Megatron-core", "TE 2.")),
     ("bigscience", ("bigscience", "BigScience")),
     ("megatron-deepspeed", ("DeepSpeed",)),
     ("megatron", ("Megatron",)),

@@ -108,15 +108,15 @@ def all_reduce(num_bytes: float, wire: Wire) -> float:
     return min(ring, tree)
 
 
-def gather(num_bytes: float, wire: Wire) -> float:
+def gather(num_bytes: float, wire: Wire, calls: int = 1) -> float:
     """Seconds until every rank has all of a buffer of which each had a part; a reduce-scatter takes the same.
 
-    Small buffers go by recursive doubling, log2(n) hops.
+    By recursive doubling, log2(n) hops (Thakur et al. 2005, section 4.1), for each of so many calls that move it in parts.
     """
     if wire.size <= 1 or num_bytes <= 0:
         return 0.0
     share = (wire.size - 1) / wire.size
-    return math.ceil(math.log2(wire.size)) * wire.latency + share * num_bytes / wire.bandwidth
+    return calls * math.ceil(math.log2(wire.size)) * wire.latency + share * num_bytes / wire.bandwidth
 
 
 def exchange(num_bytes: float, wire: Wire) -> float:

@@ -27,9 +27,10 @@ from shoal.planner.collectives import (
     wire_of,
 )
 from shoal.planner.job import Job, count_ranks, count_stages, cut_stages
-from shoal.planner.kernels import Slice, time_layer
+from shoal.planner.kernels import KernelTimes, Slice, time_layer
 from shoal.planner.parts import StageTimes, StepParts
 from shoal.planner.sharing import Sharing, dense_weights, expert_weights, share_weights
+from shoal.planner.stacks import Software
 
 _UPDATE_BYTES = 40.0
 """Read and written for each weight by a fused Adam with its checks: gradient twice, three float32 values twice, the weight."""
@@ -60,6 +61,9 @@ class Wires:
     expert: Wire
     expert_data: Wire
     """Of ranks that have the same experts."""
+    groups: tuple[Wire, Wire] | None = None
+    """Where ZeRO cuts over groups that hold the same: inside a group, and between those ranks of all groups that have the same
+    shard of a dense layer."""
 
 
 def wires_of(plan: Plan, job: Job) -> Wires:
@@ -69,13 +73,21 @@ def wires_of(plan: Plan, job: Job) -> Wires:
     sharing = share_weights(plan, job.stack.software)
     return Wires(
         tensor=wire_of(Group(tp, 1), cluster, constants),
-        context=wire_of(Group(cp, tp), cluster, constants),
+        # Keys and values go round from rank to rank: nothing goes by several ways at once, as in a collective.
+        context=neighbour_wire(Group(cp, tp), cluster, constants),
         # Ranks that share a sequence have the same weights, and their gradients are summed too.
         data=wire_of(Group(dp * cp, tp), cluster, constants),
         pipeline=neighbour_wire(Group(plan.pp, tp * cp * dp), cluster, constants),
         expert=exchange_wire(Group(plan.ep, sharing.expert_split), cluster, constants, copies=_copies(job)),
         expert_data=wire_of(Group(sharing.expert_copies, sharing.expert_split * plan.ep), cluster, constants),
+        groups=_groups(sharing, tp, job) if job.stack.software.shard_group else None,
     )
+
+
+def _groups(sharing: Sharing, tp: int, job: Job) -> tuple[Wire, Wire]:
+    inside, between = sharing.dense_shards, sharing.dense_copies // sharing.dense_shards
+    near, far = Group(inside, tp), Group(between, tp * inside)
+    return wire_of(near, job.cluster, job.stack.constants), wire_of(far, job.cluster, job.stack.constants)
 
 
 def _copies(job: Job) -> int:
@@ -223,7 +235,7 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
     host = 0.0 if software.replays else kernels.kernels * constants.launch
     forward = _beside(host, kernels.forward + talk + ring_forward) + missed
     backward = _beside(2 * host, kernels.backward + talk + ring_backward) + missed
-    again = {"none": 0.0, "selective": kernels.attention, "full": forward}[plan.recompute]
+    again = {"none": 0.0, "selective": _selected(kernels, software), "full": forward}[plan.recompute]
     repeats = 2 if plan.recompute == "full" else 1
     by_weight = kernels.weight
     by_input = backward - by_weight + again
@@ -233,6 +245,14 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
         "cp": repeats * ring_forward + ring_backward,
     }
     return LayerTimes(forward, by_input, by_weight, exposed)
+
+
+def _selected(kernels: KernelTimes, software: Software) -> float:
+    """Seconds of what selective recompute does again: attention (Korthikanti et al. 2022, section 5), or every second product and
+    all that only reads and writes (torchtitan: ``selective_ac_option``, whose list of saved results has attention in it)."""
+    if not software.selects_products:
+        return kernels.attention
+    return (kernels.forward - kernels.attention - kernels.pointwise) / 2 + kernels.pointwise
 
 
 def _change_places(layer: Layer, job: Job, plan: Plan, local: float) -> float:
@@ -289,6 +309,11 @@ def _rank_weights(job: Job, plan: Plan, sharing: Sharing) -> list[tuple[float, f
     ]
 
 
+def _units(job: Job, plan: Plan) -> int:
+    """Layers of a rank: ZeRO-3 gathers and reduces one at a time, and each has its latency."""
+    return -(-len(job.chain.layers) // plan.pp)
+
+
 def _replicas(
     job: Job, plan: Plan, wires: Wires, weights: tuple[float, float], microbatches: int, compute: float
 ) -> tuple[float, float, float, float]:
@@ -296,17 +321,27 @@ def _replicas(
     software = job.stack.software
     # A wire of one rank takes no time. Experts are summed over the ranks that have the same ones: none, where ep takes all
     # replicas, and tensor-parallel ranks too where a software leaves them whole.
-    reduce = gathered = 0.0
-    for own, wire in zip(weights, (wires.data, wires.expert_data), strict=True):
-        if plan.zero == 0:
-            reduce += all_reduce(own * job.reduced_bytes, wire)
-        else:
-            reduce += gather(own * job.reduced_bytes, wire)
-            gathered += gather(own * job.weight_bytes, wire)
+    dense, routed = weights
+    gather_calls = _units(job, plan) if plan.zero == 3 else 1
+    reduce_calls = 1 if software.reduces_once else gather_calls
+    reduced, gathers = job.reduced_bytes, job.gathered_bytes
+    if plan.zero == 0:
+        reduce = all_reduce(dense * reduced, wires.data) + all_reduce(routed * reduced, wires.expert_data)
+        gathered = 0.0
+    else:
+        near, far = wires.groups or (wires.data, None)
+        experts = wires.expert_data
+        reduce = gather(dense * reduced, near, reduce_calls) + gather(routed * reduced, experts, reduce_calls)
+        gathered = gather(dense * gathers, near, gather_calls) + gather(routed * gathers, experts, gather_calls)
+        if far is not None:
+            reduce += all_reduce(dense / near.size * reduced, far)
+    # For every microbatch, unless a pipeline keeps what it has gathered until its step is over.
+    times = 1 if plan.pp > 1 and software.keeps_gathered else microbatches
     if plan.zero == 3:
-        # For every microbatch, unless a pipeline keeps what it has gathered until its step is over.
-        times = 1 if plan.pp > 1 and software.keeps_gathered else microbatches
-        reduce, gathered = (1 if software.reduces_once else times) * reduce, 2 * times * gathered
+        gathered *= 2 * times
+    if plan.zero >= 2 and plan.pp == 1 and not software.reduces_once:
+        # Who keeps a shard of the gradients only must reduce those of every microbatch.
+        reduce *= times
     if schedule_facts(plan.schedule).is_bidirectional:
         # The two ranks that have a stage give each other their sums before replicas add up theirs (``pipeline/share.py``).
         reduce += send(sum(weights) * job.reduced_bytes, wires.pipeline)

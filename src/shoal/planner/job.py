@@ -40,9 +40,15 @@ class Job:
     precision: str = "bfloat16"
     """Compute type, of ``hardware.COMPUTE_TYPES``."""
     weight_bytes: float = 2.0
-    """Of a weight as it is kept and gathered."""
+    """Of a weight as it is kept."""
     state_bytes: float | None = None
     """Of the optimizer for a weight; what the software's Adam keeps when left out."""
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Of a weight as ZeRO gathers it: what is computed in float32 is gathered in it."""
+        cast = self.stack.software.gathered_bytes
+        return self.weight_bytes if cast is None or self._is_wide else cast
 
     @property
     def reduced_bytes(self) -> float:

@@ -51,7 +51,9 @@ class KernelTimes:
     input: float = 0.0
     weight: float = 0.0
     attention: float = 0.0
-    """Part of ``forward`` that selective recompute does again."""
+    """Of ``forward``."""
+    pointwise: float = 0.0
+    """Of ``forward``: what only reads and writes."""
     kernels: float = 0.0
     """Of the forward pass."""
 
@@ -72,7 +74,7 @@ def time_layer(
     constants: Constants,
 ) -> KernelTimes:
     """Seconds of one microbatch of a layer, all of whose operations run one after the other."""
-    forward = by_input = by_weight = attention = kernels = 0.0
+    forward = by_input = by_weight = attention = pointwise = kernels = 0.0
     for op in layer.ops:
         if op.kind is OpKind.MATMUL:
             seconds = _product(op, part, device, precision, item_bytes, constants)
@@ -90,9 +92,10 @@ def time_layer(
         else:
             seconds = _memory(op, part, device, constants)
             forward += seconds
+            pointwise += seconds
             by_input += _MEMORY_BACKWARD * seconds
             kernels += op.count
-    return KernelTimes(forward, by_input, by_weight, attention, kernels * software.kernels_per_op)
+    return KernelTimes(forward, by_input, by_weight, attention, pointwise, kernels * software.kernels_per_op)
 
 
 def _product(op: Op, part: Slice, device: Device, precision: str, item_bytes: int, constants: Constants) -> float:

@@ -154,6 +154,10 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
 def rank_kept_bytes(layer: Layer, job: Job, plan: Plan, recompute: str) -> float:
     """Bytes that one sample leaves behind in a layer on one rank."""
     kept = kept_bytes(layer, tensor=plan.tp, sequence_parallel=plan.sp, context=plan.cp, recompute=recompute)
+    if recompute == "selective" and job.stack.software.selects_products:
+        # Every second product's result, and what one needs to compute the others again.
+        without, whole = (rank_kept_bytes(layer, job, plan, mode) for mode in ("none", "full"))
+        return (without + whole) / 2
     spared = job.chain.item_bytes - _NARROW_BYTES.get(job.precision, job.chain.item_bytes)
     if layer.kind is not LayerKind.BLOCK or recompute == "full" or not spared or not job.stack.software.keeps_narrow:
         return kept
@@ -215,6 +219,8 @@ def _gathered(layers: Sequence[tuple[Layer, int]], job: Job, plan: Plan) -> floa
     if plan.zero < 3:
         return 0.0
     if plan.pp > 1 and job.stack.software.keeps_gathered:
-        return sum(layer_weights(layer, plan, job.stack.software) * count for layer, count in layers) * job.weight_bytes
+        return (
+            sum(layer_weights(layer, plan, job.stack.software) * count for layer, count in layers) * job.gathered_bytes
+        )
     largest = max((layer_weights(layer, plan, job.stack.software) for layer, _ in layers), default=0.0)
-    return largest * (2 * job.weight_bytes + job.gradient_bytes)
+    return largest * (2 * job.gathered_bytes + job.gradient_bytes)

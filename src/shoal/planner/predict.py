@@ -212,7 +212,8 @@ def _tflops(run: Run, job: Job, plan: Plan, seconds: float, *, with_recompute: b
     flops = (96.0 if with_recompute and plan.recompute == "full" else 72.0) * run.global_batch * size
     flops *= 1 + shape.sequence / (6 * shape.hidden) + shape.vocab / (16 * shape.layers * shape.hidden)
     if shape.is_gated or shape.experts > 1:
-        flops = model_flops(job.chain) * run.global_batch
+        again = 4 / 3 if with_recompute and plan.recompute == "full" else 1.0
+        flops = model_flops(job.chain) * run.global_batch * again
     return flops / (seconds * run.num_devices * 1e12)
 
 

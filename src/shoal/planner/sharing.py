@@ -5,6 +5,7 @@ them, taken from replicas, and from tensor-parallel ranks too where a software l
 arXiv:2504.14960, section 3.2, "parallel folding").
 """
 
+import math
 from dataclasses import dataclass
 
 from shoal.core.plan import Plan
@@ -32,9 +33,13 @@ def share_weights(plan: Plan, software: Software) -> Sharing:
     dp, cp, ep = plan.dp or 1, plan.cp, plan.ep
     split = plan.tp if software.splits_experts or ep == 1 else 1
     copies = max(1, dp * cp * plan.tp // (ep * split))
-    if software.shards_context:
-        return Sharing(dp * cp, copies, dp * cp, copies, split)
-    return Sharing(dp * cp, copies, dp, max(1, copies // cp), split)
+    dense_shards, expert_shards = (dp * cp, copies) if software.shards_context else (dp, max(1, copies // cp))
+    if software.shard_group:
+        # Groups hold the same: a group that does not divide them would be another plan.
+        dense_shards, expert_shards = (
+            math.gcd(shards, software.shard_group) for shards in (dense_shards, expert_shards)
+        )
+    return Sharing(dp * cp, copies, dense_shards, expert_shards, split)
 
 
 def dense_weights(layer: Layer, plan: Plan) -> float:

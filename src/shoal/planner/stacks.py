@@ -12,6 +12,8 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+from shoal.core.errors import RequestError, did_you_mean
+
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
@@ -73,7 +75,7 @@ class Software:
     state_bytes: float = 12.0
     """Bytes of Adam's state for a weight: a float32 weight, two moments, and a float32 gradient where it keeps one."""
     keeps_wide: bool = False
-    """Weights that forward passes read are kept in float32 whatever they compute in (autocast), and there is no second copy."""
+    """Weights are kept in float32 alone, whatever passes compute in (autocast, or cast when they are gathered)."""
     keeps_gathered: bool = False
     """Under a pipeline, weights that ZeRO-3 gathered stay until the step is over, and are not gathered for every microbatch."""
     shards_context: bool = False
@@ -95,8 +97,22 @@ class Software:
     primer")."""
     fused_attention: bool = True
     fused_loss: bool = True
+    fused_pointwise: bool = True
+    """What stands between two products is one kernel; only of gated blocks, see ``TransformerShape``."""
+    gathered_bytes: float | None = None
+    """Bytes of a weight as ZeRO gathers it; as it is kept when left out."""
+    shard_group: int = 0
+    """Ranks over which ZeRO cuts, where groups of them hold the same; 0 for all that have the same weights."""
+    selects_products: bool = False
+    """Selective recompute keeps every second product's result and computes the rest again, where others compute attention
+    again."""
     kernels_per_op: float = 1.0
     """Kernels that the host launches for one operation of a chain."""
+
+    @property
+    def fitted_name(self) -> str:
+        """The software whose constants it has."""
+        return self.fitted_as or self.name
 
 
 SOFTWARE: dict[str, Software] = {
@@ -104,11 +120,12 @@ SOFTWARE: dict[str, Software] = {
     for software in (
         Software(
             name="shoal",
-            source="this repository (parallel/zero/apply.py); no accelerator has run it",
+            source="this repository (parallel/zero/apply.py), with torch's own norms and loss; no accelerator has run it",
             overlaps_reduce=False,
             overlaps_gather=False,
             reduces_once=True,
             keeps_wide=True,
+            fused_loss=False,
             kernels_per_op=2.0,
         ),
         Software(
@@ -182,23 +199,43 @@ SOFTWARE: dict[str, Software] = {
         ),
         Software(
             name="fsdp",
-            source="PyTorch FSDP as llm-foundry uses it, whose mesh of shards is dp x cp",
+            source="PyTorch FSDP as llm-foundry uses it, whose mesh of shards is dp x cp; shards are float32, with Adam's two "
+            "moments beside them, and cast when they are gathered",
             shards_context=True,
+            keeps_wide=True,
+            gathered_bytes=2.0,
+            state_bytes=8.0,
             reduced_bytes=2.0,
             keeps_gathered=True,
         ),
         Software(
             name="torchtitan",
-            source="pytorch/torchtitan: FSDP2, blocks compiled, which fuses casts into what is before them, and "
-            "scaled_dot_product_attention, which is FlashAttention-2; llm-foundry's runs are from before both",
+            source="pytorch/torchtitan: FSDP2, which reduces in float32 (mixed_precision_reduce); blocks compiled, which fuses "
+            "casts into what is before them; scaled_dot_product_attention, which is FlashAttention-2; llm-foundry's runs are "
+            "from before the last two. Its selective recompute is by operation (selective_ac_option: op)",
             shards_context=True,
-            reduced_bytes=2.0,
+            keeps_wide=True,
+            gathered_bytes=2.0,
+            state_bytes=8.0,
+            reduced_bytes=4.0,
             keeps_gathered=True,
+            selects_products=True,
             fitted_as="fsdp",
             apart={"attention": Constants.attention, "narrow": 1.0},
         ),
     )
 }
+
+
+def find_software(name: str) -> Software:
+    """A software that a recipe names.
+
+    Raises:
+        RequestError: there is none of that name.
+    """
+    if name not in SOFTWARE:
+        raise RequestError(f"planner.software is {name!r}; {did_you_mean(name, SOFTWARE)}")
+    return SOFTWARE[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,24 +298,24 @@ def _covered(page: Mapping[str, Any] | None) -> Covered | None:
     return Covered(numbers=numbers, precisions=tuple(page["precisions"]))
 
 
-def find_stack(software: str, device: str) -> Stack:
+def find_stack(software: Software, device: str) -> Stack:
     """The constants of a software on a device, or of the nearest relative that was fitted.
 
     Args:
-        software: a name of ``SOFTWARE``.
+        software: by itself, or as it was used.
         device: a preset's name.
     """
     entries = _stored()["stacks"]
-    fitted = SOFTWARE[software].fitted_as or software
+    fitted = software.fitted_name
     alike = (f"{fitted}/{other}" for other in same_chip(device, [name.partition("/")[2] for name in entries]))
     for candidate in (f"{fitted}/{device}", *alike, f"{fitted}/*", f"*/{device}", "*/*"):
         if candidate in entries:
             entry = entries[candidate]
             return Stack(
-                software=SOFTWARE[software],
-                constants=constants_of(SOFTWARE[software], Constants(**entry["constants"])),
+                software=software,
+                constants=constants_of(software, Constants(**entry["constants"])),
                 is_fitted=candidate == f"{fitted}/{device}" and entry["rows"] >= _ENOUGH,
                 fitted_on=entry["fitted_on"],
                 covered=_covered(entry.get("covered")),
             )
-    return Stack(software=SOFTWARE[software], constants=Constants(), is_fitted=False)
+    return Stack(software=software, constants=Constants(), is_fitted=False)

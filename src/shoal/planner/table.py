@@ -27,8 +27,9 @@ from shoal.planner.cells import (
     release_of,
 )
 from shoal.planner.hardware import WIDE_TYPES, Cluster
+from shoal.planner.options import as_used, exchanges_heads
 from shoal.planner.rows import Row, read_rows
-from shoal.planner.stacks import SOFTWARE
+from shoal.planner.stacks import SOFTWARE, Software
 from shoal.planner.wrongcells import odd_cells, read_measured, wrong_cells
 
 COLUMNS = (
@@ -65,7 +66,8 @@ class Run:
     num_devices: int
     cluster: Cluster
     device: str
-    software: str
+    software: Software
+    """As it was used."""
     precision: str
     recompute: str
     """none, selective, full, or ``unknown``."""
@@ -138,15 +140,24 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
         raise _Unreadable(wrong)
     odd = tuple(odd_cells(row))
     assumed: list[str] = list(odd)
-    text = " ".join(row.get(column) or "" for column in ("source", "schedule_or_interleave", "zero", "notes"))
+    text = " ".join(
+        row.get(column) or "" for column in ("source", "schedule_or_interleave", "zero", "precision", "gpu", "notes")
+    )
     preset = find_device(row["gpu"])
     zero = read_zero(row["zero"])
-    software = read_software(text)
-    if software is None:
-        software = likely_software(preset.device.name, zero, has_stages=(_float(row, "pp") or 1) > 1)
-        assumed.append(f"a software like {software}")
-    shape = _shape(row, text, software, other_heads, assumed)
-    software = release_of(software, text, row["precision"], has_experts=shape.experts > 1)
+    named = read_software(text)
+    if named is None:
+        named = likely_software(preset.device.name, zero, has_stages=(_float(row, "pp") or 1) > 1)
+        assumed.append(f"a software like {named}")
+    shape = _shape(row, text, named, other_heads, assumed)
+    released = release_of(named, text, row["precision"], has_experts=shape.experts > 1)
+    software = as_used(SOFTWARE[released], text)
+    shape = replace(
+        shape,
+        fused_attention=software.fused_attention,
+        fused_loss=software.fused_loss,
+        fused_pointwise=software.fused_pointwise,
+    )
     degrees, num_devices = _degrees(row, assumed)
     micro_batch, global_batch = _batch(row, degrees, software, assumed)
     recompute = read_recompute(row["recompute"])
@@ -170,6 +181,7 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
         tp=degrees["tp"],
         sp=degrees["tp"] > 1 and is_on(row["seq_parallel"]),
         cp=degrees["cp"],
+        cp_kind="alltoall" if degrees["cp"] > 1 and exchanges_heads(text) else "ring",
         pp=degrees["pp"],
         ep=degrees["ep"],
         schedule=schedule if has_stages else None,
@@ -231,12 +243,14 @@ def _degrees(row: Mapping[str, str], assumed: list[str]) -> tuple[dict[str, int]
     return degrees, num_devices
 
 
-def _batch(row: Mapping[str, str], degrees: Mapping[str, int], software: str, assumed: list[str]) -> tuple[float, int]:
+def _batch(
+    row: Mapping[str, str], degrees: Mapping[str, int], software: Software, assumed: list[str]
+) -> tuple[float, int]:
     """Samples of a microbatch and of a step."""
     micro_batch = _float(row, "micro_batch")
     if micro_batch is None:
         micro_batch = 1.0
-        if software in ("fsdp", "torchtitan") and degrees["pp"] == 1 and row["global_batch"].strip():
+        if software.fitted_name == "fsdp" and degrees["pp"] == 1 and row["global_batch"].strip():
             # Nothing is gained by cutting a batch that fits, where every part gathers all weights again.
             micro_batch = max(1.0, _need(row, "global_batch") / degrees["dp"])
         assumed.append(f"micro_batch {micro_batch:g}")
@@ -294,8 +308,6 @@ def _shape(
         tied="untied" not in text and software not in ("megatron-core", "shoal"),
         query_rank=int(query[1]) if query else 1536 if latent else 0,
         kv_rank=int(key[1]) if key else 512 if latent else 0,
-        fused_attention=SOFTWARE[software].fused_attention,
-        fused_loss=SOFTWARE[software].fused_loss,
         **experts,
     )
     return _gate(shape, row, text)

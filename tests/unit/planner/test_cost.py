@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner_cases import PLAIN, ROUND, job_of, shape_of
+from planner_cases import PLAIN, ROUND, job_of, shape_of, whole
 from shoal.core.plan import Plan
 from shoal.costs.chain import LayerKind
 from shoal.planner.collectives import all_reduce, gather
@@ -28,10 +28,6 @@ def kernels_of(job, part: Slice, precision: str = "bfloat16"):
         block_of(job), part, device=job.cluster.device, precision=precision, item_bytes=2,
         software=job.stack.software, constants=job.stack.constants,
     )  # fmt: skip
-
-
-def whole(parts) -> float:
-    return sum(stage.forward + stage.backward for stage in parts.stages)
 
 
 def test_a_large_product_takes_its_flops_at_the_reached_peak_and_its_bytes_after_that():
@@ -186,11 +182,28 @@ def test_gradients_are_summed_over_replicas_and_over_the_ranks_of_a_sequence():
     assert one.reduce == two.reduce == pytest.approx(gather(size, wire))
     assert one.gather == two.gather == pytest.approx(gather(size / 2, wire))
     assert three.reduce == one.reduce, "once a step, under accumulation too"
-    assert three.gather == pytest.approx(8 * one.gather)
+    # Twice for each of four microbatches, layer by layer, each of which has its latency.
+    assert three.gather == pytest.approx(8 * gather(size / 2, wire, len(job.chain.layers)))
     assert none.reduce_hidden == three.gather_hidden == 0, "shoal overlaps neither"
     shared = price_parts(job, Plan(dp=4, cp=4, microbatches=4))
     assert shared.reduce == none.reduce, "ranks that share a sequence have the same weights"
     assert price_parts(job, Plan(dp=1, tp=16)).reduce == 0
+
+
+def test_who_keeps_shards_of_gradients_reduces_those_of_every_microbatch():
+    job, plan = job_of(software="fsdp"), Plan(dp=16, microbatches=4)
+    one, two = (price_parts(job, replace(plan, zero=zero)).reduce for zero in (1, 2))
+    assert two == pytest.approx(4 * one)
+    # A pipeline has gradients whole until its last cell.
+    one, two = (price_parts(job, Plan(dp=8, pp=2, microbatches=4, zero=zero)).reduce for zero in (1, 2))
+    assert two == one
+
+
+def test_keys_and_values_go_from_rank_to_rank_at_one_ranks_speed():
+    """A collective leaves a node by the links of all its ranks there; a ring's one message has its sender's alone."""
+    wires = wires_of(Plan(dp=1, cp=16), job_of(cluster="h100:2x8"))
+    assert wires.context.bandwidth == pytest.approx(50e9 * ROUND.network)
+    assert wires.data.bandwidth > 4 * wires.context.bandwidth
 
 
 def test_megatron_sums_gradients_in_float32_for_bfloat16_alone():

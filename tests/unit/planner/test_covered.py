@@ -7,7 +7,7 @@ import pytest
 from shoal.planner.covered import beyond, cover, numbers_of
 from shoal.planner.predict import fits, fullest, held_memory, job_of, needed_recompute, predict_run
 from shoal.planner.presets import GIB
-from shoal.planner.stacks import Covered, find_stack
+from shoal.planner.stacks import SOFTWARE, Covered, find_stack
 from shoal.planner.table import read_table
 from table_rows import write_table
 
@@ -47,7 +47,7 @@ def test_a_prediction_beyond_the_fitted_rows_is_out_of_range_and_has_a_wider_int
 
 def test_every_fitted_stack_says_what_it_covers():
     for software, device in (("fsdp", "a100-80gb"), ("megatron", "a100-80gb"), ("bigscience", "v100-32gb")):
-        covered = find_stack(software, device).covered
+        covered = find_stack(SOFTWARE[software], device).covered
         assert covered is not None and covered.precisions and covered.numbers["devices"][0] >= 1
 
 

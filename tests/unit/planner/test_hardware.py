@@ -93,17 +93,20 @@ def test_constants_are_fitted_in_at_most_six_places_and_say_on_what():
 
 
 def test_a_stack_that_nobody_measured_says_so():
-    assert find_stack("fsdp", "a100-80gb").is_fitted
+    assert find_stack(SOFTWARE["fsdp"], "a100-80gb").is_fitted
     for software, device in (("fsdp", "mi300x"), ("shoal", "h100-80gb")):
-        found = find_stack(software, device)
+        found = find_stack(SOFTWARE[software], device)
         assert not found.is_fitted and found.software.name == software and found.fitted_on
 
 
 def test_a_device_with_a_known_chip_has_the_constants_of_that_chip():
     for device, relative in (("h800-80gb", "h100-80gb"), ("h200-141gb", "h100-80gb")):
-        found = find_stack("megatron-core", device)
-        assert found.constants == find_stack("megatron-core", relative).constants and not found.is_fitted
-    assert find_stack("megatron-core", "mi300x").constants != find_stack("megatron-core", "h100-80gb").constants
+        found = find_stack(SOFTWARE["megatron-core"], device)
+        assert found.constants == find_stack(SOFTWARE["megatron-core"], relative).constants and not found.is_fitted
+    assert (
+        find_stack(SOFTWARE["megatron-core"], "mi300x").constants
+        != find_stack(SOFTWARE["megatron-core"], "h100-80gb").constants
+    )
 
 
 def test_power_holds_a_device_back_in_every_precision_alike():
@@ -143,8 +146,8 @@ def test_devices_without_a_switch_have_between_them_their_share_of_the_links():
 
 def test_a_release_or_a_relative_has_the_constants_of_the_software_that_it_is_fitted_as():
     for device in ("gb300-279gb", "mi300x"):
-        own, relative = (find_stack(name, device) for name in ("megatron-core-graphs", "megatron-core"))
+        own, relative = (find_stack(SOFTWARE[name], device) for name in ("megatron-core-graphs", "megatron-core"))
         assert own.constants == relative.constants and own.is_fitted == relative.is_fitted
         assert own.software.replays and not relative.software.replays
-    titan, fsdp = (find_stack(name, "h100-80gb").constants for name in ("torchtitan", "fsdp"))
+    titan, fsdp = (find_stack(SOFTWARE[name], "h100-80gb").constants for name in ("torchtitan", "fsdp"))
     assert titan.matmul == fsdp.matmul and (titan.attention, titan.narrow) == (Constants.attention, 1.0)

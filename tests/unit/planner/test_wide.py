@@ -60,7 +60,16 @@ def test_power_holds_a_v100_back_in_the_16_bits_that_it_has():
     assert device.sustained_flops("float16") == pytest.approx(1 / math.hypot(1 / 125e12, 1 / (300 * 1.4e12)))
 
 
-@pytest.mark.parametrize("software", [name for name in SOFTWARE if name != "shoal"])
+def test_sharded_weights_are_float32_alone_and_cast_when_they_are_gathered():
+    """Sixteen bytes for a weight in bfloat16 too: there is no second copy of it."""
+    for software in ("fsdp", "torchtitan"):
+        kept = weight_bytes_of(SOFTWARE[software], "bfloat16")
+        job = job_of(software=software, weight_bytes=kept)
+        assert (kept, job.gathered_bytes, job.gradient_bytes, job.optimizer_bytes) == (4.0, 2.0, 4.0, 8.0)
+        assert replace(job, precision="float32").gathered_bytes == 4.0
+
+
+@pytest.mark.parametrize("software", [name for name, found in SOFTWARE.items() if not found.keeps_wide])
 def test_what_is_computed_in_float32_has_weights_of_four_bytes_and_two_moments(software):
     """Sixteen bytes for a weight: itself, its gradient, two moments; no copy in another type."""
     wide, half = (weight_bytes_of(SOFTWARE[software], precision) for precision in ("float32", "bfloat16"))

@@ -11,6 +11,7 @@ from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.data.spec import DataSpec
 from shoal.models.facts import facts_of
 from shoal.planner.config import ShapeConfig
+from shoal.planner.stacks import Software, find_software
 from shoal.trainer.config import Recipe
 from shoal.trainer.forecasts.chain import chain_of, facts_by_looking
 
@@ -39,13 +40,13 @@ def chain_for(recipe: Recipe, spec: DataSpec | None) -> Chain:
         RequestError: the module cannot be traced.
     """
     if recipe.planner.shape is not None:
-        return shape_chain(recipe.planner.shape, recipe.train.precision)
+        return shape_chain(recipe.planner.shape, recipe.train.precision, find_software(recipe.planner.software))
     assert spec is not None, "a module is built for its data"
     return chain_of(recipe, spec, device="cuda")
 
 
-def shape_chain(shape: ShapeConfig, precision: str) -> Chain:
-    """A transformer by its numbers, in a recipe's precision.
+def shape_chain(shape: ShapeConfig, precision: str, software: Software) -> Chain:
+    """A transformer by its numbers, in a recipe's precision, with a software's kernels.
 
     Raises:
         RequestError: heads do not divide what they share out.
@@ -67,7 +68,9 @@ def shape_chain(shape: ShapeConfig, precision: str) -> Chain:
             is_gated=shape.gated,
             tied=shape.tied,
             dropout=False,
-            fused_attention=True,
+            fused_attention=software.fused_attention,
+            fused_loss=software.fused_loss,
+            fused_pointwise=software.fused_pointwise,
             experts=shape.experts,
             chosen_experts=shape.chosen_experts,
             expert_ffn=shape.expert_ffn,

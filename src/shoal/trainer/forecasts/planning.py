@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.core.combine import divisors
-from shoal.core.errors import RequestError, did_you_mean
+from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
@@ -26,7 +26,7 @@ from shoal.planner.perlayer import Choices, choose_splits, is_uneven
 from shoal.planner.precisions import EXECUTED_PRECISIONS, check_precisions, faster_precisions
 from shoal.planner.search import Found, merge, search
 from shoal.planner.smallest import refuse_small
-from shoal.planner.stacks import SOFTWARE, find_stack
+from shoal.planner.stacks import find_software, find_stack
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.forecasts.planned import chain_for, check_experts, facts_for
 from shoal.trainer.request import OwnParts
@@ -170,17 +170,16 @@ def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -
     Raises:
         RequestError: the recipe names a software that is not known.
     """
-    config, precision = recipe.planner, recipe.train.precision
-    if config.software not in SOFTWARE:
-        raise RequestError(f"planner.software is {config.software!r}; {did_you_mean(config.software, SOFTWARE)}")
-    is_ours = config.software == "shoal"
-    stack = find_stack(config.software, where.device.name)
+    software, precision = find_software(recipe.planner.software), recipe.train.precision
+    stack = find_stack(software, where.device.name)
     if where.reached is not None:
         # What was measured is what is reached, whatever other devices reach of their data sheets.
         stack = replace(stack, constants=where.reached, is_fitted=False, fitted_on=where.device.source, covered=None)
     weight_bytes = weight_bytes_of(stack.software, precision)
     # Of a tensor large enough that the few bytes for every tensor do not count; other software is taken to train with Adam.
-    state_bytes = num_state_bytes(recipe.optim, [_MANY], int(weight_bytes)) / _MANY if is_ours else None
+    state_bytes = (
+        num_state_bytes(recipe.optim, [_MANY], int(weight_bytes)) / _MANY if software.name == "shoal" else None
+    )
     return Job(
         chain=chain,
         cluster=where,
