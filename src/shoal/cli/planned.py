@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.result import print_table
 from shoal.core.units import format_bytes, format_count
+from shoal.planner.search import AS_GOOD
 
 if TYPE_CHECKING:
     from shoal.planner.estimate import Estimate
+    from shoal.planner.search import Found
     from shoal.trainer.forecasts.planning import Answer, PlanRequest
 
 _COLUMNS = ("", "plan", "precision", "step", "{items}/s", "MFU", "bubble", "exposed", "memory", "head room")
@@ -43,12 +45,8 @@ def print_answer(answer: "Answer", request: "PlanRequest") -> None:
     places = _places(found.ranked[0])
     if places:
         print(places)
-    if found.refused is not None:
-        print(
-            f"refused by memory: {found.refused.plan} would take {found.refused.seconds:.4g} s, and lacks "
-            f"{format_bytes(-found.refused.headroom)} a device"
-        )
     for line in (
+        *_refused(found),
         *answer.why_not,
         *answer.remarks,
         *_caveats(answer, rows),
@@ -99,6 +97,21 @@ def _places(best: "Estimate") -> str:
         return ""
     shown = ", ".join(held) if len(held) <= _FEW else f"{', '.join(held[: _FEW - 2])}, ... {held[-1]}"
     return f"memory of 1 by place in the pipeline: {shown}"
+
+
+def _refused(found: "Found") -> Iterator[str]:
+    """The fastest plan that memory refused and by how much, or that there is none."""
+    refused, best = found.refused, found.ranked[0]
+    if refused is None:
+        yield "refused by memory: none, all plans fit"
+        return
+    named = f"{refused.plan} in {refused.precision}" if refused.precision != best.precision else str(refused.plan)
+    line = f"refused by memory: {named} would take {refused.seconds:.4g} s, and lacks {format_bytes(-refused.headroom)} a device"
+    # A plan that is a little slower is chosen where it is simpler.
+    slower = refused.seconds / min(one.seconds for one in found.ranked)
+    if slower > AS_GOOD:
+        line += f"; it is {slower - 1:.1%} slower than the fastest that fits, and would not have been chosen anyway"
+    yield line
 
 
 def _caveats(answer: "Answer", rows: list["Estimate"]) -> Iterator[str]:

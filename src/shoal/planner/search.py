@@ -6,6 +6,7 @@ fits. The times of layers are shared between plans (``cost.Known``), and what ca
 
 import math
 import time
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,9 +18,13 @@ from shoal.planner.cost import Known, least_seconds
 from shoal.planner.cutoff import Cutoff, layout_of
 from shoal.planner.estimate import Estimate, estimate, estimate_by_schedule, memory_of
 from shoal.planner.job import Job
+from shoal.planner.memory import Memory
 
 _REFINED = 8
 """Plans of the arithmetic's ranking that are priced by their schedules."""
+_REFUSED = 4
+"""Plans that do not fit, the fastest by arithmetic, that are priced by their schedules: the times beside which they are shown
+are made so, and a closed form may be off by a twentieth either way."""
 _EXECUTED = 2
 """Plans that Shoal executes, priced by their schedules where the best are none."""
 _PIPELINES = 3
@@ -28,7 +33,7 @@ _RECOMPUTE = ("none", "selective", "full")
 """From the fastest to what holds least."""
 _LEAN = ("v-half", "v-min")
 """Schedules that hold the fewest microbatches (Qi et al. 2024, arXiv:2405.15362): a half and a third of what 1f1b does."""
-_AS_GOOD = 1.01
+AS_GOOD = 1.01
 """Times the fastest step up to which a simpler plan is preferred: times are not known to one part in a hundred."""
 _SIMPLER = 12
 """Simpler plans of the arithmetic's ranking that are tried for being as good by their schedules, at most."""
@@ -43,7 +48,7 @@ class Found:
     ranked: tuple[Estimate, ...]
     """The fastest that fit, best first."""
     refused: Estimate | None
-    """The fastest that does not fit."""
+    """The fastest that does not fit, be it slower than those that do; None where all fit."""
     num_plans: int
     """That were priced, or left out because their layout takes too long at least."""
     seconds: float
@@ -65,31 +70,30 @@ def search(job: Job, limits: Limits | None = None, *, top: int = 5) -> Found:
     limits = limits or Limits()
     start = time.perf_counter()
     known: Known = {}
-    looked = _look(job, limits, top, known)
-    if not looked.fitting and limits.schedules is None:
+    looks = [_look(job, limits, top, known)]
+    if not looks[0].fitting and limits.schedules is None:
         # Schedules that hold least are not tried with every layout; now they are the last resort.
-        lean = _look(job, replace(limits, schedules=_LEAN), top, known)
-        looked = _Looked(
-            fitting=lean.fitting,
-            left_out=lean.left_out,
-            refused=looked.refused,
-            refused_at=looked.refused_at,
-            least=min((looked.least, lean.least), key=lambda one: one[0] if one else math.inf),
-            num_plans=looked.num_plans + lean.num_plans,
-        )
-    fitting = [one for _, one in sorted(looked.fitting, key=lambda pair: (_time(pair[1]), pair[0]))]
-    ranked = _refine(job, limits, fitting, top, known)
-    # What does not fit is told where it would be faster than the best; where none of the best fits by its schedule, who asks
-    # wants to hear what needs least of all.
-    fastest = ranked[0].seconds * _AS_GOOD if ranked else math.inf
-    fitting += _look_again(job, limits, looked, fastest, known)
-    ranked = _simplest_first(ranked, _simpler(job, ranked, fitting))
-    refused = looked.refused
-    if refused is not None:
-        refused = estimate(job, refused.plan, known, places=memory_of(job, refused.plan, every_place=True))
-    least = None if looked.least is None else estimate(job, looked.least[2], known)
-    seconds = time.perf_counter() - start
-    return _found(ranked, refused, least, top=top, num_plans=looked.num_plans, seconds=seconds)
+        looks.append(_look(job, replace(limits, schedules=_LEAN), top, known))
+    last = looks[-1]
+    fitting = [one for _, one in sorted(last.fitting, key=lambda pair: (_time(pair[1]), pair[0]))]
+    refined = _refine(job, limits, fitting, top, known)
+    ranked = sorted((one for one in refined if one.fits), key=_time)
+    # A simpler plan may be as good as the best, and where none of the best fits by its schedule, who asks wants to hear what
+    # needs least of all.
+    fitting += _look_again(job, limits, last, ranked[0].seconds * AS_GOOD if ranked else math.inf, known)
+    simpler = _simpler(job, ranked, fitting)
+    ranked = _simplest_first(ranked, [one for one in simpler if one.fits])
+    refused = [one for look in looks for one in _refine_refused(job, look)]
+    refused += [one for one in (*refined, *simpler) if not one.fits]
+    needs = [look.least for look in looks if look.least is not None]
+    return _found(
+        ranked,
+        min(refused, key=lambda one: one.seconds, default=None),
+        estimate(job, min(needs, key=lambda one: one[0])[2], known) if needs else None,
+        top=top,
+        num_plans=sum(look.num_plans for look in looks),
+        seconds=time.perf_counter() - start,
+    )
 
 
 @dataclass(kw_only=True)
@@ -100,9 +104,8 @@ class _Looked:
     """With their places."""
     left_out: list[tuple[float, int, Plan]] = field(default_factory=list)
     """Plans that cannot be among the best: what they take at least, the shortest first, and their places."""
-    refused: Estimate | None = None
-    """The fastest that does not fit."""
-    refused_at: int = 0
+    refused: list[tuple[float, int, Estimate]] = field(default_factory=list)
+    """The few fastest that do not fit: seconds and places."""
     least: tuple[float, int, Plan] | None = None
     """Bytes, place and plan of the one that needs the least memory."""
     num_plans: int = 0
@@ -110,7 +113,7 @@ class _Looked:
     @property
     def refused_seconds(self) -> float:
         """Beyond which nobody asks what else does not fit."""
-        return math.inf if self.refused is None else self.refused.seconds
+        return self.refused[-1][0] if len(self.refused) == _REFUSED else math.inf
 
 
 def _look(job: Job, limits: Limits, top: int, known: Known) -> _Looked:
@@ -132,24 +135,32 @@ def _look(job: Job, limits: Limits, top: int, known: Known) -> _Looked:
         if cutoff.is_beyond(plan, seconds):
             found.left_out.append((seconds, place, plan))
             continue
-        fits = _price(job, limits, found, place, plan, seconds, known)
-        if fits is not None:
+        places = _measure(job, limits, found, place, plan, seconds, known)
+        if places is not None:
             fitting.add(place)
+            fits = estimate(job, plan, known, places=places)
             found.fitting.append((place, fits))
             cutoff.add(fits)
     return found
 
 
 def _look_again(job: Job, limits: Limits, found: _Looked, seconds: float, known: Known) -> list[Estimate]:
-    """Price those that were left out and take less than ``seconds`` at least; those that fit. The others are noted."""
-    fitting: dict[int, Estimate] = {}
+    """Price what was left out, fits and takes less than ``seconds`` at least; note the fastest of it that do not fit.
+
+    Where these are found already, few are looked at. Where too few are, all are, for their memory alone: nothing else tells
+    that there are no more.
+    """
+    fitting: list[Estimate] = []
+    fitted: set[int] = set()
     for least, place, plan in found.left_out:
         # What fits would fit with more recompute too.
-        if least >= seconds or place in fitting:
+        if place in fitted or least >= max(seconds, found.refused_seconds):
             found.num_plans += 1
-        elif (fits := _price(job, limits, found, place, plan, least, known)) is not None:
-            fitting[place] = fits
-    return list(fitting.values())
+        elif (places := _measure(job, limits, found, place, plan, least, known)) is not None:
+            fitted.add(place)
+            if least < seconds:
+                fitting.append(estimate(job, plan, known, places=places))
+    return fitting
 
 
 def _least_times(job: Job, plans: Sequence[Plan], known: Known) -> Iterator[tuple[float, int, int]]:
@@ -165,10 +176,10 @@ def _least_times(job: Job, plans: Sequence[Plan], known: Known) -> Iterator[tupl
         yield from ((seconds, place, recompute) for recompute, seconds in enumerate(times))
 
 
-def _price(
+def _measure(
     job: Job, limits: Limits, found: _Looked, place: int, plan: Plan, seconds: float, known: Known
-) -> Estimate | None:
-    """A plan that takes ``seconds`` at least; None where it does not fit, which is noted, or is not legal."""
+) -> tuple[Memory, ...] | None:
+    """The memory of a plan that takes ``seconds`` at least; None where it does not fit, which is noted, or is not legal."""
     if not is_legal(plan, limits):
         return None
     found.num_plans += 1
@@ -176,13 +187,13 @@ def _price(
     needs = max(each.allocated for each in places)
     if found.least is None or (needs, place) < found.least[:2]:
         found.least = (needs, place, plan)
-    if needs > job.cluster.device.free_bytes and seconds > found.refused_seconds:
-        return None
-    priced = estimate(job, plan, known, places=places)
-    if priced.fits:
-        return priced
-    if (priced.seconds, place) < (found.refused_seconds, found.refused_at):
-        found.refused, found.refused_at = priced, place
+    if needs <= job.cluster.device.free_bytes:
+        return places
+    # What does not fit needs a time only to be among the fastest refused.
+    if seconds <= found.refused_seconds:
+        priced = estimate(job, plan, known, places=places)
+        insort(found.refused, (priced.seconds, place, priced), key=lambda one: one[:2])
+        del found.refused[_REFUSED:]
     return None
 
 
@@ -195,9 +206,6 @@ def _found(
     num_plans: int,
     seconds: float,
 ) -> Found:
-    # What was refused is of interest only where it would have been faster.
-    if ranked and refused is not None and refused.seconds >= ranked[0].seconds:
-        refused = None
     runnable = None
     if all(one.not_executed for one in ranked[:top]):
         runnable = next((one for one in ranked if not one.not_executed), None)
@@ -235,7 +243,7 @@ def _simplest_first(ranked: Sequence[Estimate], others: Sequence[Estimate]) -> l
     """The ranking with the simplest plan of those as good as its fastest in front, be it one of the others."""
     if not ranked:
         return []
-    alike = [one for one in (*ranked, *others) if one.seconds <= ranked[0].seconds * _AS_GOOD]
+    alike = [one for one in (*ranked, *others) if one.seconds <= ranked[0].seconds * AS_GOOD]
     best = min(alike, key=lambda one: (_num_keys(one), one.seconds))
     return [best, *(one for one in ranked if one is not best)]
 
@@ -243,19 +251,26 @@ def _simplest_first(ranked: Sequence[Estimate], others: Sequence[Estimate]) -> l
 def _simpler(job: Job, ranked: Sequence[Estimate], fitting: Sequence[Estimate]) -> list[Estimate]:
     """A plan of the arithmetic's ranking that is as good as the best by its schedule, and simpler; none where there is none.
 
-    It need not be among the first few: the arithmetic flatters pipelines of few microbatches, and those are many.
+    It need not be among the first few: the arithmetic flatters pipelines of few microbatches, and those are many. Before it
+    come those that its schedule showed not to fit.
     """
     if not ranked:
         return []
-    enough = ranked[0].seconds * _AS_GOOD
+    enough = ranked[0].seconds * AS_GOOD
     fewest = min(_num_keys(one) for one in ranked if one.seconds <= enough)
     known = {str(one.plan) for one in ranked}
     simpler = [
         one for one in fitting if _num_keys(one) < fewest and one.seconds <= enough and str(one.plan) not in known
     ]
     simpler.sort(key=lambda one: (_num_keys(one), one.seconds))
-    found = (estimate_by_schedule(job, one.plan) for one in simpler[:_SIMPLER])
-    return list(islice((one for one in found if one.fits and one.seconds <= enough), 1))
+    tried: list[Estimate] = []
+    for one in simpler[:_SIMPLER]:
+        found = estimate_by_schedule(job, one.plan)
+        if not found.fits:
+            tried.append(found)
+        elif found.seconds <= enough:
+            return [*tried, found]
+    return tried
 
 
 def _num_keys(found: Estimate) -> int:
@@ -264,7 +279,7 @@ def _num_keys(found: Estimate) -> int:
 
 
 def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int, known: Known) -> list[Estimate]:
-    """The best plans by their schedules, with every other schedule that their layout could have."""
+    """The best plans by their schedules, with every other schedule that their layout could have; some of these do not fit."""
     candidates: dict[str, Plan] = {}
     best = fitting[: _num_refined(top)]
     if all(found.not_executed for found in best):
@@ -281,12 +296,13 @@ def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int, kno
                 # To work a schedule through takes a tenth of a second: what is far behind by arithmetic is left out.
                 if has_stages and is_legal(other, limits) and _is_near(estimate(job, other, known), fitting[0]):
                     candidates.setdefault(str(other), other)
-    refined = []
-    for plan in candidates.values():
-        found = estimate_by_schedule(job, plan)
-        if found.fits:
-            refined.append(found)
-    return sorted(refined, key=_time)
+    return [estimate_by_schedule(job, plan) for plan in candidates.values()]
+
+
+def _refine_refused(job: Job, found: _Looked) -> list[Estimate]:
+    """The fastest that do not fit by their schedules; by closed forms, where these promise too little and the schedules fit."""
+    by_schedule = [estimate_by_schedule(job, one.plan) for _, _, one in found.refused]
+    return [one for one in by_schedule if not one.fits] or [one for _, _, one in found.refused[:1]]
 
 
 def _num_refined(top: int) -> int:

@@ -41,6 +41,25 @@ def test_plans_as_lines_and_as_json(shoal, recipe, tmp_path):
     assert "run 1 with" not in done.stdout and {plan["command"] for plan in found["plans"]} == {None}
 
 
+@pytest.mark.parametrize(
+    ("cluster", "batch", "is_slower"), [("a100-40gb:2x8", 64, False), ("h200:1x8", 8, True), ("gb300:1x8", 8, None)]
+)
+def test_the_first_plan_that_memory_refuses_is_always_told(shoal, recipe, tmp_path, cluster, batch, is_slower):
+    """It was told only where it is faster than the best."""
+    done = shoal("plan", recipe, "--cluster", cluster, "--global-batch", batch, "--json", "out.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    (told,) = (line for line in done.stdout.splitlines() if line.startswith("refused by memory: "))
+    assert ("would not have been chosen anyway" in told) == bool(is_slower)
+    if is_slower is None:
+        assert found["refused"] is None and "all plans fit" in told
+        return
+    refused, fastest = found["refused"], min(plan["seconds"] for plan in found["plans"])
+    assert refused.keys() == found["plans"][0].keys() and not refused["fits"] and refused["headroom_bytes"] < 0
+    assert (refused["seconds"] > 1.01 * fastest) == is_slower
+    assert refused["plan"] in told and f"{-refused['headroom_bytes'] / 2**30:.1f} GiB" in told
+
+
 def test_what_memory_and_head_room_leave_out_is_said(shoal, recipe):
     """Both did not add up to the device: a process takes some of it for itself."""
     done = shoal("plan", recipe, "--cluster", "a100-80gb:1x8", "--global-batch", 64, "--top", 1)

@@ -11,6 +11,7 @@ from shoal.planner.candidates import Limits, plans_of
 from shoal.planner.cost import least_seconds
 from shoal.planner.cutoff import Cutoff
 from shoal.planner.estimate import estimate
+from shoal.planner.presets import GIB
 
 EXPERTS = {"experts": 8, "chosen_experts": 2, "is_gated": True, "layers": 16, "hidden": 4096, "heads": 32}
 JOBS = {
@@ -41,6 +42,28 @@ def test_it_answers_what_pricing_all_answers(monkeypatch, name, limits):
     assert any(answers) == (name != "too large"), "something was left out, or this compares nothing"
     monkeypatch.setattr(Cutoff, "is_beyond", lambda self, plan, least: False)
     assert told(found) == told(module.search(job(name), limits, top=2))
+
+
+def test_what_is_refused_may_be_among_what_was_left_out(monkeypatch):
+    """Tensor-parallel ranks that cannot cut 4,095 positions hold all of 32 samples, and take four times as long as replicas."""
+    shape = shape_of(layers=1, hidden=512, heads=8, vocab=128, sequence=4095)
+    roomy = job_of(shape, cluster="v100-16gb:8x1", global_batch=32)
+    device = replace(roomy.cluster.device, memory_bytes=0.7 * GIB, context_bytes=0.0)
+    tight = replace(roomy, cluster=replace(roomy.cluster, device=device))
+    limits = Limits(most_tensor=8)
+    left_out, is_beyond = set(), Cutoff.is_beyond
+
+    def listen(self, plan, least):
+        if is_beyond(self, plan, least):
+            left_out.add(str(plan))
+        return is_beyond(self, plan, least)
+
+    monkeypatch.setattr(Cutoff, "is_beyond", listen)
+    found = module.search(tight, limits)
+    assert found.refused is not None and str(found.refused.plan) == "dp=1 tp=8"
+    assert "dp=1 tp=8" in left_out and found.refused.seconds > 3 * found.ranked[0].seconds
+    monkeypatch.setattr(Cutoff, "is_beyond", lambda self, plan, least: False)
+    assert told(found) == told(module.search(tight, limits))
 
 
 def test_few_of_many_plans_are_priced(monkeypatch):
