@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import RequestError, nearest
 from shoal.planner.config import DeviceConfig
-from shoal.planner.hardware import Cluster, ClusterName, Device, Tier, parse_cluster
+from shoal.planner.hardware import CONTEXT_BYTES, Cluster, ClusterName, Device, Tier, parse_cluster
 
 GB = 1e9
 GIB = 2.0**30
@@ -38,6 +38,11 @@ class Link:
     """Links go from device to device, without a switch."""
 
 
+# Latencies are by hand: no data sheet has them, and the constants of stacks were fitted beside them, so they stay. They are of
+# one hop, with its share of what a collective takes once. For comparison, NCCL's own model (NVIDIA/nccl 2.20,
+# src/graph/tuning.cc, rings with the protocol Simple): 3.4 us a hop over NVLink, 5.7 us over PCI Express, 14 us over a network,
+# and 8.4 us once. Infinity Fabric is put between the first two; Omni-Path and Ethernet, which go through more of the host, above
+# InfiniBand. For memory ``shoal calibrate`` has the machine's own.
 LINKS: dict[str, Link] = {
     "nvlink2": Link(
         bandwidth=150 * GB, latency=6e-6, source="NVIDIA V100 data sheet: 300 GB/s both ways", is_mesh=True
@@ -49,11 +54,13 @@ LINKS: dict[str, Link] = {
     "infinity-fabric": Link(
         bandwidth=448 * GB, latency=8e-6, source="AMD MI300X data sheet: 7 links of 64 GB/s each way", is_mesh=True
     ),
+    # A die drives eight links of 50 GB/s (rocm.docs.amd.com, "AMD Instinct MI250 microarchitecture"): four to the other die of
+    # its module, one to the host. The three that are left are what a ring over a node has: derived, not from a sheet. It is one
+    # number for unlike pairs: two dies of a module have 200 GB/s between them, others 50 to 100 (OLCF, "Frontier User Guide").
     "infinity-fabric-2": Link(
-        bandwidth=200 * GB,
+        bandwidth=150 * GB,
         latency=8e-6,
-        source="AMD MI250X data sheet: 400 GB/s both ways between modules",
-        is_mesh=True,
+        source="AMD MI250 microarchitecture: 3 links of 50 GB/s from a die to other modules",
     ),
     "pcie4": Link(bandwidth=32 * GB, latency=10e-6, source="PCI Express 4.0 x16: 32 GB/s each way"),
     "pcie5": Link(bandwidth=64 * GB, latency=10e-6, source="PCI Express 5.0 x16: 64 GB/s each way"),
@@ -61,6 +68,11 @@ LINKS: dict[str, Link] = {
     "infiniband-ndr": Link(bandwidth=50 * GB, latency=12e-6, source="InfiniBand NDR: 400 Gb/s a device"),
     "infiniband-xdr": Link(bandwidth=100 * GB, latency=12e-6, source="InfiniBand XDR: 800 Gb/s a device"),
     "infiniband-edr": Link(bandwidth=12.5 * GB, latency=12e-6, source="InfiniBand EDR: 100 Gb/s a device"),
+    "slingshot-11": Link(
+        bandwidth=12.5 * GB,
+        latency=12e-6,
+        source="HPE Slingshot-11: 4 ports of 200 Gb/s for 8 devices (LUMI-G, Frontier)",
+    ),
     "omni-path": Link(bandwidth=6.25 * GB, latency=15e-6, source="Omni-Path 100: 4 ports of 100 Gb/s for 8 devices"),
     "ethernet-100g": Link(bandwidth=12.5 * GB, latency=30e-6, source="100 Gb/s Ethernet, a port a device"),
     "ethernet-10g": Link(bandwidth=1.25 * GB, latency=50e-6, source="10 Gb/s Ethernet, a port a device"),
@@ -79,6 +91,7 @@ def _device(
     *,
     watts: float | None = None,
     exponentials: float | None = None,
+    context_bytes: float = CONTEXT_BYTES,
 ) -> Device:
     return Device(
         name=name,
@@ -88,7 +101,13 @@ def _device(
         source=source,
         watts=watts,
         exponentials=None if exponentials is None else exponentials * TERA,
+        context_bytes=context_bytes,
     )
+
+
+_PROCESS_BYTES = 0.3 * GIB
+"""What a process has in a processor's own memory before its model: Python, torch and the trainer, 282 MiB with torch 2.13 (the
+``rank_bytes`` of ``shoal calibrate``). There is no driver's context."""
 
 
 # Exponentials: 16 in a clock of each multiprocessor (CUDA C++ Programming Guide, "Arithmetic Instructions"), twice as many on
@@ -111,9 +130,19 @@ _H20 = {"float32": 44.0, "tf32": 74.0, "bfloat16": 148.0, "float16": 148.0, "flo
 # 91.6 (NVIDIA L40S data sheet).
 _L40S = {"float32": 91.6, "tf32": 183.0, "bfloat16": 362.0, "float16": 362.0, "float8": 733.0}
 _MI355X = {"float32": 157.3, "bfloat16": 2500.0, "float16": 2500.0, "float8": 5000.0, "float4": 10000.0}
-_MI250X = {"float32": 95.7, "bfloat16": 383.0, "float16": 383.0}
+# A die, half a module: torch has a device for each ("8 separate GPUs" of 4 modules: OLCF, "Frontier User Guide"; LUMI's page on
+# LUMI-G says the same of hipGetDeviceCount). AMD's sheet has for a module 383.0 in 16 bit, 95.7 in float32 by matrices, which
+# round nothing, 128 GB, 3.277 TB/s, and 560 W at most; the halves are derived.
+_MI250X = {"float32": 95.7 / 2, "bfloat16": 383.0 / 2, "float16": 383.0 / 2}
 # 163.4 by vectors and by matrices alike (AMD's footnote MI300-11, November 2023; MI300X data sheet).
 _MI300X = {"float32": 163.4, "tf32": 653.7, "bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9}
+# Of processors no sheet has peaks; they are derived: cores x clock x units x numbers in a register x 2, a multiply and an add.
+# 16 float32 are in a register of 512 bits, and twice as many bfloat16 (AVX512_BF16). Tiles (AMX, 2,048 flops in a clock of a
+# core) would be 16 times that, and not every server has them. 8 channels x 4,800 MT/s x 8 bytes are 307 GB/s.
+_X86 = {"float32": 32 * 2.9e9 * 2 * 16 * 2 / TERA, "bfloat16": 32 * 2.9e9 * 2 * 32 * 2 / TERA}
+# 4 float32 are in a register of 128 bits: 7.1, twice the float64 of half a Grace CPU Superchip (NVIDIA: 7.1 for its 144 cores). A
+# BFMMLA does 16 products of bfloat16, on all four units (LLVM, AArch64SchedNeoverseV2.td).
+_ARM = {"float32": 72 * 3.1e9 * 4 * 4 * 2 / TERA, "bfloat16": 72 * 3.1e9 * 4 * 16 * 2 / TERA}
 
 PRESETS: dict[str, Preset] = {
     preset.device.name: preset
@@ -290,9 +319,11 @@ PRESETS: dict[str, Preset] = {
             between="infiniband-xdr",
         ),
         Preset(
-            device=_device("mi250x", _MI250X, 128, 3.277, "AMD MI250X data sheet"),
+            device=_device(
+                "mi250x", _MI250X, 64, 3.277 / 2, "AMD MI250X data sheet, half a module: one die (GCD)", watts=560 / 2
+            ),
             inside="infinity-fabric-2",
-            between="infiniband-hdr",
+            between="slingshot-11",
         ),
         Preset(
             device=_device("mi300x", _MI300X, 192, 5.3, "AMD MI300X data sheet, without sparsity", watts=750),
@@ -312,10 +343,11 @@ PRESETS: dict[str, Preset] = {
         Preset(
             device=_device(
                 "x86-server",
-                {"float32": 3.0, "bfloat16": 6.0},
+                _X86,
                 256,
-                0.3,
-                "a socket of 32 cores at 2.9 GHz, two AVX-512 units each",
+                0.307,
+                "a socket of 32 cores at 2.9 GHz, two AVX-512 units each, 8 channels of DDR5-4800",
+                context_bytes=_PROCESS_BYTES,
             ),
             inside="memory",
             between="ethernet-100g",
@@ -324,10 +356,11 @@ PRESETS: dict[str, Preset] = {
         Preset(
             device=_device(
                 "arm-server",
-                {"float32": 2.5, "bfloat16": 10.0},
+                _ARM,
                 256,
                 0.5,
-                "a socket of 72 cores at 3.1 GHz, four 128-bit units each",
+                "a socket of 72 cores at 3.1 GHz, four 128-bit units each (NVIDIA Grace)",
+                context_bytes=_PROCESS_BYTES,
             ),
             inside="memory",
             between="ethernet-100g",

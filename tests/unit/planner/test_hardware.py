@@ -24,6 +24,30 @@ def test_every_preset_has_sources_and_a_cluster(name):
     assert peaks["float32"] <= preset.device.flops("bfloat16") and preset.device.memory_bytes >= 16 * 2**30
 
 
+def test_processors_have_the_peaks_that_their_cores_add_up_to_and_no_drivers_context():
+    """Of 32 and 72 cores they had half and a third, and 2 GiB of a CUDA context."""
+    x86, arm = (PRESETS[name].device for name in ("x86-server", "arm-server"))
+    assert x86.flops("float32") == pytest.approx(5.94e12, rel=1e-3) and arm.flops("float32") == pytest.approx(
+        7.14e12, rel=1e-3
+    )
+    assert x86.flops("bfloat16") == 2 * x86.flops("float32") and arm.flops("bfloat16") == 4 * arm.flops("float32")
+    for device in (x86, arm):
+        assert (
+            device.free_bytes == pytest.approx(255.7 * 2**30) and PRESETS["h100-80gb"].device.free_bytes == 78 * 2**30
+        )
+
+
+def test_an_mi250x_is_what_torch_has_as_a_device():
+    """It was a module of two dies, eight in a node: twice what real nodes have."""
+    preset = PRESETS["mi250x"]
+    die, tier = preset.device, build_cluster("mi250x:2x8").tiers[-1]
+    assert (die.flops("bfloat16"), die.flops("float32"), die.memory_bytes) == (191.5e12, 47.85e12, 64 * 2**30)
+    assert die.memory_bandwidth == pytest.approx(1.64e12, rel=1e-3) and preset.devices_per_node == 8
+    assert die.watts == 280 and die.sustained_flops("bfloat16") < die.flops("bfloat16")
+    # Four ports of 200 Gb/s for eight dies.
+    assert 8 * tier.bandwidth == pytest.approx(4 * 200e9 / 8)
+
+
 def test_the_devices_that_were_asked_for_are_there():
     wanted = "v100 a100 a100-40gb a100-80gb-pcie h100 h200 b200 gb200 gb300 mi250x mi300x x86 arm"
     assert all(find_preset(name).device for name in wanted.split())
