@@ -32,10 +32,22 @@ class RunError(ShoalError):
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice closest to a misspelt ``name``, or None when nothing is close."""
+    return next(iter(nearest_few(name, choices, most=1)), None)
+
+
+def nearest_few(name: str, choices: Iterable[str], *, most: int = 3) -> list[str]:
+    """The few choices that are close to a misspelt ``name``, the closest first."""
     # In a name of two or three letters one wrong letter is already half of it.
     cutoff = 0.5 if len(name) <= 3 else 0.6
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
-    return close[0] if close else None
+    return difflib.get_close_matches(name, list(choices), n=most, cutoff=cutoff)
+
+
+def offer(name: str, choices: Iterable[str]) -> str:
+    """A question that offers the few names that are close, with a space after it; empty when none is."""
+    *others, last = [repr(each) for each in nearest_few(name, choices)] or [""]
+    if not last:
+        return ""
+    return f"did you mean {', '.join(others)} or {last}? " if others else f"did you mean {last}? "
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.core.errors import RequestError, nearest
+from shoal.core.errors import RequestError, offer
 from shoal.planner.config import DeviceConfig
 from shoal.planner.hardware import Cluster, Tier, parse_cluster
 from shoal.planner.machine import read_machine
@@ -37,9 +37,9 @@ def read_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> Cl
         return cluster
     wanted = name.strip().lower()
     if wanted not in LINKS:
-        close = nearest(wanted, LINKS)
-        offer = f"did you mean {close!r}? " if close else ""
-        raise RequestError(f"cluster {text!r}: there is no link {name.strip()!r}; {offer}there are {', '.join(LINKS)}")
+        raise RequestError(
+            f"cluster {text!r}: there is no link {name.strip()!r}; {offer(wanted, LINKS)}there are {', '.join(LINKS)}"
+        )
     # A port a device, but for processes of one machine.
     sharing = 1 if cluster.reached is None else cluster.tiers[0].devices
     if cluster.beyond is not None:

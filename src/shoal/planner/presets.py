@@ -1,9 +1,9 @@
 """Devices and links by name, from data sheets, with their sources. Peaks are dense; ``stacks.py`` has what is reached of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shoal.core.errors import RequestError, nearest
+from shoal.core.errors import RequestError, offer
 from shoal.planner.config import DeviceConfig
 from shoal.planner.hardware import CONTEXT_BYTES, Cluster, ClusterName, Device, Tier, parse_cluster
 
@@ -375,8 +375,12 @@ _ALIASES = {
 }  # fmt: skip
 
 
-def find_preset(name: str) -> Preset:
+def find_preset(name: str, own: Iterable[str] = ()) -> Preset:
     """The preset of this name.
+
+    Args:
+        name: in any case.
+        own: names of the user's own devices, which may have been meant.
 
     Raises:
         RequestError: there is none; offers the nearest names.
@@ -384,14 +388,13 @@ def find_preset(name: str) -> Preset:
     wanted = _ALIASES.get(name.lower(), name.lower())
     if wanted in PRESETS:
         return PRESETS[wanted]
-    raise RequestError(f"{unknown_device(name)}, or give its numbers in [planner.devices.{name}]")
+    raise RequestError(f"{unknown_device(name, own)}, or give its numbers in [planner.devices.{name}]")
 
 
-def unknown_device(name: str) -> str:
-    """What is wrong with the name of a device that nobody knows, with the nearest that is known."""
-    close = nearest(name.lower(), [*PRESETS, *_ALIASES])
-    offer = f"did you mean {close!r}? " if close else ""
-    return f"there is no device {name!r}; {offer}there are {', '.join(PRESETS)}"
+def unknown_device(name: str, own: Iterable[str] = ()) -> str:
+    """What is wrong with the name of a device that nobody knows, with the nearest few that are known."""
+    known = [*own, *PRESETS]
+    return f"there is no device {name!r}; {offer(name.lower(), [*known, *_ALIASES])}there are {', '.join(known)}"
 
 
 def build_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> Cluster:
@@ -408,7 +411,7 @@ def build_cluster(text: str, own: Mapping[str, DeviceConfig] | None = None) -> C
     mine = {name.lower(): device for name, device in (own or {}).items()}
     if parts.preset in mine:
         return _own_cluster(parts, mine[parts.preset])
-    preset = find_preset(parts.preset)
+    preset = find_preset(parts.preset, mine)
     if parts.devices_per_node > preset.devices_per_node:
         nodes = -(-parts.num_nodes * parts.devices_per_node // preset.devices_per_node)
         raise RequestError(

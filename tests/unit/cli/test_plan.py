@@ -130,7 +130,7 @@ def test_memory_is_told_for_every_place_of_the_pipeline(shoal, recipe, tmp_path)
     ("arguments", "message"),
     [
         (["--cluster", "h100:8", "--precision", "bf16"], "there is no precision 'bf16'"),
-        (["--cluster", "a10:8"], "there is no device 'a10'; did you mean 'a100'?"),
+        (["--cluster", "a10:8"], "there is no device 'a10'; did you mean 'a100', 'v100' or 'h100'?"),
         (["--cluster", "v100-16gb:1"], "it fits on"),
     ],
 )

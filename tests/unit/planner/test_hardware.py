@@ -1,6 +1,7 @@
 """Devices, clusters and stacks: names, nearest names, numbers of one's own, and constants with their provenance."""
 
 import math
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -82,10 +83,24 @@ def test_more_devices_than_numbers_are_read_for_are_too_many():
         parse_cluster("h100:100000000000000000000x8")
 
 
-@pytest.mark.parametrize(("name", "near"), [("h10", "h100"), ("a100-80", "a100-80gb"), ("mi300", "mi300x")])
-def test_an_unknown_device_gets_the_nearest_name(name, near):
-    with pytest.raises(RequestError, match=f"there is no device '{name}'; did you mean '{near}"):
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("gb20", "did you mean 'gb200', 'b200' or 'gh200'? there are v100-16gb"),
+        ("a100-80", "did you mean 'a100-80gb', 'h100-80gb' or 'a800-80gb'? there"),
+        ("mi300", "did you mean 'mi300x', "),
+        ("l40", "did you mean 'l40s' or 'l40s-48gb'? there"),
+        ("tpu", "there are v100-16gb"),
+    ],
+)
+def test_an_unknown_device_gets_the_nearest_names(name, near):
+    with pytest.raises(RequestError, match=re.escape(f"there is no device '{name}'; {near}")):
         find_preset(name)
+
+
+def test_a_device_of_ones_own_is_among_the_nearest_names():
+    with pytest.raises(RequestError, match=r"did you mean 'lab-gpu'\? there are lab-gpu, v100-16gb"):
+        build_cluster("lab-gpus:4x2", {"Lab-GPU": OWN})
 
 
 def test_a_device_by_ones_own_numbers():
