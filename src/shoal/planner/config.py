@@ -2,13 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from shoal.core.config import Config
 from shoal.core.errors import nearest
 from shoal.planner.hardware import COMPUTE_TYPES
 
 Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0.0)]
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp8": "float8", "fp4": "float4"}
 
@@ -49,6 +50,42 @@ class ShapeConfig(Config):
     """Experts that a token goes to."""
     expert_ffn: Count | None = None
     """Width of an expert; that of the feed-forward when left out."""
+    shared_ffn: Size = 0
+    """Width of the expert that every token goes to, of all such experts together; 0 without."""
+    dense_layers: Size = 0
+    """Blocks at the beginning that have a feed-forward in place of experts."""
+    head_size: Count | None = None
+    """Features of a head; hidden over heads when left out. With latent attention without the 64 of its position, and 128."""
+    query_rank: Size = 0
+    """Latent attention: features that queries are compressed to; 0 without compression."""
+    kv_rank: Size = 0
+    """Latent attention (MLA): features that keys and values are compressed to; 0 for ordinary attention."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ShapeConfig":
+        if self.experts == 1:
+            for name in ("dense_layers", "shared_ffn"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)}, beside experts of which there are {self.experts}; give experts, or "
+                        f"leave {name} out"
+                    )
+        if self.dense_layers >= self.layers:
+            raise ValueError(
+                f"dense_layers is {self.dense_layers} of {self.layers} layers, and none is left for the experts; give "
+                f"{self.layers - 1} or fewer"
+            )
+        if self.query_rank and not self.kv_rank:
+            raise ValueError(
+                f"query_rank is {self.query_rank} and kv_rank {self.kv_rank}: queries are compressed where keys and values are; "
+                f"give kv_rank, or leave query_rank out"
+            )
+        if self.kv_rank and self.kv_heads not in (None, self.heads):
+            raise ValueError(
+                f"kv_rank is {self.kv_rank} and kv_heads {self.kv_heads}: with latent attention each of the {self.heads} heads "
+                f"has keys of its own; leave kv_heads out"
+            )
+        return self
 
 
 class DeviceConfig(Config):

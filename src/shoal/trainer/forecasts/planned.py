@@ -51,9 +51,10 @@ def shape_chain(shape: ShapeConfig, precision: str, software: Software) -> Chain
     Raises:
         RequestError: heads do not divide what they share out.
     """
-    if shape.hidden % shape.heads:
+    if shape.hidden % shape.heads and shape.head_size is None and not shape.kv_rank:
         raise RequestError(
-            f"planner.shape: {shape.heads} heads do not divide hidden {shape.hidden}; give a number of heads that does"
+            f"planner.shape: {shape.heads} heads do not divide hidden {shape.hidden}; give a number of heads that does, or "
+            f"head_size"
         )
     item_bytes = {"float64": 8, "float32": 4}.get(precision, 2)
     return transformer_chain(
@@ -74,6 +75,11 @@ def shape_chain(shape: ShapeConfig, precision: str, software: Software) -> Chain
             experts=shape.experts,
             chosen_experts=shape.chosen_experts,
             expert_ffn=shape.expert_ffn,
+            shared_ffn=shape.shared_ffn,
+            dense_layers=shape.dense_layers,
+            head_size=shape.head_size,
+            query_rank=shape.query_rank,
+            kv_rank=shape.kv_rank,
             item_bytes=item_bytes,
             learned_positions=not shape.gated,
         ),

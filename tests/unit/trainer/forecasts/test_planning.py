@@ -50,6 +50,79 @@ def ask(recipe, cluster="mine:2x8", **options):
     return plan_for(PlanRequest(recipe=recipe, cluster=cluster, **options), own=NoOwnParts())
 
 
+# huggingface.co/deepseek-ai/DeepSeek-V3, inference/configs/config_671B.json, config_236B.json (V2) and config_16B.json (V2-Lite).
+DEEPSEEK = {
+    671.0: {
+        "layers": 61, "hidden": 7168, "heads": 128, "vocab": 129280, "ffn": 18432, "experts": 256, "chosen_experts": 8,
+        "expert_ffn": 2048, "shared_ffn": 2048, "dense_layers": 3, "query_rank": 1536,
+    },
+    235.7: {
+        "layers": 60, "hidden": 5120, "heads": 128, "vocab": 102400, "ffn": 12288, "experts": 160, "chosen_experts": 6,
+        "expert_ffn": 1536, "shared_ffn": 2 * 1536, "dense_layers": 1, "query_rank": 1536,
+    },
+    15.7: {
+        "layers": 27, "hidden": 2048, "heads": 16, "vocab": 102400, "ffn": 10944, "experts": 64, "chosen_experts": 6,
+        "expert_ffn": 1408, "shared_ffn": 2 * 1408, "dense_layers": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("billions", DEEPSEEK)
+def test_deepseek_by_its_numbers_has_the_parameters_that_are_published(tiny, billions):
+    """671B and 236B (arXiv:2412.19437 and 2405.04434, abstracts), and 15.7B (the latter, appendix B), without what predicts
+    further tokens; the shape had no key for latent attention, shared experts and dense blocks."""
+    keys = {**DEEPSEEK[billions], "kv_rank": 512, "head_size": 128, "sequence": 4096, "gated": "true"}
+    tiny.write_text(
+        tiny.read_text() + "[planner.shape]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items())
+    )
+    job, facts = build_job(load_recipe(tiny, ()), "h800:256x8", own=NoOwnParts())
+    assert job.chain.weights / 1e9 == pytest.approx(billions, abs=0.05)
+    assert (
+        job.chain.num_blocks == keys["layers"]
+        and job.chain.experts == keys["experts"]
+        and facts.heads == ((keys["heads"],) * 2,)
+    )
+    dense, routed = job.chain.layers[keys["dense_layers"]], job.chain.layers[keys["dense_layers"] + 1]
+    assert dense.expert_weights == 0 < routed.expert_weights
+
+
+def test_a_head_may_be_of_another_size_than_its_share(shaped):
+    """Qwen3-32B has 64 heads of 128 features beside a hidden size of 5,120."""
+    job, _ = build_job(load_recipe(shaped, ("planner.shape.head_size=256",)), "mine:8", own=NoOwnParts())
+    usual, _ = build_job(load_recipe(shaped, ()), "mine:8", own=NoOwnParts())
+    # 16 query heads and 8 key-value heads of 128 features more, each with a matrix; of the first, one more for the output.
+    assert job.chain.weights - usual.chain.weights == 24 * 2048 * 128 * (16 + 2 * 8 + 16)
+    odd = ("planner.shape.heads=15", "planner.shape.kv_heads=5")
+    assert build_job(load_recipe(shaped, (*odd, "planner.shape.head_size=128")), "mine:8", own=NoOwnParts())
+    with pytest.raises(
+        RequestError, match="15 heads do not divide hidden 2048; give a number of heads that does, or head_size"
+    ):
+        build_job(load_recipe(shaped, odd), "mine:8", own=NoOwnParts())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("dense_layers=3",),
+            "dense_layers is 3, beside experts of which there are 1; give experts, or leave dense_layers out",
+        ),
+        (("shared_ffn=64",), "shared_ffn is 64, beside experts of which there are 1"),
+        (
+            ("experts=4", "dense_layers=24"),
+            "dense_layers is 24 of 24 layers, and none is left for the experts; give 23 or fewer",
+        ),
+        (("query_rank=64",), "query_rank is 64 and kv_rank 0: .*; give kv_rank, or leave query_rank out"),
+        (("kv_rank=64",), "kv_rank is 64 and kv_heads 8: .* each of the 16 heads .*; leave kv_heads out"),
+        (("head_size=0",), r"planner.shape.head_size: .* greater than or equal to 1 \(found 0\)"),
+        (("kv_rank=-1",), r"planner.shape.kv_rank: .* greater than or equal to 0 \(found -1\)"),
+    ],
+)
+def test_numbers_of_a_shape_that_do_not_go_together_are_refused(shaped, overrides, message):
+    with pytest.raises(RequestError, match=message):
+        load_recipe(shaped, tuple(f"planner.shape.{change}" for change in overrides))
+
+
 def test_a_shape_and_a_device_by_numbers(shaped):
     answer = ask(shaped, global_batch=64, overrides=("train.precision=bfloat16",))
     assert answer.job.cluster.device.flops("bfloat16") == 2e14 and answer.job.global_batch == 64
