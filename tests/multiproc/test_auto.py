@@ -9,7 +9,7 @@ from machine_cases import build
 from shoal.core.config import validate
 from shoal.core.plan import Plan
 from shoal.planner.machine import write_machine
-from shoal.trainer.config import Recipe
+from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.forecasts.calibrating import measure_machine
 from shoal.trainer.forecasts.cast import Cast, NoRoom
 
@@ -88,7 +88,7 @@ def test_a_named_plan_can_be_forecast_too(shoal, tiny, at):
 @pytest.mark.soak
 def test_tune_tries_the_best_plans_for_real(shoal, tiny, at):
     done = shoal.run(
-        *("tune", tiny, "--nproc", "2", "--top", "3", "--steps", "4", "--json", "out.json"),
+        *("tune", tiny, "--nproc", "2", "--top", "3", "--steps", "4", "--json", "out.json", "--write", "tuned.toml"),
         *FEW,
         environment=at,
         timeout=110,
@@ -98,6 +98,9 @@ def test_tune_tries_the_best_plans_for_real(shoal, tiny, at):
     times = [plan["measured_seconds"] for plan in found["plans"]]
     assert times == sorted(times) and all(time > 0 for time in times)
     assert found["regret"] >= 0 and f"fastest: {found['plan']}" in done.stdout
+    assert load_recipe(shoal.folder / "tuned.toml").plan == found["plan"] and found["written"] == "tuned.toml"
+    assert "run it:  shoal train tuned.toml --set " in done.stdout
+    assert load_recipe(tiny).plan == "dp=1", "the recipe itself was not named"
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -88,19 +89,30 @@ def write_result(path: Path | None, result: Any) -> None:
         assert sys.__stdout__ is not None
         sys.__stdout__.write(text)
         return
+    write_whole(path, text)
+
+
+def write_whole(path: Path, text: str, option: str = "--json") -> None:
+    """Write a text file whole or not at all, its line ends as they are; a pipe or a link stays in its place.
+
+    Raises:
+        RunError: the disk refused.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if _keeps_its_place(path):
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8", newline="")
             return
         with contextlib.suppress(FileNotFoundError):
             beside.unlink()
-        beside.write_text(text)
+        beside.write_text(text, encoding="utf-8", newline="")
+        if path.exists():
+            shutil.copymode(path, beside)
         beside.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink()
-        raise RunError(f"cannot write --json {path}: {error}") from error
+        raise RunError(f"cannot write {option} {path}: {error}") from error
 
 
 def _keeps_its_place(path: Path) -> bool:

@@ -1,14 +1,17 @@
-"""``shoal tune``: try the best predicted plans for a few real steps each, and say which is fastest."""
+"""``shoal tune``: try the best predicted plans for a few real steps each, say which is fastest, and keep it in a recipe."""
 
+import dataclasses
+import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, print_table, write_result
-from shoal.core.errors import EXIT_SIGTERM
+from shoal.cli.result import STDOUT, JsonFile, check_result_file, print_table, write_result, write_whole
+from shoal.core.errors import EXIT_SIGTERM, RequestError, RunError
 
 _Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
 _Top = Annotated[int, typer.Option("--top", metavar="K", min=1, help="Plans to try.")]
@@ -19,6 +22,13 @@ _Processes = Annotated[
 _Machine = Annotated[
     Path | None, typer.Option("--machine", metavar="FILE", help="The machine file of `shoal calibrate`.")
 ]
+_Write = Annotated[
+    Path | None,
+    typer.Option(
+        "--write", metavar="FILE", help="Write the recipe with the fastest plan there; RECIPE itself may be named."
+    ),
+]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Let --write replace a file that is there.")]
 _Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
 ]
@@ -30,11 +40,14 @@ def tune(
     steps: _Steps = 10,
     nproc: _Processes = None,
     machine: _Machine = None,
+    write: _Write = None,
+    overwrite: _Overwrite = False,
     overrides: _Set = None,
     json: JsonFile = None,
 ) -> None:
-    """Try the plans that are predicted to be fastest on this machine."""
+    """Try the plans that are predicted to be fastest on this machine, and keep the fastest."""
     check_result_file(json)
+    _check_target(write, recipe, overwrite=overwrite)
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.trainer.config import load_recipe
     from shoal.trainer.forecasts.tuning import tune as tune_plans
@@ -60,5 +73,49 @@ def tune(
     ]
     print_table(("plan", "predicted ms", "measured ms", "error"), rows)
     print(f"fastest: {tuned.plan}")
-    print(f"run it:  shoal train {recipe} --plan '{tuned.plan}'")
-    write_result(json, tuned)
+    if write is not None:
+        keep_plan(recipe, tuned.plan, write)
+        print(f"kept in: {write}")
+    print(f"run it:  {train_command(recipe, tuned.plan, overrides or (), written=write)}")
+    write_result(json, {**dataclasses.asdict(tuned), "written": write})
+
+
+def _check_target(path: Path | None, recipe: Path, *, overwrite: bool) -> None:
+    """Refuse a file that could not be written, or that nobody said may be replaced, before plans are tried for minutes.
+
+    Raises:
+        RequestError: it is stdout or a folder, closed to us, or there and not the recipe.
+    """
+    if path is None:
+        return
+    if path == STDOUT:
+        raise RequestError("--write - would mix the recipe with the table; name a file")
+    check_result_file(path, "--write")
+    if path.exists() and not overwrite and not (recipe.exists() and path.samefile(recipe)):
+        raise RequestError(
+            f"--write {path}: there is such a file, and it is not the recipe {recipe}; name another, or give --overwrite"
+        )
+
+
+def keep_plan(recipe: Path, plan: str, path: Path) -> None:
+    """Write a recipe with a plan into a file, which may be the recipe itself.
+
+    Raises:
+        RunError: the recipe can no longer be read, or the disk refused.
+    """
+    from shoal.trainer.config import with_plan
+
+    # Read now and not before the trials: who edits the recipe meanwhile keeps the edit.
+    try:
+        text = with_plan(recipe.read_bytes().decode(), plan)
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{recipe} can no longer be read, so {path} is not written: {error}; set plan = {plan!r} there by hand"
+        ) from error
+    write_whole(path, text, "--write")
+
+
+def train_command(recipe: Path, plan: str, overrides: Sequence[str], *, written: Path | None) -> str:
+    """The command that trains by the plan that was found, with what the trials were told to change."""
+    words = ["shoal", "train", str(recipe), "--plan", plan] if written is None else ["shoal", "train", str(written)]
+    return shlex.join([*words, *(word for change in overrides for word in ("--set", change))])

@@ -120,6 +120,16 @@ def dump_recipe(recipe: Recipe) -> str:
     return tomlkit.dumps(_without_none(recipe.model_dump(mode="json")))
 
 
+def with_plan(text: str, plan: str) -> str:
+    """The text of a recipe with another plan; its comments, order and line ends stay."""
+    document = tomlkit.parse(text)
+    if "plan" in document:
+        document["plan"] = plan
+        return tomlkit.dumps(document)
+    # At the top, where no comment about a section comes to stand before it.
+    return f"plan = {tomlkit.item(plan).as_string()}\n{text}"
+
+
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
