@@ -17,7 +17,7 @@ from shoal.planner.predict import predict_run
 from shoal.planner.presets import build_cluster
 from shoal.planner.score import score, score_by_source
 from shoal.planner.search import Limits, search
-from shoal.planner.stacks import find_stack
+from shoal.planner.stacks import find_software, find_stack
 from shoal.planner.table import read_table
 from shoal.trainer.forecasts.planned import shape_chain, shape_facts
 
@@ -28,11 +28,11 @@ LARGE = ShapeConfig(layers=105, hidden=20480, heads=128, vocab=51200, sequence=2
 
 def time_search(cluster: str, global_batch: int) -> dict[str, object]:
     """Processor seconds of a search for 530B parameters, on one core, with all that ``shoal plan`` asks of a plan."""
-    where = build_cluster(cluster)
+    where, software = build_cluster(cluster), find_software("megatron-core")
     job = Job(
-        chain=shape_chain(LARGE, "bfloat16"),
+        chain=shape_chain(LARGE, "bfloat16", software),
         cluster=where,
-        stack=find_stack("megatron-core", where.device.name),
+        stack=find_stack(software, where.device.name),
         global_batch=global_batch,
     )
     start = time.process_time()
