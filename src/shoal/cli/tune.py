@@ -73,20 +73,23 @@ def tune(
     ]
     print_table(("plan", "predicted ms", "measured ms", "error"), rows)
     print(f"fastest: {tuned.plan}")
+    # Before the recipe: what took minutes to find is not lost where that cannot be written.
+    write_result(json, {**dataclasses.asdict(tuned), "written": write})
     if write is not None:
         keep_plan(recipe, tuned.plan, write)
         print(f"kept in: {write}")
     print(f"run it:  {train_command(recipe, tuned.plan, overrides or (), written=write)}")
-    write_result(json, {**dataclasses.asdict(tuned), "written": write})
 
 
 def _check_target(path: Path | None, recipe: Path, *, overwrite: bool) -> None:
     """Refuse a file that could not be written, or that nobody said may be replaced, before plans are tried for minutes.
 
     Raises:
-        RequestError: it is stdout or a folder, closed to us, or there and not the recipe.
+        RequestError: it is stdout or a folder, closed to us, or there and not the recipe; or nothing is to be written.
     """
     if path is None:
+        if overwrite:
+            raise RequestError("--overwrite is about the file of --write, and there is none; give --write FILE")
         return
     if path == STDOUT:
         raise RequestError("--write - would mix the recipe with the table; name a file")
@@ -112,10 +115,13 @@ def keep_plan(recipe: Path, plan: str, path: Path) -> None:
         raise RunError(
             f"{recipe} can no longer be read, so {path} is not written: {error}; set plan = {plan!r} there by hand"
         ) from error
-    write_whole(path, text, "--write")
+    # What a link leads to is replaced in one piece, and the link stays.
+    write_whole(path.resolve() if path.is_symlink() else path, text, "--write")
 
 
 def train_command(recipe: Path, plan: str, overrides: Sequence[str], *, written: Path | None) -> str:
     """The command that trains by the plan that was found, with what the trials were told to change."""
     words = ["shoal", "train", str(recipe), "--plan", plan] if written is None else ["shoal", "train", str(written)]
-    return shlex.join([*words, *(word for change in overrides for word in ("--set", change))])
+    # A plan that the trials were told to leave would stand in the way of the one that they found.
+    changes = [change for change in overrides if change.partition("=")[0].strip() != "plan"]
+    return shlex.join([*words, *(word for change in changes for word in ("--set", change))])

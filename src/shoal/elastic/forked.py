@@ -38,7 +38,10 @@ def take_descriptors(wanted: Mapping[int, int]) -> None:
 
 
 def run_to_end(module: str, arguments: Sequence[str], *, function: str = "main") -> NoReturn:
-    """Call what a process is for, and end with its exit code."""
+    """Call what a process is for, and end with its exit code.
+
+    SIGTERM, which a cradle holds back, is let in before that; by the module itself where it says ``LISTENS_BY_ITSELF``.
+    """
     # A fresh process would have drawn its own; random does so by itself after a fork.
     np.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
@@ -46,8 +49,10 @@ def run_to_end(module: str, arguments: Sequence[str], *, function: str = "main")
     sys.argv = [module, *arguments]
     code = EXIT_NO
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        getattr(importlib.import_module(module), function)()
+        found = importlib.import_module(module)
+        if not getattr(found, "LISTENS_BY_ITSELF", False):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        getattr(found, function)()
         code = EXIT_DONE
     except SystemExit as asked:
         code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)

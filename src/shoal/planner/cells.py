@@ -16,6 +16,8 @@ from shoal.planner.presets import LINKS, PRESETS, Preset, cluster_of, unknown_de
 _DEVICE = re.compile(r"(mi\d{3}[ax]|gb\d00|gh\d00|[abhvl]\d{2,3}s?)(?!\d)", re.IGNORECASE)
 _PER_NODE = re.compile(r"(?<!\d)(\d{1,2}) ?x ?(?:MI|GB|GH|V|A|H|B)\d{2,3}|(\d{1,2})-GPU nodes", re.IGNORECASE)
 
+_RATE = re.compile(r"(?:(?<![\d.,])(?P<cards>\d+) ?x ?)?(?<![\d.,])(?P<rate>\d[\d,]*(?:\.\d+)?) ?Gb(?:ps|/s)")
+"""Bits a second, not bytes ("600 GB/s")."""
 _NODE_WORDS = r"node-node|inter-?node|/ ?node|per node|between nodes|network|ethernet|infiniband|EFA\b|IB\b|RoCE"
 """What follows a rate that is a node's."""
 _MOST_PER_NODE = 16
@@ -50,15 +52,22 @@ def find_device(text: str) -> Preset:
     return ranked[-1]
 
 
-def read_cluster(preset: Preset, num_devices: int, text: str) -> Cluster:
-    """The cluster of a run: nodes of its device's usual size and network, or of what the row says."""
+def read_cluster(preset: Preset, num_devices: int, text: str, *, device_cell: str = "") -> Cluster:
+    """The cluster of a run: nodes of its device's usual size and network, or of what the row says.
+
+    Args:
+        preset: of its device.
+        num_devices: all of them.
+        text: the words of the row.
+        device_cell: the cell of the device, which may say a network's rate; "16xH100" in it is the whole cluster, and no node.
+    """
     found = _PER_NODE.search(text)
     said = int(found[1] or found[2]) if found else 0
     at_most = min(said if 1 <= said <= _MOST_PER_NODE else preset.devices_per_node, num_devices)
     num_nodes = _num_nodes(num_devices, at_most)
     devices = -(-num_devices // num_nodes)
     cluster = cluster_of(preset, num_nodes=num_nodes, devices_per_node=devices)
-    bandwidth = _network(text, devices)
+    bandwidth = _network(f"{text}; {device_cell}", devices)
     if not bandwidth or len(cluster.tiers) == 1:
         return cluster
     return replace(cluster, tiers=(cluster.tiers[0], replace(cluster.tiers[1], bandwidth=bandwidth)))
@@ -79,12 +88,15 @@ def _network(text: str, devices: int) -> float | None:
     if "Omni-Path" in text:
         links = re.search(r"(\d+) Omni-Path links", text)
         return (int(links[1]) if links else 4) * 2 * LINKS["omni-path"].bandwidth / devices
-    # Bits, not bytes ("600 GB/s"), and not what a rate of something else is ("Gb/s" alone).
-    own = re.search(r"(\d+) ?Gb(?:ps|/s) ?(?:/|per) ?(?:GPU|device)", text)
-    if own:
-        return int(own[1]) / 8 * 1e9
-    rate = re.search(rf"(\d+) ?Gb(?:ps|/s) ?(?:{_NODE_WORDS})", text, re.IGNORECASE)
-    return int(rate[1]) / 8 * 1e9 / devices if rate else None
+    for rate in _RATE.finditer(text):
+        # Several cards of a node are written "8x 400 Gb/s".
+        total = int(rate["cards"] or 1) * float(rate["rate"].replace(",", "")) / 8 * 1e9
+        after = text[rate.end() : rate.end() + 24]
+        if re.match(r"[^;.]{0,20}?(?:/|\bper[ -]) ?(?:GPU|device)", after, re.IGNORECASE):
+            return total
+        if re.match(rf" ?(?:{_NODE_WORDS})", after, re.IGNORECASE):
+            return total / devices
+    return None
 
 
 _SOFTWARE_WORDS = (

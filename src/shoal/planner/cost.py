@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
-from shoal.costs.chain import Layer, OpKind
+from shoal.costs.chain import Layer, LayerKind, OpKind
 from shoal.planner.collectives import (
     Group,
     Wire,
@@ -235,7 +235,7 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
     host = 0.0 if software.replays else kernels.kernels * constants.launch
     forward = _beside(host, kernels.forward + talk + ring_forward) + missed
     backward = _beside(2 * host, kernels.backward + talk + ring_backward) + missed
-    again = {"none": 0.0, "selective": _selected(kernels, software), "full": forward}[plan.recompute]
+    again = {"none": 0.0, "selective": _selected(kernels, layer, software), "full": forward}[plan.recompute]
     repeats = 2 if plan.recompute == "full" else 1
     by_weight = kernels.weight
     by_input = backward - by_weight + again
@@ -247,11 +247,13 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
     return LayerTimes(forward, by_input, by_weight, exposed)
 
 
-def _selected(kernels: KernelTimes, software: Software) -> float:
+def _selected(kernels: KernelTimes, layer: Layer, software: Software) -> float:
     """Seconds of what selective recompute does again: attention (Korthikanti et al. 2022, section 5), or every second product and
     all that only reads and writes (torchtitan: ``selective_ac_option``, whose list of saved results has attention in it)."""
     if not software.selects_products:
         return kernels.attention
+    if layer.kind is not LayerKind.BLOCK:
+        return 0.0
     return (kernels.forward - kernels.attention - kernels.pointwise) / 2 + kernels.pointwise
 
 
@@ -339,14 +341,17 @@ def _replicas(
     times = 1 if plan.pp > 1 and software.keeps_gathered else microbatches
     if plan.zero == 3:
         gathered *= 2 * times
-    if plan.zero >= 2 and plan.pp == 1 and not software.reduces_once:
-        # Who keeps a shard of the gradients only must reduce those of every microbatch.
+    # Who keeps a shard of the gradients only must reduce those of every microbatch.
+    reduces_each = plan.zero >= 2 and plan.pp == 1 and not software.reduces_once
+    if reduces_each:
         reduce *= times
     if schedule_facts(plan.schedule).is_bidirectional:
         # The two ranks that have a stage give each other their sums before replicas add up theirs (``pipeline/share.py``).
         reduce += send(sum(weights) * job.reduced_bytes, wires.pipeline)
-    # Gradients can be hidden behind the backward pass of the last microbatch only, but for stage 3.
-    window = compute if plan.zero == 3 else compute * _BACKWARD / max(1, microbatches)
-    reduce_hidden = min(reduce, window * _HALF) * (1 - _SLOWED) if software.overlaps_reduce else 0.0
-    gather_hidden = min(gathered, window * _HALF) * (1 - _SLOWED) if software.overlaps_gather else 0.0
+    # Behind the backward pass of the last microbatch only, but for what goes on with every one.
+    last = compute * _BACKWARD / max(1, microbatches)
+    reduce_window = compute if plan.zero == 3 else compute * _BACKWARD if reduces_each else last
+    gather_window = compute if plan.zero == 3 else last
+    reduce_hidden = min(reduce, reduce_window * _HALF) * (1 - _SLOWED) if software.overlaps_reduce else 0.0
+    gather_hidden = min(gathered, gather_window * _HALF) * (1 - _SLOWED) if software.overlaps_gather else 0.0
     return reduce, reduce_hidden, gathered, gather_hidden

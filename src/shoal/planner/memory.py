@@ -139,7 +139,7 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     kept = [rank_kept_bytes(layer, job, plan, plan.recompute) * samples for layer, _ in layers]
     activations = held * sum(each * count for each, (_, count) in zip(kept, layers, strict=True))
     return Memory(
-        weights=(shards if plan.zero == 3 else whole) * job.weight_bytes,
+        weights=_weights_held(job, plan, whole, shards),
         gradients=(shards if plan.zero >= 2 and not keeps_whole else whole) * job.gradient_bytes,
         optimizer=shards * job.optimizer_bytes,
         activations=activations,
@@ -149,6 +149,16 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
         context_bytes=job.cluster.device.context_bytes,
         versions=copies * whole * job.weight_bytes,
     )
+
+
+def _weights_held(job: Job, plan: Plan, whole: float, shards: float) -> float:
+    """Bytes of weights between passes: whole, or the shards, or both where shards are kept wide and what passes read is a cast
+    copy (FSDP's SHARD_GRAD_OP; what it gathers for a moment at stage 3 is ``_gathered``)."""
+    if plan.zero == 3:
+        return shards * job.weight_bytes
+    if plan.zero and job.gathered_bytes != job.weight_bytes:
+        return shards * job.weight_bytes + whole * job.gathered_bytes
+    return whole * job.weight_bytes
 
 
 def rank_kept_bytes(layer: Layer, job: Job, plan: Plan, recompute: str) -> float:

@@ -14,8 +14,20 @@ _HIDDEN_BY_PARTS = 0.3
 """Of tensor-parallel communication, what torchtitan's products that are cut into parts hide: its makers gained 8% of a step of
 Llama 3 8B and 70B by it (discuss.pytorch.org, topic 209487), of which that communication is about a quarter."""
 _OF_HEADS = re.compile(
-    r"ulysses|\bcp\b[^;,.]{0,20}\b(?:a2a|all-?to-?all)|\b(?:a2a|all-?to-?all)[^;,.]{0,20}\bcp\b", re.IGNORECASE
+    r"ulysses|\bcp_comm_type\W{0,3}a2a|\bcp\b(?:(?!\bep\b|moe|expert|dispatch|ring)[^;,.]){0,20}\b(?:a2a|all-?to-?all)"
+    r"|\b(?:a2a|all-?to-?all) (?:for )?cp\b",
+    re.IGNORECASE,
 )
+_NOT_BEFORE = re.compile(r"\b(?:no|not|non|without|disabled?)[ -](?:\w+[.])?$", re.IGNORECASE)
+_NOT_AFTER = re.compile(r"\s*(?:[=:]\s*(?:false|0|no|off)\b|\(?(?:is )?(?:off|disabled)\b)", re.IGNORECASE)
+
+
+def _says(words: str, text: str) -> re.Match[str] | None:
+    """Where a text says that something is so; not where it says that it is not."""
+    for found in re.finditer(words, text, re.IGNORECASE):
+        if not _NOT_BEFORE.search(text[: found.start()]) and not _NOT_AFTER.match(text[found.end() :]):
+            return found
+    return None
 
 
 def _without_overlap(used: Software, _: re.Match[str]) -> Software:
@@ -57,12 +69,18 @@ def _narrow_gathers(used: Software, _: re.Match[str]) -> Software:
 
 _Change = Callable[[Software, re.Match[str]], Software]
 _OPTIONS: tuple[tuple[str, _Change], ...] = (
-    (r"\b(?:no|without) (?:comm(?:unication)? )?overlap|\boverlap(?:ping)? (?:is )?off\b", _without_overlap),
+    # Of all communication; "no overlap of ..." and "TP overlap off" speak of one kind.
+    (
+        r"\b(?:no|without) (?:any )?(?:comm(?:unication)? )?overlap(?:ping)?\b(?![-_ ](?:of|for|grad|param))",
+        _without_overlap,
+    ),
+    (r"(?<!tp )(?<!dp )(?<!pp )(?<!ep )\bcomm(?:unication)? overlap (?:is )?(?:off|disabled)\b", _without_overlap),
     (r"\bDDP-impl=(torch|local)\b", _reduced_by),
-    (r"\b(?:FSDP|shard(?:ing)?) group (\d+)|\bHSDP\D{0,12}?\d+ ?x ?(\d+)", _in_groups),
-    (r"\bflash[ -]?attention", _flash),
+    (r"\b(?:FSDP|shard(?:ing)?) group (?:size |of )?(\d+)", _in_groups),
+    (r"\bHSDP\D{0,12}?\d+ ?x ?(\d+)(?!\d*\s*GB)|\bHSDP\b[^;]{0,30}?\bshard\w*\W{0,3}(\d+)", _in_groups),
+    (r"\bflash[ _-]?att(?:entio)?n", _flash),
     (r"\bmixed_precision DEFAULT\b", _wide_gathers),
-    (r"\bfp8 all-?gather", _narrow_gathers),
+    (r"\b(?:fp8|float8) all-?gather", _narrow_gathers),
 )
 """Words, and what they change; in this order."""
 
@@ -76,7 +94,7 @@ def as_used(software: Software, text: str) -> Software:
     """
     used = _compiled(software, text) if software.name == "torchtitan" else software
     for words, change in _OPTIONS:
-        found = re.search(words, text, re.IGNORECASE)
+        found = _says(words, text)
         if found:
             used = change(used, found)
     return used
@@ -85,9 +103,9 @@ def as_used(software: Software, text: str) -> Software:
 def _compiled(software: Software, text: str) -> Software:
     """torchtitan's compiler and its asynchronous tensor parallelism are off unless asked for, and the second needs the first
     (pytorch/torchtitan: its job config, ``compile`` and ``enable_async_tensor_parallel``)."""
-    if re.search(r"\basync[ -]?tp\b", text, re.IGNORECASE):
+    if _says(r"\basync[ -]?tp\b", text):
         return replace(software, overlaps_tensor=_HIDDEN_BY_PARTS)
-    if re.search(r"\bcompiled?\b", text, re.IGNORECASE):
+    if _says(r"\bcompiled?\b", text):
         return software
     # Casts are then operations of their own too: ``narrow`` is what the eager runs of its relative reach.
     apart = {name: value for name, value in software.apart.items() if name != "narrow"}

@@ -35,10 +35,8 @@ def share_weights(plan: Plan, software: Software) -> Sharing:
     copies = max(1, dp * cp * plan.tp // (ep * split))
     dense_shards, expert_shards = (dp * cp, copies) if software.shards_context else (dp, max(1, copies // cp))
     if software.shard_group:
-        # Groups hold the same: a group that does not divide them would be another plan.
-        dense_shards, expert_shards = (
-            math.gcd(shards, software.shard_group) for shards in (dense_shards, expert_shards)
-        )
+        # Groups hold the same: a group that does not divide them would be another plan. Experts have groups of their own anyway.
+        dense_shards = math.gcd(dense_shards, software.shard_group)
     return Sharing(dp * cp, copies, dense_shards, expert_shards, split)
 
 

@@ -140,8 +140,8 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
         raise _Unreadable(wrong)
     odd = tuple(odd_cells(row))
     assumed: list[str] = list(odd)
-    text = " ".join(
-        row.get(column) or "" for column in ("source", "schedule_or_interleave", "zero", "precision", "gpu", "notes")
+    text = "; ".join(
+        row.get(column) or "" for column in ("source", "schedule_or_interleave", "zero", "precision", "notes")
     )
     preset = find_device(row["gpu"])
     zero = read_zero(row["zero"])
@@ -202,7 +202,7 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
         micro_batch=micro_batch,
         global_batch=global_batch,
         num_devices=num_devices,
-        cluster=read_cluster(preset, num_devices, text),
+        cluster=read_cluster(preset, num_devices, text, device_cell=row["gpu"]),
         device=preset.device.name,
         software=software,
         precision=precision,

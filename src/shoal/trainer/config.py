@@ -127,7 +127,8 @@ def with_plan(text: str, plan: str) -> str:
         document["plan"] = plan
         return tomlkit.dumps(document)
     # At the top, where no comment about a section comes to stand before it.
-    return f"plan = {tomlkit.item(plan).as_string()}\n{text}"
+    line_end = "\r\n" if "\r\n" in text else "\n"
+    return f"plan = {tomlkit.item(plan).as_string()}{line_end}{text}"
 
 
 def _without_none(value: Any) -> Any:

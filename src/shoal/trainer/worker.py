@@ -38,6 +38,9 @@ from shoal.trainer.loop import Trainer
 from shoal.trainer.summarise import summarise
 from shoal.trainer.summary import write_summary
 
+LISTENS_BY_ITSELF = True
+"""SIGTERM is held back until ``StopWish`` hears it (``elastic/forked.py``)."""
+
 
 def run_rank(
     run_dir: Path,
@@ -87,6 +90,8 @@ class StopWish:
         self._listener: Callable[[str], None] | None = None
         for number in (signal.SIGTERM, signal.SIGINT) if listen_to_ctrl_c else (signal.SIGTERM,):
             signal.signal(number, self._hear)
+        # What came before there was somebody to hear it was held back (``elastic/cradle.py``), and is heard now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _hear(self, number: int, _frame: object) -> None:
         self._reason = signal.Signals(number).name

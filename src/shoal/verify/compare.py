@@ -141,8 +141,7 @@ class Comparer:
         if kind == "optimizer":
             owner, _, key = name.rpartition("/")
             if key in self.tolerance.state_sizes:
-                reach = self.tolerance.state_reach(key, index)
-                return self._measure_quotients(owner, reference, self._beyond_doubt(owner, apart, reach), reach)
+                return self._measure_state(owner, reference, apart, self.tolerance.state_reach(key, index))
         if kind in ("grad", "optimizer"):
             # Moments are sums of gradients and of their squares, so what is noise in one is noise in the other.
             floor = NOISE_EPS * self.tolerance.eps * whole
@@ -172,14 +171,21 @@ class Comparer:
             slack = step * math.sqrt(apart.numel() * self.tolerance.doubtful) / size
         return _relative(apart, size), bound + slack, quiet is not None and bool(quiet.all())
 
-    def _beyond_doubt(self, name: str, apart: Tensor, reach: float) -> Tensor:
-        """What is left of a difference of quotients whose gradients are *not* noise: a rounding that is a hundredth of a gradient
-        moves its quotient by a hundredth of the way."""
-        doubt = self._doubt.get(name)
-        if doubt is None or not math.isfinite(reach):
-            return apart
-        less = apart.sign() * (apart.abs() - reach * doubt).clamp(min=0.0)
-        return torch.where(doubt < 1.0, less, apart)
+    def _measure_state(self, name: str, reference: Tensor, apart: Tensor, reach: float) -> tuple[float, float, bool]:
+        """The same of state, whose elements are also in doubt where their gradients are *not* noise: a rounding that is a
+        hundredth of a gradient moves its quotient by a hundredth of the way."""
+        doubt, size = self._doubt.get(name), float(reference.double().norm())
+        if doubt is None or not math.isfinite(reach) or size == 0.0:
+            return self._measure_quotients(name, reference, apart, reach)
+        excused = torch.minimum(apart.abs(), reach * doubt) * (doubt < 1.0)
+        error, allowed, is_noise = self._measure_quotients(
+            name, reference, apart.sign() * (apart.abs() - excused), reach
+        )
+        if not error <= allowed:
+            return error, allowed, is_noise
+        # What is shown is the whole difference, beside what of it each element may have.
+        whole, _, _ = self._measure_quotients(name, reference, apart, reach)
+        return whole, allowed + _relative(excused, size), is_noise
 
 
 def _relative(apart: Tensor, size: float) -> float:

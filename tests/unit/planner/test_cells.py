@@ -4,7 +4,7 @@ import pytest
 
 from shoal.core.config import validate
 from shoal.core.errors import RequestError
-from shoal.planner.cells import find_device, likely_software, read_recompute, read_software
+from shoal.planner.cells import find_device, likely_software, read_cluster, read_recompute, read_software
 from shoal.planner.config import DeviceConfig
 
 
@@ -68,3 +68,22 @@ def test_a_peak_of_an_unknown_type_is_refused_at_once(peaks, said):
     numbers = {"memory_gib": 24.0, "memory_gb_per_s": 900.0, "link_gb_per_s": 20.0}
     with pytest.raises(RequestError, match=said):
         validate(DeviceConfig, {"peak_tflops": peaks, **numbers}, origin="[planner.devices.mine]")
+
+
+@pytest.mark.parametrize(
+    ("text", "cell", "gb_per_s"),
+    [
+        ("800 Gb/s inter-node in the config", "", 12.5), ("1600 Gbps node-node interconnect", "", 25.0),
+        ("1,600 Gb/s per node", "", 25.0), ("8x 400 Gb/s InfiniBand", "", 50.0), ("12.5 Gb/s Ethernet", "", 12.5 / 64),
+        ("", "H100 (Grand Teton, 400Gb/s/GPU)", 50.0), ("400 Gb/s InfiniBand per GPU", "", 50.0),
+        # Bytes, and rates of nothing that is known.
+        ("25 GB/s InfiniBand", "", 50.0), ("600 GB/s NVLink", "", 50.0), ("100 Gb/s of something", "", 50.0),
+    ],
+)  # fmt: skip
+def test_a_networks_rate_is_a_devices_or_a_nodes(text, cell, gb_per_s):
+    cluster = read_cluster(find_device("H100"), 16, text, device_cell=cell)
+    assert cluster.tiers[1].bandwidth == pytest.approx(gb_per_s * 1e9)
+
+
+def test_a_number_of_devices_in_their_cell_is_no_node():
+    assert read_cluster(find_device("16xH100"), 16, "", device_cell="16xH100").devices_per_node == 8

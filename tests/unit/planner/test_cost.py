@@ -194,6 +194,9 @@ def test_who_keeps_shards_of_gradients_reduces_those_of_every_microbatch():
     job, plan = job_of(software="fsdp"), Plan(dp=16, microbatches=4)
     one, two = (price_parts(job, replace(plan, zero=zero)).reduce for zero in (1, 2))
     assert two == pytest.approx(4 * one)
+    # Beside all backward passes, not the last alone: what is exposed is not more than with whole weights gathered again.
+    two, three = (price_parts(job, replace(plan, zero=zero)) for zero in (2, 3))
+    assert two.reduce - two.reduce_hidden <= three.reduce - three.reduce_hidden + three.gather - three.gather_hidden
     # A pipeline has gradients whole until its last cell.
     one, two = (price_parts(job, Plan(dp=8, pp=2, microbatches=4, zero=zero)).reduce for zero in (1, 2))
     assert two == one

@@ -15,7 +15,9 @@ from shoal.planner.stacks import SOFTWARE
 TITAN, CORE, FSDP, MEGATRON = (SOFTWARE[name] for name in ("torchtitan", "megatron-core", "fsdp", "megatron"))
 
 
-@pytest.mark.parametrize("words", ["no comm overlap", "Overlap is off", "without communication overlap"])
+@pytest.mark.parametrize(
+    "words", ["no comm overlap", "communication overlap is off", "without communication overlap", "no overlap"]
+)
 def test_what_is_said_not_to_overlap_does_not(words):
     used = as_used(CORE, f"Megatron-LM 23e00ed, TE 2.11, {words}; fused CE")
     assert not any((used.overlaps_reduce, used.overlaps_gather, used.overlaps_transfer, used.overlaps_tensor))
@@ -27,7 +29,9 @@ def test_what_is_said_not_to_overlap_does_not(words):
 def test_words_that_name_no_option_change_nothing():
     for software in SOFTWARE.values():
         if software is not TITAN:
-            assert as_used(software, "a run; communication overlaps as usual; DDP; NOTE 2") == software
+            for words in ("communication overlaps as usual; DDP; NOTE 2", "TP comm overlap off; DP overlap on",
+                          "no overlap-grad-reduce", "without FlashAttention", "no fp8 all-gather", "HSDP, 8x 80GB"):  # fmt: skip
+                assert as_used(software, words) == software, words
 
 
 @pytest.mark.parametrize(("words", "overlaps"), [("DDP-impl=torch", True), ("DDP-impl=local", False), ("DDP", False)])
@@ -41,13 +45,19 @@ def test_torchtitan_compiles_and_hides_only_when_asked():
     )
     assert compiled == TITAN and not eager.fused_pointwise and not eager.fused_loss and "narrow" not in eager.apart
     assert hiding.overlaps_tensor > 0 and replace(hiding, overlaps_tensor=0.0) == TITAN
+    for words in ("no torch.compile", "not compiled", "compile=False", "torch.compile off", "no AsyncTP"):
+        assert as_used(TITAN, f"torchtitan; {words}") == eager, words
     # Somebody else's compiler is not its own.
     assert as_used(FSDP, "torch.compile") == FSDP
 
 
 @pytest.mark.parametrize(
-    ("words", "size"), [("3 (FSDP group 8)", 8), ("HSDP 4 x 16", 16), ("HSDP (2x32)", 32), ("3 (FSDP)", 0), ("HSDP", 0)]
-)
+    ("words", "size"),
+    [
+        ("3 (FSDP group 8)", 8), ("FSDP group size 8", 8), ("HSDP 4 x 16", 16), ("HSDP (2x32)", 32),
+        ("HSDP (replicate 4, shard 16)", 16), ("3 (FSDP)", 0), ("HSDP", 0), ("HSDP, 8x80GB", 0),
+    ],
+)  # fmt: skip
 def test_groups_over_which_weights_are_cut(words, size):
     assert as_used(FSDP, words).shard_group == size
 
@@ -77,8 +87,15 @@ def test_narrow_gathers_take_half_as_long():
     assert less.gather < 0.6 * wide.gather and less.reduce == wide.reduce
 
 
+def test_weights_below_stage_3_are_wide_shards_and_a_cast_copy():
+    job = replace(job_of(shape_of(), cluster="a100-80gb:2x8", software="fsdp"), weight_bytes=4.0)
+    (found,) = price_memory(job, Plan.parse("dp=16 zero=2 microbatches=1"))
+    assert found.weights == pytest.approx(job.chain.weights * (4 / 16 + 2))
+
+
 def test_flash_attention_is_fused_in_any_software():
-    assert as_used(MEGATRON, "Megatron with flash attention").fused_attention and not MEGATRON.fused_attention
+    for words in ("flash attention", "FlashAttention-2", "flash_attn"):
+        assert as_used(MEGATRON, f"Megatron with {words}").fused_attention and not MEGATRON.fused_attention
 
 
 def test_selective_recompute_by_operation_does_half_the_products_again_and_keeps_half():
@@ -94,7 +111,10 @@ def test_selective_recompute_by_operation_does_half_the_products_again_and_keeps
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("CP a2a", True), ("a2a CP", True), ("DeepSpeed-Ulysses", True), ("cp ring p2p", False), ("MoE a2a; CP 2", False)],
-)
+    [
+        ("CP a2a", True), ("a2a CP", True), ("DeepSpeed-Ulysses", True), ("cp_comm_type a2a", True), ("cp ring p2p", False),
+        ("MoE a2a; CP 2", False), ("CP=2 EP=8 all-to-all dispatcher", False), ("EP all-to-all + CP ring", False),
+    ],
+)  # fmt: skip
 def test_which_way_a_sequence_is_shared_out(text, found):
     assert exchanges_heads(text) is found
