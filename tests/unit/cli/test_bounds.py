@@ -77,6 +77,8 @@ def test_what_cannot_be_written_is_said_before_the_work(shoal, tiny, tmp_path):
     assert done.returncode == 2 and "there is no folder" in done.stderr and "timing" not in done.stderr, done.stderr
 
 
+# Half a minute of one core, by its own rule.
+@pytest.mark.soak
 def test_the_largest_that_is_taken_is_played(shoal, tiny):
     more = ("--global-batch", 1024, "--steps", 90_000, "--jitter", 0.1, "--devices", 1)
     done = shoal("simulate", tiny, "--cluster", "h100:1x8", "--plan", "dp=1", *more)

@@ -88,6 +88,7 @@ def test_ten_thousand_devices_as_a_picture_and_a_trace(shoal, tiny, tmp_path):
     assert remark in done.stdout
 
 
+@pytest.mark.soak
 def test_every_rank_of_ten_thousand_in_a_trace(shoal, tiny, tmp_path):
     options = ("--cluster", "h100:1250x8", "--devices", 10_000, "--global-batch", 20_000, "--expand")
     done = simulate(shoal, tiny, "--plan", "tp=2 pp=2", *options, "--trace", "out.trace", "--json", "out.json")
