@@ -51,10 +51,12 @@ def _work_off(
             start = max(free[rank] for rank in ranks[place])
             for result in wanted:
                 made, source = ready[result]
-                start = max(start, made + (parts.transfer if source != place else 0.0))
+                start = max(start, made + (parts.transfer if source != place and parts.overlaps_transfer else 0.0))
+            passes = sum(action.kind != "W" for action in cell)
+            moved = 0.0 if parts.overlaps_transfer else passes * parts.transfer
             ends = []
             for rank in ranks[place]:
-                end = start
+                end = start + moved
                 for action in cell:
                     stage = parts.stages[action.stage]
                     whole = {"F": stage.forward, "I": stage.input, "W": stage.weight, "B": stage.backward}[action.kind]

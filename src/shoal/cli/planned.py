@@ -75,7 +75,9 @@ def _rows(answer: "Answer") -> list["Estimate"]:
 
 
 def _line(number: int, found: "Estimate") -> tuple[object, ...]:
-    exposed = sum(share for axis, share in found.exposed.items() if axis != "pp")
+    # What ranks wait for each other between stages is in the bubble already.
+    apart = ("pp",) if found.parts.overlaps_transfer else ()
+    exposed = sum(share for axis, share in found.exposed.items() if axis not in apart)
     return (
         f"{number}*" if found.not_executed else number,
         found.plan,

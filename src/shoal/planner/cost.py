@@ -157,6 +157,7 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
         stages=tuple(times),
         microbatches=microbatches,
         transfer=send(sent, wires.pipeline) if pp > 1 else 0.0,
+        overlaps_transfer=job.stack.software.overlaps_transfer,
         reduce=reduce,
         reduce_hidden=reduce_hidden,
         gather=gathered,

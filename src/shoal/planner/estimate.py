@@ -1,18 +1,19 @@
 """What a plan is expected to do: one value with time, memory and where both go. By closed forms, or by the schedule itself."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import EXECUTED, Plan
 from shoal.planner.cost import Known, price_parts
-from shoal.planner.job import Job, count_ranks, ranks_of_stages
+from shoal.planner.job import Job, count_ranks, ranks_of_stages, sum_by_rank
 from shoal.planner.memory import Memory, price_memory
 from shoal.planner.parts import StepParts
 from shoal.planner.precisions import EXECUTED_PRECISIONS
 from shoal.planner.simulate import schedule_for, simulate_step
 from shoal.planner.span import pipeline_seconds
+from shoal.planner.transfers import stages_with_transfers
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.pricing import peak_activations
 from shoal.schedules.schedule import Schedule
@@ -71,15 +72,16 @@ class Estimate:
         parts = self.parts
         busiest = _busiest(parts, self.plan)
         shares: dict[str, float] = {}
-        for rank, stage in zip(ranks_of_stages(self.plan), parts.stages, strict=True):
+        for rank, stage in zip(ranks_of_stages(self.plan), stages_with_transfers(parts, self.plan), strict=True):
             for axis, seconds in stage.exposed.items() if rank == busiest else ():
                 if seconds > 0:
                     shares[axis] = shares.get(axis, 0.0) + seconds * parts.microbatches / self.seconds
         along_data = max(0.0, parts.reduce - parts.reduce_hidden) + max(0.0, parts.gather - parts.gather_hidden)
         if along_data > 0:
             shares["dp"] = along_data / self.seconds
-        if parts.transfer > 0:
-            shares["pp"] = 2 * parts.transfer * min(parts.microbatches, self.plan.pp) / self.seconds
+        if parts.delay > 0:
+            without = pipeline_seconds(replace(parts, transfer=0.0), self.plan)
+            shares["pp"] = (pipeline_seconds(parts, self.plan) - without) / self.seconds
         return shares
 
     def as_dict(self) -> dict[str, object]:
@@ -134,9 +136,7 @@ def estimate(job: Job, plan: Plan, known: Known | None = None, *, places: tuple[
         places: its memory (``memory_of``), where that is known.
     """
     parts = price_parts(job, plan, known)
-    seconds = (
-        pipeline_seconds(parts, plan, overlaps_transfer=job.stack.software.overlaps_transfer) + parts.after_pipeline
-    )
+    seconds = pipeline_seconds(parts, plan) + parts.after_pipeline
     return _made(job, plan, parts, seconds, memory_of(job, plan) if places is None else places, by_schedule=False)
 
 
@@ -204,10 +204,7 @@ def _made(
 
 def _work(parts: StepParts, plan: Plan) -> list[float]:
     """Seconds of one microbatch in all cells of each pipeline rank."""
-    ranks = [0.0] * plan.pp
-    for rank, stage in zip(ranks_of_stages(plan), parts.stages, strict=True):
-        ranks[rank] += stage.forward + stage.backward
-    return ranks
+    return sum_by_rank(plan, [stage.forward + stage.backward for stage in stages_with_transfers(parts, plan)])
 
 
 def _busiest(parts: StepParts, plan: Plan) -> int:

@@ -12,7 +12,9 @@ _WORTH = 0.005
 def time_parts(found: Estimate) -> Mapping[str, float]:
     """Seconds of a step by what they are spent on; they add up to the step."""
     parts, exposed = found.parts, found.exposed
-    inside = {axis: share * found.seconds for axis, share in exposed.items() if axis in ("tp", "cp", "ep")}
+    # Transfers that a software waits for are inside passes too; others are part of what ranks wait for each other.
+    axes = ("tp", "cp", "ep") if parts.overlaps_transfer else ("tp", "cp", "ep", "pp")
+    inside = {axis: share * found.seconds for axis, share in exposed.items() if axis in axes}
     bubble = found.bubble * (found.seconds - parts.after_pipeline)
     after = {
         "dp": exposed.get("dp", 0.0) * found.seconds,

@@ -1,7 +1,7 @@
 """What is planned: a model, a batch, a precision, on a cluster with a software: what every part of the planner takes."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -91,6 +91,14 @@ def ranks_of_stages(plan: Plan) -> tuple[int, ...]:
     """The pipeline rank of every stage; of the two that a bidirectional schedule has, the one of the way down."""
     family = FAMILIES.get(plan.schedule or DEFAULT_SCHEDULE)
     return _fold(plan.pp, plan.chunks or 1, turns=family is not None and family.fold is Fold.VEE)
+
+
+def sum_by_rank(plan: Plan, by_stage: Iterable[float]) -> list[float]:
+    """What stages have, added up by pipeline rank."""
+    ranks = [0.0] * plan.pp
+    for rank, own in zip(ranks_of_stages(plan), by_stage, strict=True):
+        ranks[rank] += own
+    return ranks
 
 
 def spread_blocks(num_blocks: int, num_stages: int) -> tuple[int, ...]:

@@ -38,6 +38,8 @@ class StepParts:
     microbatches: int
     transfer: Seconds = 0.0
     """An activation, or its gradient, from one pipeline rank to the next."""
+    overlaps_transfer: bool = True
+    """Ranks compute while a transfer goes on. If not, every pass has one in it: of what it takes and what it hands on at once."""
     reduce: Seconds = 0.0
     """Gradients along ``dp``, all of one rank, if nothing hid them."""
     reduce_hidden: Seconds = 0.0
@@ -50,6 +52,11 @@ class StepParts:
     """The optimizer, with clipping."""
     fixed: Seconds = 0.0
     """What a step takes whatever its size: launches, the loss, logging."""
+
+    @property
+    def delay(self) -> Seconds:
+        """From the end of a pass until another rank has its result: nothing where passes have the transfers in them."""
+        return self.transfer if self.overlaps_transfer else 0.0
 
     @property
     def after_pipeline(self) -> Seconds:

@@ -148,7 +148,7 @@ def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
 def step_seconds(job: Job, plan: Plan, parts: StepParts | None = None) -> float:
     """Seconds of a step, by the schedule's closed form."""
     parts = parts or price_parts(job, plan)
-    return pipeline_seconds(parts, plan, overlaps_transfer=job.stack.software.overlaps_transfer) + parts.after_pipeline
+    return pipeline_seconds(parts, plan) + parts.after_pipeline
 
 
 def fullest(job: Job, plan: Plan) -> Memory:

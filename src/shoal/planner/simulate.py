@@ -149,7 +149,7 @@ def _last_ends(order: Order, prices: CellPrices, parts: StepParts, folded: Folde
     for first in range(0, folded.compute.shape[1], width):
         columns = slice(first, first + width)
         links = folded.links[:, columns]
-        _, ends = play(order, prices.durations(folded.compute[:, columns], links), parts.transfer * links)
+        _, ends = play(order, prices.durations(folded.compute[:, columns], links), parts.delay * links)
         blocks.append(ends[last_cells])
     return np.concatenate(blocks, axis=1)
 
@@ -158,7 +158,7 @@ def _window(order: Order, prices: CellPrices, parts: StepParts, folded: Folded) 
     """What one step adds to a stream of steps: from the end of the second to the end of the third."""
     if not order.schedule.updates.flows:
         return 0.0, 0.0
-    _, ends = play(order, prices.durations(folded.compute, folded.links), parts.transfer * folded.links)
+    _, ends = play(order, prices.durations(folded.compute, folded.links), parts.delay * folded.links)
     until = [0.0] * FLOWING_STEPS
     for number, step in enumerate(order.steps):
         for action in step.cell:

@@ -5,60 +5,93 @@ The forms assume equal stages; where stages differ the slowest rank sets the pac
 zero-bubble schedule has no idle rank *between* its first and last cell, and yet the last rank begins p - 1 forwards late.
 """
 
-from shoal.core.pipelines import schedule_facts
+from collections.abc import Sequence
+
+from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
-from shoal.planner.job import ranks_of_stages
-from shoal.planner.parts import StepParts
+from shoal.planner.job import sum_by_rank
+from shoal.planner.parts import StageTimes, StepParts
+from shoal.planner.transfers import stages_with_transfers, waiting_seconds
 
 
-def pipeline_seconds(parts: StepParts, plan: Plan, *, overlaps_transfer: bool = True) -> float:
+def pipeline_seconds(parts: StepParts, plan: Plan) -> float:
     """Seconds from the first cell of a step to its last, by the family's closed form."""
     pp, microbatches = plan.pp, parts.microbatches
     if pp == 1:
         return microbatches * sum(stage.forward + stage.backward for stage in parts.stages)
-    moved = 0.0 if overlaps_transfer else parts.transfer
-    ranks = [0.0] * pp
-    for rank, stage in zip(ranks_of_stages(plan), parts.stages, strict=True):
-        ranks[rank] += stage.forward + stage.backward + 2 * moved
+    stages = stages_with_transfers(parts, plan)
+    ranks = sum_by_rank(plan, [stage.forward + stage.backward for stage in stages])
+    waiting = waiting_seconds(parts, plan)
     if schedule_facts(plan.schedule).is_asynchronous:
-        return microbatches * max(ranks)
-    # An activation and its gradient each pass all ranks, where nothing else is there to be done meanwhile.
-    transfers = 2 * (pp - 1) * (parts.transfer - moved)
-    return microbatches * max(ranks) + _idle(parts, plan, ranks, moved) + transfers
+        return microbatches * (max(ranks) + waiting)
+    # As many microbatches as there are ranks fill the pipeline, and what they wait for is idle time of its own.
+    late = max(0, microbatches - pp) * waiting
+    if plan.schedule in ("gpipe", "looped-bfs"):
+        return late + sum(
+            _phase_seconds(plan, each, microbatches, parts.delay)
+            for each in ([stage.forward for stage in stages], [stage.backward for stage in stages])
+        )
+    return microbatches * max(ranks) + _idle(plan, stages, ranks, microbatches, parts.delay) + late
 
 
-def _idle(parts: StepParts, plan: Plan, ranks: list[float], moved: float) -> float:
-    """Seconds of a step beyond the work of its slowest rank; for weights' gradients that take no longer than a forward."""
-    name, others, microbatches = plan.schedule or "1f1b", plan.pp - 1, parts.microbatches
-    num_stages = len(parts.stages)
+def _phase_seconds(plan: Plan, stages: Sequence[float], microbatches: int, delay: float) -> float:
+    """All forward passes, or all backward passes, of a schedule that has the one after the other."""
+    ranks = sum_by_rank(plan, stages)
+    chunks = len(stages) // plan.pp
+    each = max(ranks) / chunks
+    # The first microbatch is back at its first rank after a pass and a transfer of each; a rank that is done before waits.
+    turn = max(0.0, plan.pp * (each + delay) - microbatches * each)
+    others = (sum(ranks) - max(ranks)) / chunks + (plan.pp - 1) * delay
+    return microbatches * max(ranks) + others + (chunks - 1) * turn
+
+
+def _idle(plan: Plan, stages: Sequence[StageTimes], ranks: list[float], microbatches: int, delay: float) -> float:
+    """Seconds of a step beyond the work of its slowest rank; for weights' gradients that take no longer than a forward.
+
+    A transfer of ``delay`` seconds that nothing hides counts as often as it stands on the longest way through the cells by which
+    a schedule fills and empties.
+    """
+    name, others = plan.schedule or DEFAULT_SCHEDULE, plan.pp - 1
+    num_stages = len(stages)
     chunks = num_stages // plan.pp
-    forward = sum(stage.forward for stage in parts.stages) / num_stages + moved
-    by_input = sum(stage.input for stage in parts.stages) / num_stages + moved
-    weight = sum(stage.weight for stage in parts.stages) / num_stages
+    forward = sum(stage.forward for stage in stages) / num_stages
+    by_input = sum(stage.input for stage in stages) / num_stages
+    weight = sum(stage.weight for stage in stages) / num_stages
     is_long = microbatches >= 2 * plan.pp - 1
-    if name == "zb-h1" or (name == "zb-h2" and not is_long):
+    # Microbatches that ranks have to wait for behind the first two, until all ranks are busy; each is a way there and back.
+    behind = 2 * delay * max(0, min(microbatches - 2, others))
+    if name == "zb-h1":
         # Qi et al. 2024 (arXiv:2401.10241), section 2.2: weights' gradients fill what they can.
-        return others * (forward + by_input) - min(others, microbatches - 1) * weight
+        return others * (forward + by_input + 2 * delay) - min(others, microbatches - 1) * weight + behind
+    if name == "zb-h2" and not is_long:
+        return others * (forward + by_input + 2 * delay) - min(others, microbatches - 1) * weight
     if name == "zb-h2":
-        return others * max(forward, forward + by_input - 2 * weight)
+        return others * max(forward + delay, forward + by_input - 2 * weight + 2 * delay)
     if name == "zbv":
-        return others * max(forward, by_input, 2 * by_input - (2 if is_long else 1) * weight)
+        filled = 2 * by_input - (2 if is_long else 1) * weight + 4 * delay
+        return max(others * max(forward + 3 * delay, by_input + 5 * delay), others * filled + behind)
     if name in ("v-half", "v-min"):
-        return _vee_idle(name, others, microbatches, forward, by_input, weight)
+        return _vee_idle(name, others, microbatches, (forward, by_input, weight), delay)
     if name in ("dualpipe", "dualpipev"):
         # (S/2 - 1)(F&B + B - 3W) for S stages, a pair taking as long as its parts (DeepSeek-V3, arXiv:2412.19437, Table 2).
-        return max(0.0, (num_stages / 2 - 1) * (forward + 2 * by_input - weight))
+        return max(0.0, (num_stages / 2 - 1) * (forward + 2 * by_input - weight)) + 2 * others * chunks * delay
     if name == "chimera":
-        return (plan.pp - 2) / 2 * sum(ranks) / plan.pp
-    # Filling and emptying passes every other rank once, a chunk of it at a time; a round of fewer microbatches than ranks waits.
-    late = (chunks - 1) * max(0, plan.pp - microbatches) * (forward + by_input + weight)
-    return (sum(ranks) - max(ranks)) / chunks + late
+        return (plan.pp - 2) / 2 * sum(ranks) / plan.pp + 3 * others * delay
+    # Filling and emptying passes every other rank once, a chunk of it at a time.
+    filling = (sum(ranks) - max(ranks)) / chunks
+    if name == "interleaved":
+        # A round of fewer microbatches than ranks waits.
+        late = (chunks - 1) * max(0, plan.pp - microbatches) * (forward + by_input + weight)
+        # An activation passes all stages, and its gradient comes back through all.
+        return filling + late + 2 * (num_stages - 1) * delay
+    return filling + 2 * (others + max(0, min(microbatches, plan.pp) - 2)) * delay
 
 
-def _vee_idle(name: str, others: int, microbatches: int, forward: float, by_input: float, weight: float) -> float:
+def _vee_idle(name: str, others: int, microbatches: int, times: tuple[float, float, float], delay: float) -> float:
     """V-Half and V-Min (Qi et al. 2024, arXiv:2405.15362): blocks follow each other at the pace of their longest cells."""
+    forward, by_input, weight = times
     longest, work = max(forward, by_input), 2 * (forward + by_input + weight)
-    fill, period = 2 * (forward + by_input), 6 * longest
+    fill, period, transfers = 2 * (forward + by_input), 6 * longest, 10
     if name == "v-half":
-        fill, period = fill - weight, 4 * longest + weight
-    return others * fill + microbatches * max(0.0, period - work)
+        fill, period, transfers = fill - weight, 4 * longest + weight, 6
+    return others * (fill + transfers * delay) + microbatches * max(0.0, period - work)

@@ -124,6 +124,7 @@ SOFTWARE: dict[str, Software] = {
             overlaps_reduce=False,
             overlaps_gather=False,
             reduces_once=True,
+            overlaps_transfer=True,  # pipeline/mail.py sends without waiting, pipeline/runtime.py receives ahead
             keeps_wide=True,
             fused_loss=False,
             kernels_per_op=2.0,

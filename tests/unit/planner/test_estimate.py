@@ -7,6 +7,7 @@ import pytest
 from planner_cases import job_of, shape_of
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
+from shoal.planner.clusters import read_cluster
 from shoal.planner.estimate import estimate, estimate_by_schedule
 from shoal.planner.explain import explain, time_parts, why_not
 from shoal.planner.memory import CONTEXT_BYTES, price_memory
@@ -77,6 +78,23 @@ def test_utilisation_does_not_count_what_is_done_again():
     assert full.seconds > none.seconds and full.utilisation * full.seconds == pytest.approx(
         none.utilisation * none.seconds
     )
+
+
+@pytest.mark.parametrize("software", ["megatron", "megatron-core", "shoal"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_step_that_is_too_long_to_be_played_goes_on_from_those_that_are(software, schedule):
+    """Over a slow link, with a last stage that has more to do: a transfer is as long as a forward pass."""
+    each = []
+    for microbatches, is_played in ((496, True), (504, False)):
+        job = job_of(shape_of(layers=32, hidden=4096, heads=32), software=software, global_batch=microbatches)
+        job = replace(job, cluster=read_cluster("a100-80gb:8x1@ethernet-10g"))
+        found = estimate_by_schedule(job, Plan(dp=1, pp=8, schedule=schedule, microbatches=microbatches))
+        assert found.by_schedule is is_played and 0 < found.exposed["pp"] < 1
+        assert found.parts.overlaps_transfer is (software != "megatron"), "our own runtime sends without waiting"
+        assert found.parts.transfer > 0.5 * found.parts.stages[1].forward
+        assert sum(time_parts(found).values()) == pytest.approx(found.seconds)
+        each.append(found.seconds / microbatches)
+    assert each[1] == pytest.approx(each[0], rel=0.005)
 
 
 def test_large_schedules_keep_their_closed_form_and_impossible_ones_are_refused():

@@ -114,6 +114,20 @@ def test_a_path_says_what_a_step_waits_for():
     assert set(played.exposed) == {"tp", "pp", "dp", "zero"}
 
 
+def test_transfers_that_a_software_waits_for_are_in_its_passes():
+    """By hand: two ranks, three microbatches, a transfer of a quarter in every pass and between none."""
+    plan = Plan(pp=2, dp=1, schedule="gpipe")
+    played = simulate_step(parts_of(2, 3, transfer=0.25, overlaps_transfer=False), plan=plan)
+    starts, ends = played.times(0)
+    rows = [[(float(starts[cell]), float(ends[cell])) for cell in row] for row in played.order.rows]
+    assert rows[0] == [(0.0, 1.25), (1.25, 2.5), (2.5, 3.75), (7.25, 9.5), (9.5, 11.75), (11.75, 14.0)]
+    assert rows[1] == [(1.25, 2.5), (2.5, 3.75), (3.75, 5.0), (5.0, 7.25), (7.25, 9.5), (9.5, 11.75)]
+    assert played.breakdown == pytest.approx({"compute": 12.0, "pp": 8 * 0.25}) and played.step_seconds == 14.0
+    assert played.busy(0, 0) == played.busy(1, 0) == 3 * 3.5
+    beside = simulate_step(parts_of(2, 3, transfer=0.25), plan=plan)
+    assert beside.step_seconds == 12.0 + 2 * 0.25 and beside.busy(0, 0) == 9.0
+
+
 times = st.floats(min_value=0.01, max_value=10.0)
 
 
@@ -140,6 +154,7 @@ def layouts(draw):
         stages=tuple(stages),
         microbatches=schedule.grid.num_microbatches,
         transfer=draw(st.floats(0.0, 1.0)),
+        overlaps_transfer=draw(st.booleans()),
         reduce=reduce,
         reduce_hidden=reduce * draw(st.floats(0.0, 1.0)),
         gather=gather,

@@ -2,7 +2,7 @@
 
 A cell computes, and communicates along ``tp``, ``cp`` and ``ep`` where nothing hides it (``StageTimes.exposed``). Slow
 devices stretch the one, slow links the other. Where weights change without a flush, the cell that ends an update has that
-update in it.
+update in it; where a software waits for transfers between stages, so have passes.
 """
 
 from collections.abc import Mapping
@@ -81,6 +81,12 @@ def price_cells(order: Order, parts: StepParts) -> CellPrices:
             updates[number] = parts.update
             links.setdefault(REDUCE, np.zeros_like(totals))[number] = exposed_sum
             totals[number] += parts.update + exposed_sum
+    moved = parts.transfer - parts.delay
+    if moved:
+        # One for each pass, as ``transfers.stages_with_transfers`` has it; a weight's gradient stays where it is.
+        passes = [sum(action.kind is not Kind.WEIGHT for action in step.cell) for step in order.steps]
+        links[TRANSFER] = np.array(passes) * moved
+        totals += links[TRANSFER]
     places = np.array([step.place for step in order.steps], dtype=np.int64)
     return CellPrices(places, compute, updates, links, totals)
 

@@ -95,7 +95,7 @@ def _spans(simulated: Simulated, group: int) -> list[list[Span]]:
         found[step.place].append(span)
         for need in step.needs:
             source = order.steps[need.cell].place
-            seconds = parts.transfer * float(simulated.folded.links[source, group])
+            seconds = parts.delay * float(simulated.folded.links[source, group])
             if need.is_far and seconds:
                 sent = float(ends[need.cell])
                 found[source].append(Span(Stream.PIPELINE, f"for {short(step.cell)}", sent, sent + seconds))

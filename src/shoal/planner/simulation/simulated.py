@@ -153,14 +153,14 @@ class Simulated:
 
     def _played(self, group: int) -> tuple[Array, Array]:
         """The same, counted from the first start."""
-        transfers = self.parts.transfer * self.folded.links[:, group : group + 1]
+        transfers = self.parts.delay * self.folded.links[:, group : group + 1]
         starts, ends = play(self.order, self.durations(group)[:, None], transfers)
         return starts[:, 0], ends[:, 0]
 
     def _chain(self, number: int, group: int) -> list[Segment]:
         """The cells and transfers that a cell's end goes back to, from the first start on."""
         starts, ends = self._played(group)
-        transfers = self.parts.transfer * self.folded.links[:, group]
+        transfers = self.parts.delay * self.folded.links[:, group]
         found: list[Segment] = []
         at: int | None = number
         while at is not None:
