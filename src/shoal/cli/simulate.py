@@ -1,6 +1,7 @@
 """``shoal simulate``: play a plan on a cluster without it: step time, bubble, memory, timeline, goodput."""
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +35,10 @@ _Cluster = Annotated[
     ),
 ]
 _Plan = Annotated[str | None, typer.Option("--plan", metavar="TEXT", help="The plan; the recipe's when left out.")]
-_Batch = Annotated[int | None, typer.Option("--global-batch", metavar="B", help="Samples of a step.")]
+_Batch = Annotated[
+    int | None,
+    typer.Option("--global-batch", metavar="B", help="Samples of a step; the recipe's, or what the plan needs."),
+]
 _Steps = Annotated[int | None, typer.Option("--steps", metavar="N", min=1, help="Steps to play.")]
 _Devices = Annotated[int | None, typer.Option("--devices", metavar="N", help="Devices, in place of the cluster's.")]
 _Set = Annotated[
@@ -139,6 +143,9 @@ def simulate(
         failing = _Failing(hours=mtbf, restart=restart, checkpoint=checkpoint, interval=interval, days=days)
         failing.check()
     asked = read_simulation(request, own=OwnParts())
+    if asked.derived is not None:
+        # Known before the model is traced, which may take a while.
+        print(f"note: {asked.derived}", file=sys.stderr, flush=True)
     check_conditions(conditions, asked.plan)
     _check_steps(asked, conditions, num_steps=steps, local_steps=local_steps)
     played = _play(asked, conditions, num_steps=steps)
@@ -245,7 +252,7 @@ def _play(asked: "Asked", conditions: "Conditions", *, num_steps: int | None) ->
             "seed": conditions.seed,
         },
         "fits": _fits(simulated, asked),
-        "remarks": list(asked.remarks),
+        "remarks": [*([] if asked.derived is None else [asked.derived]), *asked.remarks],
         "goodput": None,
         "wide_area": None,
     }

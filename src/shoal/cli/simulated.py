@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 def print_result(asked: "Asked", result: Mapping[str, Any]) -> None:
     """Print a result as ``cli/simulate.py`` puts it together."""
     for remark in result["remarks"]:
-        _line("note", remark)
+        # What was derived is said on stderr, before the simulation.
+        if remark != asked.derived:
+            _line("note", remark)
     _line("plan", f"{asked.plan}, {result['devices']} x {result['cluster']}")
     _line(
         "batch",

@@ -112,16 +112,17 @@ def read_schedule(path: Path | str) -> Schedule:
 
 
 def fitting_microbatches(
-    name: str, *, ranks: int, samples: int, chunks: int | None = None, replicas: Sequence[int] | None = None
+    name: str, *, ranks: int, samples: int | None, chunks: int | None = None, replicas: Sequence[int] | None = None
 ) -> int:
     """How many microbatches to cut a step's samples into when nobody says: the fewest that fill the pipeline well.
 
     At twice as many as there are ranks 1F1B has a third of its bubble at one microbatch per rank; the next number that divides
-    the samples and that the schedule takes is chosen, and the largest there is where none is as high.
+    the samples and that the schedule takes is chosen, and the largest there is where none is as high. Where the samples are yet
+    to be chosen (None) any number divides them.
     """
     if is_file(name):
         return read_schedule(name).grid.num_microbatches
-    numbers = [number for number in range(1, samples + 1) if samples % number == 0]
+    numbers = [number for number in range(1, (samples or 4 * ranks) + 1) if samples is None or samples % number == 0]
     ordered = [number for number in numbers if number >= 2 * ranks] + [n for n in reversed(numbers) if n < 2 * ranks]
     find_family(name)
     for number in ordered:

@@ -3,12 +3,14 @@
 import json
 import resource
 import xml.etree.ElementTree as xml
+from pathlib import Path
 
 import pytest
 
 from shoal.core.rundir import RunDir
 
 pytestmark = pytest.mark.timeout(240)
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
 
 def simulate(shoal, tiny, *arguments, **options):
@@ -71,6 +73,24 @@ def test_ten_thousand_devices_with_jitter_and_failures(shoal, tiny):
     assert "goodput" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("recipe", "plan", "batch"),
+    [("gpt", "tp=2 pp=2", 10_000), ("tiny", "pp=4 schedule=zb-h1", 20_000), ("tiny", "dp=10000", 10_000)],
+)
+def test_ten_thousand_devices_without_a_batch(shoal, tmp_path, recipe, plan, batch):
+    done = shoal(
+        "simulate", RECIPES / f"{recipe}.toml", "--plan", plan, "--cluster", "h100:2x8", "--devices", 10_000,
+        "--json", "out.json", "--run-dir", "run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["devices"] == 10_000 and found["global_batch"] == batch
+    (said,) = found["remarks"]
+    assert said.endswith(f"{batch} is simulated; --global-batch says another")
+    assert done.stderr == f"note: {said}\n" and said not in done.stdout
+    assert f"global_batch = {batch}" in (tmp_path / "run" / "recipe.toml").read_text()
+
+
 def test_ten_thousand_devices_as_a_picture_and_a_trace(shoal, tiny, tmp_path):
     """With jitter no two replicas are alike: both files have 64 lanes, the slowest replica's first, and that is said."""
     start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -127,6 +147,10 @@ def test_sites_over_a_slow_link(shoal, tiny, tmp_path):
     ("arguments", "message"),
     [
         (["--cluster", "h100:2x8", "--plan", "dp=32"], "needs 32 devices, and the cluster has 16"),
+        (
+            ["--cluster", "h100:1x8", "--devices", "10000", "--global-batch", "8"],
+            "a global batch of 8 cannot be shared out evenly over its 10000 replicas; give --global-batch 10000, or dp=8",
+        ),
         (["--cluster", "h100:1x8", "--straggler", "8:2"], "has 8 ranks, 0 to 7; name one of them"),
         (["--cluster", "h100:1x8", "--jitter", "-1"], "jitter is -1, and must be 0 to 100"),
         (["--cluster", "h100:1x8", "--mtbf", "-2"], "--mtbf is -2 hours"),

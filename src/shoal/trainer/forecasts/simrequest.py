@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.core.axes import Axis
-from shoal.core.combine import divisors
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.data.check import check_data
@@ -19,6 +18,7 @@ from shoal.planner.hardware import Cluster
 from shoal.planner.job import check_batch
 from shoal.planner.simulation.bounds import check_cells
 from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.forecasts.simbatch import is_batch_given, named_microbatches, share_batch
 from shoal.trainer.layout import choose_plan, derive_layout
 from shoal.trainer.request import OwnParts, refuse_settings
 
@@ -51,6 +51,8 @@ class Asked:
     spec: DataSpec
     num_sites: int
     remarks: tuple[str, ...]
+    derived: str | None = None
+    """Says that the batch is not the recipe's, where it is not."""
 
     @property
     def global_batch(self) -> int:
@@ -89,8 +91,8 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
             raise RequestError(f"--devices is {request.num_devices}; give 1 or more")
         cluster = cluster.resized(request.num_devices)
     plan = _fit_plan(recipe, request.plan, cluster)
-    _check_batch(recipe.train.global_batch, plan)
-    check_cells(plan, _microbatches(recipe, plan))
+    recipe, derived = share_batch(recipe, plan, is_given=is_batch_given(request.overrides))
+    check_cells(plan, named_microbatches(recipe.train, plan))
     layout = derive_layout(recipe.train, plan)
     data = check_data(recipe.data)
     if data.spec is None:
@@ -116,6 +118,7 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
         spec=data.spec,
         num_sites=num_sites,
         remarks=tuple(remarks),
+        derived=derived,
     )
 
 
@@ -150,32 +153,6 @@ def _fit_plan(recipe: Recipe, text: str | None, cluster: Cluster) -> Plan:
         # Said here: what is left of a plan that names nothing but ep would read as one replica.
         wanted = replace(wanted, dp=num_devices // per_replica)
     return _chosen(recipe, text, wanted, num_devices)
-
-
-def _microbatches(recipe: Recipe, plan: Plan) -> int:
-    """Those that the plan or the recipe names, before a schedule is made of them; what is derived is few."""
-    share = recipe.train.global_batch // plan.degree(Axis.DATA)
-    if plan.microbatches is not None:
-        return min(plan.microbatches, share)
-    return max(1, share // recipe.train.micro_batch) if recipe.train.micro_batch is not None else 1
-
-
-def _check_batch(batch: int, plan: Plan) -> None:
-    """Refuse a batch that the replicas cannot share out, in the options of a simulation: its devices are as easily changed.
-
-    Raises:
-        RequestError: both numbers, the nearest batches, and the most devices that this batch is enough for.
-    """
-    replicas = plan.degree(Axis.DATA)
-    if batch % replicas == 0:
-        return
-    smaller = batch - batch % replicas
-    enough = max(one for one in divisors(batch) if one <= replicas)
-    batches = " or ".join(str(size) for size in (smaller, smaller + replicas) if size)
-    raise RequestError(
-        f"plan {str(plan)!r}: a global batch of {batch} cannot be shared out evenly over its {replicas} replicas; give "
-        f"--global-batch {batches}, or dp={enough} on --devices {enough * plan.ranks_per_replica}"
-    )
 
 
 def _chosen(recipe: Recipe, text: str | None, wanted: Plan, num_devices: int | None) -> Plan:

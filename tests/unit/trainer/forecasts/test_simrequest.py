@@ -9,6 +9,9 @@ from shoal.core.errors import RequestError
 from shoal.data.check import DataSummary
 from shoal.trainer.forecasts.simrequest import Asked, SimulationRequest, read_simulation
 
+GIVEN = {"overrides": ("train.global_batch = 8",)}
+"""The recipe's own batch, asked for."""
+
 
 class NoOwnParts:
     """The recipes here name shipped parts only."""
@@ -56,6 +59,38 @@ def test_sites_share_the_replicas(tiny):
 
 
 @pytest.mark.parametrize(
+    ("plan", "num_devices", "overrides", "batch", "over"),
+    [
+        ("dp=10000", 10_000, (), 10_000, "10000 replica(s)"),
+        ("dp=3", 3, (), 9, "3 replica(s)"),
+        ("dp=2 microbatches=3", 2, (), 12, "2 replica(s) x 3 microbatch(es)"),
+        ("dp=2 microbatches=16", 2, (), 32, "2 replica(s) x 16 microbatch(es)"),
+        ("dp=3", 3, ("train.micro_batch=2",), 12, "3 replica(s) x 2 sample(s) each"),
+        # Both numbers are said: their product is a replica's share, also where that is less than the recipe's batch.
+        ("dp=1 microbatches=3", 1, ("train.micro_batch=1",), 3, "1 replica(s) x 3 microbatch(es) x 1 sample(s) each"),
+        # Two microbatches for each pipeline rank, as a run takes when nobody says, or the next number that a schedule takes.
+        ("tp=2 pp=2", 10_000, (), 10_000, "2500 replica(s)"),
+        ("pp=4 schedule=zb-h1", 10_000, ("model.layers=4",), 20_000, "2500 replica(s)"),
+        ("pp=2 schedule=dualpipev", 6, (), 12, "3 replica(s)"),
+        ("pp=2", 6, ("train.micro_batch=5",), 60, "3 replica(s) x 5 sample(s) each"),
+    ],
+)
+def test_a_batch_that_nobody_asks_for_is_made_to_fit(tiny, plan, num_devices, overrides, batch, over):
+    asked = ask(tiny, "h100:1x8", plan, num_devices=num_devices, overrides=overrides)
+    assert asked.global_batch == asked.recipe.train.global_batch == batch
+    assert asked.micro_batch * (asked.plan.microbatches or 1) * asked.plan.dp == batch
+    assert asked.derived == (
+        f"the recipe's global batch of 8 cannot be shared out over {over}: {batch} is simulated; --global-batch says another"
+    )
+
+
+@pytest.mark.parametrize(("plan", "num_devices"), [("dp=8", 8), ("dp=2 pp=2", 4), ("dp=2 microbatches=4", 2)])
+def test_a_batch_that_fits_is_the_recipes(tiny, plan, num_devices):
+    asked = ask(tiny, "h100:1x8", plan, num_devices=num_devices)
+    assert asked.global_batch == 8 and asked.derived is None
+
+
+@pytest.mark.parametrize(
     ("cluster", "plan", "options", "message"),
     [
         ("a10:4x8", None, {}, "there is no device 'a10'; did you mean 'a100'"),
@@ -67,11 +102,23 @@ def test_sites_share_the_replicas(tiny):
         (
             "a100:1x3",
             None,
-            {},
+            GIVEN,
             "batch of 8 cannot .* over its 3 replicas; give --global-batch 6 or 9, or dp=2 on --devices 2",
         ),
-        ("a100:1x8", None, {"num_devices": 10000}, "give --global-batch 10000, or dp=8 on --devices 8$"),
-        ("a100:1x8", "tp=2 pp=2", {"num_devices": 10000}, "8 .* its 2500 replicas; .* 2500, or dp=8 on --devices 32$"),
+        ("a100:1x8", None, GIVEN | {"num_devices": 10000}, "give --global-batch 10000, or dp=8 on --devices 8$"),
+        (
+            "a100:1x8",
+            "tp=2 pp=2",
+            GIVEN | {"num_devices": 10000},
+            "8 .* 2500 replicas; .* 2500, or dp=8 on --devices 32$",
+        ),
+        ("a100:1x8", "dp=2 microbatches=3", GIVEN, "microbatches=3 does not divide the 4 samples .*; set it to 2"),
+        (
+            "a100:1x8",
+            "microbatches=200",
+            {"num_devices": 10000},
+            "10000 replicas need a global batch of 2000000 .* 1000000 is the most; give fewer microbatches, .* --devices",
+        ),
         ("a100:1x8", None, {"num_devices": 0}, "--devices is 0; give 1 or more"),
         ("a100:1x8", "ps=2 workers=2", {}, r"parameter servers \(ps=2\) are not simulated"),
         ("a100:1x8", "dp=8", {"num_sites": 2}, "give --local-steps too"),
