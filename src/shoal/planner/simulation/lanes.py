@@ -1,12 +1,15 @@
 """What each rank of a played step does when, stream by stream: what traces and pictures are made from.
 
 Compute has a stream of its own, and so have transfers between stages, sums over ``dp`` and ZeRO's gathers: they go on beside it.
+Communication inside passes (``tp``, ``cp``, ``ep``) has its streams too, and nothing is computed meanwhile: a cell's time is what
+it computes, and then what it waits for. In truth a pass waits in every layer; only the sum of these waits is known.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shoal.planner.simulation.cellprices import COMPUTE, UPDATE
 from shoal.planner.simulation.holding import Moment, memory_timeline
 from shoal.planner.simulation.simulated import Simulated
 from shoal.schedules.action import Cell, Kind
@@ -17,6 +20,9 @@ class Stream(StrEnum):
     """What goes on one after another."""
 
     COMPUTE = "compute"
+    TENSOR = "tp"
+    CONTEXT = "cp"
+    EXPERT = "ep"
     PIPELINE = "pp"
     DATA = "dp"
     ZERO = "zero"
@@ -64,9 +70,10 @@ def lanes_of(simulated: Simulated, *, expand: bool = False, most: int = 10_000) 
     for group in groups:
         if left <= 0:
             return
-        for place, spans in enumerate(_spans(simulated, group)):
+        cells = _timed_cells(simulated, group)
+        for place, spans in enumerate(_spans(simulated, group, cells)):
             ranks = simulated.ranks(place, group)
-            memory = _memory(simulated, place, spans)
+            memory = _memory(simulated, place, cells[place])
             for members in [[rank] for rank in ranks] if expand else [ranks]:
                 if left > 0:
                     yield RankLane(place, group, tuple(members), tuple(spans), memory)
@@ -85,27 +92,44 @@ def say_ranks(ranks: Sequence[int], most: int = 3) -> str:
     return ", ".join([*shown, *(["..."] if len(runs) > most else [])])
 
 
-def _spans(simulated: Simulated, group: int) -> list[list[Span]]:
+_TimedCell = tuple[int, float, float]
+"""The number of a cell in the order of work, its start and its end."""
+
+
+def _timed_cells(simulated: Simulated, group: int) -> list[list[_TimedCell]]:
     """By pipeline place."""
-    order, parts, tail = simulated.order, simulated.parts, simulated.tail
     starts, ends = simulated.times(group)
-    found: list[list[Span]] = [[] for _ in order.rows]
-    for number, step in enumerate(order.steps):
-        span = Span(Stream.COMPUTE, short(step.cell), float(starts[number]), float(ends[number]), step.cell)
-        found[step.place].append(span)
+    return [[(cell, float(starts[cell]), float(ends[cell])) for cell in row] for row in simulated.order.rows]
+
+
+def _spans(simulated: Simulated, group: int, cells: Sequence[Sequence[_TimedCell]]) -> list[list[Span]]:
+    """By pipeline place."""
+    order, found = simulated.order, []
+    ends = {cell: end for row in cells for cell, _, end in row}
+    sent: list[list[Span]] = [[] for _ in cells]
+    for step in order.steps:
         for need in step.needs:
             source = order.steps[need.cell].place
-            seconds = parts.delay * float(simulated.folded.links[source, group])
+            seconds = simulated.parts.delay * float(simulated.folded.links[source, group])
             if need.is_far and seconds:
-                sent = float(ends[need.cell])
-                found[source].append(Span(Stream.PIPELINE, f"for {short(step.cell)}", sent, sent + seconds))
-    for place, spans in enumerate(found):
-        spans += _gathers(simulated, place, spans)
-        spans += _after(simulated, place, group)
+                at = ends[need.cell]
+                sent[source].append(Span(Stream.PIPELINE, f"for {short(step.cell)}", at, at + seconds))
+    for place, row in enumerate(cells):
+        spans = [span for cell in row for span in _cell(simulated, group, *cell)]
+        spans += [*sent[place], *_gathers(simulated, row), *_after(simulated, place, group)]
         # By stream and time: what reads them need not sort.
-        spans.sort(key=lambda span: (list(Stream).index(span.stream), span.start, span.end))
-    assert tail.begin >= 0
+        found.append(sorted(spans, key=lambda span: (list(Stream).index(span.stream), span.start, span.end)))
     return found
+
+
+def _cell(simulated: Simulated, group: int, number: int, start: float, end: float) -> Iterator[Span]:
+    """What a cell computes, and then its communication that nothing hides."""
+    cell = simulated.order.steps[number].cell
+    talk = [piece for piece in simulated.pieces(number, group, start, end) if piece.what not in (COMPUTE, UPDATE)]
+    yield Span(Stream.COMPUTE, short(cell), start, talk[0].start if talk else end, cell)
+    for piece in talk:
+        if piece.end > piece.start:
+            yield Span(Stream(piece.what), f"in {short(cell)}", piece.start, piece.end)
 
 
 def _after(simulated: Simulated, place: int, group: int) -> Iterator[Span]:
@@ -124,7 +148,7 @@ def _after(simulated: Simulated, place: int, group: int) -> Iterator[Span]:
             yield Span(stream, name, start, end)
 
 
-def _gathers(simulated: Simulated, place: int, spans: Sequence[Span]) -> Iterator[Span]:
+def _gathers(simulated: Simulated, cells: Sequence[_TimedCell]) -> Iterator[Span]:
     """What goes on of gathers before and beside the cells of a rank."""
     hidden = min(simulated.parts.gather_hidden, simulated.parts.gather)
     begin = simulated.tail.begin
@@ -132,21 +156,21 @@ def _gathers(simulated: Simulated, place: int, spans: Sequence[Span]) -> Iterato
         yield Span(Stream.ZERO, "gather", 0.0, begin)
     if hidden <= 0 or simulated.flows:
         return
-    cells = [span for span in spans if span.cell is not None]
     if simulated.plan.zero < 3:
         # What the last update changed arrives while the first passes go on.
-        yield Span(Stream.ZERO, "gather", begin, min(begin + hidden, cells[-1].end))
+        yield Span(Stream.ZERO, "gather", begin, min(begin + hidden, cells[-1][2]))
         return
     # Every pass gathers its stage's weights while the one before it computes; a weight's gradient alone needs none.
-    passes = [span for span in cells if span.cell is not None and any(a.kind is not Kind.WEIGHT for a in span.cell)]
-    for span in passes:
-        end = min(span.end, span.start + hidden / len(passes))
-        if end > span.start:
-            yield Span(Stream.ZERO, "gather", span.start, end)
+    steps = simulated.order.steps
+    passes = [each for each in cells if any(action.kind is not Kind.WEIGHT for action in steps[each[0]].cell)]
+    for _, start, until in passes:
+        end = min(until, start + hidden / len(passes))
+        if end > start:
+            yield Span(Stream.ZERO, "gather", start, end)
 
 
-def _memory(simulated: Simulated, place: int, spans: Sequence[Span]) -> tuple[Moment, ...]:
+def _memory(simulated: Simulated, place: int, cells: Sequence[_TimedCell]) -> tuple[Moment, ...]:
     if simulated.needed is None:
         return ()
-    cells = [(span.start, span.end) for span in spans if span.cell is not None]
-    return memory_timeline(simulated.order.schedule, place, cells, simulated.needed)
+    spans = [(start, end) for _, start, end in cells]
+    return memory_timeline(simulated.order.schedule, place, spans, simulated.needed)

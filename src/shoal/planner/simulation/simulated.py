@@ -147,6 +147,19 @@ class Simulated:
         """Seconds of communication on the critical path, by axis; ``zero`` are the gathers of sharded weights."""
         return {what: seconds for what, seconds in self.breakdown.items() if what not in (COMPUTE, UPDATE, FIXED)}
 
+    def pieces(self, number: int, group: int, start: float, end: float) -> list[Segment]:
+        """A cell's time by what it goes to, one after another: what nothing hides of its communication comes last."""
+        step = self.order.steps[number]
+        name = "&".join(map(str, step.cell))
+        compute, links = self.folded.compute[step.place, group], self.folded.links[step.place, group]
+        shares = self.prices.split(number, float(compute), float(links))
+        found, at = [], start
+        for index, (what, seconds) in enumerate(shares.items()):
+            until = end if index == len(shares) - 1 else min(end, at + seconds)
+            found.append(Segment(what, name, at, until, step.place, group))
+            at = until
+        return found
+
     def peak_bytes(self, place: int) -> float | None:
         """The most that a rank of a place holds; None where no bytes were given."""
         return None if self.needed is None else peak_bytes(self.order.schedule, place, self.needed)
@@ -164,26 +177,13 @@ class Simulated:
         found: list[Segment] = []
         at: int | None = number
         while at is not None:
-            found += reversed(self._pieces(at, group, float(starts[at]), float(ends[at])))
+            found += reversed(self.pieces(at, group, float(starts[at]), float(ends[at])))
             source = _decided(self.order, at, starts, ends, transfers)
             if source is not None and ends[source] < starts[at]:
                 place = self.order.steps[source].place
                 found.append(Segment(TRANSFER, "transfer", float(ends[source]), float(starts[at]), place, group))
             at = source
         return found[::-1]
-
-    def _pieces(self, number: int, group: int, start: float, end: float) -> list[Segment]:
-        """A cell's time by what it goes to, one after another."""
-        step = self.order.steps[number]
-        name = "&".join(map(str, step.cell))
-        compute, links = self.folded.compute[step.place, group], self.folded.links[step.place, group]
-        shares = self.prices.split(number, float(compute), float(links))
-        found, at = [], start
-        for index, (what, seconds) in enumerate(shares.items()):
-            until = end if index == len(shares) - 1 else min(end, at + seconds)
-            found.append(Segment(what, name, at, until, step.place, group))
-            at = until
-        return found
 
 
 def _decided(order: Order, number: int, starts: Array, ends: Array, transfers: Array) -> int | None:

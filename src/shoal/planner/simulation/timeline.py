@@ -22,6 +22,9 @@ _MOST_PIXELS = 20_000.0
 _COLOURS = {
     "update": ("#c2a5cf", "the update"),
     "fixed": ("#d9d9d9", "what every step takes"),
+    Stream.TENSOR: ("#fccde5", "tp: in a pass"),
+    Stream.CONTEXT: ("#bebada", "cp: in a pass"),
+    Stream.EXPERT: ("#ccebc5", "ep: in a pass"),
     Stream.PIPELINE: ("#ffffb3", "pp: to another stage"),
     Stream.DATA: ("#80b1d3", "dp: sum of gradients"),
     Stream.ZERO: ("#b3de69", "zero: gather of weights"),
@@ -39,7 +42,8 @@ def trace_events(lanes: Iterable[RankLane]) -> Iterator[dict[str, Any]]:
         pid = lane.ranks[0]
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"{lane.label} (pp {lane.place})"}}
         yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-        for tid, stream in enumerate(Stream):
+        used = {span.stream for span in lane.spans}
+        for tid, stream in ((tid, stream) for tid, stream in enumerate(Stream) if stream in used):
             yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": stream.value}}
         for number, span in enumerate(lane.spans):
             yield from _slices(span, pid=pid, number=number)

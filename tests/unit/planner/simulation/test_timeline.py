@@ -62,7 +62,7 @@ def test_a_trace_has_every_cell_once_and_no_slices_that_overlap_on_a_thread(tmp_
             assert start >= end - 1e-6
     assert max(end for spans in threads.values() for _, end in spans) == pytest.approx(simulated.step_seconds * 1e6)
     named = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert named == {"compute", "pp", "dp", "zero"}
+    assert named == {"compute", "tp", "pp", "dp", "zero"}
 
 
 def test_transfers_may_overlap_and_are_begun_and_ended_in_pairs(tmp_path):
@@ -104,7 +104,7 @@ def test_where_lanes_are_left_out_those_that_all_wait_for_stay():
 def test_the_sum_goes_on_beside_the_last_backward_pass():
     lane = next(lanes_of(step()))
     reduce = next(span for span in lane.spans if span.stream is Stream.DATA)
-    last = max(span.end for span in lane.spans if span.cell is not None)
+    last = max(span.end for span in lane.spans if span.stream is Stream.TENSOR)
     assert reduce.end - reduce.start == pytest.approx(2.0) and last - reduce.start == pytest.approx(1.5)
 
 
@@ -123,6 +123,7 @@ def test_the_picture_is_well_formed_to_scale_and_within_its_frame():
     assert any(tip.startswith("reduce: ") for tip in tips) and any(tip.startswith("0F0 (forward") for tip in tips)
     labels = [text.text for text in root.findall(f"{SPACE}text")]
     assert "ranks 4-5 compute" in labels and "dp: sum of gradients" in labels and "the update" in labels
+    assert "ranks 4-5 tp" in labels and "tp: in a pass" in labels and "cp: in a pass" not in labels
     assert "on 16 ranks" in labels[0]
 
 
