@@ -379,6 +379,7 @@ def _write_run(played: _Played, run_dir: Path, *, expand: bool, failing: _Failin
         weight_bytes=played.priced.weight_bytes,
         checkpoint_every=0 if failing is None else asked.recipe.checkpoint.every,
         checkpoint_seconds=0.0 if failing is None else failing.checkpoint,
+        memory_every=asked.recipe.telemetry.memory_every,
     )
     write_run(run_dir, played.simulated, seconds, numbers=numbers, goodput=goodput, expand=expand)
     replace_text(RunDir(run_dir).recipe, dump_recipe(asked.recipe))

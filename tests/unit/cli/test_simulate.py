@@ -54,6 +54,22 @@ def test_a_step_as_lines_json_picture_trace_and_run(shoal, tiny, tmp_path):
     assert run.recipe.exists() and json.loads(run.summary.read_text())["simulated"] is True
 
 
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_simulated_run_reads_memory_when_a_real_one_does(shoal, tiny, tmp_path, num_steps):
+    """After the first step, every so many steps and at the end: a run of one step reads it twice."""
+    length = ("--set", f"train.steps={num_steps}", "--set", "telemetry.memory_every=2", "--run-dir")
+    real = shoal("train", tiny, "--nproc", 1, *length, "real")
+    simulated = simulate(shoal, tiny, "--cluster", "h100:1", "--steps", num_steps, *length, "simulated")
+    assert real.returncode == simulated.returncode == 0, real.stderr + simulated.stderr
+    found = []
+    for name in ("real", "simulated"):
+        events = map(json.loads, RunDir(tmp_path / name).events(0).read_text().splitlines())
+        # Nothing is trained, so nothing is saved or evaluated.
+        shared = ("run_started", "step", "memory", "run_ended")
+        found.append([(event["kind"], event["step"]) for event in events if event["kind"] in shared])
+    assert found[0] == found[1] and ("memory", num_steps) in found[0]
+
+
 def test_ten_thousand_devices_with_jitter_and_failures(shoal, tiny):
     done = simulate(
         shoal, tiny, "--plan", "tp=2 pp=2", "--cluster", "h100:1250x8", "--devices", 10_000, "--global-batch", 20_000,

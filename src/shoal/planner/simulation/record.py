@@ -7,7 +7,7 @@ simulated too and count from 0. There is a file for one rank of those that are a
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,8 @@ class RunNumbers:
     checkpoint_every: int = 0
     """Steps; 0 for none. A run with failures has its own."""
     checkpoint_seconds: float = 0.0
+    memory_every: int = 0
+    """Steps between readings of memory, beside the one at the end; 0 for none."""
 
 
 def write_run(
@@ -78,7 +80,7 @@ def write_run(
     try:
         run_dir.events(0).parent.mkdir(parents=True, exist_ok=True)
         for rank, place in ranks:
-            own = _with_memory(story, simulated, place)
+            own = _with_memory(story, simulated, place, every=numbers.memory_every)
             lines = (encode_event(event, rank=rank, wall_time=at) for at, event in own)
             run_dir.events(rank).write_bytes(b"".join(lines))
         failed = list(_failures(goodput)) if goodput is not None else []
@@ -181,27 +183,32 @@ def _saved(step: int, numbers: RunNumbers, run_dir: RunDir) -> CheckpointSaved:
     )
 
 
-def _with_memory(story: Sequence[Timed], simulated: Simulated, place: int) -> Iterator[Timed]:
-    """The story of a rank of a place: its memory after the first step and at the end, as real runs write it."""
-    memory = _memory(simulated, place, step=1)
+def _with_memory(story: Sequence[Timed], simulated: Simulated, place: int, *, every: int) -> Iterator[Timed]:
+    """The story of a rank of a place with its memory, as real runs read it (``trainer/loop.py``).
+
+    That is after the first step, at every so many steps, and at the end, which a run of one step reads too: by then it has
+    saved and evaluated.
+    """
+    memory = _memory(simulated, place)
     for at, event in story:
         if memory is not None and isinstance(event, RunEnded):
-            last = _memory(simulated, place, step=event.step)
-            assert last is not None
-            yield at, last
+            yield at, replace(memory, step=event.step)
         yield at, event
-        if memory is not None and isinstance(event, StepDone) and event.step == 1:
-            yield at, memory
+        if memory is None or not isinstance(event, StepDone) or not every:
+            continue
+        if event.step == 1 or event.step % every == 0:
+            yield at, replace(memory, step=event.step)
 
 
-def _memory(simulated: Simulated, place: int, *, step: int) -> MemoryMeasured | None:
+def _memory(simulated: Simulated, place: int) -> MemoryMeasured | None:
+    """A reading on a rank of a place, the same at every step; None where no bytes were given."""
     peak = simulated.peak_bytes(place)
     if simulated.needed is None or peak is None:
         return None
     held = simulated.needed.places[place]
     known = held.weights + held.gradients + held.optimizer
     return MemoryMeasured(
-        step=step,
+        step=0,
         weights_bytes=round(held.weights),
         gradient_bytes=round(held.gradients),
         optimizer_bytes=round(held.optimizer),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from shoal.planner.simulation.record import RunNumbers, write_run
 
 PLAN = Plan(pp=2, dp=2, tp=2)
 KINDS = {kind.kind: kind for kind in (CheckpointSaved, MemoryMeasured, RankFailed, RunEnded, RunStarted, StepDone)}
-NUMBERS = RunNumbers(samples=16, tokens=512, weight_bytes=1000.0, checkpoint_every=2, checkpoint_seconds=0.5)
+NUMBERS = RunNumbers(
+    samples=16, tokens=512, weight_bytes=1000.0, checkpoint_every=2, checkpoint_seconds=0.5, memory_every=100
+)
 
 
 @pytest.fixture
@@ -74,6 +77,18 @@ def test_memory_is_that_of_the_place(tmp_path, step):
         measured = next(event for event in lines_of(RunDir(tmp_path).events(rank)) if event["kind"] == "memory")
         assert measured["weights_bytes"] == 100 and measured["optimizer_bytes"] == 200
         assert measured["peak_rss_bytes"] == 401 + activations and measured["other_bytes"] == 1 + activations
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "every", "read_at"),
+    [(1, 100, [1, 1]), (3, 100, [1, 3]), (5, 2, [1, 2, 4, 5]), (4, 2, [1, 2, 4, 4]), (5, 0, [5])],
+)
+def test_memory_is_read_as_often_as_in_a_run(tmp_path, step, num_steps, every, read_at):
+    numbers = replace(NUMBERS, memory_every=every)
+    write_run(tmp_path, step, np.full(num_steps, 3.0), numbers=numbers)
+    events = lines_of(RunDir(tmp_path).events(0))
+    assert [event["step"] for event in events if event["kind"] == "memory"] == read_at
+    assert [event["kind"] for event in events][-2:] == ["memory", "run_ended"]
 
 
 def test_plan_and_summary_have_the_keys_of_a_run(tmp_path, step):
