@@ -97,8 +97,11 @@ def _places(best: "Estimate") -> str:
     held = [format_bytes(place.allocated) for place in best.places]
     if len(set(held)) <= 1:
         return ""
-    shown = ", ".join(held) if len(held) <= _FEW else f"{', '.join(held[: _FEW - 2])}, ... {held[-1]}"
-    return f"memory of 1 by place in the pipeline: {shown}"
+    if len(held) <= _FEW:
+        return f"memory of 1 by place in the pipeline: {', '.join(held)}"
+    fullest = max(range(len(held)), key=lambda place: best.places[place].allocated)
+    shown = f"{', '.join(held[: _FEW - 2])}, ... {held[-1]}"
+    return f"memory of 1 by place in the pipeline: {shown}; the fullest is place {fullest}, with {held[fullest]}"
 
 
 def _refused(found: "Found") -> Iterator[str]:

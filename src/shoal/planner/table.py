@@ -159,6 +159,7 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
         fused_pointwise=software.fused_pointwise,
     )
     degrees, num_devices = _degrees(row, assumed)
+    software = _check_group(software, degrees["dp"] * degrees["cp"], assumed)
     micro_batch, global_batch = _batch(row, degrees, software, assumed)
     recompute = read_recompute(row["recompute"])
     if recompute == "unknown":
@@ -219,6 +220,15 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
         assumed=tuple(assumed),
         odd=odd,
     )
+
+
+def _check_group(software: Software, replicas: int, assumed: list[str]) -> Software:
+    """The software with the groups over which it cuts weights, or, where these cannot be, without; that is noted."""
+    group = software.shard_group
+    if not group or replicas % group == 0:
+        return software
+    assumed.append(f"weights cut over all {replicas} ranks that share them, which a group of {group} does not divide")
+    return replace(software, shard_group=0)
 
 
 def _degrees(row: Mapping[str, str], assumed: list[str]) -> tuple[dict[str, int], int]:

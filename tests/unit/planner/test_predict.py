@@ -104,6 +104,16 @@ def test_a_release_that_captures_steps_is_told_from_those_before(tmp_path, relea
     assert isinstance(run, Run) and run.software.name == software
 
 
+def test_groups_that_do_not_divide_the_ranks_are_said_and_left_out(tmp_path):
+    words = ("3 (FSDP)", "3 (FSDP group 8)", "3 (FSDP group 7)")
+    plain, groups, odd = predict(
+        tmp_path,
+        *({"zero": zero, "dp": "64", "tp": "1", "pp": "1", "n_gpus": "64", "global_batch": "1024"} for zero in words),
+    )
+    assert groups.predicted != plain.predicted == odd.predicted
+    assert "a group of 7 does not divide" in odd.why_not and "64 ranks" in odd.why_not and not odd.in_range
+
+
 def test_memory_metrics_are_in_order(tmp_path):
     metrics = ("peak_mem_gib", "peak_reserved_gib", "mem_gb_nvidia_smi_max")
     allocated, reserved, device = (

@@ -81,6 +81,10 @@ def tune(
         tell(left_out)
     before = partial(require_plans, recipe, count)
     found, origin = find_machine(machine, num_processes=count, tell=tell, before=before)
+    tell(
+        f"looking for the best {top} plans for {count} processes, for at most {recipe.planner.auto.search_seconds:g} s "
+        f"(planner.auto.search_seconds)"
+    )
     with Cast(recipe, count) as cast:
         decision = search(cast, found, origin)
         chosen = {str(page["plan"]): page for page in decision.ranked[:top]}
