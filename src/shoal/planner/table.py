@@ -145,21 +145,8 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
     )
     preset = find_device(row["gpu"])
     zero = read_zero(row["zero"])
-    named = read_software(text)
-    if named is None:
-        named = likely_software(preset.device.name, zero, has_stages=(_float(row, "pp") or 1) > 1)
-        assumed.append(f"a software like {named}")
-    shape = _shape(row, text, named, other_heads, assumed)
-    released = release_of(named, text, row["precision"], has_experts=shape.experts > 1)
-    software = as_used(SOFTWARE[released], text)
-    shape = replace(
-        shape,
-        fused_attention=software.fused_attention,
-        fused_loss=software.fused_loss,
-        fused_pointwise=software.fused_pointwise,
-    )
     degrees, num_devices = _degrees(row, assumed)
-    software = _check_group(software, degrees["dp"] * degrees["cp"], assumed)
+    software, shape = _model(row, text, preset.device.name, degrees, other_heads, assumed)
     micro_batch, global_batch = _batch(row, degrees, software, assumed)
     recompute = read_recompute(row["recompute"])
     if recompute == "unknown":
@@ -220,6 +207,30 @@ def _understand(written: Row, measured: float | None, other_heads: int | None) -
         assumed=tuple(assumed),
         odd=odd,
     )
+
+
+def _model(
+    row: Mapping[str, str],
+    text: str,
+    device: str,
+    degrees: Mapping[str, int],
+    other_heads: int | None,
+    assumed: list[str],
+) -> tuple[Software, TransformerShape]:
+    """The software as it was used, and the model with its kernels."""
+    named = read_software(text)
+    if named is None:
+        named = likely_software(device, read_zero(row["zero"]), has_stages=degrees["pp"] > 1)
+        assumed.append(f"a software like {named}")
+    shape = _shape(row, text, named, other_heads, assumed)
+    released = release_of(named, text, row["precision"], has_experts=shape.experts > 1)
+    software = _check_group(as_used(SOFTWARE[released], text), degrees["dp"] * degrees["cp"], assumed)
+    kernels = {
+        "fused_attention": software.fused_attention,
+        "fused_loss": software.fused_loss,
+        "fused_pointwise": software.fused_pointwise,
+    }
+    return software, replace(shape, **kernels)
 
 
 def _check_group(software: Software, replicas: int, assumed: list[str]) -> Software:
