@@ -1,7 +1,7 @@
 """Closed forms of a pipeline's length, against the schedules themselves."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import RequestError
@@ -74,7 +74,7 @@ BOUNDS = {
     "zb-h2": (0.999, 1.12),
     "zbv": (0.999, 1.08),
     "v-half": (0.96, 1.25),
-    "v-min": (0.99, 1.37),
+    "v-min": (0.99, 1.38),
     "dualpipe": (0.9, 1.12),
     "dualpipev": (0.9, 1.12),
 }
@@ -84,6 +84,9 @@ BOUNDS = {
 @pytest.mark.parametrize("name", BOUNDS)
 @settings(max_examples=20, deadline=None)
 @given(ranks=st.integers(2, 8), more=st.integers(0, 12), by_input=st.floats(1.0, 2.0), weight=st.floats(0.4, 1.0))
+@example(ranks=2, more=0, by_input=2.0, weight=0.4)
+@example(ranks=8, more=6, by_input=2.0, weight=1.0)
+@example(ranks=8, more=0, by_input=1.0, weight=0.4)
 def test_families_with_two_backwards_are_within_a_bound(name, ranks, more, by_input, weight):
     """From as many microbatches as ranks on, where the gradient of the input takes longest and that of weights least."""
     low, high = BOUNDS[name]
