@@ -28,7 +28,7 @@ _Precision = Annotated[
     ),
 ]
 _Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
 ]
 
 

@@ -35,7 +35,7 @@ _Plan = Annotated[
     typer.Option("--plan", metavar="TEXT", help="Lay the run out like this, such as 'ps=2 workers=4 backup=1'."),
 ]
 _Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
 ]
 _Listen = Annotated[
     str, typer.Option("--listen", metavar="ADDRESS", help="Where the others reach this process: tcp://HOST:PORT.")

@@ -42,7 +42,7 @@ _Batch = Annotated[
 _Steps = Annotated[int | None, typer.Option("--steps", metavar="N", min=1, help="Steps to play.")]
 _Devices = Annotated[int | None, typer.Option("--devices", metavar="N", help="Devices, in place of the cluster's.")]
 _Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
 ]
 _Straggler = Annotated[
     list[str] | None,

@@ -21,7 +21,7 @@ _Plan = Annotated[
 ]
 _Processes = Annotated[int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes to start.")]
 _Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
 ]
 _RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run leaves everything.")]
 _Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run directory.")]

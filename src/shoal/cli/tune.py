@@ -30,7 +30,7 @@ _Write = Annotated[
 ]
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Let --write replace a file that is there.")]
 _Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
 ]
 
 

@@ -25,7 +25,7 @@ _Dtype = Annotated[
     str | None, typer.Option("--dtype", metavar="NAME", help="float64, float32, bfloat16 or float16 for all plans.")
 ]
 _Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
 ]
 _Markdown = Annotated[
     Path | None, typer.Option("--markdown", metavar="FILE", help="Write the certificate there as a page.")

@@ -50,8 +50,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 def apply_overrides(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The tables with each ``section.key=value`` set; a value is TOML, or a bare word taken as a string.
 
+    ``section.key=`` without a value takes the key out, so that its default holds again.
+
     Raises:
-        RequestError: an override has no ``=``, or goes through something that is not a section.
+        RequestError: an override has no ``=``, goes through something that is not a section, or takes out what is not there.
     """
     result = _copy_tables(tables)
     for override in overrides:
@@ -64,7 +66,14 @@ def apply_overrides(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise RequestError(f"--set {override!r}: {part!r} is a value, not a section")
-        table[parts[-1]] = _parse_value(text.strip())
+        if text.strip():
+            table[parts[-1]] = _parse_value(text.strip())
+        elif parts[-1] in table:
+            del table[parts[-1]]
+        else:
+            raise RequestError(
+                f"--set {override!r} takes out a key that the recipe does not set; {did_you_mean(parts[-1], table)}"
+            )
     return result
 
 
@@ -79,17 +88,39 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def validate(config: type[ConfigType], tables: Mapping[str, Any], *, origin: str) -> ConfigType:
-    """An instance of ``config`` from plain tables.
+def validate(
+    config: type[ConfigType], tables: Mapping[str, Any], *, origin: str, overrides: Sequence[str] = ()
+) -> ConfigType:
+    """An instance of ``config`` from plain tables, with ``overrides`` applied to them.
 
     Raises:
-        RequestError: says every wrong key with its path, what was found, what is allowed, and the nearest name.
+        RequestError: says every wrong key with its path, what was found, what is allowed, and the nearest name; and whether it is
+            the file, ``origin``, that is wrong or one of the overrides.
     """
     try:
-        return config.model_validate(tables)
+        return config.model_validate(apply_overrides(tables, overrides))
     except ValidationError as error:
-        lines = [_explain(config, problem) for problem in error.errors(include_url=False)]
-        raise RequestError("\n".join(f"{origin}: {line}" for line in dict.fromkeys(lines))) from None
+        lines = _explain_all(config, error)
+    try:
+        config.model_validate(tables)
+        own: dict[str, str] = {}
+    except ValidationError as error:
+        own = _explain_all(config, error)
+    blamed = [
+        f"{origin if line in own else _blame_overrides(path, overrides) or origin}: {line}"
+        for line, path in lines.items()
+    ]
+    raise RequestError("\n".join(blamed))
+
+
+def _blame_overrides(path: str, overrides: Sequence[str]) -> str:
+    """The overrides that set a key, one of its section's or a table around it, as they stand on the command line."""
+    touching = []
+    for override in overrides:
+        key = ".".join(part.strip() for part in override.partition("=")[0].split("."))
+        if f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}."):
+            touching.append(f"--set {override}")
+    return " ".join(touching)
 
 
 def tagged(*members: type[Config], key: str) -> Any:
@@ -112,8 +143,16 @@ def _tags(member: type[BaseModel], key: str) -> tuple[str, ...]:
     return ("build",) if field is None else tuple(str(tag) for tag in get_args(field.annotation))
 
 
-def _explain(config: type[BaseModel], problem: Any) -> str:
-    keys, section = _walk(config, [str(part) for part in problem["loc"]])
+def _explain_all(config: type[BaseModel], error: ValidationError) -> dict[str, str]:
+    """Each problem in words, with the path of the key that it is about."""
+    found = {}
+    for problem in error.errors(include_url=False):
+        keys, section = _walk(config, [str(part) for part in problem["loc"]])
+        found[_explain(problem, keys, section)] = ".".join(keys)
+    return found
+
+
+def _explain(problem: Any, keys: Sequence[str], section: type[BaseModel] | None) -> str:
     path = ".".join(keys)
     if problem["type"] == "extra_forbidden":
         allowed = section.model_fields if section is not None else ()

@@ -5,6 +5,7 @@ The trainer obeys it, verify proves it and a checkpoint names it, so it is pure 
 """
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -82,6 +83,9 @@ class Plan:
         Raises:
             RequestError: a word is not ``key=value``, a key is unknown or repeated, or a value has the wrong type.
         """
+        # A value may hold a comma (half:3,10), so only one that ends a word or comes before a key is a mistake.
+        if (spaced := re.sub(r"\s*,\s*(?=[a-z_]+=|$)", " ", text).strip()) != text.strip():
+            raise RequestError(f"plan {text!r}: keys are separated by spaces, not by commas; write {spaced!r}")
         values: dict[str, Any] = {}
         for word in text.split():
             key, equals, value = word.partition("=")

@@ -8,7 +8,7 @@ import tomlkit
 from pydantic import Field, model_validator
 
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.core.config import Config, apply_overrides, read_toml, validate
+from shoal.core.config import Config, read_toml, validate
 from shoal.core.units import parse_duration
 from shoal.data.config import DataConfig
 from shoal.elastic.config import ElasticConfig
@@ -112,7 +112,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RequestError: names every wrong key with the nearest right one.
     """
-    return validate(Recipe, apply_overrides(read_toml(path), overrides), origin=path.name)
+    return validate(Recipe, read_toml(path), origin=path.name, overrides=overrides)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -104,7 +104,7 @@ def test_field_docstrings_are_the_help():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3", 3), ("1e-3", 1e-3), ("true", True), ("[1, 2]", [1, 2]), ("adamw", "adamw"), ('"3"', "3"), ("", "")],
+    [("3", 3), ("1e-3", 1e-3), ("true", True), ("[1, 2]", [1, 2]), ("adamw", "adamw"), ('"3"', "3"), ('""', "")],
 )
 def test_override_values_are_toml_or_a_bare_word(text, value):
     assert apply_overrides({}, [f"a.b={text}"]) == {"a": {"b": value}}
@@ -114,6 +114,34 @@ def test_overrides_do_not_change_what_they_were_given():
     tables = {"a": {"b": 1}}
     assert apply_overrides(tables, ["a.b=2", "a.c=3"]) == {"a": {"b": 2, "c": 3}}
     assert tables == {"a": {"b": 1}}
+
+
+def test_an_override_without_a_value_takes_the_key_out():
+    tables = {"a": {"b": 1, "c": 2}}
+    assert apply_overrides(tables, ["a.b="]) == {"a": {"c": 2}}
+    assert apply_overrides(tables, ["a.b=", "a.b=3"]) == {"a": {"b": 3, "c": 2}}
+    with pytest.raises(RequestError, match=r"'a\.bb=' takes out a key that the recipe does not set; did you mean 'b'"):
+        apply_overrides(tables, ["a.bb="])
+
+
+def test_an_error_of_an_override_is_not_blamed_on_the_file():
+    def refused_with(*overrides, **tables):
+        with pytest.raises(RequestError) as refusal:
+            validate(Zoo, {"pet": {"kind": "cat"}, **tables}, origin="zoo.toml", overrides=overrides)
+        return str(refusal.value).splitlines()
+
+    assert refused_with("home.sise=3") == ["--set home.sise=3: unknown key 'home.sise'; did you mean 'size'?"]
+    assert refused_with("hone.size=3") == ["--set hone.size=3: unknown key 'hone'; did you mean 'home'?"]
+    assert refused_with("pet.kind=cow")[0].startswith("--set pet.kind=cow: pet: there is no 'cow'")
+    assert refused_with("pet={kind = 'dog', trics = 1}")[0].startswith(
+        "--set pet={kind = 'dog', trics = 1}: unknown key"
+    )
+    # What the file has wrong by itself is the file's, whatever else is set.
+    own, others = sorted(refused_with("home.size=large", garden={"tres": 1}), reverse=True)
+    assert own == "zoo.toml: unknown key 'garden.tres'; did you mean 'trees'?" and others.startswith(
+        "--set home.size=large: "
+    )
+    assert validate(Zoo, {"pet": {"kind": "cat"}}, origin="x", overrides=["home.size=7"]).home.size == 7
 
 
 @pytest.mark.parametrize("override", ["a.b", "=3", "a..b=3", "a.b.c=3"])

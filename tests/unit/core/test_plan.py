@@ -37,6 +37,8 @@ def test_parse_is_the_inverse_of_print(**degrees):
         ("dp", ["key=value"]),
         ("dp=two", ["whole number", "'two'"]),
         ("dp=2 dp=3", ["given twice"]),
+        ("dp=2, zero=3", ["separated by spaces, not by commas", "write 'dp=2 zero=3'"]),
+        ("dp=2,tp=2 ,zero=3,", ["write 'dp=2 tp=2 zero=3'"]),
         ("sp=yes", ["true or false"]),
         ("schedule=", ["no value"]),
     ],
