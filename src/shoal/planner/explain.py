@@ -1,6 +1,6 @@
 """Why a plan, and why not another: where the time goes, as sentences made from estimates."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from shoal.planner.estimate import Estimate
 from shoal.planner.presets import GIB
@@ -30,8 +30,9 @@ def time_parts(found: Estimate) -> Mapping[str, float]:
     return {**named, "dp communication": after["dp"], "update": after["update"], "fixed": after["fixed"]}
 
 
-def explain(best: Estimate, second: Estimate | None) -> list[str]:
-    """Why the first plan of a ranking, beside the second."""
+def explain(ranked: Sequence[Estimate]) -> list[str]:
+    """Why the first plan of a ranking, beside the second, and why a slower one can be the first."""
+    best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
     spent = time_parts(best)
     shares = ", ".join(
         f"{name} {seconds / best.seconds:.0%}" for name, seconds in spent.items() if seconds / best.seconds >= _WORTH
@@ -39,6 +40,12 @@ def explain(best: Estimate, second: Estimate | None) -> list[str]:
     lines = [f"{_name(best, second)}: {shares}"]
     if second is not None:
         lines += list(_differences(best, second))
+    fastest = min(ranked, key=lambda one: one.seconds)
+    if fastest.seconds < best.seconds:
+        lines.append(
+            f"{best.plan} comes first although {fastest.plan} is {best.seconds / fastest.seconds - 1:.1%} faster: times "
+            "this close cannot be told apart, so the plan with the fewest keys is preferred"
+        )
     return lines
 
 

@@ -108,11 +108,15 @@ def test_large_schedules_keep_their_closed_form_and_impossible_ones_are_refused(
 def test_the_first_plan_is_explained_beside_the_second():
     job = job_of()
     best, second = sorted((estimate(job, PLANS[0]), estimate(job, PLANS[4])), key=lambda one: one.seconds)
-    lines = explain(best, second)
+    lines = explain([best, second])
     assert lines[0].startswith(f"{best.plan}: compute ")
     assert f"{second.plan} is {second.seconds / best.seconds - 1:.1%} slower" in lines[1]
     assert f"{second.seconds:.4g} s in place of {best.seconds:.4g} s" in lines[1] and len(lines) > 2
-    assert explain(best, None) == lines[:1]
+    assert explain([best]) == lines[:1]
+    assert not any("comes first although" in line for line in lines)
+    turned = explain([second, best])
+    assert turned[-1].startswith(f"{second.plan} comes first although {best.plan} is ")
+    assert f"{second.seconds / best.seconds - 1:.1%} faster" in turned[-1]
 
 
 def test_the_differences_are_the_whole_difference():

@@ -109,7 +109,7 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
     return Answer(
         job=job,
         found=found,
-        reasons=tuple(explain(found.ranked[0], found.ranked[1] if len(found.ranked) > 1 else None)),
+        reasons=tuple(explain(found.ranked)),
         remarks=(*job.cluster.remarks, *_remarks(recipe, [*found.ranked, *others])),
         why_not=tuple(because),
         asked=asked,
