@@ -27,8 +27,14 @@ def test_the_library_inside_your_own_loop(launcher):
 def test_your_own_model_loss_and_data(shoal):
     for name in ("own_model.py", "own_model.toml"):
         shutil.copy(ROOT / "examples" / name, shoal.folder / name)
-    shoal.run("train", "own_model.toml", "--plan", "dp=2", "--run-dir", "run", "--set", "train.epochs=3")
-    assert "accuracy" in shoal.run("eval", "run", "--split", "test").stdout
+    short = ("--set", "train.epochs=3", "--set", "eval.samples=5")
+    done = shoal.run("train", "own_model.toml", "--plan", "dp=2", "--run-dir", "run", *short)
+    # A row of numbers is a sample, not a token, and a classifier is judged by its accuracy.
+    assert " samples/s, dp=2" in done.stdout and "tokens/s" not in done.stdout and ", accuracy " in done.stdout
+    some = shoal.run("eval", "run", "--split", "test")
+    assert "accuracy" in some.stdout and "samples: 5\n" in some.stdout and "--samples 0 uses all" in some.stderr
+    every = shoal.run("eval", "run", "--split", "test", "--samples", "0")
+    assert "samples: 5\n" not in every.stdout and "--samples" not in every.stderr
 
 
 def test_examples_are_short():

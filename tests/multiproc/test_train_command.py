@@ -136,7 +136,10 @@ def test_eval_and_sample_answer_for_a_finished_run(shoal, tiny):
     shoal.run("eval", "run", "--split", "validation", "--json", "eval.json")
     found = json.loads((shoal.folder / "eval.json").read_text())
     assert found["loss"] == pytest.approx(read_summary(shoal.folder / "run")["validation_loss"], rel=1e-6)
-    assert 0.0 < found["accuracy"] < 1.0
+    summary = read_summary(shoal.folder / "run")
+    assert found["accuracy"] == pytest.approx(summary["validation_accuracy"]) and 0.0 < found["accuracy"] < 1.0
+    assert found["samples"] == found["split_samples"] > 5
+    assert summary["tokens_per_s"] == pytest.approx(16 * summary["samples_per_s"])
     said = shoal.run("sample", "run", "--prompt", "def ", "--tokens", "20").stdout
     options = {"prompt": "def ", "num_tokens": 20, "temperature": 0.8, "top_k": 40}
     again, other = (sample_run(shoal.folder / "run", seed=seed, **options)["text"] for seed in (1, 2))

@@ -20,6 +20,7 @@ _LABELS = {
     "lr": "rate",
     "grad_norm": "gradient",
     "tokens_per_s": "tokens/s",
+    "samples_per_s": "samples/s",
     "memory": "memory",
     "epoch": "epoch",
 }

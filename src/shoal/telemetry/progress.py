@@ -112,6 +112,7 @@ _SHOWN = (
     ("lr", "lr", lambda value: f"{value:.3g}"),
     ("grad_norm", "grad_norm", lambda value: f"{value:.3g}"),
     ("tokens_per_s", "tokens_per_s", format_count),
+    ("samples_per_s", "samples_per_s", format_count),
     ("rss_bytes", "memory", lambda value: format_bytes(value).replace(" ", "")),
     ("eta_s", "time_left", format_duration),
 )

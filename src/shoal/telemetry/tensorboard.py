@@ -22,6 +22,7 @@ def scalars(event: Event) -> dict[str, float]:
         points["speed/step_seconds"] = event.seconds
         points["speed/data_seconds"] = event.data_seconds
         if event.seconds > 0:
+            points["speed/samples_per_s"] = event.samples / event.seconds
             points["speed/tokens_per_s"] = event.tokens / event.seconds
         return points
     if isinstance(event, Evaluated):

@@ -1,7 +1,12 @@
-"""The help of the recipe, printed from the recipe itself: every key, its default and its docstring."""
+"""The help of the recipe, printed from the recipe itself: every key, its default and its docstring.
 
+The text is TOML: saved to a file it sets every default. What has no default, a table that is not there unless it is written, and
+the other choices of a section are comments in it.
+"""
+
+import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, Tag
@@ -10,15 +15,23 @@ from pydantic_core import PydanticUndefined
 
 from shoal.trainer.config import Recipe
 
+_REQUIRED = "(required)"
+_UNSET = "(unset)"
+
 
 def describe_recipe() -> str:
-    """Every section and key of a recipe, as commented TOML."""
+    """Every section and key of a recipe, as TOML with comments."""
     lines = list(_describe_fields(Recipe))
     for name, field in Recipe.model_fields.items():
-        for choice, section in _sections(field):
+        for place, (choice, section) in enumerate(_sections(field)):
             title = f"[{name}]" if choice is None else f"[{name}]  # {choice}"
-            lines += ["", title, *_describe_fields(section), *_describe_tables(name, section)]
+            described = [title, *_describe_fields(section)]
+            lines += ["", *(described if place == 0 else _commented(described)), *_describe_tables(name, section)]
     return "\n".join(lines)
+
+
+def _commented(lines: Iterable[str]) -> list[str]:
+    return [line if not line or line.startswith("#") else f"# {line}" for line in lines]
 
 
 def _describe_tables(path: str, section: type[BaseModel]) -> Iterator[str]:
@@ -26,7 +39,7 @@ def _describe_tables(path: str, section: type[BaseModel]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         for suffix, table in _tables(field):
             inner = f"{path}.{name}{suffix}"
-            yield from ("", f"[{inner}]  # {field.description}", *_describe_fields(table))
+            yield from ("", *_commented([f"[{inner}]  # {_help_text(field)}", *_describe_fields(table)]))
             yield from _describe_tables(inner, table)
 
 
@@ -34,7 +47,9 @@ def _describe_fields(section: type[BaseModel]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         if _sections(field) or _tables(field):
             continue
-        yield f"{name} = {_default_text(field)}    # {_type_text(field.annotation)}: {field.description}"
+        default = _default_text(field)
+        line = f"{name} = {default}    # {_type_text(field.annotation)}: {_help_text(field)}"
+        yield f"# {line}" if default in (_REQUIRED, _UNSET) else line
 
 
 def _sections(field: FieldInfo) -> list[tuple[str | None, type[BaseModel]]]:
@@ -60,18 +75,23 @@ def _tables(field: FieldInfo) -> list[tuple[str, type[BaseModel]]]:
     return [(suffix, option) for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
 
 
+def _help_text(field: FieldInfo) -> str:
+    """The docstring of a field on one line."""
+    return " ".join((field.description or "").split())
+
+
 def _default_text(field: FieldInfo) -> str:
     default: Any = field.get_default(call_default_factory=True, validated_data={})
     if default is PydanticUndefined:
-        return "(required)"
+        return _REQUIRED
     if default is None:
-        return "(unset)"
+        return _UNSET
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, str):
-        return f'"{default}"'
+        return json.dumps(default)
     if isinstance(default, tuple):
-        return str(list(default))
+        return json.dumps(list(default))
     return str(default)
 
 

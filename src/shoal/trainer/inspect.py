@@ -1,5 +1,6 @@
 """Questions to a run that has ended: how good is it on a split, and what does it write."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,16 @@ from shoal.trainer.evaluate import evaluate
 _BYTES = 256
 
 
-def evaluate_run(run_dir: Path, *, split: str, limit: int = 0) -> dict[str, Any]:
+def evaluate_run(
+    run_dir: Path, *, split: str, limit: int | None = None, on_progress: Callable[[int, int], None] = lambda *_: None
+) -> dict[str, Any]:
     """Loss and accuracy of a run's newest whole checkpoint on a split, in this process.
+
+    Args:
+        run_dir: the run directory.
+        split: the name of the split.
+        limit: samples to use, the split's first ones; 0 uses all of them, None as many as the recipe's ``eval.samples``.
+        on_progress: is called before each forward pass with how many samples are done, and of how many.
 
     Raises:
         RequestError: not a run directory, or the data has no such split.
@@ -27,12 +36,24 @@ def evaluate_run(run_dir: Path, *, split: str, limit: int = 0) -> dict[str, Any]
         raise RequestError(f"the data of {run_dir} has no {split} split; set data.{split} in the recipe")
     mesh = pretend_mesh(Plan(dp=1))
     batch = run.recipe.eval.batch or min(run.recipe.train.global_batch, 64)
-    found = evaluate(run.objective, source, split=split, mesh=mesh, batch=batch, limit=limit)
+    limit = run.recipe.eval.samples if limit is None else limit
+    count = min(len(source), limit or len(source))
+    starts = iter(range(0, count, batch))
+    found = evaluate(
+        run.objective,
+        source,
+        split=split,
+        mesh=mesh,
+        batch=batch,
+        limit=limit,
+        before_batch=lambda: on_progress(next(starts), count),
+    )
     return {
         "split": split,
         "loss": found.loss,
         "accuracy": found.accuracy,
         "samples": found.samples,
+        "split_samples": len(source),
         "baseline_loss": run.data.spec.baseline_loss,
         "step": run.step,
         "checkpoint": str(run.checkpoint),

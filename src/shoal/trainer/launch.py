@@ -159,13 +159,17 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
     if summary["final_loss"] is not None and summary["first_loss"] is not None:
         lines.append(f"loss             {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}")
     if summary["validation_loss"] is not None:
-        lines.append(f"validation loss  {summary['validation_loss']:.4f}")
+        accuracy = summary.get("validation_accuracy")
+        right = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+        lines.append(f"validation loss  {summary['validation_loss']:.4f}{right}")
     if summary["baseline_loss"] is not None:
         lines.append(
             f"bigram entropy   {summary['baseline_loss']:.4f}  (below it, a model has learned more than pairs of tokens)"
         )
+    # Where a sample is no sequence, its one item is nobody's token.
+    items = "samples" if summary["tokens_per_s"] == summary.get("samples_per_s") else "tokens"
     lines += [
-        f"speed            {format_count(summary['tokens_per_s'])} tokens/s, {summary['plan']}",
+        f"speed            {format_count(summary[f'{items}_per_s'])} {items}/s, {summary['plan']}",
         f"peak memory      {', '.join(format_bytes(peak) for peak in summary['peak_rss_bytes'])} by rank",
         f"weights          sha256 {summary['weights_sha256'][:16]}...",
         f"run directory    {run_dir}",

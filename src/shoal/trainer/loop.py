@@ -458,7 +458,7 @@ class Trainer:
         found = self.evaluate("validation")
         if found is not None:
             plateau = after_evaluation(self.progress.plateau, found.loss, self.optim_config)
-            self.progress = replace(self.progress, validation_loss=found.loss, plateau=plateau)
+            self.progress = replace(self.progress.validated(found.loss, found.accuracy), plateau=plateau)
 
     def _finish(self) -> None:
         """Save, evaluate and settle. The weights come first: a signal may end the run while it evaluates."""
@@ -470,7 +470,9 @@ class Trainer:
         if self.status == "completed" and not self._wants_evaluation(self.progress.step):
             found = self.evaluate("validation")
             # Not part of the schedule, so it must not count for it: a run that is extended later would not have had it.
-            self.progress = replace(self.progress, validation_loss=found.loss if found is not None else None)
+            self.progress = self.progress.validated(
+                *((found.loss, found.accuracy) if found is not None else (None, None))
+            )
         self.reporter.enter("wait: checkpoint", self.progress.step)
         self.persistence.wait()
         self.reporter.memory(self.model, self.optimizer, step=self.progress.step)

@@ -72,6 +72,8 @@ class Reporter:
     def _publish(self, slot: RankSlot, done: StepDone) -> None:
         seconds = sum(step_seconds for step_seconds, _ in self._recent)
         tokens = sum(step_tokens for _, step_tokens in self._recent)
+        # An image or a row of a table is one item, and nobody calls it a token.
+        items = "tokens" if done.tokens > done.samples else "samples"
         slot.publish(
             {
                 "step": done.step,
@@ -79,7 +81,7 @@ class Reporter:
                 "loss": done.loss,
                 "lr": done.lr,
                 "grad_norm": done.grad_norm,
-                "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+                f"{items}_per_s": tokens / seconds if seconds > 0 else 0.0,
                 "rss_bytes": rss_bytes(),
                 "eta_s": (self.total_steps - done.step) * seconds / max(1, len(self._recent)),
                 "validation_loss": self.validation_loss,

@@ -6,7 +6,7 @@ as JSON. A run that loads both takes the very step that it would have taken.
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Progress:
     first_loss: float | None = None
     last_loss: float | None = None
     validation_loss: float | None = None
+    validation_accuracy: float | None = None
+    """Share of validation targets with the highest score; None where that makes no sense."""
     tokens: int = 0
     skipped: int = 0
     """Steps whose update was left out."""
@@ -44,6 +46,10 @@ class Progress:
     stream_start: int = 0
     """The step at which its history of versions began."""
     trained_seconds: float = 0.0
+
+    def validated(self, loss: float | None, accuracy: float | None) -> "Progress":
+        """With what an evaluation on the validation split found."""
+        return replace(self, validation_loss=loss, validation_accuracy=accuracy)
 
     def as_values(self) -> dict[str, Any]:
         """JSON for the manifest."""

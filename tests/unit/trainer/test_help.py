@@ -1,5 +1,6 @@
 """The help of the recipe names every key that a recipe can have, those of tables inside sections too."""
 
+import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,11 +8,16 @@ from shoal.trainer.config import Recipe
 from shoal.trainer.help import describe_recipe
 
 
+def uncommented(line: str) -> str:
+    """The line without the mark of one that only shows a key."""
+    return line.removeprefix("# ")
+
+
 def lines_of(title: str) -> list[str]:
     """The lines of one table."""
     lines = describe_recipe().splitlines()
-    begin = next(place for place, line in enumerate(lines) if line.split("  #")[0] == f"[{title}]")
-    rest = lines[begin + 1 :]
+    begin = next(place for place, line in enumerate(lines) if uncommented(line).split("  #")[0] == f"[{title}]")
+    rest = [uncommented(line) for line in lines[begin + 1 :]]
     return rest[: rest.index("")] if "" in rest else rest
 
 
@@ -35,5 +41,14 @@ def test_tables_inside_a_section_have_their_keys_and_their_help():
 
 
 def test_no_key_of_the_recipe_is_left_out():
-    shown = {line.split(" = ")[0] for line in describe_recipe().splitlines() if " = " in line}
+    shown = {uncommented(line).split(" = ")[0] for line in describe_recipe().splitlines() if " = " in line}
     assert set(keys_in(Recipe.model_json_schema())) - shown == set()
+
+
+def test_the_help_is_a_file_that_sets_every_default():
+    found = tomllib.loads(describe_recipe())
+    assert found["model"]["name"] == "gpt" and found["data"]["source"] == "stdlib", "the first choice of a section"
+    recipe = Recipe.model_validate({**found, "train": {**found["train"], "steps": 1}})
+    bare = Recipe.model_validate({"model": {"name": "gpt"}, "data": {"source": "stdlib"}, "train": {"steps": 1}})
+    assert recipe == bare
+    assert "shape" not in found["planner"] and "devices" not in found["planner"]

@@ -54,8 +54,10 @@ def close_run(run_dir: Path, *, with_evaluation: bool) -> dict[str, Any]:
         "first_loss": losses[0] if losses else None,
         "final_loss": losses[-1] if losses else None,
         "validation_loss": found.loss if found is not None else None,
+        "validation_accuracy": found.accuracy if found is not None else None,
         "baseline_loss": run.data.spec.baseline_loss,
         "tokens_per_s": sum(one["tokens"] for one in steps) / seconds if seconds else 0.0,
+        "samples_per_s": sum(one["samples"] for one in steps) / seconds if seconds else 0.0,
         "weights_sha256": hash_weights(run.model),
         "checkpoint_error": None,
     }
