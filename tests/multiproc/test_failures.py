@@ -83,7 +83,7 @@ def test_killing_the_supervisor_leaves_nothing_behind(shoal, tiny):
         c.laddr.port for one in everyone for c in one.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN
     ]
     sockets = {port: listening_inode(port) for port in ports}
-    assert any(sockets.values()), "the store of the ranks listens"
+    assert any(sockets.values()), "the groups of the ranks listen"
     shared = shared_files(everyone)
     process.kill()
     process.wait()

@@ -38,17 +38,13 @@ def test_environment_is_torchruns(tmp_path: Path) -> None:
     first, second = (json.loads((tmp_path / f"run/env-{rank}.json").read_text()) for rank in (0, 1))
     assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
     assert second["WORLD_SIZE"] == second["LOCAL_WORLD_SIZE"] == "2"
-    assert (second["GROUP_RANK"], second["MASTER_ADDR"], second["TORCHELASTIC_RESTART_COUNT"]) == (
-        "0",
-        "127.0.0.1",
-        "0",
-    )
+    assert (second["GROUP_RANK"], second["TORCHELASTIC_RESTART_COUNT"]) == ("0", "0")
     assert (second["TORCHELASTIC_RUN_ID"], second["OMP_NUM_THREADS"], second["EXTRA"]) == ("test", "1", "1")
     assert second["GLOO_SOCKET_IFNAME"] == "lo"
     assert first["SHOAL_SUPERVISOR_PID"] == str(os.getpid())
-    assert first["MASTER_PORT"] == second["MASTER_PORT"]
-    assert "SHOAL_STORE_FD" in first
-    assert "SHOAL_STORE_FD" not in second
+    assert first["SHOAL_STORE"] == second["SHOAL_STORE"]
+    # A program that meets by torchrun's address would wait for a store that nobody serves.
+    assert not {"MASTER_ADDR", "MASTER_PORT"} & set(first)
 
 
 def test_kill_9_of_a_rank_is_named(tmp_path: Path) -> None:

@@ -92,10 +92,10 @@ def test_failure_while_stopping_is_told(tmp_path: Path) -> None:
     assert "disk full" in describe(outcome.culprit)
 
 
-def test_restart_has_a_new_generation_and_a_new_port(tmp_path: Path) -> None:
+def test_restart_has_a_new_generation_and_a_new_store(tmp_path: Path) -> None:
     body = """
     with (run_dir / f"starts-{rank}").open("a") as file:
-        print(generation, os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_RESTART_COUNT"], file=file)
+        print(generation, os.stat(os.environ["SHOAL_STORE"]).st_ino, os.environ["TORCHELASTIC_RESTART_COUNT"], file=file)
     slot.enter("train", 4)
     if generation < 2 and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shoal.comm.channel import Channel, EchoTransport, SilentTransport, TorchTransport, Transport
 from shoal.comm.ledger import Ledger
+from shoal.comm.sealing import sealed_listeners
 from shoal.comm.shared import SharedTransport, build_shared_transport
 from shoal.comm.world import World
 from shoal.core.axes import Axis
@@ -163,7 +164,8 @@ def _make_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
         return world.group
     # Without a timeout of its own a group gets torch's half an hour, not the timeout of the world.
     timeout = timedelta(seconds=world.deadline_seconds)
-    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=False)
+    with sealed_listeners():
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=False)
     return group if isinstance(group, dist.ProcessGroup) else None
 
 

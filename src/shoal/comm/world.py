@@ -1,22 +1,23 @@
 """A process's place among the others: who it is, whom it can reach, and how long it will wait for them.
 
 The environment is torchrun's contract, so the same worker runs under Shoal's supervisor, ``torchrun``, SLURM or Kubeflow.
-Under the supervisor the store listens on a loopback socket that the supervisor bound beforehand: torch's own ``TCPStore``
-would listen on every interface, and a port that is chosen first and bound later can be taken in between.
+Under the supervisor the ranks meet in a file that only this user can open (``elastic/spawn.py``): torch's ``TCPStore`` asks
+nobody who he is, and every user of the machine could read, change and fill it. What gloo listens on is sealed as soon as a group
+is connected (``sealing.py``).
 """
 
 import functools
 import itertools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch types these names only there
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store  # torch types these names only there
 from torch.distributed.rendezvous import rendezvous
 
+from shoal.comm.sealing import sealed_listeners
 from shoal.core.errors import RequestError
 
 _JOINED = itertools.count()
@@ -128,17 +129,19 @@ def join_world(
     if dist.is_initialized():
         # The caller's own group: use it, and leave it to him.
         world.group, world.owns_group = dist.group.WORLD, False
-        world.save_group = dist.new_group(backend="gloo", timeout=timeout)
+        with sealed_listeners():
+            world.save_group = dist.new_group(backend="gloo", timeout=timeout)
         return world
-    if store is None and "SHOAL_SUPERVISOR_PID" in environment:
-        store = _supervised_store(environment, place, timeout)
+    if store is None and "SHOAL_STORE" in environment:
+        store = FileStore(environment["SHOAL_STORE"], place.world_size)
     elif store is None:
         # A prefix for every time that this process joins: a second group must not find the addresses of the first.
         store = PrefixStore(f"join-{next(_JOINED)}", _launchers_store(timeout))
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-    world.group = dist.group.WORLD
-    # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
-    world.save_group = dist.new_group(backend="gloo", timeout=timeout)
+    with sealed_listeners():
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        world.group = dist.group.WORLD
+        # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
+        world.save_group = dist.new_group(backend="gloo", timeout=timeout)
     return world
 
 
@@ -147,18 +150,3 @@ def _launchers_store(timeout: timedelta) -> Store:
     """The store of whoever launched this process; one for all its life, because rank 0 may be the one that serves it."""
     store: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
     return store
-
-
-def _supervised_store(environment: Mapping[str, str], place: Place, timeout: timedelta) -> Store:
-    """The store on the supervisor's loopback socket; the prefix keeps one generation's keys from the next."""
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    if place.rank == 0:
-        listening = int(environment["SHOAL_STORE_FD"])
-        store = TCPStore(
-            address, port, place.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listening
-        )
-        # A loader process that inherited the socket would keep the port open after this rank is gone.
-        os.set_inheritable(listening, False)
-    else:
-        store = TCPStore(address, port, place.world_size, False, timeout, wait_for_workers=False)
-    return PrefixStore(f"generation-{environment.get('SHOAL_GENERATION', '0')}", store)

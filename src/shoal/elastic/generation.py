@@ -25,7 +25,7 @@ from shoal.elastic.outcome import GenerationEnd
 from shoal.elastic.output import RankStream
 from shoal.elastic.reports import clear_reports, read_report
 from shoal.elastic.signals import SignalInbox
-from shoal.elastic.spawn import RankProcess, open_store_socket, rank_environment, start_rank
+from shoal.elastic.spawn import RankProcess, StoreFile, rank_environment, start_rank
 from shoal.elastic.verdict import EXIT_INTERRUPTED, RankEnd, name_signal
 from shoal.elastic.watch import Hang, Watched, find_hang
 from shoal.telemetry.board import Board
@@ -67,6 +67,7 @@ class Generation:
         self._awake_since = self._looked_at = time.monotonic()
         self._oom_kills = count_oom_kills()
         self._board = Board.create(request.num_ranks)
+        self._store = StoreFile()
 
     def run(self) -> GenerationEnd:
         """Start the ranks and see them to their end.
@@ -94,31 +95,24 @@ class Generation:
         if self._nursery.problem and self._number == 0:
             problem = self._nursery.problem
             self._display.message(f"ranks are started one by one; the process to fork them from failed: {problem}")
-        with open_store_socket() as listening:
-            port = int(listening.getsockname()[1])
-            for rank in range(self._request.num_ranks):
-                environment = rank_environment(
-                    self._request,
-                    rank=rank,
-                    generation=self._number,
-                    port=port,
-                    board_fd=self._board.fd,
-                    store_fd=listening.fileno(),
-                )
-                process = start_rank(
-                    self._request,
-                    rank=rank,
-                    board=self._board,
-                    environment=environment,
-                    store_fd=listening.fileno(),
-                    nursery=self._nursery,
-                )
-                self._ranks.append(process)
-                process.log.write([f"--- rank {rank}, generation {self._number}, pid {process.pid} ---".encode()])
-                for fd, stream in process.streams.items():
-                    self._selector.register(fd, selectors.EVENT_READ, partial(self._read, fd, stream))
-                if process.pid_fd >= 0:
-                    self._selector.register(process.pid_fd, selectors.EVENT_READ, partial(self._notice_end, process))
+        for rank in range(self._request.num_ranks):
+            environment = rank_environment(
+                self._request, rank=rank, generation=self._number, board_fd=self._board.fd, store=self._store.path
+            )
+            process = start_rank(
+                self._request,
+                rank=rank,
+                board=self._board,
+                environment=environment,
+                store=self._store,
+                nursery=self._nursery,
+            )
+            self._ranks.append(process)
+            process.log.write([f"--- rank {rank}, generation {self._number}, pid {process.pid} ---".encode()])
+            for fd, stream in process.streams.items():
+                self._selector.register(fd, selectors.EVENT_READ, partial(self._read, fd, stream))
+            if process.pid_fd >= 0:
+                self._selector.register(process.pid_fd, selectors.EVENT_READ, partial(self._notice_end, process))
 
     def _any_running(self) -> bool:
         if self._mode is _Mode.KILLING and self._deadline is not None and self._deadline.is_over:
@@ -284,3 +278,4 @@ class Generation:
             process.close()
         self._selector.close()
         self._board.close()
+        self._store.close()

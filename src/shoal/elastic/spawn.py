@@ -6,10 +6,11 @@ is named ``SHOAL_*``. Nothing is started through a shell, and nothing is killed 
 
 import contextlib
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 
@@ -20,25 +21,38 @@ from shoal.elastic.nursery import ForkedProcess, Nursery, Streams
 from shoal.elastic.output import Log, RankStream
 from shoal.telemetry.board import Board
 
-LOOPBACK = "127.0.0.1"
-_BACKLOG = 1024
 _KILLED_SECONDS = 10.0
 
 
-def open_store_socket() -> socket.socket:
-    """A listening socket on loopback with a free port, for rank 0 to serve the store on.
+class StoreFile:
+    """The file in which the ranks of one generation meet (torch's ``FileStore``), for this user alone.
 
-    It listens from the start, so ranks that are faster than rank 0 wait in its queue instead of being refused; and since it is
-    never closed in between, nobody can take the port.
+    On Linux it has no name: the ranks inherit its descriptor, and nothing is left when they are gone, however they ended.
+    Elsewhere it lies in a folder that only this user can enter, until ``close``.
     """
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.bind((LOOPBACK, 0))
-    listening.listen(_BACKLOG)
-    return listening
+
+    def __init__(self) -> None:
+        self.descriptors: tuple[int, ...] = ()
+        """What a rank has to inherit."""
+        self._folder = ""
+        if sys.platform == "linux":
+            self.descriptors = (os.memfd_create("shoal-store"),)
+            self.path = f"/proc/self/fd/{self.descriptors[0]}"
+        else:
+            self._folder = tempfile.mkdtemp(prefix="shoal-store-")
+            self.path = os.path.join(self._folder, "store")
+
+    def close(self) -> None:
+        """Let go of it; ranks that run keep what they inherited. May be called twice."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = ()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def rank_environment(
-    request: LaunchRequest, *, rank: int, generation: int, port: int, board_fd: int, store_fd: int
+    request: LaunchRequest, *, rank: int, generation: int, board_fd: int, store: str
 ) -> dict[str, str]:
     """The variables of one rank, without those it inherits."""
     world_size = str(request.num_ranks)
@@ -51,8 +65,6 @@ def rank_environment(
         "GROUP_WORLD_SIZE": "1",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(generation),
         "TORCHELASTIC_MAX_RESTARTS": str(request.config.max_restarts),
         "TORCHELASTIC_RUN_ID": request.run_id,
@@ -63,17 +75,16 @@ def rank_environment(
         "PYTHONFAULTHANDLER": "1",
         "SHOAL_SUPERVISOR_PID": str(os.getpid()),
         "SHOAL_BOARD_FD": str(board_fd),
+        "SHOAL_STORE": store,
         "SHOAL_GENERATION": str(generation),
         "SHOAL_RUN_DIR": str(request.run_dir.resolve()),
     }
-    if rank == 0:
-        values["SHOAL_STORE_FD"] = str(store_fd)
     return {**values, **request.env}
 
 
 def cradle_environment(request: LaunchRequest) -> dict[str, str]:
     """The variables of the process that ranks are forked from: what is looked at before a rank has its own."""
-    values = rank_environment(request, rank=-1, generation=0, port=0, board_fd=-1, store_fd=-1)
+    values = rank_environment(request, rank=-1, generation=0, board_fd=-1, store="")
     return {**_inherited(os.environ), **values}
 
 
@@ -159,7 +170,7 @@ def start_rank(
     rank: int,
     board: Board,
     environment: Mapping[str, str],
-    store_fd: int,
+    store: StoreFile,
     nursery: Nursery,
 ) -> RankProcess:
     """Start one rank, from the nursery if that has a cradle.
@@ -168,7 +179,7 @@ def start_rank(
         RunError: the system could not start it.
     """
     log = Log(RunDir(request.run_dir).log(rank))
-    descriptors = (board.fd, store_fd) if rank == 0 else (board.fd,)
+    descriptors = (board.fd, *store.descriptors)
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         ours.callback(log.close)
         try:

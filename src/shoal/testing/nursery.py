@@ -100,16 +100,13 @@ class Nursery:
         self._line: socket.socket | None = None
         self._owner = 0
 
-    def start(
-        self, call: str, environment: Mapping[str, str], *, output: IO[bytes], descriptors: Sequence[int]
-    ) -> ForkedRank:
+    def start(self, call: str, environment: Mapping[str, str], *, output: IO[bytes]) -> ForkedRank:
         """Fork a rank.
 
         Args:
             call: what it runs, ``module:function``.
             environment: all of it.
             output: takes what it prints.
-            descriptors: open files that it finds under the same numbers.
         """
         read, write = os.pipe()
         try:
@@ -118,9 +115,8 @@ class Nursery:
                 "environment": dict(environment),
                 "path": sys.path,
                 "folder": os.getcwd(),
-                "descriptors": list(descriptors),
             }
-            self._send(json.dumps(order).encode(), [write, output.fileno(), *descriptors])
+            self._send(json.dumps(order).encode(), [write, output.fileno()])
         except BaseException:
             os.close(read)
             raise
@@ -200,9 +196,8 @@ def _keep(order: Mapping[str, Any], descriptors: Sequence[int], nursery: int) ->
     rank = os.fork()
     if rank == 0:
         os.close(told)
-        _become(order, descriptors[1:], keeper)
-    for descriptor in descriptors[1:]:
-        os.close(descriptor)
+        _become(order, descriptors[1], keeper)
+    os.close(descriptors[1])
     os.write(told, f"{rank} {keeper}\n".encode())
     # Told before it is reaped: until then the pid is the rank's own.
     ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
@@ -213,14 +208,11 @@ def _keep(order: Mapping[str, Any], descriptors: Sequence[int], nursery: int) ->
     os._exit(0)
 
 
-def _become(order: Mapping[str, Any], descriptors: Sequence[int], keeper: int) -> NoReturn:
+def _become(order: Mapping[str, Any], output: int, keeper: int) -> NoReturn:
     """Be the rank."""
     die_with_parent(keeper)
     os.setsid()
-    output, *inherited = descriptors
-    empty = os.open(os.devnull, os.O_RDONLY)
-    numbers = (0, 1, 2, *order["descriptors"])
-    take_descriptors(dict(zip(numbers, (empty, output, os.dup(output), *inherited), strict=True)))
+    take_descriptors({0: os.open(os.devnull, os.O_RDONLY), 1: output, 2: os.dup(output)})
     os.environ.clear()
     os.environ.update(order["environment"], SHOAL_SUPERVISOR_PID=str(keeper))
     sys.path[:] = order["path"]

@@ -7,7 +7,6 @@ traceback; whatever happens, no process is left when it returns.
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -76,35 +75,30 @@ def _start(
     processes: list[Rank],
 ) -> None:
     """Start the ranks, each put into ``processes`` as soon as it is there: what has begun is ended whatever comes after."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        shared = {
-            **os.environ,
-            # The file may import what the caller can import.
-            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(listening.getsockname()[1]),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "SHOAL_SUPERVISOR_PID": str(os.getpid()),
-            "SHOAL_STORE_FD": str(listening.fileno()),
-            "SHOAL_TEST_FUNCTION": f"{sys.modules[function.__module__].__file__}:{function.__qualname__}",
-            "SHOAL_TEST_FOLDER": str(folder),
-            "SHOAL_TEST_DEADLINE": str(deadline_seconds),
-            **extra,
-        }
-        for rank in range(num_ranks):
-            with (folder / f"output-{rank}.txt").open("wb") as output:
-                environment, descriptors = {**shared, "RANK": str(rank)}, [listening.fileno()] if rank == 0 else []
-                processes.append(_start_one(environment, output, descriptors))
+    shared = {
+        **os.environ,
+        # The file may import what the caller can import.
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SHOAL_SUPERVISOR_PID": str(os.getpid()),
+        # In a folder that only this user can enter.
+        "SHOAL_STORE": str(folder / "store"),
+        "SHOAL_TEST_FUNCTION": f"{sys.modules[function.__module__].__file__}:{function.__qualname__}",
+        "SHOAL_TEST_FOLDER": str(folder),
+        "SHOAL_TEST_DEADLINE": str(deadline_seconds),
+        **extra,
+    }
+    for rank in range(num_ranks):
+        with (folder / f"output-{rank}.txt").open("wb") as output:
+            processes.append(_start_one({**shared, "RANK": str(rank)}, output))
 
 
-def _start_one(environment: Mapping[str, str], output: IO[bytes], descriptors: list[int]) -> Rank:
+def _start_one(environment: Mapping[str, str], output: IO[bytes]) -> Rank:
     if CAN_FORK:
-        return _NURSERY.start(f"{__name__}:run_this_rank", environment, output=output, descriptors=descriptors)
-    return subprocess.Popen(
-        [sys.executable, "-c", _STARTER], env=environment, stdout=output, stderr=subprocess.STDOUT, pass_fds=descriptors
-    )
+        return _NURSERY.start(f"{__name__}:run_this_rank", environment, output=output)
+    return subprocess.Popen([sys.executable, "-c", _STARTER], env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
 def _wait(processes: list[Rank], folder: Path, deadline: Deadline) -> None:

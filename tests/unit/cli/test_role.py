@@ -64,6 +64,12 @@ def test_tcp_beyond_loopback_without_keys(tiny):
     assert not (tiny.parent / "run").exists()
 
 
+def test_tcp_on_loopback_without_keys(tiny):
+    said = refuse(*server(tiny, *PLAN, "--listen", "tcp://127.0.0.1:0", "--centers", "tcp://127.0.0.1:1"))
+    assert "every user of this machine can connect there" in said and "--keys" in said
+    assert not (tiny.parent / "run").exists()
+
+
 def test_a_candidate_that_is_not_on_the_list(tiny, key):
     said = refuse(
         *("center", tiny, *PLAN, "--keys", key, "--run-dir", tiny.parent / "run"),
@@ -90,9 +96,11 @@ def test_a_wrong_plan(tiny, plan, says):
     assert says in refuse("worker", tiny, "--plan", plan, "--index", 0, "--centers", "tcp://127.0.0.1:1")
 
 
-def test_a_folder_that_holds_a_run(tiny):
+def test_a_folder_that_holds_a_run(tiny, key):
     run = tiny.parent / "run"
     run.mkdir()
     (run / "summary.json").write_text("{}")
-    said = refuse(*server(tiny, *PLAN, "--listen", "tcp://127.0.0.1:0", "--centers", "tcp://127.0.0.1:1"))
+    said = refuse(
+        *server(tiny, *PLAN, "--listen", "tcp://127.0.0.1:0", "--centers", "tcp://127.0.0.1:1", "--keys", key)
+    )
     assert "add --resume" in said

@@ -101,13 +101,15 @@ class Node:
         if keys is not None:
             self._start_guard(keys)
             keys.secure_listener(socket)
+        # The file of an ipc socket is this user's from its first moment: who connects before a chmod stays connected.
+        mask = os.umask(0o177)
         try:
             socket.bind(parsed.endpoint)
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise RequestError(f"cannot listen on {address}: {error}") from error
-        if parsed.kind == "ipc":
-            os.chmod(parsed.path, 0o600)
+        finally:
+            os.umask(mask)
         has_lanes = self._has_lanes(parsed)
         self._listeners.append(
             Listener(self, socket, parsed, handler, shares=self._shares(parsed), has_lanes=has_lanes)

@@ -2,7 +2,8 @@
 
     tcp://10.0.0.1:7000#KEY,tcp://10.0.0.2:7000#KEY,tcp://10.0.0.3:7000#KEY
 
-``#KEY`` is the public key of who listens there; it can be left out where all processes have the same key file. No torch here.
+``#KEY`` is the public key of who listens there; it can be left out where all processes have the same key file. tcp needs keys on
+loopback too, because every user of the machine can connect there; without keys there is ipc. No torch here.
 """
 
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def read_cluster(
         patience: see ``Cluster``.
 
     Raises:
-        RequestError: no candidates, an address that is none or leaves the machine without keys, a key that others can read.
+        RequestError: no candidates, an address that is none, tcp without keys, a key that others can read.
     """
     if keys is None and allow is not None:
         raise RequestError(f"--allow {allow} needs a key of this process too; add --keys FILE (`shoal keys new FILE`)")
@@ -137,6 +138,11 @@ def _check_reachable(address: str, keys: Keys | None, *, option: str) -> Address
     if parsed.key is not None and keys is None:
         raise RequestError(
             f"{option}: {address.partition('#')[0]} has a key, and this process has none; add --keys FILE (`shoal keys new FILE`)"
+        )
+    if parsed.kind == "tcp" and keys is None:
+        raise RequestError(
+            f"{option}: {address} needs a key: every user of this machine can connect there, and could stop the run; add --keys "
+            "FILE (`shoal keys new FILE`), or use ipc:///path/to.sock, which only this user can open"
         )
     if option == "--centers" and parsed.kind == "tcp" and parsed.endpoint.endswith(":0"):
         raise RequestError(f"{option}: {address} has no port; all processes must know it beforehand")

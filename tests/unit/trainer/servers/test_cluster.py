@@ -23,8 +23,10 @@ def test_every_candidate_finds_its_seat(key):
     assert cluster.seat == 1 and cluster.names == ("center-0", "center-1", "center-2")
 
 
-def test_one_candidate_and_loopback_need_no_key():
-    assert read_cluster(centers="tcp://127.0.0.1:7000").centers == ("tcp://127.0.0.1:7000",)
+def test_only_what_other_users_cannot_open_needs_no_key(key):
+    with pytest.raises(RequestError, match=r"tcp://127\.0\.0\.1:7000 needs a key: every user of this machine"):
+        read_cluster(centers="tcp://127.0.0.1:7000")
+    assert read_cluster(centers="tcp://127.0.0.1:7000", keys=key).centers == ("tcp://127.0.0.1:7000",)
     assert len(read_cluster(centers="ipc:///tmp/a,ipc:///tmp/b,ipc:///tmp/c").centers) == 3
 
 
@@ -32,12 +34,12 @@ def test_one_candidate_and_loopback_need_no_key():
     ("centers", "listen", "says"),
     [
         ("", "", "--centers is empty"),
-        ("tcp://127.0.0.1:1,tcp://localhost:1,tcp://127.0.0.1:2", "", "names an address twice"),
         (THREE, "", "shoal keys new"),
-        ("tcp://127.0.0.1:1", "tcp://10.0.0.9:7001", "--listen: tcp://10.0.0.9:7001 leaves this machine"),
+        ("ipc:///tmp/a,ipc:///tmp/b,ipc:///tmp/a", "", "names an address twice"),
+        ("ipc:///tmp/a", "tcp://127.0.0.1:0", "--listen: tcp://127.0.0.1:0 needs a key"),
+        ("ipc:///tmp/a", "tcp://10.0.0.9:7001", "--listen: tcp://10.0.0.9:7001 leaves this machine"),
         ("udp://10.0.0.1:7000", "", "--centers: 'udp://10.0.0.1:7000' is no address"),
         ("inproc://a", "", "inside one process"),
-        ("tcp://127.0.0.1:0", "", "has no port"),
         (f"tcp://127.0.0.1:1#{'ab' * 32}", "", "this process has none"),
     ],
 )
@@ -55,8 +57,15 @@ def test_what_is_refused_with_a_key(key, listen, says):
         read_cluster(centers=THREE, listen=listen, keys=key)
 
 
-def test_two_candidates_need_somebody_to_decide_between_them():
-    two = {"centers": "tcp://127.0.0.1:1,tcp://127.0.0.1:2", "listen": "tcp://127.0.0.1:2"}
+def test_a_candidate_needs_a_port(key):
+    with pytest.raises(RequestError, match="has no port"):
+        read_cluster(centers="tcp://127.0.0.1:0", keys=key)
+    with pytest.raises(RequestError, match="names an address twice"):
+        read_cluster(centers="tcp://127.0.0.1:1,tcp://localhost:1,tcp://127.0.0.1:2", keys=key)
+
+
+def test_two_candidates_need_somebody_to_decide_between_them(key):
+    two = {"centers": "tcp://127.0.0.1:1,tcp://127.0.0.1:2", "listen": "tcp://127.0.0.1:2", "keys": key}
     with pytest.raises(RequestError, match=r"a majority needs 3; add one, elect by --etcd"):
         check_candidate(read_cluster(**two))
     check_candidate(read_cluster(**two, etcd="http://127.0.0.1:2379/run"))
