@@ -53,7 +53,7 @@ _Allow = Annotated[
 ]
 _Etcd = Annotated[
     str,
-    typer.Option("--etcd", metavar="URL/KEY", help="Elect by this etcd (http://HOST:2379/KEY), a KEY for each run."),
+    typer.Option("--etcd", metavar="URL/KEY", help="Elect by this etcd (https://HOST:2379/KEY), a KEY for each run."),
 ]
 _RunDir = Annotated[
     Path,

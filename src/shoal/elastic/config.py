@@ -18,3 +18,11 @@ class ElasticConfig(Config):
     """Seconds that a rank has from its start to its first sign of life."""
     stop_grace: float = Field(default=60.0, gt=0)
     """Seconds that ranks have to finish the step and write a checkpoint after Ctrl-C or SIGTERM, before they are killed."""
+    etcd_ca: str | None = None
+    """File with the certificates that an election by etcd over https trusts; left out, those of the system."""
+    etcd_cert: str | None = None
+    """File with this process's certificate, where etcd asks for one; with etcd_key."""
+    etcd_key: str | None = None
+    """File with the key of etcd_cert, readable by its owner only."""
+    etcd_login: str | None = None
+    """File with one line USER:PASSWORD for etcd, readable by its owner only."""

@@ -78,6 +78,17 @@ def test_a_candidate_that_is_not_on_the_list(tiny, key):
     assert "--centers does not contain --listen tcp://10.0.0.9:7000" in said
 
 
+def test_a_password_of_etcd_that_others_can_read(tiny, key, tmp_path):
+    (tmp_path / "login").write_text("shoal:secret")
+    (tmp_path / "login").chmod(0o644)
+    said = refuse(
+        *("center", tiny, *PLAN, "--keys", key, "--run-dir", tiny.parent / "run", "--centers", "tcp://127.0.0.1:7"),
+        *("--listen", "tcp://127.0.0.1:7", "--etcd", "https://127.0.0.1:1/k"),
+        *("--set", f"elastic.etcd_login='{tmp_path}/login'"),
+    )
+    assert "elastic.etcd_login" in said and "chmod 600" in said
+
+
 def test_a_key_that_others_can_read(tiny, key):
     key.chmod(0o644)
     assert "chmod 600" in refuse("worker", tiny, *PLAN, "--index", 0, "--centers", THREE, "--keys", key)

@@ -8,6 +8,7 @@ import numpy as np
 import zmq
 
 from shoal.comm.wire.buffers import CHUNK_BYTES
+from shoal.comm.wire.connections import HANDSHAKE_SECONDS
 
 _HIGH_WATER = 256
 """Messages that may wait for a connection, each way: at most as many MB for a peer that sends faster than is read."""
@@ -15,6 +16,7 @@ _ENCRYPTION_BYTES = 64
 """What an encrypted frame is longer by, at most."""
 _LARGE_BLOCK_BYTES = 31 << 20
 """Just under the limit of what glibc learns from."""
+_BACKLOG = 64
 _RECONNECT_MS = 10
 _RECONNECT_MAX_MS = 200
 _HEARTBEAT_MS = 5000
@@ -74,6 +76,10 @@ def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, *, is_tcp:
         # A full queue is an error then, and not a message that is lost without a word.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if is_tcp:
+        # Whoever has not proved its key by then is not waited for.
+        socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_SECONDS * 1000))
+        # Who comes in a crowd waits in the kernel's queue, and not for a second until it knocks again.
+        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         # A machine that lost its power says no goodbye.
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)

@@ -15,6 +15,7 @@ import zmq
 
 from shoal.comm.wire.addresses import Address
 from shoal.comm.wire.buffers import Payload
+from shoal.comm.wire.connections import ConnectionLimit
 from shoal.comm.wire.dock import Dock
 from shoal.comm.wire.header import REFUSED, TAKEN, Header
 from shoal.comm.wire.lane import Lane, LaneBroken
@@ -53,11 +54,13 @@ class Listener:
         *,
         shares: bool,
         has_lanes: bool,
+        limit: ConnectionLimit | None = None,
     ) -> None:
         self._node = node
         self._address = address
         self._shares = shares
         self._handler = handler
+        self._limit = limit
         self._num_running = 0
         self._streams = Streams()
         # So that only this socket's file is removed, and not that of a successor on the same path.
@@ -86,6 +89,8 @@ class Listener:
         for lane in list(self._lanes.values()):
             lane.close()
         self._streams.close_all()
+        if self._limit is not None:
+            self._limit.stop()
         self._pump.close()
         if self._file is not None and self._address.path.exists() and self._address.path.stat().st_ino == self._file:
             self._address.path.unlink(missing_ok=True)
@@ -94,6 +99,8 @@ class Listener:
         """Take one message that arrived. Nothing that it holds can make this fail."""
         counters = self._node.counters
         counters.add("received")
+        if self._limit is not None:
+            self._limit.note_spoken(frames[-1])
         route, parts = frames[0].bytes, [frame.buffer for frame in frames[1:]]
         try:
             if is_chunk(parts):

@@ -20,6 +20,7 @@ import zmq
 
 from shoal.comm.wire.addresses import Address, parse_address
 from shoal.comm.wire.buffers import CHUNK_BYTES, CHUNKS_A_TURN, Payload, describe
+from shoal.comm.wire.connections import ConnectionLimit
 from shoal.comm.wire.contexts import acquire_context, open_socket, release_context
 from shoal.comm.wire.counters import Counters
 from shoal.comm.wire.header import PROTOCOL_VERSION, TAKEN, Header
@@ -98,21 +99,27 @@ class Node:
         parsed = parse_address(address, has_keys=self._keys is not None)
         keys = self._keys if parsed.kind == "tcp" else None
         socket = open_socket(self._use_context(), zmq.ROUTER, is_tcp=parsed.kind == "tcp")
+        limit = None
         if keys is not None:
             self._start_guard(keys)
             keys.secure_listener(socket)
+            limit = ConnectionLimit(self._use_context(), socket)
         # The file of an ipc socket is this user's from its first moment: who connects before a chmod stays connected.
-        mask = os.umask(0o177)
+        mask = os.umask(0o077)
         try:
             socket.bind(parsed.endpoint)
         except zmq.ZMQError as error:
+            if limit is not None:
+                limit.stop()
             socket.close(linger=0)
             raise RequestError(f"cannot listen on {address}: {error}") from error
         finally:
             os.umask(mask)
+        if parsed.kind == "ipc":
+            os.chmod(parsed.path, 0o600)
         has_lanes = self._has_lanes(parsed)
         self._listeners.append(
-            Listener(self, socket, parsed, handler, shares=self._shares(parsed), has_lanes=has_lanes)
+            Listener(self, socket, parsed, handler, shares=self._shares(parsed), has_lanes=has_lanes, limit=limit)
         )
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return endpoint if keys is None else f"{endpoint}#{keys.public_hex}"

@@ -5,6 +5,7 @@ takes the key only if nobody has it, and gives out an epoch only if the counter 
 says itself that its leases exclude nobody by themselves, and the epoch on every message is what does.
 
 The leader counts its lease from when it sent the question, on its own clock, and asks etcd for a longer one. Needs ``etcd3gw``.
+What it takes to be let in is in ``etcdaccess.py``.
 """
 
 import asyncio
@@ -15,12 +16,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from shoal.comm.wire.request import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.elastic.election.elector import Center, Deposed
+from shoal.elastic.election.etcdaccess import EtcdAccess, check_access, read_login
 from shoal.elastic.election.leasefile import boot_seconds
 from shoal.elastic.election.votes import Found, Seek
 
@@ -28,6 +29,19 @@ _POLL_SECONDS = 0.1
 _MARGIN = 0.1
 """The part of the lease that the leader itself does not use: time for an instruction on its way out."""
 _TRIES_PER_LEASE = 6
+
+_HOPELESS = {
+    "certificate verify failed": "name the file with its authority as elastic.etcd_ca, and use a name that its certificate has",
+    "certificate required": "name a client certificate as elastic.etcd_cert and elastic.etcd_key",
+    "bad certificate": "name another client certificate as elastic.etcd_cert and elastic.etcd_key",
+    "unknown ca": "name a client certificate that etcd trusts as elastic.etcd_cert and elastic.etcd_key",
+    "commonname of client": "where etcd asks for passwords, elastic.etcd_cert must be one without a common name (CN)",
+    "invalid user id or password": "correct the line USER:PASSWORD in the file elastic.etcd_login",
+    "user name is empty": "name a file with the line USER:PASSWORD as elastic.etcd_login",
+    "permission denied": "give the user of elastic.etcd_login the right to read and write this key",
+}
+"""What etcd or TLS says when trying again cannot help, and the fix."""
+_OPEN = EtcdAccess()
 
 T = TypeVar("T")
 
@@ -46,10 +60,8 @@ class _Read:
 class _Store:
     """The two keys in etcd. Every call blocks, for a third of a lease at most, and may raise one of ``failures``."""
 
-    def __init__(self, url: str, key: str, *, timeout: float, tls: dict[str, Any]) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RequestError(f"{url!r} is no address of etcd; write http://HOST:2379 or https://HOST:2379")
+    def __init__(self, url: str, key: str, *, timeout: float, access: EtcdAccess) -> None:
+        parts = check_access(url, access)
         try:
             import etcd3gw
         except ImportError as error:
@@ -60,21 +72,63 @@ class _Store:
         # of an answer that is not one: a gateway without a leader says so with status 200 and no result.
         self.failures: tuple[type[Exception], ...] = (etcd3gw.exceptions.Etcd3Exception, OSError, LookupError)
         self.client = etcd3gw.Etcd3Client(
-            host=parts.hostname, port=parts.port or 2379, protocol=parts.scheme, timeout=timeout, **tls
+            host=parts.hostname, port=parts.port or 2379, protocol=parts.scheme, timeout=timeout, **access.options
         )
+        # Neither a proxy nor other certificates than those that the recipe names.
+        self.client.session.trust_env = False
         self.url = url
         self.epoch_key, self.leader_key = f"{key}/epoch", f"{key}/leader"
+        self._access = access
+        self._has_answered = False
         # A session of the library must not be used by two threads at once.
         self._lock = threading.Lock()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Call something that blocks, in a thread."""
+        """Call something that blocks, in a thread.
+
+        Raises:
+            RequestError: etcd has never let this process in, and says why.
+        """
 
         def locked() -> T:
             with self._lock:
-                return work()
+                try:
+                    found = self._do(work)
+                except self.failures as error:
+                    if not self._has_answered:
+                        self._refuse(error)
+                    raise
+                self._has_answered = True
+                return found
 
         return await asyncio.to_thread(locked)
+
+    def _do(self, work: Callable[[], T]) -> T:
+        if self._access.login is not None and "Authorization" not in self.client.session.headers:
+            self._log_in(self._access.login)
+        try:
+            return work()
+        except self.failures as error:
+            # Tokens are forgotten when they are not used for a while, and when etcd starts again.
+            if self._access.login is None or "invalid auth token" not in _detail(error):
+                raise
+            self._log_in(self._access.login)
+            return work()
+
+    def _log_in(self, file: str) -> None:
+        user, password = read_login(file)
+        self.client.session.headers.pop("Authorization", None)
+        answer = self.client.post(self.client.get_url("/auth/authenticate"), json={"name": user, "password": password})
+        self.client.session.headers["Authorization"] = answer["token"]
+
+    def _refuse(self, error: Exception) -> None:
+        """End what would be tried for ever: certificates, a password or rights that are wrong do not get better."""
+        detail = _detail(error)
+        for words, fix in _HOPELESS.items():
+            if words in detail.lower().replace("_", " "):
+                raise RequestError(
+                    f"etcd at {self.url} and this process do not trust each other ({words}); {fix}"
+                ) from error
 
     def read(self) -> _Read:
         """Both keys."""
@@ -111,10 +165,10 @@ class EtcdLease:
         name: who this is, for people.
         address: where the members find this candidate when it leads.
         lease_seconds: how long a leader may be silent. etcd counts whole seconds, and not fewer than about two.
-        tls: ``ca_cert``, ``cert_cert`` and ``cert_key``: files for https.
+        access: certificates and a password.
 
     Raises:
-        RequestError: no such address, or the package etcd3gw is not there.
+        RequestError: no such address, a file that cannot be used, or the package etcd3gw is not there.
     """
 
     def __init__(
@@ -125,12 +179,12 @@ class EtcdLease:
         name: str,
         address: str,
         lease_seconds: float = 3.0,
-        tls: dict[str, Any] | None = None,
+        access: EtcdAccess = _OPEN,
     ) -> None:
         self.name = name
         self.address = address
         self.lease_seconds = lease_seconds
-        self._store = _Store(url, key, timeout=lease_seconds / 3, tls=tls or {})
+        self._store = _Store(url, key, timeout=lease_seconds / 3, access=access)
         self._lease: Any = None
         self._epoch = 0
         self._runs_out_at = float("-inf")
@@ -252,13 +306,13 @@ class EtcdLease:
         return self._lease is not None and read.leader == self._said(epoch)
 
 
-async def find_center(url: str, *, key: str, deadline: Deadline, tls: dict[str, Any] | None = None) -> Center:
+async def find_center(url: str, *, key: str, deadline: Deadline, access: EtcdAccess = _OPEN) -> Center:
     """Wait until somebody leads.
 
     Raises:
         RunError: nobody did within the deadline, or etcd did not answer.
     """
-    store = _Store(url, key, timeout=1.0, tls=tls or {})
+    store = _Store(url, key, timeout=1.0, access=access)
     problem = ""
     while True:
         try:
@@ -269,6 +323,10 @@ async def find_center(url: str, *, key: str, deadline: Deadline, tls: dict[str, 
             return Center(epoch=int(leader["epoch"]), address=str(leader["address"]), name=str(leader["name"]))
         deadline.check(f"a center to be elected under {key!r}{problem}")
         await asyncio.sleep(_POLL_SECONDS)
+
+
+def _detail(error: Exception) -> str:
+    return str(getattr(error, "detail_text", None) or error)
 
 
 def _encode(text: str) -> str:

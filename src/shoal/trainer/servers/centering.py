@@ -90,6 +90,7 @@ def _build_elector(place: MemberPlace, cluster: Cluster, node: Node) -> Voters |
             name=place.name,
             address=own,
             lease_seconds=place.recipe.paramserver.lease_seconds,
+            access=cluster.etcd_access,
         )
     if len(cluster.centers) == 1:
         return Sole(name=place.name, address=own, ballot=ballot)

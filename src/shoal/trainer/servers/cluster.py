@@ -6,13 +6,14 @@
 loopback too, because every user of the machine can connect there; without keys there is ipc. No torch here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from shoal.comm.wire.addresses import Address, parse_address
 from shoal.comm.wire.keys import Keys, load_keys
 from shoal.core.errors import RequestError
+from shoal.elastic.election.etcdaccess import EtcdAccess, check_access
 
 _LEAST_VOTERS = 3
 _ANYWHERE = ("0.0.0.0", "*")
@@ -28,7 +29,8 @@ class Cluster:
     """Where this process listens; a worker does not."""
     keys: Keys | None = None
     etcd: str = ""
-    """Where the candidates hold their election: ``http://HOST:2379/KEY``; empty: among themselves."""
+    """Where the candidates hold their election: ``https://HOST:2379/KEY``; empty: among themselves."""
+    etcd_access: EtcdAccess = field(default_factory=EtcdAccess)
     patience: float = 120.0
     """Seconds that a process looks for its first center."""
 
@@ -50,6 +52,7 @@ def read_cluster(
     keys: Path | None = None,
     allow: Path | None = None,
     etcd: str = "",
+    etcd_access: EtcdAccess | None = None,
     patience: float = 120.0,
 ) -> Cluster:
     """What the command line says of a cluster, checked.
@@ -60,6 +63,7 @@ def read_cluster(
         keys: the key file of this process.
         allow: a file or folder of public keys of those whom this process lets in; its own key alone when left out.
         etcd: see ``Cluster``; of a candidate.
+        etcd_access: what etcd wants to see.
         patience: see ``Cluster``.
 
     Raises:
@@ -74,7 +78,14 @@ def read_cluster(
     _check_count(addresses)
     if listen:
         _check_listening(listen, own)
-    return Cluster(centers=addresses, listen=listen, keys=own, etcd=etcd, patience=patience)
+    return Cluster(
+        centers=addresses,
+        listen=listen,
+        keys=own,
+        etcd=etcd,
+        etcd_access=etcd_access or EtcdAccess(),
+        patience=patience,
+    )
 
 
 def check_candidate(cluster: Cluster) -> None:
@@ -88,9 +99,11 @@ def check_candidate(cluster: Cluster) -> None:
             f"--centers has 2 candidates, and neither could tell a dead other from a cut line: a majority needs {_LEAST_VOTERS}; "
             "add one, elect by --etcd, or name one alone, which nobody replaces when it dies"
         )
+    if cluster.etcd:
+        check_access(cluster.etcd, cluster.etcd_access)
     if cluster.etcd and not urlsplit(cluster.etcd).path.strip("/"):
         raise RequestError(
-            f"--etcd {cluster.etcd} names no key; write http://HOST:2379/KEY, with another KEY for each run"
+            f"--etcd {cluster.etcd} names no key; write https://HOST:2379/KEY, with another KEY for each run"
         )
     listed = cluster.centers[cluster.seat]
     key = parse_address(listed, has_keys=True).key

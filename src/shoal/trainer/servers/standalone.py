@@ -15,9 +15,11 @@ from types import FrameType
 from typing import Any, Literal
 
 from shoal.checkpoint.whole import committed_names
+from shoal.comm.wire.connections import raise_descriptor_limit
 from shoal.comm.wire.node import new_incarnation
 from shoal.core.errors import EXIT_DONE, RequestError
 from shoal.core.rundir import RunDir
+from shoal.elastic.election.etcdaccess import EtcdAccess
 from shoal.elastic.verdict import EXIT_INTERRUPTED
 from shoal.trainer.claim import check_claim
 from shoal.trainer.config import Recipe
@@ -84,6 +86,7 @@ def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
         keys=request.keys,
         allow=request.allow,
         etcd=request.etcd,
+        etcd_access=EtcdAccess.of(recipe.elastic),
         patience=recipe.elastic.start_deadline,
     )
     index = request.index
@@ -141,7 +144,7 @@ def run_async(work: Callable[[], Coroutine[Any, Any, str]]) -> int:
         The exit code.
     """
 
-    _show_stacks_when_asked()
+    _begin()
 
     async def go() -> int:
         loop = asyncio.get_running_loop()
@@ -183,7 +186,7 @@ def run_blocking(work: Callable[[], str]) -> int:
             signal.signal(each, signal.SIG_DFL)
         raise Stopped(number)
 
-    _show_stacks_when_asked()
+    _begin()
     for number in _SIGNALS:
         signal.signal(number, stop)
     try:
@@ -193,6 +196,7 @@ def run_blocking(work: Callable[[], str]) -> int:
     return EXIT_INTERRUPTED if halt else EXIT_DONE
 
 
-def _show_stacks_when_asked() -> None:
-    """A process that hangs on another machine says where on SIGUSR1."""
+def _begin() -> None:
+    """A process that hangs on another machine says where on SIGUSR1; and it has as many descriptors as its user may have."""
+    raise_descriptor_limit()
     faulthandler.register(signal.SIGUSR1, all_threads=True)

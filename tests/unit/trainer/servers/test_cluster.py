@@ -69,7 +69,7 @@ def test_two_candidates_need_somebody_to_decide_between_them(key):
     with pytest.raises(RequestError, match=r"a majority needs 3; add one, elect by --etcd"):
         check_candidate(read_cluster(**two))
     check_candidate(read_cluster(**two, etcd="http://127.0.0.1:2379/run"))
-    with pytest.raises(RequestError, match=r"--etcd http://127.0.0.1:2379 names no key; write http://HOST:2379/KEY"):
+    with pytest.raises(RequestError, match=r"--etcd http://127.0.0.1:2379 names no key; write https://HOST:2379/KEY"):
         check_candidate(read_cluster(**two, etcd="http://127.0.0.1:2379"))
 
 

@@ -1,0 +1,62 @@
+"""What the kernel drops before it reaches a listening socket that a library has opened and gives no hold on.
+
+A classic packet filter (``SO_ATTACH_FILTER``) on a listening TCP socket decides who may connect; any user may attach one to a
+socket of his own, and connections that exist are not touched. Linux only.
+"""
+
+import contextlib
+import ctypes
+import ipaddress
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+
+CAN_DROP = sys.platform == "linux"
+MOST_ADDRESSES = 64
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+# Of the classic filter's instructions: load a word of the packet, compare it, end with so many bytes of the packet kept.
+_LOAD, _EQUALS, _KEEP = 0x20, 0x15, 0x06
+_SOURCE = 0xFFF00000 + 12
+"""Where the kernel's filter finds the sender's address: 12 bytes into the IPv4 header (``SKF_NET_OFF``)."""
+_ALL = 0xFFFFFFFF
+
+
+def drop_everybody(descriptor: int) -> None:
+    """Let nobody connect to a listening socket any more."""
+    _attach(descriptor, [(_KEEP, 0, 0, 0)])
+
+
+def drop_addresses(descriptor: int, addresses: Sequence[str]) -> None:
+    """Let nobody connect who has one of these IPv4 addresses, at most ``MOST_ADDRESSES``; with none, everybody may again."""
+    if not addresses:
+        with borrowed_socket(descriptor) as borrowed, contextlib.suppress(OSError):
+            borrowed.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        return
+    numbers = [int(ipaddress.IPv4Address(address)) for address in addresses]
+    program = [(_LOAD, 0, 0, _SOURCE)]
+    # To the last instruction, past the comparisons that follow and the one before it.
+    program += [(_EQUALS, len(numbers) - index, 0, number) for index, number in enumerate(numbers)]
+    _attach(descriptor, [*program, (_KEEP, 0, 0, _ALL), (_KEEP, 0, 0, 0)])
+
+
+@contextlib.contextmanager
+def borrowed_socket(descriptor: int) -> Iterator[socket.socket]:
+    """A socket object over a descriptor that somebody else closes.
+
+    Raises:
+        OSError: it is not a socket (any more).
+    """
+    borrowed = socket.socket(fileno=descriptor)
+    try:
+        yield borrowed
+    finally:
+        borrowed.detach()
+
+
+def _attach(descriptor: int, program: Sequence[tuple[int, int, int, int]]) -> None:
+    packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    instructions = ctypes.create_string_buffer(packed, len(packed))
+    with borrowed_socket(descriptor) as borrowed:
+        described = struct.pack("HP", len(program), ctypes.addressof(instructions))
+        borrowed.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
