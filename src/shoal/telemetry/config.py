@@ -8,8 +8,8 @@ from shoal.core.config import Config
 class TelemetryConfig(Config):
     """What a run shows of itself. Events as JSONL are always written."""
 
-    tensorboard: bool = True
-    """Write TensorBoard files to ``tensorboard/`` in the run directory."""
+    tensorboard: bool | None = None
+    """Write TensorBoard files to ``tensorboard/`` in the run directory; left out, where tensorboardX is installed."""
     profile: str | None = None
     """Steps to trace, such as "10:20" for steps 10 to 19; the traces open in Perfetto."""
     progress_every: float = Field(default=5.0, gt=0)

@@ -1,15 +1,38 @@
 """Events as TensorBoard curves, through tensorboardX: it writes the files without TensorBoard's own 45 MB.
 
+It brings protobuf, so it is an extra (``shoal[tensorboard]``): without it a run that does not ask for curves has none, and one
+that asks is refused before it starts.
+
 The library is imported when a sink is made, which happens on the event log's thread: a missing or broken install costs its curves
 and nothing else, and no start-up time on the way to the first step.
 """
 
 import importlib
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
 
+from shoal.core.errors import RequestError
 from shoal.core.events import CheckpointSaved, Evaluated, Event, MemoryMeasured, StepDone
+from shoal.telemetry.config import TelemetryConfig
+
+
+def wants_curves(config: TelemetryConfig) -> bool:
+    """True when a run writes TensorBoard files.
+
+    Raises:
+        RequestError: the recipe asks for them, and the library is not installed.
+    """
+    if config.tensorboard is False:
+        return False
+    is_installed = importlib.util.find_spec("tensorboardX") is not None
+    if config.tensorboard and not is_installed:
+        raise RequestError(
+            "telemetry.tensorboard is true and the package tensorboardX is not installed; run `pip install "
+            "'shoal[tensorboard]'`, or leave the key out"
+        )
+    return is_installed
 
 
 def scalars(event: Event) -> dict[str, float]:

@@ -18,7 +18,7 @@ from shoal.core.rundir import RunDir
 from shoal.telemetry.board import RankSlot
 from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.memory import breakdown, rss_bytes
-from shoal.telemetry.tensorboard import TensorBoardSink
+from shoal.telemetry.tensorboard import TensorBoardSink, wants_curves
 from shoal.telemetry.writer import EventLog
 
 _PUBLISH_EVERY_SECONDS = 0.2
@@ -43,7 +43,7 @@ class Reporter:
         self.log: EventLog | None = None
         if run_dir is not None:
             folder = RunDir(run_dir).tensorboard
-            sinks = [lambda: TensorBoardSink(folder)] if config.tensorboard and world.is_first else []
+            sinks = [lambda: TensorBoardSink(folder)] if world.is_first and wants_curves(config) else []
             self.log = EventLog(run_dir, world.rank, sinks=sinks)
         self.validation_loss: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW_STEPS)

@@ -17,6 +17,7 @@ from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
 from shoal.models.facts import facts_of
 from shoal.telemetry.config import parse_window
+from shoal.telemetry.tensorboard import wants_curves
 from shoal.trainer.claim import check_claim, choose_run_dir
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.layout import (
@@ -109,6 +110,7 @@ def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, re
     assert data.spec is not None and data.train is not None, "data that was measured has a spec and a length"
     check_model(recipe.model, data.spec)
     refuse_settings(recipe, plan)
+    wants_curves(recipe.telemetry)
     if recipe.optim.is_torch_class:
         own.check_optimizer(recipe)
     facts = facts_of(recipe.model, data.spec)

@@ -1,10 +1,15 @@
 """Curves are written to TensorBoard files; what is no curve or no number is left out."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from shoal.core.errors import RequestError
 from shoal.core.events import Evaluated, Event, StepDone, Warned
-from shoal.telemetry.tensorboard import TensorBoardSink, scalars
+from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.tensorboard import TensorBoardSink, scalars, wants_curves
 from shoal.telemetry.writer import EventLog
 
 
@@ -55,3 +60,13 @@ def test_a_step_without_a_norm_is_no_point_of_that_curve() -> None:
     points = scalars(replace(step_done(1), grad_norm=None))
     assert "train/loss" in points
     assert "train/grad_norm" not in points
+
+
+def test_without_the_library_a_run_has_no_curves_unless_it_asks(monkeypatch):
+    assert wants_curves(TelemetryConfig()) and wants_curves(TelemetryConfig(tensorboard=True))
+    assert not wants_curves(TelemetryConfig(tensorboard=False))
+    # Python's own sign for a library that cannot be imported.
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert not wants_curves(TelemetryConfig())
+    with pytest.raises(RequestError, match=r"pip install 'shoal\[tensorboard\]'"):
+        wants_curves(TelemetryConfig(tensorboard=True))
