@@ -3,9 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Everything is checked against the hashes in locks/, but torch: which build of it a machine takes differs (locks/make.py).
+# Nothing else is fetched: not by a dependency that was forgotten, which `pip check` names, nor in order to build this package.
+define INSTALL_LOCKED
+	$(PIP_INSTALL) --require-hashes --no-deps -r $(1)
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
+endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types soak bench clean tools
+.PHONY: help install demo test lint types soak bench clean tools lock
 
 help:
 	@echo "make demo     install, train a small GPT on two processes, evaluate it, print a sample"
@@ -18,19 +26,24 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Shoal needs Python 3.11 or newer; try make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e .
+$(VENV)/.installed: pyproject.toml constraints.txt locks/run.txt | $(BIN)/python
+	$(call INSTALL_LOCKED,locks/run.txt)
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e '.[test]'
+$(VENV)/.installed-test: pyproject.toml constraints.txt locks/test.txt | $(BIN)/python
+	$(call INSTALL_LOCKED,locks/test.txt)
 	@touch $(VENV)/.installed $@
 
-$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(BIN)/python
+# What the benchmarks compare with is pinned and has no hashes: some of it is built on the spot.
+$(VENV)/.installed-bench: $(VENV)/.installed
 	$(PIP_INSTALL) -e '.[bench]'
-	@touch $(VENV)/.installed $@
+	@touch $@
 
 install: $(VENV)/.installed-test tools
+
+# After a change of constraints.txt or of what pyproject.toml asks for; needs the network, and what it locks installed.
+lock:
+	$(BIN)/python locks/make.py
 
 # Programs that some tests look with. Without them those tests skip and say why, so this never fails.
 tools:

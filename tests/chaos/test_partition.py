@@ -7,8 +7,6 @@
 What is left after the cut has two centers, a copy of every shard and a worker.
 """
 
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +17,7 @@ import pytest
 
 from cluster_cases import Roles, until
 from harness import read_summary
+from namespaces import Network, built_network
 
 HOSTS = {"a": "10.78.0.1", "b": "10.78.0.2", "c": "10.78.0.3"}
 SETTINGS = (
@@ -30,57 +29,10 @@ SETTINGS = (
 )
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-class Network:
-    """Three namespaces on a bridge in a fourth; taking a link down cuts one off."""
-
-    def __init__(self) -> None:
-        tag = f"p{os.getpid() % 100000}"
-        self.hub = f"{tag}h"
-        self.spaces = {name: f"{tag}{name}" for name in HOSTS}
-        self.made: list[str] = []
-
-    def build(self) -> None:
-        for space in (self.hub, *self.spaces.values()):
-            ip("netns", "add", space)
-            self.made.append(space)
-        ip("-n", self.hub, "link", "add", "bridge", "type", "bridge")
-        ip("-n", self.hub, "link", "set", "bridge", "up")
-        for name, space in self.spaces.items():
-            ip("-n", self.hub, "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth", "netns", space)
-            ip("-n", self.hub, "link", "set", f"to-{name}", "master", "bridge", "up")
-            ip("-n", space, "addr", "add", f"{HOSTS[name]}/24", "dev", "eth")
-            ip("-n", space, "link", "set", "eth", "up")
-            ip("-n", space, "link", "set", "lo", "up")
-
-    def set_link(self, name: str, state: str) -> float:
-        ip("-n", self.hub, "link", "set", f"to-{name}", state)
-        return time.monotonic()
-
-    def enter(self, name: str) -> tuple[str, ...]:
-        return ("ip", "netns", "exec", self.spaces[name])
-
-    def remove(self) -> None:
-        for space in self.made:
-            ip("netns", "del", space)
-
-
 @pytest.fixture
 def network() -> Iterator[Network]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and iproute2")
-    made = Network()
-    try:
-        try:
-            made.build()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
+    with built_network(HOSTS) as made:
         yield made
-    finally:
-        made.remove()
 
 
 @pytest.fixture
