@@ -98,8 +98,7 @@ class ConnectionLimit:
             if event == zmq.EVENT_LISTENING:
                 self._descriptor = descriptor
             elif event == zmq.EVENT_ACCEPTED:
-                # Of one that is gone again ZeroMQ will tell too.
-                going = self._crowd.come(descriptor, peer or ("", 0), now)
+                going = self._crowd.come(descriptor, peer, now)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._crowd.leave(descriptor)
             else:

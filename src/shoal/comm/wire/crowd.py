@@ -53,10 +53,12 @@ class Crowd:
         self._counted_since = float("-inf")
         self._banned: dict[str, float] = {}
 
-    def come(self, descriptor: int, peer: Peer, now: float) -> list[tuple[int, Peer]]:
-        """Somebody connected; who has to go for it."""
+    def come(self, descriptor: int, peer: Peer | None, now: float) -> list[tuple[int, Peer]]:
+        """Somebody connected; who has to go for it. None is one that has gone again already, of which ``leave`` will tell."""
         self._num_connected += 1
         self._forget(descriptor)
+        if peer is None:
+            return []
         self._waiting[descriptor] = (peer, now)
         self._by_address.setdefault(peer[0], {})[descriptor] = None
         self._trust_old(now)

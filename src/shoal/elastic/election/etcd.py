@@ -71,6 +71,7 @@ class _Store:
         # Its own exceptions; those of requests, which it lets through where etcd dies in the middle of an answer; and what comes
         # of an answer that is not one: a gateway without a leader says so with status 200 and no result.
         self.failures: tuple[type[Exception], ...] = (etcd3gw.exceptions.Etcd3Exception, OSError, LookupError)
+        assert parts.hostname is not None, "it was checked"
         self.client = etcd3gw.Etcd3Client(
             host=parts.hostname, port=parts.port or 2379, protocol=parts.scheme, timeout=timeout, **access.options
         )

@@ -47,6 +47,14 @@ def test_all_together_leave_a_reserve():
     assert come(table, [11]) == []
 
 
+def test_one_that_is_gone_again_waits_for_nothing():
+    table = crowd()
+    for _ in range(20):
+        assert table.come(7, None, 0.0) == []
+        table.leave(7)
+    assert (table.num_waiting, table.banned(0.0)) == (0, ())
+
+
 def test_a_descriptor_that_is_used_again_is_somebody_else():
     table = crowd()
     come(table, range(3))
