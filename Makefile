@@ -19,6 +19,7 @@ help:
 	@echo "make demo     install, train a small GPT on two processes, evaluate it, print a sample"
 	@echo "make install  make .venv with everything that the tests need"
 	@echo "make test     the tests            make lint    ruff            make types   mypy, strict"
+	@echo "make lock     the hashes of what is installed, anew"
 	@echo "make soak     the long sweeps      make bench   the benchmarks  make clean   remove .venv and caches, keep runs/"
 
 # Stamps: pip runs again only when what is asked for has changed. What the tests need includes what a run needs.

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from guarded_server import guarded_server
-from shoal.comm.wire.crowd import choose_limits
+from shoal.comm.wire.connectiontable import choose_limits
 from shoal.comm.wire.keys import make_keys
 from wire_cases import DEADLINE, Echo, nodes, noise
 

@@ -1,7 +1,8 @@
 """Starting a rank: its environment, the descriptors it inherits, and the handle by which it is watched and ended.
 
-The environment is torchrun's, so that the same worker runs under torchrun, SLURM and Kubeflow; what only Shoal's supervisor gives
-is named ``SHOAL_*``. Nothing is started through a shell, and nothing is killed that was not started here.
+The environment is torchrun's, so that the same worker runs under torchrun, SLURM and Kubeflow, but for the address of a store:
+these ranks meet in a file. What only Shoal's supervisor gives is named ``SHOAL_*``. Nothing is started through a shell, and
+nothing is killed that was not started here.
 """
 
 import contextlib

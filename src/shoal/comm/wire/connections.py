@@ -4,8 +4,8 @@ ZeroMQ accepts whoever connects and closes one that does not prove its key only 
 each costs a descriptor, so whoever opens connections and says nothing would leave none: no client gets in, no file can be
 opened, and the thread that accepts spins. ZeroMQ has no limit for this, but it tells of every connection that it accepts, with
 its descriptor. A thread of its own reads that, because the event loop may be busy, and shuts down those that are too many
-(``crowd.py``); an address that floods is dropped by the kernel for a moment. A client with a key has spoken before its turn to
-go comes, and one that was unlucky connects again by itself.
+(``connectiontable.py``); an address that floods is dropped by the kernel for a moment. A client with a key has spoken before
+its turn to go comes, and one that was unlucky connects again by itself.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ import time
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from shoal.comm.arrivals import CAN_DROP, MOST_ADDRESSES, borrowed_socket, drop_addresses
-from shoal.comm.wire.crowd import BANNED_SECONDS, Crowd, Peer, choose_limits
+from shoal.comm.packetfilter import CAN_DROP, MOST_ADDRESSES, borrowed_socket, drop_addresses
+from shoal.comm.wire.connectiontable import BANNED_SECONDS, ConnectionTable, Peer, choose_limits
 
 HANDSHAKE_SECONDS = 10.0
 """A connection that has not proved its key by then is closed."""
@@ -54,7 +54,7 @@ class ConnectionLimit:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", listening: "zmq.Socket[bytes]") -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Twice as long as ZeroMQ lets anybody without a key: its clock may have begun later.
-        self._crowd = Crowd(choose_limits(soft, _num_open_descriptors()), trusted_after=2 * HANDSHAKE_SECONDS)
+        self._table = ConnectionTable(choose_limits(soft, _num_open_descriptors()), trusted_after=2 * HANDSHAKE_SECONDS)
         self._lock = threading.Lock()
         self._listening = listening
         self._descriptor = -1
@@ -69,9 +69,9 @@ class ConnectionLimit:
 
     def note_spoken(self, frame: zmq.Frame) -> None:
         """A message came, so whoever sent it has a key; called on the thread of the event loop."""
-        if self._crowd.num_waiting:
+        if self._table.num_waiting:
             with self._lock:
-                self._crowd.speak(int(frame.get(zmq.SRCFD)))
+                self._table.authenticate(int(frame.get(zmq.SRCFD)))
 
     def stop(self) -> None:
         """Stop watching; before the listening socket is closed."""
@@ -98,16 +98,16 @@ class ConnectionLimit:
             if event == zmq.EVENT_LISTENING:
                 self._descriptor = descriptor
             elif event == zmq.EVENT_ACCEPTED:
-                going = self._crowd.come(descriptor, peer, now)
+                going = self._table.add(descriptor, peer, now)
             elif event == zmq.EVENT_DISCONNECTED:
-                self._crowd.leave(descriptor)
+                self._table.remove(descriptor)
             else:
-                going = self._crowd.close_all(now)
+                going = self._table.close_all(now)
         for one, whose in going:
             _shut_down(one, whose)
 
     def _drop_banned(self) -> None:
-        banned = self._crowd.banned(time.monotonic())[:MOST_ADDRESSES]
+        banned = self._table.banned(time.monotonic())[:MOST_ADDRESSES]
         if CAN_DROP and banned != self._dropped and self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 drop_addresses(self._descriptor, banned)

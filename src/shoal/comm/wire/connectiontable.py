@@ -35,7 +35,7 @@ def choose_limits(num_descriptors: int, num_used: int) -> Limits:
     return Limits(waiting=waiting, waiting_per_address=max(2, waiting // 2), total=total)
 
 
-class Crowd:
+class ConnectionTable:
     """The connections of one listener, by their descriptors.
 
     Args:
@@ -53,8 +53,8 @@ class Crowd:
         self._counted_since = float("-inf")
         self._banned: dict[str, float] = {}
 
-    def come(self, descriptor: int, peer: Peer | None, now: float) -> list[tuple[int, Peer]]:
-        """Somebody connected; who has to go for it. None is one that has gone again already, of which ``leave`` will tell."""
+    def add(self, descriptor: int, peer: Peer | None, now: float) -> list[tuple[int, Peer]]:
+        """Somebody connected; who has to go for it. None is one that has gone again already, of which ``remove`` will tell."""
         self._num_connected += 1
         self._forget(descriptor)
         if peer is None:
@@ -70,12 +70,12 @@ class Crowd:
             return self._close_oldest(busiest, now)
         return []
 
-    def leave(self, descriptor: int) -> None:
+    def remove(self, descriptor: int) -> None:
         """A connection has ended."""
         self._num_connected -= 1
         self._forget(descriptor)
 
-    def speak(self, descriptor: int) -> None:
+    def authenticate(self, descriptor: int) -> None:
         """Somebody said something that only one with a key can say."""
         self._forget(descriptor)
 

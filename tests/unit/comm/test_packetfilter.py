@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from shoal.comm.arrivals import CAN_DROP, MOST_ADDRESSES, drop_addresses, drop_everybody
+from shoal.comm.packetfilter import CAN_DROP, MOST_ADDRESSES, drop_addresses, drop_everybody
 from shoal.comm.sealing import sealed_listeners
 
 pytestmark = pytest.mark.skipif(not CAN_DROP, reason="packet filters of sockets are Linux's")
