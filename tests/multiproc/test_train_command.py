@@ -75,7 +75,8 @@ def test_a_wrong_request_under_torchrun_ends_on_every_rank(shoal, tiny):
     command += ["-m", "shoal", "train", str(tiny), "--set", "train.global_batch=7"]
     done = subprocess.run(command, cwd=shoal.folder, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode != 0
-    assert done.stderr.count("7 is not divisible by dp 2") >= 2
+    assert done.stderr.count("7 is not divisible by dp 2") == 1, "told once, and not by every rank"
+    assert "exitcode  : 2" in done.stderr
 
 
 def test_everything_listens_on_loopback_only(shoal, tiny):

@@ -101,7 +101,7 @@ def train(
         raise typer.Exit(exit_code)
     if launched and os.environ["RANK"] != "0":
         return  # a dry run is described once
-    prepared = prepare(request, own=OwnParts())
+    prepared = prepare(request, own=OwnParts(is_dry=dry_run))
     if dry_run:
         from shoal.trainer.dryrun import describe_dry_run, dry_run_result
 
@@ -134,6 +134,9 @@ def _check_processes(count: int | None) -> None:
 class OwnParts:
     """Builds the user's own data and module when it is asked to, and imports torch only then."""
 
+    def __init__(self, *, is_dry: bool = False) -> None:
+        self._is_dry = is_dry
+
     def measure_data(self, recipe: "Recipe") -> "DataSummary":
         """See ``shoal.trainer.request.OwnParts``."""
         from shoal.trainer.measure import OwnPartsHere
@@ -151,6 +154,14 @@ class OwnParts:
         from shoal.trainer.measure import OwnPartsHere
 
         OwnPartsHere().check_plan(recipe, plan)
+
+    def try_parts(self, recipe: "Recipe", plan: "Plan") -> tuple[str, ...]:
+        """See ``shoal.trainer.request.OwnParts``. A model that does not fit this machine can be described, and not tried."""
+        if self._is_dry:
+            return ()
+        from shoal.trainer.measure import OwnPartsHere
+
+        return OwnPartsHere().try_parts(recipe, plan)
 
 
 def _explain_recipe(*, schema: bool, json_file: Path | None) -> None:

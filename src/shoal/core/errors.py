@@ -26,6 +26,10 @@ class RequestError(ShoalError):
     exit_code = EXIT_WRONG_REQUEST
 
 
+class AgreedError(RequestError):
+    """A wrong request that all ranks found together: every one of them raises the same, and one has to tell it."""
+
+
 class RunError(ShoalError):
     """The request was fine and the run failed: a dead rank, a non-finite loss, a refused checkpoint."""
 

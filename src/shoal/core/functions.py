@@ -61,16 +61,23 @@ def bind_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], *
         raise RequestError(f"{key}: {error}; the function is {name}{signature}, give its arguments in args") from None
 
 
-def call_own(function: Callable[[], Any], *, what: str, is_excused: Callable[[Exception], bool] | None = None) -> Any:
-    """What the user's own function returns; whatever it raises is a wrong request, with the line of theirs that raised it.
+def call_own(
+    function: Callable[[], Any],
+    *,
+    what: str,
+    is_excused: Callable[[Exception], bool] | None = None,
+    refusal: type[ShoalError] = RequestError,
+) -> Any:
+    """What the user's own function returns; whatever it raises becomes one message, with the line of theirs that raised it.
 
     Args:
         function: ready to be called.
         what: the recipe key and what it says, for messages.
         is_excused: true for errors that are not the function's fault, such as a machine without memory; they pass as they are.
+        refusal: what its error becomes: a wrong request before a run, and in one a failed run.
 
     Raises:
-        RequestError: it failed; caused by its own error.
+        ShoalError: it failed; of the kind ``refusal``, caused by its own error.
     """
     try:
         return function()
@@ -79,7 +86,7 @@ def call_own(function: Callable[[], Any], *, what: str, is_excused: Callable[[Ex
     except Exception as error:  # It may raise anything.
         if is_excused is not None and is_excused(error):
             raise
-        raise RequestError(f"{what} failed: {type(error).__name__}: {error}{_place(error)}") from error
+        raise refusal(f"{what} failed: {type(error).__name__}: {error}{_place(error)}") from error
 
 
 def _place(error: Exception) -> str:

@@ -9,7 +9,6 @@ skips a sample.
 import itertools
 import os
 import queue
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -22,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.comm.lifeline import die_with_parent
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.core.seeding import derive_key
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
+from shoal.data.quiet import random_states
 from shoal.data.source import Items, Source
 
 _ORDER_AHEAD = 4096
@@ -166,13 +166,13 @@ class Loader:
     def _first(self) -> StepBatch:
         """The first batch, while nothing else runs, to see whether this data may be loaded ahead at all."""
         self._is_first = False
-        before = _random_states()
+        before = random_states()
         # By a thread all the same, because a source that hangs must not hang its caller.
         self._ahead = _Ahead(itertools.islice((self._load(part) for part in self._parts), 1), 1)
         batch = self._ahead.next(self._deadline_s)
         assert batch is not None, "one load is too few to be called quick"
         self._ahead.close()
-        self.draws_random_numbers = before != _random_states()
+        self.draws_random_numbers = before != random_states()
         if self.draws_random_numbers:
             self._prefetch = 0
         self._ahead = self._load_ahead() if self._prefetch else None
@@ -301,14 +301,20 @@ class _Ahead:
                 continue
 
 
-class _Collated(torch.utils.data.Dataset[Items]):
-    """A source as torch's workers see it: an index is the ids of one microbatch."""
+class _Collated(torch.utils.data.Dataset[Items | ShoalError]):
+    """A source as torch's workers see it: an index is the ids of one microbatch.
+
+    An error with a message for people is handed back as a value: torch would raise it with its traceback as the message.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def __getitem__(self, ids: Ids) -> Items:
-        return self._source.collate(ids)
+    def __getitem__(self, ids: Ids) -> Items | ShoalError:
+        try:
+            return self._source.collate(ids)
+        except ShoalError as error:
+            return error
 
 
 class _Workers:
@@ -330,17 +336,20 @@ class _Workers:
             generator=torch.Generator().manual_seed(seed),
         )
         # Made here, not in a thread: a worker dies with the thread that started it.
-        self._iterator: Iterator[Items] | None = iter(loader)
+        self._iterator: Iterator[Items | ShoalError] | None = iter(loader)
 
     def next(self) -> Items:
         if self._iterator is None:
             raise RunError("the loader was asked for a batch after close()")
         try:
-            return next(self._iterator)
+            found = next(self._iterator)
         except RuntimeError as error:
             if "DataLoader" not in str(error):
                 raise
             raise RunError(f"a loader process failed: {error}") from error
+        if isinstance(found, ShoalError):
+            raise found
+        return found
 
     def close(self) -> None:
         iterator, self._iterator = self._iterator, None
@@ -358,12 +367,5 @@ class _LiveWith:
         die_with_parent(self._parent)
 
 
-def _unchanged(items: Items) -> Items:
+def _unchanged(items: Items | ShoalError) -> Items | ShoalError:
     return items
-
-
-def _random_states() -> tuple[Any, ...]:
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict), "legacy=False gives a dict"
-    table = numpy_state["state"]
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), table["key"].tobytes(), table["pos"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, default_collate
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, RunError
 from shoal.core.functions import call_own
 from shoal.data.config import OwnDataConfig
 from shoal.data.named import load_build
@@ -26,14 +26,16 @@ from shoal.telemetry.memory import is_out_of_memory
 
 _NAMES = ("train", "validation", "test")
 _SPLIT_SEED = 0
+_WANTED = "return (input, target) or ((input, input, ...), target), each of them a tensor, a numpy array or a number"
 
 
 class DatasetSource:
     """A map-style dataset as a source."""
 
-    def __init__(self, dataset: Any, *, uniform_weight: int | None) -> None:
+    def __init__(self, dataset: Any, *, uniform_weight: int | None, name: str = "") -> None:
         self._dataset = dataset
         self._uniform_weight = uniform_weight
+        self._split = f" of the {name} split" if name else ""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -44,14 +46,46 @@ class DatasetSource:
         return self._uniform_weight
 
     def collate(self, ids: SampleIds) -> Items:
-        """The samples with these ids, stacked by torch's default rule."""
-        if hasattr(self._dataset, "__getitems__"):
-            samples = self._dataset.__getitems__([int(i) for i in ids])
-        else:
-            samples = [self._dataset[int(i)] for i in ids]
-        inputs, targets = default_collate([_parts(sample) for sample in samples])
+        """The samples with these ids, stacked by torch's default rule.
+
+        Raises:
+            RunError: the dataset failed, or its samples cannot be stacked; names them and says what they are.
+        """
+        numbers = [int(i) for i in ids]
+        where = f"reading sample {', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''}{self._split}"
+        samples = call_own(lambda: self._read(numbers), what=where, is_excused=is_out_of_memory, refusal=RunError)
+        try:
+            inputs, targets = default_collate([_parts(sample) for sample in samples])
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise RunError(self._why_not_stacked(numbers, samples, error)) from error
+        if not isinstance(targets, Tensor) or not all(isinstance(tensor, Tensor) for tensor in inputs):
+            raise RunError(self._why_not_stacked(numbers, samples, None))
         weight = len(samples) if self._uniform_weight is not None else int((targets != IGNORED).sum())
         return Items(inputs=tuple(inputs), targets=targets, weight=weight)
+
+    def _read(self, numbers: Sequence[int]) -> Any:
+        if hasattr(self._dataset, "__getitems__"):
+            return self._dataset.__getitems__(list(numbers))
+        return [self._dataset[i] for i in numbers]
+
+    def _why_not_stacked(self, numbers: Sequence[int], samples: Sequence[Any], error: Exception | None) -> str:
+        """Which sample is no pair of numbers, or which two differ in their form."""
+        for number, sample in zip(numbers, samples, strict=False):
+            problem = find_problem(sample)
+            if problem is not None:
+                return f"sample {number}{self._split}: {problem}; {_WANTED}"
+        forms = [describe_sample(sample) for sample in samples]
+        for number, form in zip(numbers, forms, strict=False):
+            if form != forms[0]:
+                return (
+                    f"samples of one batch must have one shape, and sample {numbers[0]}{self._split} has {forms[0]}, sample "
+                    f"{number} has {form}; pad or cut them to one shape in the dataset (a target of -100 counts for nothing)"
+                )
+        return (
+            f"samples {numbers[:8]}{self._split} cannot be stacked to a batch: {error}; each has {forms[0]}; {_WANTED}"
+        )
 
 
 def build_own(config: OwnDataConfig) -> Splits:
@@ -85,10 +119,13 @@ def _describe_parts(parts: Mapping[str, Any], described: Any, origin: str) -> Sp
     first = parts["train"]
     if not len(first):
         raise RequestError(f"{origin} returned a training set of 0 samples; the data is empty")
-    inputs, target = _first_sample(first, origin)
+    inputs, target = _first_sample(first, origin, "train")
+    for name in _NAMES[1:]:
+        if len(parts[name]):
+            _first_sample(parts[name], origin, name)
     spec = _describe(described, inputs, target)
     uniform_weight = 1 if target.is_floating_point() else None
-    sources = {name: DatasetSource(part, uniform_weight=uniform_weight) for name, part in parts.items()}
+    sources = {name: DatasetSource(part, uniform_weight=uniform_weight, name=name) for name, part in parts.items()}
     return Splits(train=sources["train"], validation=sources["validation"], test=sources["test"], spec=spec)
 
 
@@ -129,15 +166,55 @@ def _parts(sample: Any) -> tuple[tuple[Any, ...], Any]:
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), target
 
 
-def _first_sample(dataset: Any, origin: str) -> tuple[Sequence[Any], Tensor]:
-    sample = call_own(lambda: dataset[0], what=f"{origin}: the first sample", is_excused=is_out_of_memory)
-    if not isinstance(sample, tuple | list) or len(sample) != 2:
-        length = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
-        raise RequestError(
-            f"{origin}: a sample is a {type(sample).__name__}{length}; return (input, target), or ((inputs...), target)"
-        )
+def _first_sample(dataset: Any, origin: str, name: str) -> tuple[Sequence[Any], Tensor]:
+    where = f"{origin}: the first sample of the {name} split"
+    sample = call_own(lambda: dataset[0], what=where, is_excused=is_out_of_memory)
+    problem = find_problem(sample)
+    if problem is not None:
+        raise RequestError(f"{where}: {problem}; {_WANTED}")
     inputs, target = _parts(sample)
     return inputs, torch.as_tensor(target)
+
+
+def find_problem(sample: Any) -> str | None:
+    """Why a sample is none that can be trained on; None when nothing is wrong with it."""
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        return f"a sample is {_say(sample)}"
+    inputs, target = _parts(sample)
+    if not inputs:
+        return "its input is an empty tuple"
+    for place, part in enumerate(inputs):
+        if not _is_numbers(part):
+            return f"its input {place} is {_say(part)}" if len(inputs) > 1 else f"its input is {_say(part)}"
+    return None if _is_numbers(target) else f"its target is {_say(target)}"
+
+
+def describe_sample(sample: Any) -> str:
+    """``input (3,) float32 and target () int64``, of a sample without a problem."""
+    inputs, target = _parts(sample)
+    shown = ", ".join(_form(part) for part in inputs)
+    return f"input{'s' if len(inputs) > 1 else ''} {shown} and target {_form(target)}"
+
+
+def _form(part: Any) -> str:
+    tensor = torch.as_tensor(part)
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _is_numbers(part: Any) -> bool:
+    """True for what torch stacks to one tensor."""
+    if isinstance(part, np.ndarray | np.generic):
+        return part.dtype.kind in "biufc"
+    return isinstance(part, Tensor | bool | int | float | complex)
+
+
+def _say(value: Any) -> str:
+    """What a value is, as far as it helps to find it."""
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {', '.join(repr(key) for key in list(value)[:8]) or 'none'}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(type(item).__name__ for item in value[:8])}"
+    return f"a {type(value).__name__}"
 
 
 def _describe(dataset: Any, inputs: Sequence[Any], target: Tensor) -> DataSpec:

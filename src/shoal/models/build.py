@@ -1,11 +1,12 @@
 """From a ``[model]`` section and the shapes of the data to a module and its loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shoal.core.errors import RequestError
 from shoal.core.functions import call_own
@@ -58,6 +59,28 @@ def build_loss(config: AnyModelConfig, spec: DataShape) -> Loss:
     return by_targets if spec.kind == "own" else cross_entropy
 
 
+def refuse_lazy(model: nn.Module, *, what: str = "the model") -> None:
+    """Refuse a module with layers that get their sizes from the first batch, such as ``LazyLinear``.
+
+    A plan is made of sizes, and processes must start from the same weights, before any batch is read.
+
+    Raises:
+        RequestError: names the first such layer.
+    """
+    for name, module in model.named_modules():
+        if any(is_lazy(tensor) for tensor in _own_tensors(module)):
+            raise RequestError(
+                f"{what}: layer {name!r} is a {type(module).__name__}, whose sizes are not known before it has seen a batch; "
+                f"give them, as in nn.{type(module).__name__.removeprefix('Lazy')}(...), or run a sample through it in build"
+            )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers of a module, without those of its children."""
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
 def cross_entropy(output: Any, targets: Tensor) -> Tensor:
     """Mean over the targets that are not ``IGNORED``; zero, not NaN, when all of them are.
 
@@ -103,4 +126,5 @@ def _build_own(config: OwnModelConfig, spec: DataShape) -> nn.Module:
     model = call_own(load_build(config, spec), what=f"model.build = {config.build!r}", is_excused=is_out_of_memory)
     if not isinstance(model, nn.Module):
         raise RequestError(f"model.build = {config.build!r} returned a {type(model).__name__}; return an nn.Module")
+    refuse_lazy(model, what=f"model.build = {config.build!r}")
     return model

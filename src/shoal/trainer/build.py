@@ -80,6 +80,7 @@ def build_trainer(
         workers=recipe.data.workers,
         slot=slot,
         world=world,
+        was_tried=True,
     )
 
 

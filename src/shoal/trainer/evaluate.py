@@ -95,7 +95,7 @@ def _evaluate_batch(objective: Objective, source: Source, ids: np.ndarray, runti
     if weight == 0 or not ends_here:
         return torch.zeros(4, dtype=torch.float64)
     with objective.precision.autocast(objective.device.type):
-        loss = objective.scoring.loss(output, targets)
+        loss = objective.call_loss(output, targets)
     found = objective.scoring.count_correct(output, targets)
     correct, counted = found if found is not None else (0, 0)
     # Ranks that gathered the whole sequence each count a part of it.

@@ -19,7 +19,17 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch types these n
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.world import Place
-from shoal.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError, ShoalError
+from shoal.core.errors import (
+    EXIT_DONE,
+    EXIT_NO,
+    EXIT_SIGINT,
+    EXIT_SIGTERM,
+    EXIT_WRONG_REQUEST,
+    AgreedError,
+    RequestError,
+    RunError,
+    ShoalError,
+)
 from shoal.elastic.reports import clear_reports
 from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.live import build_display
@@ -41,8 +51,10 @@ _EXIT_CODES = {"SIGINT": EXIT_SIGINT, "SIGTERM": EXIT_SIGTERM, "signal": EXIT_SI
 def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     """Be one rank of a launched run; returns the exit code, and on the first rank the summary.
 
+    A wrong request is told by the first rank; the others end with its exit code, and a message less.
+
     Raises:
-        RequestError: the request is wrong; every rank raises the same message.
+        RequestError: the request is wrong.
         RunError: this rank failed; says where, with its traceback.
     """
     place = Place.read(os.environ)
@@ -50,7 +62,10 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     if place.generation > 0:
         request = replace(request, resume=True)
     claim = _claim_as_first(request, store) if place.rank == 0 else None
-    run_dir = _learn_run_dir(store)
+    found = _hear_of_start(store)
+    if "error" in found and place.rank > 0:
+        return (EXIT_WRONG_REQUEST if found["request"] else EXIT_NO), None
+    run_dir = _read_start(found)
     if run_dir is None:
         return EXIT_DONE, None
     board = Board.create(1)
@@ -73,6 +88,8 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
                 before=before,
             )
             write_summary(run_dir, dead)
+        if place.rank > 0 and isinstance(error, AgreedError):
+            return error.exit_code, None
         raise _tell(error, place.rank, state) from error
     finally:
         if progress is not None:
@@ -124,15 +141,20 @@ def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
     return claim
 
 
-def _learn_run_dir(store: Store) -> Path | None:
-    """What the first rank decided; None when there is nothing left to do."""
+def _hear_of_start(store: Store) -> dict[str, Any]:
+    """What the first rank decided."""
     try:
-        found = json.loads(store.get(_START_KEY))
+        found: dict[str, Any] = json.loads(store.get(_START_KEY))
     except RuntimeError as error:
         seconds = _START_DEADLINE.total_seconds()
         raise RunError(
             f"waited {seconds:g} s for rank 0 to check the request and take the run directory: {error}"
         ) from error
+    return found
+
+
+def _read_start(found: dict[str, Any]) -> Path | None:
+    """The run directory; None when there is nothing left to do."""
     if "error" in found:
         raise (RequestError if found["request"] else RunError)(found["error"])
     return None if "finished" in found else Path(found["run_dir"])

@@ -14,6 +14,7 @@ from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch
 from shoal.data.splits import Splits
+from shoal.models.build import refuse_lazy
 from shoal.models.dropout import DropoutKey, apply_keyed_dropout
 from shoal.models.tables import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, decide_groups, initialise_state
@@ -130,6 +131,7 @@ def place_model(
         RequestError: the plan does not fit the model, or settings of ``train`` do not fit the plan.
     """
     check_settings(train, plan)
+    refuse_lazy(model)
     make_dense(model)
     precision = Precision.named(train.precision)
     mesh = build_mesh(world, plan)

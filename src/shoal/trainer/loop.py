@@ -41,10 +41,12 @@ from shoal.telemetry.board import RankSlot
 from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig, TrainConfig
+from shoal.trainer.draws import describe_draws
 from shoal.trainer.evaluate import Evaluation, evaluate
 from shoal.trainer.finite import trace_nonfinite
 from shoal.trainer.laying import build_runner, place_model
 from shoal.trainer.layout import asks_the_model, check_samples, count_steps, derive_layout, updates_per_step
+from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.persist import Persistence
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import seed_process
@@ -81,6 +83,7 @@ class Trainer:
         slot: RankSlot | None = None,
         world: World | None = None,
         environment: Mapping[str, str] | None = None,
+        was_tried: bool = False,
     ) -> None:
         run_dir = Path(run_dir) if run_dir is not None else None
         environment = os.environ if environment is None else environment
@@ -107,6 +110,8 @@ class Trainer:
         self.reporter = Reporter(run_dir, world=self.world, config=telemetry, slot=slot, total_steps=self.total_steps)
         self.memory_every = telemetry.memory_every
         self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
+        if not was_tried and (remark := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
+            self.reporter.warn(remark)
         self._lay_out(model, loss, parallel or ParallelConfig(), pipeline or PipelineConfig())
         self.persistence = Persistence(
             run_dir,
@@ -349,21 +354,8 @@ class Trainer:
     def _look_for_draws(self, loader: Loader) -> None:
         """Say once that the model or the data draws random numbers which depend on the number of processes."""
         self._looked_for_draws = True
-        for path, shape in self.runner.dropout.odd_shapes().items():
-            self.reporter.warn(
-                f"dropout {path!r} sees a tensor of shape {shape}, whose first dim is not the batch: its mask is not drawn "
-                "by sample and can differ on another number of processes; put the batch first where that matters"
-            )
-        if loader.draws_random_numbers:
-            self.reporter.warn(
-                "loading a sample draws from a global generator: samples are loaded in step and not ahead, and another number of "
-                "processes will draw other numbers; seed a generator of its own by the sample's index where that matters"
-            )
-        if foreign := self.runner.dropout.foreign_draws():
-            self.reporter.warn(
-                f"the model draws random numbers in its forward pass that are not dropout: {', '.join(foreign)}; "
-                "another number of processes will draw other numbers"
-            )
+        for message in describe_draws(self.runner.dropout, loader):
+            self.reporter.warn(message)
 
     def _advance(
         self, batch: StepBatch, result: StepResult, lr: float, seconds: float, data_seconds: float

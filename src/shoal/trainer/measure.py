@@ -10,7 +10,9 @@ from shoal.pipeline.build import prove_stages
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.laying import look_at
+from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.staging import example_of, look_at_stages
+from shoal.trainer.trial import try_first_samples
 
 
 class OwnPartsHere:
@@ -50,3 +52,14 @@ class OwnPartsHere:
                 model, data, anatomy, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
             )
             prove_stages(model, example_of(data), stages)
+
+    def try_parts(self, recipe: Recipe, plan: Plan) -> tuple[str, ...]:
+        """Run the first samples through the user's own parts; what the user should know of them.
+
+        Raises:
+            RequestError: data, model and loss do not fit one another.
+        """
+        model, loss, data = build_parts(recipe)
+        found = find_other_mean(model, loss, data.train, plan=plan, train=recipe.train)
+        try_first_samples(recipe, plan, model, loss, data)
+        return () if found is None else (found,)

@@ -68,7 +68,7 @@ class Objective(nn.Module):
         if weight == 0:
             return _nothing_of(output)
         with self.precision.autocast(self.device.type):
-            loss = self._call_loss(output, targets)
+            loss = self.call_loss(output, targets)
         # In float32: a loss in float16 would overflow under the scale that is to save its gradients.
         loss = loss if loss.dtype == torch.float64 else loss.float()
         if weight != microbatch.weight:
@@ -76,7 +76,7 @@ class Objective(nn.Module):
         share = share * self.scoring.factor
         return loss if share == 1.0 else loss * share
 
-    def _call_loss(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
+    def call_loss(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
         """The user's loss, or one message that shows both sides when they do not fit."""
         try:
             loss = self.scoring.loss(output, targets)
@@ -89,6 +89,8 @@ class Objective(nn.Module):
             raise RunError(
                 f"the loss returned {_describe(loss)}; it must return one number as a tensor, the mean over its items"
             )
+        if loss.grad_fn is None and torch.is_grad_enabled():
+            raise RunError(_without_gradient(output))
         return loss.reshape(())
 
     def prepare(self, microbatch: Microbatch) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -125,7 +127,22 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def _without_gradient(output: Any) -> str:
+    """Why a loss that no parameter is behind cannot be trained on. Data parallelism would add up zeros, and say nothing."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    if any(leaf.requires_grad for leaf in leaves):
+        what = "the model's output depends on parameters and the loss does not"
+    else:
+        what = "already the model's output does not: it is detached, made under torch.no_grad, or all parameters are frozen"
+    return (
+        f"the loss depends on no parameter (it has no grad_fn), so nothing would be trained: {what}; look for .detach(), "
+        ".item(), argmax, torch.no_grad or numpy between the parameters and the loss"
+    )
+
+
 def _nothing_of(output: Any) -> torch.Tensor:
     """Zero, by way of every layer: the mean over no item would be NaN, and a layer that waits for its peers must still run."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not leaves and torch.is_grad_enabled():
+        raise RunError(_without_gradient(output))
     return torch.stack([leaf.reshape(-1)[:0].float().sum() for leaf in leaves]).sum()

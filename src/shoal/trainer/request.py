@@ -5,7 +5,7 @@ torch, imports them, because that is the only way to know that they can be impor
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +13,10 @@ from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
 from shoal.data.check import DataSummary, check_data
+from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
+from shoal.models.config import OwnModelConfig
 from shoal.models.facts import facts_of
 from shoal.telemetry.config import parse_window
 from shoal.telemetry.tensorboard import wants_curves
@@ -73,6 +75,9 @@ class OwnParts(Protocol):
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Refuse a derived plan that a module cannot be laid out by; called only where nothing but building it can tell."""
 
+    def try_parts(self, recipe: Recipe, plan: Plan) -> tuple[str, ...]:
+        """Refuse data, model and loss that do not fit one another; remarks on them. Called only where one is the user's own."""
+
 
 def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     """Check a request and derive what it left open.
@@ -87,7 +92,10 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     recipe, plan, layout = read_request(request)
     run_dir = choose_run_dir(request.recipe.stem, given=request.run_dir, resume=request.resume)
     check_claim(run_dir, recipe, resume=request.resume)
-    return check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own)
+    prepared = check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own)
+    if not _has_own_parts(recipe):
+        return prepared
+    return replace(prepared, remarks=(*prepared.remarks, *own.try_parts(recipe, layout.plan)))
 
 
 def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, resume: bool, own: OwnParts) -> Prepared:
@@ -163,6 +171,12 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
     found = [*server_settings(recipe.train, recipe.optim, plan), *rule_problems(recipe, plan)] if plan.ps else []
     if found:
         raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
+
+
+def _has_own_parts(recipe: Recipe) -> bool:
+    """True where a recipe names something of the user's own, of which only running it can tell whether it fits the rest."""
+    is_own = isinstance(recipe.model, OwnModelConfig) or isinstance(recipe.data, OwnDataConfig)
+    return is_own or recipe.model.loss is not None
 
 
 def _asks_the_module(recipe: Recipe, plan: Plan, facts: ModelFacts | None) -> bool:

@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, RunError
 from shoal.data.build import build_splits
 from shoal.data.check import check_data
 from shoal.data.config import OwnDataConfig
+from shoal.data.loader import _Part, _Workers
+from shoal.data.order import Position
 
 torch.set_num_threads(1)
 
@@ -41,6 +44,25 @@ def stream(): return Stream()
 def sums(): return Sums()
 def tokens(): return Tokens()
 def number(): return 3
+class Listed(Dataset):
+    def __init__(self, samples): self.samples = samples
+    def __len__(self): return len(self.samples)
+    def __getitem__(self, i): return self.samples[i]
+
+one = torch.zeros(3)
+def dict_input(): return Listed([({"ids": one, "mask": one}, 1)] * 9)
+def dict_among_inputs(): return Listed([((one, {"ids": one}), 1)] * 9)
+def dict_target(): return Listed([(one, {"boxes": one})] * 9)
+def two_targets(): return Listed([(one, (one, one))] * 9)
+def list_target(): return Listed([(one, [1.0, 2.0])] * 9)
+def text_input(): return Listed([("a sentence", 1)] * 9)
+def dict_sample(): return Listed([{"x": one, "y": 1}] * 9)
+def odd_validation(): return {"train": Points(5), "validation": dict_target()}
+def ragged(): return {"train": Listed([(torch.zeros(3 + i % 2), i) for i in range(9)])}
+def odd_later(): return {"train": Listed([(one, 1)] * 5 + [(one, {"a": one})])}
+class Torn(Points):
+    def __getitem__(self, i): return super().__getitem__(i) if i < 3 else {}["gone"]
+def torn(): return {"train": Torn(5)}
 def triples(): return TensorDataset(torch.zeros(9), torch.zeros(9), torch.zeros(9))
 """
 
@@ -95,7 +117,21 @@ def test_ignored_targets_have_no_weight() -> None:
         ("misnamed", "a dict of 'train', 'valid'; its keys are"),
         ("stream", "returned a Stream, which is no map-style dataset"),
         ("number", "returned a int, which is no map-style dataset"),
-        ("triples", r"a sample is a tuple of 3; return \(input, target\)"),
+        (
+            "triples",
+            r"first sample of the train split: a sample is a tuple of 3: Tensor, Tensor, Tensor; return \(input, target\)",
+        ),
+        (
+            "dict_input",
+            "its input is a dict with the keys 'ids', 'mask'; return .* a tensor, a numpy array or a number",
+        ),
+        ("dict_among_inputs", "its input 1 is a dict with the keys 'ids'"),
+        ("dict_target", "its target is a dict with the keys 'boxes'"),
+        ("two_targets", "its target is a tuple of 2: Tensor, Tensor"),
+        ("list_target", "its target is a list of 2: float, float"),
+        ("text_input", "its input is a str"),
+        ("dict_sample", "a sample is a dict with the keys 'x', 'y'"),
+        ("odd_validation", "first sample of the validation split: its target is a dict"),
     ],
 )
 def test_what_is_no_dataset_is_refused(name: str, message: str) -> None:
@@ -115,3 +151,30 @@ def test_the_name_and_the_arguments_are_checked_before_anything_is_built() -> No
 def test_too_few_samples_for_the_splits_are_refused() -> None:
     with pytest.raises(RequestError, match="has 2 samples and each split needs 1: 3 splits need at least 3"):
         build_splits(_config("points", args={"size": 2}), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "message"),
+    [
+        (
+            "ragged",
+            [2, 4, 5],
+            r"sample 2 of the train split has input \(3,\) float32 .*, sample 5 has input \(4,\) float32",
+        ),
+        ("odd_later", [1, 5], "sample 5 of the train split: its target is a dict with the keys 'a'"),
+        ("torn", [0, 4], r"reading sample 0, 4 of the train split failed: KeyError: 'gone' \(.*own_data.py:\d+\)"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_cannot_be_stacked_are_named(name: str, ids: list[int], message: str, workers: int) -> None:
+    """Raw errors of torch said neither which sample nor what it was, and a loader process put its traceback into the message."""
+    source = build_splits(_config(name), 0).train
+    part = _Part(microbatches=[np.array(ids)], num_samples=len(ids), position=Position())
+    loaded = _Workers(source, iter([part]), 1, 1, 60.0, 1) if workers else None
+    try:
+        with pytest.raises(RunError, match=message) as found:
+            loaded.next() if loaded is not None else source.collate(ids)
+    finally:
+        if loaded is not None:
+            loaded.close()
+    assert "Traceback" not in str(found.value)

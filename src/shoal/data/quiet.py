@@ -1,0 +1,29 @@
+"""Reading samples without a trace: what a look at the data draws from the global generators is put back."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_states() -> tuple[Any, ...]:
+    """The states of the global generators of torch, Python and numpy, as values that can be compared."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict), "legacy=False gives a dict"
+    table = numpy_state["state"]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), table["key"].tobytes(), table["pos"]
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Afterwards the global generators are as before."""
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

@@ -1,0 +1,133 @@
+"""A forward pass of the user's own parts before any process starts: what does not fit is said once, by name, and nothing is left.
+
+Only where a recipe names a model, a loss or data of the user's own: the shipped ones are checked by numbers. The model is built
+for this and thrown away, in the process that will start the others.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import RequestError, ShoalError
+from shoal.core.functions import call_own
+from shoal.core.plan import Plan
+from shoal.data.loader import Microbatch
+from shoal.data.order import Ids, Position, own_microbatches, permute, take
+from shoal.data.splits import Splits
+from shoal.optim.precision import Precision
+from shoal.telemetry.memory import is_out_of_memory
+from shoal.trainer.config import Recipe
+from shoal.trainer.objective import Objective
+from shoal.trainer.scoring import Scoring
+
+_FEW = 2
+"""Samples that are enough to see whether layers fit: a whole microbatch may need the memory that the plan saves."""
+
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Of the environment of a rank, and of nobody before it."""
+
+
+def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, data: Splits) -> None:
+    """Run the first samples of the first step through the model and its loss.
+
+    Args:
+        recipe: as it will run.
+        plan: derived.
+        model: built for this, and not used after it.
+        loss: of its output and the targets.
+        data: what it will be trained on.
+
+    Raises:
+        RequestError: they do not fit one another; says which layer failed, and on what.
+    """
+    ids = first_ids(len(data.train), recipe.train.global_batch, recipe.train.seed, plan)
+    try:
+        whole = _load(data, ids)
+        objective = Objective(
+            model.to(dtype=Precision.named(recipe.train.precision).weight_dtype),
+            Scoring(loss),
+            precision=Precision.named(recipe.train.precision),
+            device=torch.device("cpu"),
+        )
+        model.train()
+        try:
+            _run(objective, _load(data, ids[:_FEW]))
+        except ShoalError:
+            # Perhaps the module takes batches of one size only; it must at least take the one that it will get.
+            if len(ids) <= _FEW:
+                raise
+            _run(objective, whole)
+    except ShoalError as error:
+        if not _is_excused(error.__cause__):
+            raise RequestError(str(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+
+
+def first_ids(num_samples: int, global_batch: int, seed: int, plan: Plan) -> Ids:
+    """The samples of the first replica's first microbatch of the first step."""
+    taken, _ = take(Position(), num_samples, global_batch)
+    ids = permute(seed, 0, num_samples, np.arange(taken.start, taken.stop, dtype=np.int64))
+    return own_microbatches(ids, 0, plan.num_shares, plan.microbatches or 1)[0]
+
+
+def _load(data: Splits, ids: Ids) -> Microbatch:
+    items = data.train.collate(ids)
+    return Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=float(items.weight))
+
+
+def _run(objective: Objective, microbatch: Microbatch) -> None:
+    inputs, targets = objective.prepare(microbatch)
+    running: list[str] = []
+    with _following(objective.model, running), objective.computing():
+        try:
+            output = call_own(lambda: objective.model(*inputs), what="the model", is_excused=is_out_of_memory)
+        except RequestError as error:
+            layer = f", in {running[-1]}" if running else ""
+            raise RequestError(f"{error}{layer}; it was called with {_forms(inputs)}") from error.__cause__
+    objective.share_of(output, targets, microbatch, 1.0)
+
+
+@contextmanager
+def _following(model: nn.Module, running: list[str]) -> Iterator[None]:
+    """Inside, ``running`` has the layers that are under way, the innermost last; after an error, those that it went through."""
+
+    def enter(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            kind = repr(module) if not list(module.children()) else type(module).__name__
+            running.append(f"layer {name!r}, {kind}, which got {_forms(args)}")
+
+        return hook
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        running.pop()
+
+    handles = []
+    for name, module in model.named_modules():
+        if name:
+            handles += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _forms(values: Any) -> str:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    shown = [f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors]
+    return " and ".join(shown) or "no tensor"
+
+
+def _is_excused(cause: BaseException | None) -> bool:
+    """True for an error of the user's code that only this process would have: no device of its own, and no peers."""
+    if cause is None:
+        return False
+    if isinstance(cause, KeyError) and cause.args[:1] and cause.args[0] in _OF_A_RANK:
+        return True
+    return torch.cuda.is_available() or "process group" in str(cause)

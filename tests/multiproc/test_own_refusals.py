@@ -1,0 +1,50 @@
+"""What the user's own parts get wrong, from outside: one message, exit code 2, and nothing started or left behind."""
+
+import pytest
+
+MODULE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def data(): return TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+class Named(TensorDataset):
+    def __getitem__(self, i): return {"x": super().__getitem__(i)[0]}, super().__getitem__(i)[1]
+def named(): return Named(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+def fits(): return nn.Linear(6, 3)
+def wide(): return nn.Sequential(nn.Linear(7, 3))
+def detached(output, targets): return nn.functional.cross_entropy(output.detach(), targets)
+def summed(output, targets): return nn.functional.cross_entropy(output, targets, reduction="sum")
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "parts.py").write_text(MODULE)
+    path = tmp_path / "own.toml"
+    path.write_text(
+        '[model]\nbuild = "parts:fits"\n[data]\nbuild = "parts:data"\n[train]\nsteps = 2\nglobal_batch = 8\nthreads = 1\n'
+        "[telemetry]\ntensorboard = false\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ('data.build="parts:named"', "its input is a dict with the keys 'x'"),
+        ('model.build="parts:wide"', "in layer '0', Linear(in_features=7"),
+        ('model.loss="parts:detached"', "the loss depends on no parameter"),
+    ],
+)
+def test_a_wrong_part_is_told_of_once(shoal, recipe, setting, message):
+    done = shoal.run("train", recipe, "--plan", "dp=2", "--run-dir", "run", "--set", setting, expect=2)
+    assert done.stderr.count(message) == 1, done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not (shoal.folder / "run").exists()
+
+
+def test_a_loss_that_is_a_sum_is_told_of_and_trained(shoal, recipe):
+    done = shoal.run("train", recipe, "--plan", "dp=2", "--run-dir", "run", "--set", 'model.loss="parts:summed"')
+    assert done.stderr.count("warning: the loss is not the mean over its items") == 1, done.stderr
+    assert "reduction='mean'" in done.stderr

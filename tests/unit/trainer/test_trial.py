@@ -1,0 +1,112 @@
+"""Data, model and loss of one's own that do not fit one another are refused before any process starts, with one message."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.core.errors import RequestError
+from shoal.trainer.measure import OwnPartsHere
+from shoal.trainer.request import TrainRequest, prepare
+
+torch.set_num_threads(1)
+
+MODULE = """
+import os
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+class Rows(Dataset):
+    def __init__(self, widths): self.widths = widths
+    def __len__(self): return 32
+    def __getitem__(self, i): return torch.full((self.widths[i % len(self.widths)],), float(i)), i % 3
+
+def rows(widths=(6,)): return {"train": Rows(widths), "validation": Rows(widths)}
+
+class Net(nn.Module):
+    def __init__(self, width, outputs=3):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(width, outputs))
+    def forward(self, inputs): return self.body(inputs)
+
+def fits(): return Net(8)
+def wide(): return Net(9)
+def lazy(): return nn.Sequential(nn.Linear(6, 8), nn.LazyLinear(3))
+def classes(): return Net(8, outputs=2)
+class Fixed(Net):
+    def forward(self, inputs): return super().forward(inputs.view(4, -1))
+def fixed(): return Fixed(8)
+class Rank(Net):
+    def forward(self, inputs): return super().forward(inputs * (1 + int(os.environ["RANK"])))
+def rank(): return Rank(8)
+class Frozen(Net):
+    def forward(self, inputs):
+        with torch.no_grad(): return super().forward(inputs)
+def frozen(): return Frozen(8)
+class Training(Net):
+    def forward(self, inputs): return super().forward(inputs) if self.training else None
+def training(): return Training(8)
+
+def mean(output, targets): return F.cross_entropy(output, targets)
+def detached(output, targets): return F.cross_entropy(output.detach(), targets)
+def leaf(output, targets): return F.cross_entropy(output, targets).detach().requires_grad_()
+def rows_of(output, targets): return F.cross_entropy(output, targets, reduction="none")
+def summed(output, targets): return F.cross_entropy(output, targets, reduction="sum")
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tried_parts.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def ask(model="fits", loss="mean", widths="[6]", plan="dp=2"):
+    path = Path("recipe.toml")
+    path.write_text(
+        f'plan = "{plan}"\n[model]\nbuild = "tried_parts:{model}"\nloss = "tried_parts:{loss}"\n'
+        f'[data]\nbuild = "tried_parts:rows"\nargs = {{ widths = {widths} }}\n[train]\nsteps = 2\nglobal_batch = 8\n'
+    )
+    return prepare(TrainRequest(recipe=path), own=OwnPartsHere())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"model": "wide"},
+            r"mat1 and mat2 .* in layer 'body.2', Linear\(in_features=9.*got \(4, 8\) float32; it was called with \(4, 6\)",
+        ),
+        ({"widths": "[5]"}, r"in layer 'body.0', Linear\(in_features=6.*got \(4, 5\) float32"),
+        ({"widths": "[6, 7]"}, r"has input \(6,\) float32 and target \(\) int64, sample \d+ has input \(7,\) float32"),
+        ({"model": "lazy"}, r"model.build = 'tried_parts:lazy': layer '1' is a LazyLinear, .* nn.Linear\(...\)"),
+        (
+            {"model": "classes"},
+            r"the loss failed: IndexError: Target 2 .*put out \(\d, 2\) float32 and the targets are",
+        ),
+        ({"model": "frozen"}, "depends on no parameter .*already the model's output does not"),
+        ({"loss": "detached"}, "depends on no parameter .*output depends on parameters and the loss does not"),
+        ({"loss": "leaf"}, "depends on no parameter"),
+        ({"loss": "rows_of"}, r"the loss returned \(4,\) float32; it must return one number"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as found:
+        ask(**changed)
+    assert "Traceback" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"model": "fixed"}, {"model": "training"}, {"model": "rank"}, {"plan": "ps=1 workers=2"}]
+)
+def test_what_fits_is_not(changed: dict[str, str]) -> None:
+    """A module that takes one size of batch, works in training mode, or knows its rank, is one that a run can train."""
+    assert not [remark for remark in ask(**changed).remarks if "loss" in remark]
+
+
+def test_a_loss_that_is_no_mean_is_remarked_on() -> None:
+    assert [remark for remark in ask(loss="summed").remarks if "not the mean over its items" in remark]
+    assert not ask(loss="summed", plan="dp=1").remarks
