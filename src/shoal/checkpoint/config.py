@@ -16,3 +16,5 @@ class CheckpointConfig(Config):
     """Checkpoints at multiples of this step are kept for ever, besides the newest."""
     background: bool = True
     """Write a copy of the state while training goes on; false saves the memory of the copy and stops training for the write."""
+    other_data: bool = False
+    """Go on from a checkpoint although the data is not what it was trained on; some samples are then repeated, some left out."""

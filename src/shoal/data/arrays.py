@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.data.digest import digest_arrays
 from shoal.data.source import Items, SampleIds
 from shoal.data.spec import IGNORED
 
@@ -29,6 +30,10 @@ class ArraySource:
     def uniform_weight(self) -> int | None:
         """The weight of every sample, or None where padding makes it vary."""
         return self._uniform_weight
+
+    def digest(self) -> str:
+        """A hash of all samples."""
+        return digest_arrays(*self._inputs, self._targets)
 
     def collate(self, ids: SampleIds) -> Items:
         """The rows with these ids."""

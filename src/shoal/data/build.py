@@ -68,7 +68,7 @@ def _build_tokens(config: TokensConfig) -> Splits:
         WindowSource(file.ids[part.start : part.stop], config.sequence, vocab=file.vocab) for part in parts
     )
     spec = DataSpec(kind="tokens", vocab=file.vocab, sequence=config.sequence, tokens_per_sample=config.sequence)
-    return Splits(train=train, validation=validation, test=test, spec=spec)
+    return Splits(train=train, validation=validation, test=test, spec=spec, file=file.file)
 
 
 def _build_synthetic(config: SyntheticConfig, seed: int) -> Splits:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from shoal.data.source import Source
 from shoal.data.spec import DataSpec
+from shoal.data.watchedfile import WatchedFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,3 +15,5 @@ class Splits:
     validation: Source
     test: Source
     spec: DataSpec
+    file: WatchedFile | None = None
+    """Where samples are read from a file while a run trains: that file, as it was when it was opened."""

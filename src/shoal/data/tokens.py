@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from shoal.core.errors import RequestError
 from shoal.core.units import format_bytes
 from shoal.data.config import TokensConfig
+from shoal.data.watchedfile import WatchedFile
 
 # Above this a look at every id would take seconds: then ids are sampled here, and every batch is checked as it is read.
 SCANNED_BYTES = 1 << 29
@@ -22,6 +23,8 @@ class TokenFile:
 
     ids: NDArray[Any]
     vocab: int
+    file: WatchedFile
+    """As it was before its ids were read."""
 
 
 def open_tokens(config: TokensConfig) -> TokenFile:
@@ -34,10 +37,11 @@ def open_tokens(config: TokensConfig) -> TokenFile:
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise RequestError(f"data.path: {path.absolute()} {what}; give a .npy or raw file of token ids")
+    file = WatchedFile.look(path.absolute())
     ids = _map_npy(path) if path.suffix == ".npy" else _map_raw(path, config.dtype)
     if ids.size == 0:
         raise RequestError(f"{path} holds 0 token ids; the corpus is empty")
-    return TokenFile(ids=ids, vocab=_check_range(path, ids, config.vocab))
+    return TokenFile(ids=ids, vocab=_check_range(path, ids, config.vocab), file=file)
 
 
 def _map_npy(path: Path) -> NDArray[Any]:

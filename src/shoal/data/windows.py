@@ -8,6 +8,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from shoal.core.errors import RunError
+from shoal.data.digest import digest_arrays
 from shoal.data.source import Items, SampleIds
 
 
@@ -23,6 +24,7 @@ class WindowSource:
             strides=(sequence * tokens.itemsize, tokens.itemsize),
             writeable=False,
         )
+        self._tokens = tokens
         self._sequence = sequence
         self._vocab = vocab
         self._can_exceed = np.iinfo(tokens.dtype).max >= vocab or np.iinfo(tokens.dtype).min < 0
@@ -34,6 +36,10 @@ class WindowSource:
     def uniform_weight(self) -> int | None:
         """Every sample has as many targets as tokens."""
         return self._sequence
+
+    def digest(self) -> str:
+        """A hash of all tokens."""
+        return digest_arrays(self._tokens)
 
     def collate(self, ids: SampleIds) -> Items:
         """Inputs (B, L) and targets (B, L), the targets one token later.

@@ -42,7 +42,7 @@ from shoal.paramserver.ballots import Ballots as BallotBox
 from shoal.paramserver.bell import Bell
 from shoal.paramserver.cleaner import Cleaner
 from shoal.paramserver.contact import WATCH_SECONDS
-from shoal.paramserver.door import Tensors, find_difference, find_setting_difference
+from shoal.paramserver.door import Tensors, find_data_difference, find_difference, find_setting_difference
 from shoal.paramserver.messages import (
     FINISHED,
     Ballot,
@@ -114,6 +114,7 @@ class Center:
         self._stalled: dict[str, str] = {}
         """Who is to ask again, and why, until it is told."""
         self._model: Tensors | None = None
+        self._data: Mapping[str, str] = {}
         self._versions: dict[str, int] = {}
         self._ballots = BallotBox()
         self._cleaner = Cleaner(node, folder=folder)
@@ -307,8 +308,11 @@ class Center:
             difference = find_setting_difference(self._settings, join.settings, here="the center", there=join.name)
         if difference is not None:
             return f"its recipe is another one: {difference}"
+        difference = find_data_difference(self._data, join.data, there=join.name) if self._model is not None else None
+        if difference is not None:
+            return f"its data is other data: {difference}; give every process the same files, in the same order"
         if self._model is None and join.role == "server":
-            self._model = join.model
+            self._model, self._data = join.model, join.data
         return None
 
     async def _watch(self, request: Request, watch: Watch) -> None:

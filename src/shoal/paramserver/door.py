@@ -1,5 +1,6 @@
-"""Who is let in: a member's model is compared with the servers' by name, shape and type, before it can touch a weight; and what
-its recipe says with the center's, because two that differ in a seed or a rate have the same shapes."""
+"""Who is let in: a member's model is compared with the servers' by name, shape and type, before it can touch a weight; what its
+recipe says with the center's, because two that differ in a seed or a rate have the same shapes; and its data with the servers',
+because portions are named by numbers, which mean other samples in other data."""
 
 from collections.abc import Mapping
 
@@ -28,3 +29,11 @@ def find_setting_difference(ours: Mapping[str, str], theirs: Mapping[str, str], 
         f"{key} is {ours.get(key, 'not set')} at {here} and {theirs.get(key, 'not set')} at {there}" for key in keys[:3]
     ]
     return "; ".join(shown) + (f"; and {len(keys) - 3} more" if len(keys) > 3 else "")
+
+
+def find_data_difference(servers: Mapping[str, str], member: Mapping[str, str], *, there: str) -> str | None:
+    """In what a member's data is not the servers', both sides named; None when it is the same as far as both can say."""
+    for key, value in servers.items():
+        if member.get(key, value) != value:
+            return f"{key} is {value} at the servers and {member[key]} at {there}"
+    return None

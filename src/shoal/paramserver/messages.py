@@ -161,6 +161,8 @@ class Join(Message, frozen=True):
     """The process (``view.Member``)."""
     settings: dict[str, str] = {}
     """What its recipe says of everything that all must agree on, as text by key."""
+    data: dict[str, str] = {}
+    """The data as it has it, in numbers and hashes by name; what it cannot say of it is not among them."""
 
 
 class Joined(Message, frozen=True):

@@ -66,8 +66,10 @@ def check_claim(run_dir: Path, recipe: Recipe, *, resume: bool) -> None:
     differences = list_differences(run, recipe)
     if differences:
         shown = "; ".join(differences[:5]) + ("; ..." if len(differences) > 5 else "")
+        is_of_data = all(difference.startswith("data.") for difference in differences)
+        accept = ", or checkpoint.other_data=true to go on with other data" if is_of_data else ""
         raise RequestError(
-            f"{run_dir} holds a run of another recipe: {shown}. Use another --run-dir, or the same recipe"
+            f"{run_dir} holds a run of another recipe: {shown}. Use another --run-dir, or the same recipe{accept}"
         )
     if not resume:
         raise RequestError(
@@ -86,6 +88,7 @@ def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
         may_change = any(key == name or key.startswith(f"{name}.") for name in _MAY_CHANGE)
         if key.startswith("eval.") and recipe.optim.schedule == "plateau":
             may_change = False  # evaluations decide the rate there
+        may_change = may_change or (key.startswith("data.") and recipe.checkpoint.other_data)
         if not may_change and theirs.get(key) != ours.get(key):
             found.append(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here")
     return found

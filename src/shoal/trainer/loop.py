@@ -50,6 +50,7 @@ from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.persist import Persistence
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import seed_process
+from shoal.trainer.samedata import SameData
 from shoal.trainer.state import Held, Progress
 from shoal.trainer.step import StepResult
 from shoal.trainer.stream import Stream, nonfinite
@@ -102,6 +103,7 @@ class Trainer:
         plan.check(world_size=self.world.size)
         layout = derive_layout(train, plan)
         self.plan, self.micro_batch = layout.plan, layout.micro_batch
+        self.same_data = SameData(self.world, data)
         check_samples(num_samples=len(data.train), replicas=self.plan.degree(Axis.DATA))
         self.total_steps = count_steps(
             train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample
@@ -121,7 +123,7 @@ class Trainer:
             plan=str(self.plan),
             replica=self.mesh.coordinate(Axis.DATA),
             seed=train.seed,
-            train_samples=len(data.train),
+            data=self.same_data.fingerprint,
         )
         self.progress = Progress(position=Position(), loss_scale=self.precision.first_loss_scale)
         if self.stream is not None:
@@ -431,7 +433,8 @@ class Trainer:
             self.persistence.save(self._held(self.progress.step), self.progress)
 
     def _compare_replicas(self) -> None:
-        """Stop the run if replicas have drifted apart, before a checkpoint could keep one of their opinions."""
+        """Stop the run if replicas have drifted apart, or their data has changed, before a checkpoint could keep that."""
+        self.same_data.check_file(self.reporter.warn)
         if self.train_config.watch_every == 0 or self.world.size == 1:
             return
         step = self.progress.step

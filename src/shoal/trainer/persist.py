@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,8 +18,11 @@ from shoal.comm.world import World
 from shoal.core.errors import RunError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
+from shoal.data.fingerprint import Fingerprint
+from shoal.data.order import Position
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import export_random_state, import_random_state, seed_process
+from shoal.trainer.samedata import data_values, refuse_other_data
 from shoal.trainer.state import Held, Progress, import_held, refuse_other_state
 
 
@@ -44,7 +47,7 @@ class Persistence:
         plan: str,
         replica: int,
         seed: int,
-        train_samples: int,
+        data: Fingerprint,
     ) -> None:
         self.config = config
         self.world = world
@@ -52,7 +55,7 @@ class Persistence:
         self.plan = plan
         self.replica = replica
         self.seed = seed
-        self.train_samples = train_samples
+        self.data = data
         self.root = RunDir(run_dir).checkpoints if run_dir is not None else None
         self.saved_step = -1
         self.failure: str | None = None
@@ -120,7 +123,7 @@ class Persistence:
         self.saver.save(
             progress.step,
             held.tensors,
-            {"progress": progress.as_values(), "train_samples": self.train_samples},
+            {"progress": progress.as_values(), **data_values(self.data)},
             export_random_state(self.world.rank),
             placements=held.placements,
         )
@@ -181,14 +184,13 @@ class Persistence:
         prefix = f"rng/rank-{self.world.rank:03d}/"
         checkpoint = read(path, wanted=lambda name: name.startswith(prefix))
         progress = Progress.from_values(checkpoint.values.get("progress"), origin=str(path))
-        saved_samples = checkpoint.values.get("train_samples")
         if progress.step != checkpoint.step:
             raise RunError(f"its progress is of step {progress.step}, its manifest of step {checkpoint.step}")
-        if saved_samples != self.train_samples:
-            raise RunError(
-                f"it was trained on {saved_samples} samples and the data now has {self.train_samples}: samples would be repeated "
-                "and skipped; use the same data, or start a new run"
-            )
+        remark = refuse_other_data(checkpoint.values, self.data, accepted=self.config.other_data)
+        if remark is not None:
+            self.reporter.warn(remark)
+            if progress.position.offset >= self.data.splits["train"].samples:
+                progress = replace(progress, position=Position(epoch=progress.position.epoch + 1))
         held = held_at(progress)
         refuse_other_state(held, checkpoint.manifest.tensors, origin=str(path))
         import_held(held, read_local(path, held.placements), origin=str(path))

@@ -1,20 +1,23 @@
 """The process of a server: builds its shards, joins, and serves until the last round is applied and written down."""
 
 import asyncio
+import contextlib
 import json
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from shoal.checkpoint.whole import glance
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.comm.world import Place, World
+from shoal.core.errors import RequestError, RunError
 from shoal.core.events import (
     CheckpointFailed,
     Event,
@@ -45,6 +48,7 @@ from shoal.telemetry.board import Heartbeat
 from shoal.trainer.build import build_parts
 from shoal.trainer.layout import count_steps, count_updates, updates_per_step
 from shoal.trainer.reporting import Reporter
+from shoal.trainer.samedata import SameData, data_values, refuse_other_data
 from shoal.trainer.servers.cutsave import BOOK, CutSaver, load_shard, read_checkpoint
 from shoal.trainer.servers.flatmodel import describe_model, refuse_batch_norm
 from shoal.trainer.servers.hot import cut_for
@@ -121,6 +125,7 @@ async def _serve(
             model=model,
             view=view,
             settings=place.settings,
+            data=source.same_data.fingerprint.as_settings(),
             origin=place.origin,
             started=started,
         )
@@ -175,6 +180,19 @@ async def _serve(
         await server.close()
 
 
+@contextlib.contextmanager
+def ends_the_run() -> Iterator[None]:
+    """Inside, a failure is one that every server would have again: it ends the run, where a dead server would be started anew.
+
+    Raises:
+        RequestError: in place of a ``RunError``.
+    """
+    try:
+        yield
+    except RunError as error:
+        raise RequestError(str(error)) from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """Where a run goes on."""
@@ -194,6 +212,9 @@ class ShardSource:
         refuse_batch_norm(whole)
         self.module: nn.Module = whole.to(dtype=Precision.named(recipe.train.precision).weight_dtype)
         self.data: Splits = data
+        # Alone: ranks compare their data among them, these processes do at the door.
+        alone = World(Place(), device=torch.device("cpu"), deadline_seconds=0.0)
+        self.same_data = SameData(alone, data)
         self.place = place
         self.model = describe_model(self.module)
         self.shard_map = cut_for(self.model, place.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
@@ -225,6 +246,11 @@ class ShardSource:
         self.start = None
         if found is not None:
             path, progress, book = found
+            accepted = self.place.recipe.checkpoint.other_data
+            with ends_the_run():
+                remark = refuse_other_data(glance(path).values, self.same_data.fingerprint, accepted=accepted)
+            if remark is not None:
+                print(f"warning: {remark}", file=sys.stderr, flush=True)
             self.start = Start(path=path, step=progress.step, progress=progress, book=book)
 
     def rate(self, number: int) -> float:
@@ -418,9 +444,11 @@ class Diary:
         )
         values = {
             "progress": progress.as_values(),
-            "train_samples": len(self._source.data.train),
+            **data_values(self._source.same_data.fingerprint),
             BOOK: book,
         }
+        with ends_the_run():
+            self._source.same_data.check_file(self._reporter.warn)
         save = self._saver.save_last if is_last else self._saver.save
         await save(server, values, step=step, version=book["trimmed"])
 

@@ -6,7 +6,7 @@ name and goes on.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -24,6 +24,7 @@ from shoal.telemetry.board import Heartbeat, RankSlot
 from shoal.trainer.build import build_parts
 from shoal.trainer.laying import Placed, build_runner, place_model
 from shoal.trainer.layout import count_steps, derive_layout
+from shoal.trainer.samedata import SameData
 from shoal.trainer.servers.ahead import pulls_ahead, work_ahead
 from shoal.trainer.servers.batchwork import work_batches
 from shoal.trainer.servers.dealing import Dealing
@@ -101,6 +102,8 @@ class Bench:
     """Those that are sent as rows."""
     total_steps: int
     """Of the run."""
+    data: Mapping[str, str]
+    """The data as this process has it, for the door."""
 
 
 def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
@@ -111,6 +114,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
     sizes = recipe.paramserver.portion_sizes(place.plan.num_shares)
     layout = derive_layout(recipe.train, place.plan, sizes=sizes)
     world = join_group(place)
+    same_data = SameData(world, data)
     # The servers have the optimizer; one without state costs nothing here.
     plain = OptimConfig(name="sgd", momentum=0.0)
     train = share_of(recipe.train, place.plan)
@@ -149,6 +153,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
         dtype=precision.weight_dtype,
         sparse=sparse,
         total_steps=total_steps,
+        data=same_data.fingerprint.as_settings(),
     )
 
 
@@ -159,11 +164,11 @@ def build_worker(place: MemberPlace, slot: RankSlot | None) -> Worker:
     shard_map = cut_for(bench.model, place.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
     if placed.mesh.everyone.size == 1:
         flat = FlatModel(placed.model, shard_map, bench.sparse)
-        return Worker(flat=flat, shares=bench.shares, total_steps=bench.total_steps)
+        return Worker(flat=flat, shares=bench.shares, total_steps=bench.total_steps, data=bench.data)
     row = FlatRow(bench.model, shard_map, bench.sparse)
     deadline = recipe.elastic.collective_deadline
     leader = Leader(bench.shares, Dealing(placed, bench.dtype, row), placed.mesh.everyone, deadline_seconds=deadline)
-    return Worker(flat=row, shares=leader, total_steps=bench.total_steps)
+    return Worker(flat=row, shares=leader, total_steps=bench.total_steps, data=bench.data)
 
 
 def serve_group(place: MemberPlace, slot: RankSlot | None) -> None:

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -52,6 +52,8 @@ class Worker:
     shares: Shares
     total_steps: int
     """Of the run."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """The data as this process has it, for the door."""
 
     def compute(self, portion: Portion) -> "Computed":
         """The gradient of a portion."""
@@ -104,6 +106,7 @@ class Line:
                 model=model,
                 view=view,
                 settings=place.settings,
+                data=dict(self._worker.data),
                 origin=place.origin,
                 started=began,
             )

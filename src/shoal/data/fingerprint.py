@@ -1,0 +1,171 @@
+"""What the data is, in a few lines of text: two processes that have the same fingerprint read the same samples.
+
+Ranks that disagree on the length of the data read some samples twice and others never, and nothing else shows it. Of arrays and
+token files everything is hashed (of very large ones, blocks all over them); of the user's own data a few samples that a pure
+function chooses. Samples that are not the same each time they are read, because something random is done to them, say nothing:
+only their number is compared then.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import xxhash
+
+from shoal.core.functions import call_own
+from shoal.data.order import permute
+from shoal.data.quiet import random_states, undrawn
+from shoal.data.source import Items, Source
+from shoal.data.splits import Splits
+from shoal.telemetry.memory import is_out_of_memory
+
+READS = 3
+"""How often a sample is read to see whether it stays the same."""
+_SAMPLES = {"train": 4, "validation": 2, "test": 2}
+_KEYS = ("samples", "form", "contents")
+
+
+@runtime_checkable
+class Hashed(Protocol):
+    """A source that can say more of itself than by some samples."""
+
+    def digest(self) -> str:
+        """A hash of all its samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPrint:
+    """The fingerprint of one split."""
+
+    samples: int
+    form: str = ""
+    """Shapes and types of a sample; empty where samples are not always the same, and where there is none."""
+    contents: str = ""
+    """A hash; empty where samples are not always the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """The fingerprint of the data, by split."""
+
+    splits: Mapping[str, SplitPrint]
+
+    def as_values(self) -> dict[str, dict[str, Any]]:
+        """JSON, for a checkpoint or another process."""
+        return {name: {key: getattr(split, key) for key in _KEYS} for name, split in self.splits.items()}
+
+    @classmethod
+    def from_values(cls, values: Any) -> "Fingerprint":
+        """Back from JSON.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            splits = {str(name): SplitPrint(**{key: split[key] for key in _KEYS}) for name, split in values.items()}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{values!r} is no fingerprint of data") from error
+        return cls(splits=splits)
+
+    def as_settings(self) -> dict[str, str]:
+        """As text by name, the plainest first, without what says nothing."""
+        return {
+            f"the {_NAMES[key]} of the {name} split": str(value)
+            for name, split in self.as_values().items()
+            for key, value in split.items()
+            if value != ""
+        }
+
+
+_NAMES = {"samples": "number of samples", "form": "form of a sample", "contents": "hash"}
+
+
+def take_fingerprint(data: Splits, *, reads: int = READS) -> Fingerprint:
+    """The fingerprint of the data as this process has it; no global generator is moved.
+
+    Args:
+        data: its splits.
+        reads: how often each chosen sample of the user's own data is read.
+
+    Raises:
+        RequestError: a sample cannot be read.
+    """
+    with undrawn():
+        return Fingerprint(splits={name: _print_split(getattr(data, name), name, reads) for name in _SAMPLES})
+
+
+def list_differences(ours: Fingerprint, theirs: Fingerprint, *, here: str, there: str) -> list[str]:
+    """In what two fingerprints differ, both sides named; what one of them does not say is no difference."""
+    return [sentence for _, sentence in _differences(ours, theirs, here=here, there=there)]
+
+
+def differ_in_contents_only(ours: Fingerprint, theirs: Fingerprint) -> bool:
+    """True where numbers and forms are the same and the samples are not."""
+    kinds = {kind for kind, _ in _differences(ours, theirs, here="", there="")}
+    return kinds == {"contents"}
+
+
+def _differences(ours: Fingerprint, theirs: Fingerprint, *, here: str, there: str) -> Iterator[tuple[str, str]]:
+    # In one order on every rank: all of them tell the same.
+    for name in dict.fromkeys((*ours.splits, *theirs.splits)):
+        nothing = SplitPrint(samples=0)
+        own, other = ours.splits.get(name, nothing), theirs.splits.get(name, nothing)
+        if own.samples != other.samples:
+            yield "samples", f"the {name} split has {own.samples} samples {here} and {other.samples} {there}"
+        elif own.form and other.form and own.form != other.form:
+            yield "form", f"a sample of the {name} split has {own.form} {here} and {other.form} {there}"
+        elif own.contents and other.contents and own.contents != other.contents:
+            yield (
+                "contents",
+                f"the {own.samples} samples of the {name} split are not the same {here} and {there} "
+                f"(hashes {own.contents} and {other.contents})",
+            )
+
+
+def chosen_ids(num_samples: int, wanted: int) -> list[int]:
+    """The samples that are looked at: the first, the last, and some between that depend on the number only."""
+    some = permute(0, 0, num_samples, np.arange(min(wanted, num_samples), dtype=np.int64)).tolist()
+    return sorted({0, num_samples - 1, *some[: max(0, wanted - 2)]})
+
+
+def _print_split(source: Source, name: str, reads: int) -> SplitPrint:
+    num_samples = len(source)
+    if num_samples == 0:
+        return SplitPrint(samples=0)
+    ids = chosen_ids(num_samples, _SAMPLES[name])
+    if isinstance(source, Hashed):
+        form, _ = _look(source.collate(ids[:1]))
+        return SplitPrint(samples=num_samples, form=form, contents=source.digest())
+    digest, form, is_fixed = xxhash.xxh3_64(), "", True
+    for number in ids:
+        before = random_states()
+        seen = {_read(source, number, name) for _ in range(reads)}
+        is_fixed = is_fixed and len(seen) == 1 and before == random_states()
+        shown, found = min(seen)
+        form = form or shown
+        digest.update(found.encode())
+    return (
+        SplitPrint(samples=num_samples, form=form, contents=digest.hexdigest())
+        if is_fixed
+        else SplitPrint(samples=num_samples)
+    )
+
+
+def _read(source: Source, number: int, name: str) -> tuple[str, str]:
+    what = f"reading sample {number} of the {name} split"
+    return _look(call_own(lambda: source.collate([number]), what=what, is_excused=is_out_of_memory))
+
+
+def _look(items: Items) -> tuple[str, str]:
+    """The form of a sample, and a hash of it."""
+    digest = xxhash.xxh3_64()
+    shown = []
+    for tensor in (*items.inputs, items.targets):
+        shown.append(f"{tuple(tensor.shape[1:])} {str(tensor.dtype).removeprefix('torch.')}")
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(shown[-1].encode())
+        digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    *inputs, target = shown
+    return f"{'inputs' if len(inputs) > 1 else 'input'} {', '.join(inputs)} and target {target}", digest.hexdigest()
