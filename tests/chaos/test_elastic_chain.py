@@ -1,8 +1,8 @@
 """A run that goes on with another number of processes again and again: 2, 3, 1, 2. Every sample is trained on when it would have
 been in one process, none twice and none never in an epoch, and losses are those of the run that was left alone.
 
-Replicas add the same numbers in another order, so losses agree to 1e-12 in float64 and to 1e-6 in float32. Which samples a process
-trained on is written down by the model, from the samples themselves.
+Replicas add the same numbers in another order, so losses agree to 1e-12 in float64 and to 1e-6 in float32. Which samples a
+process trained on is written down by the model, from the samples themselves.
 """
 
 from pathlib import Path
@@ -103,7 +103,9 @@ def train_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("NOTES", str(folder / "alone-notes"))
     recipe, world = load_recipe(folder / "own.toml"), join_world({}, deadline_seconds=60.0)
-    with build_trainer(recipe, plan=Plan(dp=1), run_dir=folder / "alone", resume=False, world=world, slot=None) as trainer:
+    with build_trainer(
+        recipe, plan=Plan(dp=1), run_dir=folder / "alone", resume=False, world=world, slot=None
+    ) as trainer:
         trainer.train()
     monkeypatch.delenv("NOTES")
     return read_notes(folder / "alone-notes-before")

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -204,3 +206,18 @@ def test_a_worker_of_parameter_servers_with_other_data_is_not_let_in(shoal):
     done = shoal.run("train", "own.toml", "--plan", "ps=1 workers=2", "--run-dir", "run", expect=2)
     told = "the number of samples of the train split is 64 at the servers and 71 at worker-1"
     assert done.stderr.count(told) == 1, done.stderr
+
+
+@pytest.mark.soak
+def test_under_a_launcher_one_rank_tells_of_it(shoal):
+    (shoal.folder / "parts.py").write_text(
+        PARTS.replace('"worker-1" in sys.argv', '__import__("os").environ.get("RANK") == "1"')
+    )
+    (shoal.folder / "own.toml").write_text(
+        '[model]\nbuild = "parts:net"\n[data]\nbuild = "parts:data"\n[train]\nsteps = 4\nglobal_batch = 8\nthreads = 1\n'
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "shoal", "train", "own.toml", "--run-dir", "run"]
+    done = subprocess.run(command, cwd=shoal.folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("the train split has 64 samples on rank 0 and 71 on rank 1") == 1, done.stderr

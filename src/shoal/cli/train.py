@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,8 +81,7 @@ def train(
 
     decision = None
     if asks_auto(recipe, plan, changes):
-        if launched:
-            raise RequestError(_NO_AUTO)
+        try_before_search(recipe, changes, launched=launched)
         plan, decision = decide_for_run(recipe, overrides=changes, num_processes=nproc, run_dir=run_dir, resume=resume)
         nproc = None
     request = TrainRequest(
@@ -129,6 +129,17 @@ def _check_processes(count: int | None) -> None:
 
     if count is not None:
         check_processes(count)
+
+
+def try_before_search(recipe: Path, changes: Sequence[str], *, launched: bool = False) -> None:
+    """Refuse what no plan can run, and ranks that are there already, before plans are tried for a minute."""
+    if launched:
+        raise RequestError(_NO_AUTO)
+    from shoal.core.plan import Plan
+    from shoal.trainer.config import load_recipe
+    from shoal.trainer.request import try_own_parts
+
+    try_own_parts(load_recipe(recipe, changes), Plan(dp=1), own=OwnParts())
 
 
 class OwnParts:

@@ -49,9 +49,11 @@ def tune(
     check_result_file(json)
     _check_target(write, recipe, overwrite=overwrite)
     # Verbs import what they need when they run: see cli/main.py.
+    from shoal.cli.train import try_before_search
     from shoal.trainer.config import load_recipe
     from shoal.trainer.forecasts.tuning import tune as tune_plans
 
+    try_before_search(recipe, tuple(overrides or ()))
     # Unwinding ends the ranks; the default action would leave their files behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_SIGTERM))
     tuned = tune_plans(

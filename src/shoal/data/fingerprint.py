@@ -130,9 +130,9 @@ def chosen_ids(num_samples: int, wanted: int) -> list[int]:
     return sorted({0, num_samples - 1, *some[: max(0, wanted - 2)]})
 
 
-def _print_split(source: Source, name: str, reads: int) -> SplitPrint:
-    num_samples = len(source)
-    if num_samples == 0:
+def _print_split(source: Source | None, name: str, reads: int) -> SplitPrint:
+    num_samples = len(source) if source is not None else 0
+    if source is None or num_samples == 0:
         return SplitPrint(samples=0)
     ids = chosen_ids(num_samples, _SAMPLES[name])
     if isinstance(source, Hashed):

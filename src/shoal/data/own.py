@@ -18,6 +18,7 @@ from shoal.core.functions import call_own
 from shoal.data.config import OwnDataConfig
 from shoal.data.named import load_build
 from shoal.data.order import permute
+from shoal.data.quiet import undrawn
 from shoal.data.shares import split_positions
 from shoal.data.source import Items, SampleIds
 from shoal.data.spec import IGNORED, DataSpec
@@ -120,9 +121,10 @@ def _describe_parts(parts: Mapping[str, Any], described: Any, origin: str) -> Sp
     if not len(first):
         raise RequestError(f"{origin} returned a training set of 0 samples; the data is empty")
     inputs, target = _first_sample(first, origin, "train")
-    for name in _NAMES[1:]:
-        if len(parts[name]):
-            _first_sample(parts[name], origin, name)
+    with undrawn():
+        for name in _NAMES[1:]:
+            if len(parts[name]):
+                _first_sample(parts[name], origin, name)
     spec = _describe(described, inputs, target)
     uniform_weight = 1 if target.is_floating_point() else None
     sources = {name: DatasetSource(part, uniform_weight=uniform_weight, name=name) for name, part in parts.items()}

@@ -5,7 +5,7 @@ torch, imports them, because that is the only way to know that they can be impor
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -92,13 +92,12 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     recipe, plan, layout = read_request(request)
     run_dir = choose_run_dir(request.recipe.stem, given=request.run_dir, resume=request.resume)
     check_claim(run_dir, recipe, resume=request.resume)
-    prepared = check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own)
-    if not _has_own_parts(recipe):
-        return prepared
-    return replace(prepared, remarks=(*prepared.remarks, *own.try_parts(recipe, layout.plan)))
+    return check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own, tries=True)
 
 
-def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, resume: bool, own: OwnParts) -> Prepared:
+def check_parts(
+    recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, resume: bool, own: OwnParts, tries: bool = False
+) -> Prepared:
     """Check the data, the model and the settings of a request that was read.
 
     Args:
@@ -108,6 +107,7 @@ def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, re
         run_dir: where it will run.
         resume: whether it goes on there.
         own: builds the user's own data and module where the recipe names them.
+        tries: runs them too.
 
     Raises:
         RequestError: one message with the numbers and the fix.
@@ -121,6 +121,8 @@ def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, re
     wants_curves(recipe.telemetry)
     if recipe.optim.is_torch_class:
         own.check_optimizer(recipe)
+    # Before the plan is held to the module: one that cannot run has nothing that a plan could split.
+    tried = try_own_parts(recipe, layout.plan, own=own) if tries else ()
     facts = facts_of(recipe.model, data.spec)
     if facts is not None:
         plan.check(facts)
@@ -144,6 +146,7 @@ def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, re
             *_remarks(recipe, total, count_updates(layout.plan, total)),
             *_server_remarks(recipe, layout.plan),
             *_idle_remarks(recipe, layout.plan),
+            *tried,
         ),
     )
 
@@ -173,10 +176,14 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
         raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
 
 
-def _has_own_parts(recipe: Recipe) -> bool:
-    """True where a recipe names something of the user's own, of which only running it can tell whether it fits the rest."""
+def try_own_parts(recipe: Recipe, plan: Plan, *, own: OwnParts) -> tuple[str, ...]:
+    """Remarks on what a recipe names of the user's own, of which only running it can tell whether it fits the rest.
+
+    Raises:
+        RequestError: it does not.
+    """
     is_own = isinstance(recipe.model, OwnModelConfig) or isinstance(recipe.data, OwnDataConfig)
-    return is_own or recipe.model.loss is not None
+    return own.try_parts(recipe, plan) if is_own or recipe.model.loss is not None else ()
 
 
 def _asks_the_module(recipe: Recipe, plan: Plan, facts: ModelFacts | None) -> bool:

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.data.own import from_datasets
 from shoal.trainer.config import TrainConfig
+from shoal.trainer.loop import Trainer
 from shoal.trainer.meancheck import find_other_mean
 
 torch.set_num_threads(1)
@@ -171,3 +173,39 @@ def test_what_cannot_be_run_here_is_left_to_the_run():
             return super().forward(inputs) if self.training else SimpleNamespace(found=None)
 
     assert look(Training(6, 4), summed, whole_numbers) is None
+
+
+def train(loss, *, was_tried=False):
+    """The weights after a few steps of a script's own trainer, with dropout, batch norm and samples that draw."""
+
+    class Drawn(TensorDataset):
+        def __getitem__(self, i):
+            inputs, target = super().__getitem__(i)
+            return inputs + random.random() + float(np.random.random()) + torch.rand(()), target
+
+    trainer = Trainer(
+        net(),
+        from_datasets(Drawn(*whole_numbers())),
+        loss=loss,
+        train=TrainConfig(steps=3, global_batch=8),
+        plan=Plan.parse("dp=1 microbatches=2"),
+        was_tried=was_tried,
+    )
+    with trainer:
+        trainer.train()
+        return trainer.hash_weights()
+
+
+def test_a_script_is_told_and_no_bit_of_its_run_changes(capsys):
+    tried = train(weighted, was_tried=True)
+    assert "not the mean" not in capsys.readouterr().err
+    assert train(weighted) == tried
+    assert capsys.readouterr().err.count("warning: the loss is not the mean over its items") == 1
+    train(entropy)
+    assert "not the mean" not in capsys.readouterr().err
+
+
+def test_a_loss_that_no_parameter_is_behind_trains_nothing_and_is_refused():
+    """Advised to set unused_parameters, such a run trained to its end with a gradient norm of 0."""
+    with pytest.raises(RunError, match="the loss depends on no parameter"):
+        train(lambda output, targets: F.cross_entropy(output.detach(), targets))
