@@ -16,7 +16,7 @@ def test_every_split_of_a_sorted_dataset_has_both_classes(monkeypatch, tmp_path)
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    splits = build_own(OwnDataConfig(build="sorted_data:dataset", validation=0.1, test=0.1))
+    splits = build_own(OwnDataConfig(build="sorted_data:dataset", validation=0.1, test=0.1), seed=1)
     for split in (splits.train, splits.validation, splits.test):
         share = split.collate(range(len(split))).targets.float().mean()
         assert 0.3 < float(share) < 0.7

@@ -32,7 +32,7 @@ def build_splits(config: AnyDataConfig, seed: int) -> Splits:
 
     Args:
         config: the ``[data]`` section.
-        seed: what synthetic data is made from. Real data and how it is split do not depend on it.
+        seed: what synthetic data is made from, and what the user's own function draws. How data is split does not depend on it.
 
     Raises:
         RequestError: the data is missing, empty, too short or corrupt; the numbers and the fix are in the message.
@@ -46,7 +46,7 @@ def build_splits(config: AnyDataConfig, seed: int) -> Splits:
     if isinstance(config, DigitsConfig):
         found = read_digits()
         return _cut((found.images,), found.digits, config, DIGITS_SPEC, uniform_weight=1)
-    return build_own(config)
+    return build_own(config, seed)
 
 
 def _build_text(config: StdlibConfig | TextConfig) -> Splits:

@@ -18,7 +18,7 @@ from shoal.core.functions import call_own
 from shoal.data.config import OwnDataConfig
 from shoal.data.named import load_build
 from shoal.data.order import permute
-from shoal.data.quiet import undrawn
+from shoal.data.quiet import seeded, undrawn
 from shoal.data.shares import split_positions
 from shoal.data.source import Items, SampleIds
 from shoal.data.spec import IGNORED, DataSpec
@@ -89,14 +89,19 @@ class DatasetSource:
         )
 
 
-def build_own(config: OwnDataConfig) -> Splits:
+def build_own(config: OwnDataConfig, seed: int) -> Splits:
     """The splits of the user's own data.
+
+    Args:
+        config: names the function that returns it.
+        seed: of the global generators while it does: what it makes up of random numbers is the same on every process.
 
     Raises:
         RequestError: the function cannot be imported, or what it returns is no map-style dataset of (input, target) pairs.
     """
     origin = f"data.build = {config.build!r}"
-    built = call_own(load_build(config), what=origin, is_excused=is_out_of_memory)
+    with seeded(seed):
+        built = call_own(load_build(config), what=origin, is_excused=is_out_of_memory)
     if isinstance(built, Splits):
         return built
     parts = _named_parts(built, origin) if isinstance(built, Mapping) else _cut(built, config, origin)

@@ -1,4 +1,4 @@
-"""Reading samples without a trace: what a look at the data draws from the global generators is put back."""
+"""Building and reading data without a trace: what it draws from the global generators is put back."""
 
 import random
 from collections.abc import Iterator
@@ -27,3 +27,13 @@ def undrawn() -> Iterator[None]:
         torch.set_rng_state(of_torch)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the global generators begin at a seed; afterwards they are as before."""
+    with undrawn():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield

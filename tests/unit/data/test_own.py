@@ -16,6 +16,8 @@ from shoal.data.order import Position
 torch.set_num_threads(1)
 
 MODULE = """
+import random
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -63,6 +65,9 @@ def odd_later(): return {"train": Listed([(one, 1)] * 5 + [(one, {"a": one})])}
 class Torn(Points):
     def __getitem__(self, i): return super().__getitem__(i) if i < 3 else {}["gone"]
 def torn(): return {"train": Torn(5)}
+def made_up():
+    drawn = torch.randn(8, 3) + torch.from_numpy(np.random.rand(8, 3)) + random.random()
+    return {"train": TensorDataset(drawn, torch.zeros(8))}
 def triples(): return TensorDataset(torch.zeros(9), torch.zeros(9), torch.zeros(9))
 """
 
@@ -178,3 +183,13 @@ def test_samples_that_cannot_be_stacked_are_named(name: str, ids: list[int], mes
         if loaded is not None:
             loaded.close()
     assert "Traceback" not in str(found.value)
+
+
+def test_data_that_is_made_up_of_random_numbers_is_the_same_everywhere() -> None:
+    """Each rank had its own: nothing but the loss of another run could have shown it."""
+    state = torch.get_rng_state()
+    first, second, other = (
+        build_splits(_config("made_up"), seed).train.collate(range(8)).inputs[0] for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, second) and not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
