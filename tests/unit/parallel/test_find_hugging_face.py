@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from hugging_face_cases import HEADS as H  # noqa: E402  # only where transformers is there
 from hugging_face_cases import VOCAB as V  # noqa: E402
 from hugging_face_cases import WIDTH as D  # noqa: E402
-from hugging_face_cases import bert_config, gpt2_config, llama_config  # noqa: E402
+from hugging_face_cases import Pairs, bert_config, build_causal, gpt2_config, llama_config, t5_config  # noqa: E402
 
 L = 12
 
@@ -149,3 +149,13 @@ def test_torch_encoder(batch_first):
     assert found.split_dropouts == {f"{layer}.dropout": -1 for layer in layers}
     assert found.tail_is_pointwise and found.sequence == L
     assert not any("self_attn" in path for path in found.replicated)
+
+
+def test_a_sequence_is_not_cut_around_attention_that_stays_whole():
+    """T5 adds a bias for all heads to its scores, and Qwen 3 norms its heads: neither is split."""
+    tokens = torch.randint(1, V, (2, L))
+    found = find(Pairs(transformers.T5ForConditionalGeneration(t5_config())), tokens, tokens)
+    assert "is not split" in describe_facts(found).obstacle_sp
+    found = find(build_causal(None, "Qwen3", num_key_value_heads=2, head_dim=D // H))
+    assert "is not split" in describe_facts(found).obstacle_sp
+    assert describe_facts(find(transformers.LlamaForCausalLM(llama_config()))).obstacle_sp == ""

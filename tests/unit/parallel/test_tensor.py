@@ -129,6 +129,18 @@ def test_a_block_that_attends_in_its_own_forward_keeps_its_sequence():
     assert "mix positions" in why_whole(anatomy, Stack(blocks=("a.0",), sequence_dim=1, is_pointwise=False))
 
 
+def test_a_sequence_stays_whole_around_an_attention_that_is_not_split():
+    """Each rank would attend to its own positions: T5 trained so, and only the numbers told."""
+    stack = Stack(blocks=("a.0", "a.1"), sequence_dim=1, is_pointwise=True)
+    heads = tuple(Heads(path=f"a.{number}.attention", num_heads=4, num_kv_heads=2) for number in range(2))
+    attends = tuple(attention.path for attention in heads)
+    assert why_whole(Anatomy(stacks=(stack,), attentions=heads, attends=attends), stack) is None
+    reason = why_whole(Anatomy(stacks=(stack,), attentions=heads[:1], attends=attends), stack)
+    assert reason is not None and "'a.1.attention' is not split" in reason
+    # Those of another stack are its own affair.
+    assert why_whole(Anatomy(stacks=(stack,), attends=("a.10.attention", "b.0.attention")), stack) is None
+
+
 def test_an_attention_that_changes_its_input_is_refused_under_sp():
     model, anatomy = build("gpt", torch.float32)
     attention = model.blocks[0].attention

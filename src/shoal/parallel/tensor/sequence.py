@@ -44,6 +44,12 @@ def why_whole(anatomy: Anatomy, stack: Stack) -> str | None:
     if inline:
         # Such a block reads its input's shape before it makes heads of the projections, and they have another length.
         return f"block {min(inline)!r} computes attention in its own forward, not in a module of its own"
+    split = {heads.path for heads in anatomy.attentions}
+    inside = tuple(f"{path}." for path in stack.blocks)
+    whole = [path for path in anatomy.attends if f"{path}.".startswith(inside) and path not in split]
+    if whole:
+        # The sequence is gathered where split layers begin, and here none does: each rank would attend to its own positions.
+        return f"attention {min(whole)!r} is not split, and what is not split sees one rank's positions only"
     return None
 
 
