@@ -27,6 +27,9 @@ _MAY_CHANGE = (
     "train.threads",
     "train.micro_batch",
     "train.nonfinite",
+    "train.spike",
+    "train.rollback_after",
+    "train.rollback_rate",
     "train.watch_every",
     "eval",
     "checkpoint",
@@ -67,7 +70,8 @@ def check_claim(run_dir: Path, recipe: Recipe, *, resume: bool) -> None:
     if differences:
         shown = "; ".join(differences[:5]) + ("; ..." if len(differences) > 5 else "")
         raise RequestError(
-            f"{run_dir} holds a run of another recipe: {shown}. Use another --run-dir, or the same recipe"
+            f"{run_dir} holds a run of another recipe: {shown}. Use another --run-dir, or the same recipe (a lower optim.lr and "
+            "a lower optim.clip may be gone on with)"
         )
     if not resume:
         raise RequestError(
@@ -86,9 +90,29 @@ def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
         may_change = any(key == name or key.startswith(f"{name}.") for name in _MAY_CHANGE)
         if key.startswith("eval.") and recipe.optim.schedule == "plateau":
             may_change = False  # evaluations decide the rate there
-        if not may_change and theirs.get(key) != ours.get(key):
+        if not may_change and theirs.get(key) != ours.get(key) and not _is_gentler(key, theirs.get(key), ours.get(key)):
             found.append(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here")
     return found
+
+
+def list_gentler(run: RunDir, recipe: Recipe) -> list[str]:
+    """Settings that decide the weights and may yet be changed, because a run that blew up needs it, as ``key: there, here``."""
+    if not run.recipe.exists():
+        return []
+    before = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    theirs, ours = flatten(before.model_dump(mode="json")), flatten(recipe.model_dump(mode="json"))
+    return [
+        f"{key} was {theirs.get(key)!r} and is {ours.get(key)!r} from here on"
+        for key in ("optim.lr", "optim.clip")
+        if theirs.get(key) != ours.get(key) and _is_gentler(key, theirs.get(key), ours.get(key))
+    ]
+
+
+def _is_gentler(key: str, before: Any, now: Any) -> bool:
+    """True for a lower rate, and for a clip that is lower or new: what a run that blew up is advised to go on with."""
+    if key == "optim.lr":
+        return bool(now < before)
+    return key == "optim.clip" and now is not None and (before is None or now < before)
 
 
 def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -44,6 +44,12 @@ class TrainConfig(Config):
     """Stop in an orderly way, with a checkpoint, after this long: 90s, 10m, 1h30m."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient does: stop the run, or skip the step on all ranks alike."""
+    spike: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    """Leave out a step, on all ranks alike, whose loss is above this many times the median of the last 16; left out, none is."""
+    rollback_after: int = Field(default=0, ge=0)
+    """Steps left out in a row (spike, nonfinite) after which the run goes back to its last good checkpoint; 0 never goes back."""
+    rollback_rate: float = Field(default=0.5, gt=0, le=1)
+    """What going back multiplies the learning rate by, from there to the end."""
     batch_norm: Literal["local", "sync"] = "local"
     """Statistics that batch norm normalises by: each microbatch's own, or those of all replicas together."""
     unused_parameters: bool = False
@@ -61,6 +67,11 @@ class TrainConfig(Config):
             raise ValueError(f"give exactly one of steps, epochs and tokens as the length (found {found})")
         if self.time_limit is not None:
             parse_duration(self.time_limit)
+        if self.rollback_after and self.spike is None and self.nonfinite == "stop":
+            raise ValueError(
+                f"rollback_after {self.rollback_after} counts steps that are left out, and none ever is; set spike, such as "
+                "10, or nonfinite to skip"
+            )
         return self
 
 

@@ -141,7 +141,11 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         lines[0] += f", stopped by {summary['stopped_by']}"
     if summary.get("skipped_steps"):
         lines.append(
-            f"skipped          {summary['skipped_steps']} of {summary['steps']} steps, whose gradient was not finite"
+            f"skipped          {summary['skipped_steps']} of {summary['steps']} steps, not finite or above train.spike"
+        )
+    if summary.get("rollbacks"):
+        lines.append(
+            f"rolled back      {_many(summary['rollbacks'], 'time')} to the last good checkpoint, at a lower rate"
         )
     if summary.get("not_finite"):
         lines.append(

@@ -5,19 +5,20 @@ torch, imports them, because that is the only way to know that they can be impor
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
+from shoal.core.rundir import RunDir
 from shoal.data.check import DataSummary, check_data
 from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
 from shoal.models.facts import facts_of
 from shoal.telemetry.config import parse_window
-from shoal.trainer.claim import check_claim, choose_run_dir
+from shoal.trainer.claim import check_claim, choose_run_dir, list_gentler
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.layout import (
     Layout,
@@ -86,7 +87,8 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     recipe, plan, layout = read_request(request)
     run_dir = choose_run_dir(request.recipe.stem, given=request.run_dir, resume=request.resume)
     check_claim(run_dir, recipe, resume=request.resume)
-    return check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own)
+    prepared = check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own)
+    return replace(prepared, remarks=(*prepared.remarks, *list_gentler(RunDir(run_dir), recipe)))
 
 
 def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, resume: bool, own: OwnParts) -> Prepared:
@@ -120,6 +122,11 @@ def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, re
     if recipe.optim.schedule == "plateau" and recipe.eval.every == 0:
         raise RequestError(
             "optim.schedule plateau lowers the rate after evaluations, and eval.every is 0: there would be none; set eval.every"
+        )
+    if recipe.train.rollback_after and recipe.checkpoint.every == 0:
+        raise RequestError(
+            f"train.rollback_after {recipe.train.rollback_after} goes back to a checkpoint, and checkpoint.every is 0: "
+            "there would be none; set checkpoint.every"
         )
     total = count_steps(recipe.train, num_samples=data.train, tokens_per_sample=data.spec.tokens_per_sample)
     return Prepared(
