@@ -41,6 +41,9 @@ def stream(): return Stream()
 def sums(): return Sums()
 def tokens(): return Tokens()
 def number(): return 3
+def negative(): return Points(-1)
+def text_long(): return Points("many")
+def part_negative(): return {"train": Points(5), "test": Points(-1)}
 def triples(): return TensorDataset(torch.zeros(9), torch.zeros(9), torch.zeros(9))
 """
 
@@ -95,6 +98,9 @@ def test_ignored_targets_have_no_weight() -> None:
         ("misnamed", "a dict of 'train', 'valid'; its keys are"),
         ("stream", "returned a Stream, which is no map-style dataset"),
         ("number", "returned a int, which is no map-style dataset"),
+        ("negative", r"the length of its Points failed: ValueError: __len__\(\) should return >= 0"),
+        ("text_long", "the length of its Points failed: TypeError"),
+        ("part_negative", "the length of its Points failed"),
         ("triples", r"a sample is a tuple of 3; return \(input, target\)"),
     ],
 )
