@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.core.config import Config, apply_overrides, read_toml, validate
+from shoal.core.rundir import Readers
 from shoal.core.units import parse_duration
 from shoal.data.config import DataConfig
 from shoal.elastic.config import ElasticConfig
@@ -86,6 +87,13 @@ class EvalConfig(Config):
     """Samples per forward pass while evaluating; the training microbatch when left out."""
 
 
+class RunConfig(Config):
+    """The run directory."""
+
+    readable_by: Readers = "owner"
+    """Who may read the run directory that is made, and every file in it: owner, group, or all (as far as your umask allows)."""
+
+
 class Recipe(Config):
     """A whole run: everything that decides what it computes and what it leaves behind."""
 
@@ -101,6 +109,8 @@ class Recipe(Config):
     """Optimizer and learning rate."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during training."""
+    run: RunConfig = RunConfig()
+    """The run directory."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When checkpoints are written and which are kept."""
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -24,6 +24,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.events import Evaluated, RolledBack, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
 from shoal.core.processor import avoid_hidden_tiles
+from shoal.core.rundir import make_run_dir
 from shoal.core.units import parse_duration
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
@@ -81,7 +82,9 @@ class Trainer:
         world: World | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        run_dir = Path(run_dir) if run_dir is not None else None
+        if run_dir is not None:
+            run_dir = Path(run_dir)
+            make_run_dir(run_dir)
         environment = os.environ if environment is None else environment
         avoid_hidden_tiles(os.environ)
         self.train_config = train

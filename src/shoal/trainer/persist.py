@@ -63,7 +63,9 @@ class Persistence:
         self.saved_step = -1
         self.failure: str | None = None
         self.saver: Saver | None = None
-        if self.root is not None:
+        self._run_dir = run_dir
+        if self.root is not None and run_dir is not None:
+            self._place = _identity(run_dir)
             if world.is_first and self.root.is_dir():
                 sweep(self.root)
             world.barrier()
@@ -122,6 +124,7 @@ class Persistence:
         """Copy the state and begin to write it; returns as soon as the copy is made."""
         if self.saver is None or progress.step == self.saved_step:
             return
+        self._refuse_another_place()
         self.saved_step = progress.step
         self.saver.save(
             progress.step,
@@ -134,6 +137,18 @@ class Persistence:
             export_random_state(self.world.rank),
             placements=held.placements,
         )
+
+    def _refuse_another_place(self) -> None:
+        """Stop a run whose directory is not there any more: it would train to its end and leave nothing.
+
+        Raises:
+            RunError: names the directory.
+        """
+        if self._run_dir is not None and _identity(self._run_dir) != self._place:
+            raise RunError(
+                f"{self._run_dir} was removed while the run was under way: checkpoints and events have no place any more; "
+                "start again, in a directory that stays"
+            )
 
     def wait(self) -> None:
         """Wait until what was begun is committed or has failed, on every rank."""
@@ -264,3 +279,12 @@ class Persistence:
                 progress.step, good=good if type(good) is int and 0 <= good < progress.step else None
             )
         return Restored(progress=progress, path=path)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """By which a folder is known, whatever its name is; None when there is none of this name."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

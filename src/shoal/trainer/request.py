@@ -18,7 +18,7 @@ from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
 from shoal.models.facts import facts_of
 from shoal.telemetry.config import parse_window
-from shoal.trainer.claim import check_claim, choose_run_dir, list_gentler
+from shoal.trainer.claim import check_claim, choose_run_dir, list_gentler, require_run_dir
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.layout import (
     Layout,
@@ -32,6 +32,7 @@ from shoal.trainer.layout import (
     server_settings,
 )
 from shoal.trainer.servers.rulecheck import rule_problems
+from shoal.trainer.summary import read_summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class TrainRequest:
     overrides: tuple[str, ...] = ()
     run_dir: Path | None = None
     resume: bool = False
+    may_start: bool = False
+    """With ``resume``: start a run where there is no run directory to go on in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +89,11 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     """
     recipe, plan, layout = read_request(request)
     run_dir = choose_run_dir(request.recipe.stem, given=request.run_dir, resume=request.resume)
+    if request.resume and not request.may_start:
+        require_run_dir(run_dir)
     check_claim(run_dir, recipe, resume=request.resume)
     prepared = check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own)
-    return replace(prepared, remarks=(*prepared.remarks, *list_gentler(RunDir(run_dir), recipe)))
+    return replace(prepared, remarks=(*prepared.remarks, *list_gentler(RunDir(run_dir), recipe), *_odd_files(run_dir)))
 
 
 def check_parts(recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, resume: bool, own: OwnParts) -> Prepared:
@@ -168,6 +173,13 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
     found = [*server_settings(recipe.train, recipe.optim, plan), *rule_problems(recipe, plan)] if plan.ps else []
     if found:
         raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
+
+
+def _odd_files(run_dir: Path) -> Iterator[str]:
+    """What is in a run directory, is not what its name says, and can be done without."""
+    summary = RunDir(run_dir).summary
+    if summary.exists() and read_summary(run_dir) is None:
+        yield f"{summary} is not a summary; it is passed over, and written anew"
 
 
 def _asks_the_module(recipe: Recipe, plan: Plan, facts: ModelFacts | None) -> bool:

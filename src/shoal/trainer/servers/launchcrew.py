@@ -1,5 +1,6 @@
 """A run with parameter servers, seen from the command line: the crew, then the closing, then a summary like any other."""
 
+import contextlib
 import json
 import signal
 import sys
@@ -7,7 +8,7 @@ import time
 from typing import Any
 
 from shoal.checkpoint.sweep import sweep
-from shoal.core.errors import EXIT_DONE
+from shoal.core.errors import EXIT_DONE, RunError
 from shoal.core.rundir import RunDir
 from shoal.elastic.verdict import EXIT_INTERRUPTED
 from shoal.telemetry.live import build_display
@@ -93,6 +94,7 @@ def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, 
     )
     summary |= {"deaths": end.num_deaths, **count_tidings(prepared.run_dir)}
     summary["messages_dropped"] = count_dropped(prepared.run_dir)
-    write_summary(prepared.run_dir, summary)
+    with contextlib.suppress(RunError):
+        write_summary(prepared.run_dir, summary)
     print(f"error: {end.cause}", file=sys.stderr)
     return Ended(exit_code=end.exit_code, summary=summary, was_orderly=False)
