@@ -1,5 +1,6 @@
 """A run directory that is not what a run left there: one message with its name and the fix, exit code 2 or 1, no traceback."""
 
+import json
 import shutil
 import stat
 
@@ -8,9 +9,12 @@ import pytest
 from checkpoint_maker import forge, manifest_tree
 from harness import TINY, Shoal, read_summary, wait_for_step
 from shoal.core.errors import RequestError
+from shoal.telemetry.lines import decode_events
 from shoal.trainer import summary
 from shoal.trainer.claim import check_claim, read_plan
 from shoal.trainer.config import load_recipe
+from shoal.trainer.servers.closing import read_steps
+from shoal.trainer.servers.tidings import count_tidings
 
 FEW = ("--set", "train.steps=2", "--set", "checkpoint.every=1", "--set", "eval.samples=4")
 
@@ -94,6 +98,17 @@ def test_a_plan_that_is_none_is_named_where_it_is_needed(shoal, broken):
             read_plan(broken)
     said = resume(shoal, 2, "--plan", "auto")
     assert "run/plan.json does not hold a plan" in said and "--plan" in said, said
+
+
+def test_lines_that_are_no_events_are_passed_over(tmp_path):
+    good = {"t": 1.0, "rank": 0, "kind": "step", "step": 1, "loss": "nan", "lr": 0.1, "grad_norm": None}
+    good |= {"samples": 1, "tokens": 1, "seconds": 0.5, "data_seconds": 0.0}
+    bad = [{**good, "step": "one"}, {**good, "seconds": []}, {**good, "t": None}, {"t": 1.0, "kind": "step"}, [], 5]
+    texts = [*map(json.dumps, bad), "[" * 100_000, '{"kind": ', "\x00\xff", json.dumps(good)]
+    assert list(decode_events(text.encode("latin-1") for text in texts)) == [good]
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "rank-000.jsonl").write_text("\n".join(texts), encoding="latin-1")
+    assert read_steps(tmp_path) == [] and count_tidings(tmp_path)["not_finite"] == 0
 
 
 def test_counters_of_another_type_are_named(shoal, broken):

@@ -66,7 +66,7 @@ def check_claim(run_dir: Path, recipe: Recipe, *, resume: bool) -> None:
     run = RunDir(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise RequestError(f"{run_dir} is a file, not a run directory")
-    _check_inside(run)
+    check_inside(run)
     if run.is_empty:
         return
     differences = list_differences(run, recipe)
@@ -97,7 +97,7 @@ def require_run_dir(run_dir: Path) -> None:
     )
 
 
-def _check_inside(run: RunDir) -> None:
+def check_inside(run: RunDir) -> None:
     """Refuse what is not a plain file or folder where a run has one: written through a link, a run would end up elsewhere.
 
     Raises:

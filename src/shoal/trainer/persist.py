@@ -19,6 +19,7 @@ from shoal.comm.world import World
 from shoal.core.errors import RunError, ShoalError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
+from shoal.trainer.claim import check_inside
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import export_random_state, import_random_state, seed_process
 from shoal.trainer.state import Held, Progress, import_held, refuse_other_state
@@ -65,6 +66,7 @@ class Persistence:
         self.saver: Saver | None = None
         self._run_dir = run_dir
         if self.root is not None and run_dir is not None:
+            check_inside(RunDir(run_dir))
             self._place = _identity(run_dir)
             if world.is_first and self.root.is_dir():
                 sweep(self.root)

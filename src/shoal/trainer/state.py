@@ -105,7 +105,9 @@ def _impossible(progress: Progress) -> tuple[str, Any] | None:
     }
     above_zero = {"loss_scale.scale": scale.scale, "plateau.factor": plateau.factor}
     # By exact type: True is an int in Python, and no count.
-    wrong = [item for item in counts.items() if type(item[1]) is not int or not 0 <= item[1] <= _MAX_COUNT]
+    wrong: list[tuple[str, Any]] = [
+        item for item in counts.items() if type(item[1]) is not int or not 0 <= item[1] <= _MAX_COUNT
+    ]
     wrong += [(name, loss) for name, loss in losses.items() if type(loss) not in (float, int, NoneType)]
     wrong += [
         (name, one) for name, one in above_zero.items() if type(one) not in (float, int) or not 0 < one < math.inf

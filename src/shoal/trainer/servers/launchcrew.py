@@ -16,6 +16,7 @@ from shoal.trainer.ended import Ended
 from shoal.trainer.layout import default_threads
 from shoal.trainer.request import Prepared
 from shoal.trainer.servers.crew import CrewEnd, CrewRequest, run_crew
+from shoal.trainer.servers.fallback import fall_back
 from shoal.trainer.servers.tally import count_dropped
 from shoal.trainer.servers.tidings import count_tidings
 from shoal.trainer.summary import summarise_death, summarise_servers, write_summary
@@ -59,7 +60,7 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
     sweep(RunDir(run_dir).checkpoints)
     wall = time.time() - started
     if end.exit_code != EXIT_DONE:
-        return _failed(prepared, end, before, wall_seconds=wall)
+        return _failed(prepared, end, before, started=started)
     summary = _summarise(prepared, end, json.loads(found.read_text()), wall_seconds=wall)
     found.unlink()
     write_summary(run_dir, summary)
@@ -82,14 +83,14 @@ def _summarise(prepared: Prepared, end: CrewEnd, found: dict[str, Any], *, wall_
     )
 
 
-def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, wall_seconds: float) -> Ended:
+def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, started: float) -> Ended:
     summary = summarise_death(
         status="failed" if end.signal is None else "interrupted",
         plan=str(prepared.layout.plan),
         world_size=prepared.layout.world_size,
         step=end.step,
         cause=end.cause.splitlines()[0] if end.cause else "unknown",
-        wall_seconds=wall_seconds,
+        wall_seconds=time.time() - started,
         before=before,
     )
     summary |= {"deaths": end.num_deaths, **count_tidings(prepared.run_dir)}
@@ -97,4 +98,7 @@ def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, 
     with contextlib.suppress(RunError):
         write_summary(prepared.run_dir, summary)
     print(f"error: {end.cause}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        if said := fall_back(prepared.run_dir, since=started):
+            print(said, file=sys.stderr)
     return Ended(exit_code=end.exit_code, summary=summary, was_orderly=False)
