@@ -169,7 +169,8 @@ class Saver:
 
     def settle(self) -> None:
         """Wait until what has expired is deleted; a save that is being written is waited for as ``wait`` does."""
-        if self.wait() is not None and self._thread is not None and self._gave_up is None:
+        self.wait()
+        if self._thread is not None and self._thread.is_alive() and self._gave_up is None:
             last = _Settle()
             self._jobs.put(last)
             last.done.wait(self._deadline_s + _GRACE_SECONDS)

@@ -20,8 +20,8 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World, join_world
 from shoal.core.axes import Axis
-from shoal.core.errors import RequestError, RunError
-from shoal.core.events import Evaluated, RolledBack, RunEnded, RunStarted, StepDone
+from shoal.core.errors import RequestError
+from shoal.core.events import Evaluated, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
 from shoal.core.processor import avoid_hidden_tiles
 from shoal.core.rundir import make_run_dir
@@ -47,7 +47,7 @@ from shoal.trainer.evaluate import Evaluation, evaluate
 from shoal.trainer.laying import build_runner, place_model
 from shoal.trainer.layout import asks_the_model, check_samples, count_steps, derive_layout, updates_per_step
 from shoal.trainer.persist import Persistence
-from shoal.trainer.recovery import after_rollback, after_step, loss_limit, rate_factor, wants_rollback
+from shoal.trainer.recovery import after_step, loss_limit, rate_factor, wants_rollback
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import seed_process
 from shoal.trainer.setbacks import Setbacks
@@ -224,7 +224,8 @@ class Trainer:
                     yield from self._train_window(loader, self.stream)
                 if wants_rollback(self.progress.recovery, self.train_config):
                     loader.close()
-                    self._roll_back()
+                    self.progress = self.setbacks.roll_back(self.progress, self._held_at)
+                    self.placed.reduction.publish()
                     loader = self._open_loader()
         finally:
             loader.close()
@@ -391,24 +392,6 @@ class Trainer:
             data_seconds=data_seconds,
             skipped=not result.is_taken,
             loss_scale=scale.scale,
-        )
-
-    def _roll_back(self) -> None:
-        """Go back to the last good checkpoint with a lower rate: too many steps could not be taken from where the run is."""
-        left = self.progress
-        self.setbacks.refuse_rollback(left)
-        restored = self.persistence.roll_back(self._held_at)
-        if restored is None:
-            raise RunError(
-                f"step {left.step}: {left.recovery.left_out} steps in a row were left out, and there is no good checkpoint to go "
-                "back to; lower optim.lr, or set checkpoint.every so that there is one"
-            )
-        self.placed.reduction.publish()
-        self.progress = replace(restored.progress, recovery=after_rollback(left.recovery, restored.progress.recovery))
-        step, factor = self.progress.step, rate_factor(self.progress.recovery, self.train_config)
-        self.reporter.event(RolledBack(step=left.step, to_step=step, rate_factor=factor))
-        self.reporter.warn(
-            f"rolled back from step {left.step} to step {step}; the rate is now {factor:g} of the recipe's"
         )
 
     def _after_step(self, done: StepDone, result: StepResult) -> None:

@@ -177,7 +177,10 @@ class Persistence:
         self.saver.settle()
         good, doubtful = self.saver.proven.good, self.saver.proven.doubtful
         if self.world.is_first:
-            set_aside(self.root, doubtful)
+            try:
+                set_aside(self.root, doubtful)
+            except OSError as error:
+                self.reporter.warn(f"cannot set checkpoints aside in {self.root}: {error}")
         # Whoever fails first ends the others.
         self.world.barrier()
         said = f"last good checkpoint: {self.root / step_name(good) if good is not None else 'none'}"

@@ -4,15 +4,17 @@ The reduced values are the same on every rank, so all ranks come here together a
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 from shoal.core.errors import RunError
-from shoal.core.events import LossSpiked, NonFinite
+from shoal.core.events import LossSpiked, NonFinite, RolledBack
 from shoal.data.loader import StepBatch
 from shoal.trainer.config import TrainConfig
 from shoal.trainer.finite import trace_nonfinite
 from shoal.trainer.persist import Persistence
-from shoal.trainer.recovery import MOST_ROLLBACKS, loss_limit
-from shoal.trainer.state import Outline, Progress
+from shoal.trainer.recovery import MOST_ROLLBACKS, after_rollback, loss_limit, rate_factor
+from shoal.trainer.state import Held, Outline, Progress
 from shoal.trainer.step import StepResult, StepRunner
 
 # Each is an event; on the terminal a run that skips every step would drown everything else.
@@ -70,16 +72,33 @@ class Setbacks:
         if progress.skipped < _SKIPS_SAID:
             self._reporter.warn(f"{what}; the step is skipped on all ranks")
 
-    def refuse_rollback(self, progress: Progress) -> None:
-        """Stop a run that has gone back often enough.
+    def roll_back(self, progress: Progress, held_at: Callable[[Progress], Held]) -> Progress:
+        """Load the last good checkpoint, and go on from it with a lower rate: too many steps in a row were left out.
+
+        Args:
+            progress: of the run as it is.
+            held_at: what this rank holds of a run that is so far, to be written to.
 
         Raises:
-            RunError: says how often, and what to look at.
+            RunError: there is no good checkpoint, or the run has gone back often enough.
         """
         recovery = progress.recovery
-        if recovery.rollbacks < MOST_ROLLBACKS:
-            return
-        raise RunError(
-            f"step {progress.step}: {recovery.left_out} steps in a row were left out, after {recovery.rollbacks} rollbacks with "
-            f"a lower rate each; {self._persistence.fall_back()}. Look at the data of these steps, or raise train.spike"
+        where = f"step {progress.step}: {recovery.left_out} steps in a row were left out"
+        if recovery.rollbacks >= MOST_ROLLBACKS:
+            raise RunError(
+                f"{where}, after {recovery.rollbacks} rollbacks with a lower rate each; {self._persistence.fall_back()}. "
+                "Look at the data of these steps, or raise train.spike"
+            )
+        restored = self._persistence.roll_back(held_at)
+        if restored is None:
+            raise RunError(
+                f"{where}, and there is no good checkpoint to go back to; lower optim.lr, or set checkpoint.every so that "
+                "there is one"
+            )
+        after = replace(restored.progress, recovery=after_rollback(recovery, restored.progress.recovery))
+        factor = rate_factor(after.recovery, self._config)
+        self._reporter.event(RolledBack(step=progress.step, to_step=after.step, rate_factor=factor))
+        self._reporter.warn(
+            f"rolled back from step {progress.step} to step {after.step}; the rate is now {factor:g} of the recipe's"
         )
+        return after
