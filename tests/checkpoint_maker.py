@@ -42,6 +42,7 @@ def two_ranks(seed):
 def make(root, step, *, seed=None, chunk_bytes=512):
     """A checkpoint of two ranks at ``step``; its folder."""
     chosen = step if seed is None else seed
+    Path(root).parent.mkdir(parents=True, exist_ok=True)
     return write_checkpoint(
         Path(root),
         step=step,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import read_events, read_summary, wait_until
 from saving_ranks import Ranks
 from shoal.checkpoint.reader import newest_whole, verify
 from shoal.checkpoint.space import warn_if_short
@@ -25,7 +26,8 @@ def disk(tmp_path):
     if mounted.returncode != 0:
         pytest.skip(f"mounting a small disk is not permitted here: {mounted.stderr.strip()}")
     yield path
-    subprocess.run(["umount", path], check=True)
+    # Lazily: what a test that failed has left running may still be in there.
+    subprocess.run(["umount", "--lazy", path], check=True)
 
 
 def free_bytes(path):
@@ -69,3 +71,47 @@ def test_a_disk_that_is_too_small_is_warned_of_before_it_is_used(disk):
     root.mkdir(parents=True)
     Path(root / "old").write_bytes(b"x" * 2**20)
     assert warn_if_short(root, int(1.9 * 2**20)) is None
+
+
+def outcomes(run_dir, rank, kind):
+    return [event["step"] for event in read_events(run_dir, rank, kind)]
+
+
+def test_a_run_trains_on_while_its_disk_is_full_and_saves_again_when_it_is_not(shoal, tiny, disk):
+    """Through the command: a checkpoint here has half a megabyte, and events need a little of what is left."""
+    run, ballast = disk / "run", disk / "ballast"
+    root = run / "checkpoints"
+
+    def fill():
+        ballast.write_bytes(b"x" * (free_bytes(disk) - 120_000))
+
+    fill()
+    options = ("--set", "train.steps=100000", "--set", "checkpoint.every=20", "--set", "checkpoint.keep=1")
+    process = shoal.start("train", tiny, "--plan", "dp=2", "--run-dir", run, *options)
+    wait_until(lambda: all(outcomes_of(run, "checkpoint_failed")), "a save that fails on both ranks")
+    assert not root.exists() or newest_whole(root).path is None
+    ballast.unlink()
+    wait_until(lambda: all(outcomes_of(run, "checkpoint_saved")), "a save when there is room")
+    fill()
+    since = max(outcomes(run, 0, "checkpoint_saved"))
+    wait_until(lambda: max(outcomes(run, 0, "checkpoint_failed")) > since, "another save that fails")
+    failed = max(outcomes(run, 0, "checkpoint_failed"))
+    wait_until(lambda: max(event["step"] for event in read_events(run, 1, "step")) > failed, "a step after it")
+    kept = newest_whole(root)
+    assert kept.path is not None and kept.refused == () and verify(kept.path) == []
+    ballast.unlink()
+    process.terminate()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143, stderr
+    # Before the first step, and once for all ranks.
+    warned = stderr.index("warning: checkpoints in")
+    assert "free " in stderr[warned:] and warned < stderr.index("was not saved"), stderr
+    assert "No space left on device" in stderr and "training goes on" in stderr
+    last = newest_whole(root).path
+    assert last.name == f"step-{read_summary(run)['steps']:08d}" and verify(last) == []
+
+
+def outcomes_of(run_dir, kind):
+    """By rank; nothing before both have begun to tell."""
+    ready = all((run_dir / "events" / f"rank-{rank:03d}.jsonl").exists() for rank in (0, 1))
+    return [outcomes(run_dir, rank, kind) for rank in (0, 1)] if ready else [[]]

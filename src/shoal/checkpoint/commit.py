@@ -61,7 +61,8 @@ def begin(root: Path, step: int) -> Draft:
         OSError: the disk refused.
     """
     if not root.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
+        # Not its parents: a run directory that was removed is not made again, with nothing in it but this.
+        root.mkdir(exist_ok=True)
         # The names of the folder and of the run that holds it: without them a power cut would take the first checkpoint along.
         sync_folder(root.parent)
         sync_folder(root.parent.parent)

@@ -11,7 +11,7 @@ class CheckpointConfig(Config):
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 writes one at the end only."""
     keep: int = Field(default=3, ge=1)
-    """How many of the newest checkpoints are kept."""
+    """How many of the newest checkpoints are kept; the newest from which a step was taken stays besides."""
     keep_every: int | None = Field(default=None, ge=1)
     """Checkpoints at multiples of this step are kept for ever, besides the newest."""
     background: bool = True

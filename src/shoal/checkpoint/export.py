@@ -7,6 +7,7 @@ or not at all, and never over something that is already there.
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,10 @@ def read_weights(path: Path) -> Checkpoint:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, like: Path | None = None) -> Iterator[Path]:
     """A folder to write into that gets its name ``path`` when the block ends well, and is gone when it does not.
+
+    It can be read by those who can read ``like``: weights that were one user's own stay so until that user opens them.
 
     Raises:
         RequestError: something already has that name, or there is no folder to put it in.
@@ -53,7 +56,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise RequestError(f"there is no folder {path.parent} to export into; make it first")
     draft = path.parent / f".tmp-{path.name}-{draw_id()}"
     try:
-        draft.mkdir()
+        draft.mkdir(mode=0o777 if like is None else stat.S_IMODE(like.stat().st_mode))
         yield draft
         sync_folder(draft)
         os.rename(draft, path)

@@ -7,6 +7,7 @@
     .tmp-step-00000100-<id>/                    being written, or left by a save that died
     .replaced-step-00000100-<id>/               what had that name before a save took it
     .expired-step-00000050-<id>/                being deleted by retention
+    .aside-step-00000100-<id>/                  a whole one from which no step could be taken; nobody goes on from it
 
 Only a rename gives a folder its committed name, and an id is drawn anew for every save.
 """
@@ -19,7 +20,7 @@ from enum import StrEnum
 MANIFEST = "manifest.json"
 
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
-_BESIDE = re.compile(r"\.(tmp|replaced|expired)-(step-[0-9]{8,18})-([0-9a-f]{16})", re.ASCII)
+_BESIDE = re.compile(r"\.(tmp|replaced|expired|aside)-(step-[0-9]{8,18})-([0-9a-f]{16})", re.ASCII)
 _SHARD = re.compile(r"rank-[0-9]{3,6}\.safetensors", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
@@ -30,6 +31,7 @@ class Beside(StrEnum):
     DRAFT = "tmp"
     REPLACED = "replaced"
     EXPIRED = "expired"
+    ASIDE = "aside"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,12 +29,13 @@ class Checkpoint:
     manifest: Manifest
 
 
-def read(path: Path, *, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
+def read(path: Path, *, wanted: Callable[[str], bool] | None = None, expect: str | None = None) -> Checkpoint:
     """Load a checkpoint, every tensor whole, however it was cut.
 
     Args:
-        path: its folder. wanted: which tensors to load, by name; all of them when left out. Files are read and checked only
-        where wanted ones lie.
+        path: its folder.
+        wanted: which tensors to load, by name; all of them when left out. Files are read and checked only where wanted ones lie.
+        expect: what ``hash_manifest`` must say of it; None for any.
 
     Raises:
         NotWhole: names the checkpoint, the file and what does not agree.
@@ -42,7 +43,7 @@ def read(path: Path, *, wanted: Callable[[str], bool] | None = None) -> Checkpoi
     """
     try:
         with folder(path) as folder_fd:
-            manifest = read_manifest(folder_fd, path)
+            manifest = read_manifest(folder_fd, path, expect=expect)
             chosen = {
                 name: place_whole(tensor.shape)
                 for name, tensor in manifest.tensors.items()
@@ -54,7 +55,7 @@ def read(path: Path, *, wanted: Callable[[str], bool] | None = None) -> Checkpoi
     return Checkpoint(step=manifest.step, tensors=tensors, values=manifest.values, manifest=manifest)
 
 
-def read_local(path: Path, placements: Mapping[str, Placement]) -> dict[str, Tensor]:
+def read_local(path: Path, placements: Mapping[str, Placement], *, expect: str | None = None) -> dict[str, Tensor]:
     """Load what one rank holds of a checkpoint that was saved under any plan.
 
     Only chunks that hold some of it are read and checked, and no tensor is ever whole in memory unless the rank holds it whole.
@@ -62,6 +63,7 @@ def read_local(path: Path, placements: Mapping[str, Placement]) -> dict[str, Ten
     Args:
         path: the checkpoint's folder.
         placements: which part of which tensor the rank holds, by name; names that are left out are not read.
+        expect: what ``hash_manifest`` must say of it; None for any.
 
     Returns:
         The local tensors on the CPU, in the type they were saved in; what no patch covers is zero.
@@ -73,7 +75,7 @@ def read_local(path: Path, placements: Mapping[str, Placement]) -> dict[str, Ten
     """
     try:
         with folder(path) as folder_fd:
-            manifest = read_manifest(folder_fd, path)
+            manifest = read_manifest(folder_fd, path, expect=expect)
             _check_fit(path, manifest, placements)
             return fill(folder_fd, manifest, placements, check_all=False)
     except NotWhole as error:

@@ -25,6 +25,7 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.copies import Copies
 from shoal.checkpoint.cutting import list_holdings, view_cuts
 from shoal.checkpoint.holdings import Cut, Listing, cuts_of
+from shoal.checkpoint.proven import Proven
 from shoal.checkpoint.retention import expire
 from shoal.checkpoint.shard import num_bytes
 from shoal.checkpoint.tensors import as_blob, dtype_name
@@ -46,6 +47,13 @@ class _Job:
     stall_seconds: float
     done: threading.Event = field(default_factory=threading.Event)
     outcome: Outcome | None = None
+
+
+@dataclass
+class _Settle:
+    """What expired when another checkpoint became known to be good is to be deleted."""
+
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,7 @@ class Saver:
         report: Callable[[Event], None],
         vote: Votes | None = None,
         settle: Callable[[], None] | None = None,
+        proven: Proven | None = None,
     ) -> None:
         """Make a saver; nothing is written or exchanged yet.
 
@@ -90,6 +99,7 @@ class Saver:
             report: takes the events; called from the writing thread.
             vote: how the processes agree, where no group connects them; called from the writing thread.
             settle: writes what should be in files before a checkpoint counts; called from the writing thread before it votes.
+            proven: what is known of earlier checkpoints of the run; left out, nothing.
         """
         self._root = root
         self._vote: Votes = vote or Vote(group, rank=rank, world_size=world_size)
@@ -100,9 +110,11 @@ class Saver:
         self._settle = settle
         self._copies = Copies()
         self._agreement = Agreement()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | _Settle | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._latest: _Job | None = None
+        self.proven = proven or Proven()
+        self._newest: int | None = None
         self._refusal: CheckpointFailed | None = None
         """Of the latest call of ``save``, when it was not even begun."""
         self._gave_up: CheckpointFailed | None = None
@@ -148,6 +160,20 @@ class Saver:
         self._jobs.put(self._latest)
         if not self._config.background:
             self.wait()
+
+    def take(self, step: int) -> None:
+        """Say that step number ``step`` was taken: the checkpoints before it are good, of which the newest stays."""
+        if self.proven.take(step) and self._vote.rank == 0 and self._thread is not None:
+            # In the thread, because deleting takes time.
+            self._jobs.put(_Settle())
+
+    def settle(self) -> None:
+        """Wait until what has expired is deleted; a save that is being written is waited for as ``wait`` does."""
+        self.wait()
+        if self._thread is not None and self._thread.is_alive() and self._gave_up is None:
+            last = _Settle()
+            self._jobs.put(last)
+            last.done.wait(self._deadline_s + _GRACE_SECONDS)
 
     def wait(self) -> Outcome | None:
         """Wait for the save that was begun last; its outcome, or None when there was none.
@@ -239,6 +265,10 @@ class Saver:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if isinstance(job, _Settle):
+                self._expire()
+                job.done.set()
+                continue
             died = f"rank {self._vote.rank}: the writing thread died"
             outcome: Outcome | None = None
             try:
@@ -266,8 +296,10 @@ class Saver:
                 self._lost_touch = str(error)
             return CheckpointFailed(step=step, reason=str(error))
         self._lost_touch = saved.lost_touch
+        self.proven.commit(step)
         if self._vote.rank == 0 and saved.lost_touch is None:
-            self._expire(step)
+            self._newest = step
+            self._expire()
         return CheckpointSaved(
             step=step,
             path=str(saved.path),
@@ -276,8 +308,11 @@ class Saver:
             write_seconds=time.perf_counter() - started,
         )
 
-    def _expire(self, step: int) -> None:
+    def _expire(self) -> None:
+        if self._newest is None:
+            return
+        keep, keep_every = self._config.keep, self._config.keep_every
         try:
-            expire(self._root, newest=step, keep=self._config.keep, keep_every=self._config.keep_every)
+            expire(self._root, newest=self._newest, keep=keep, keep_every=keep_every, good=self.proven.good)
         except OSError as error:
             self._report(Warned(message=f"cannot delete expired checkpoints in {self._root}: {error}"))

@@ -18,7 +18,7 @@ def sweep(root: Path) -> list[str]:
     done = []
     for name in sorted(os.listdir(root)):
         beside = parse_beside(name)
-        if beside is None:
+        if beside is None or beside.kind is Beside.ASIDE:
             continue
         final = root / step_name(beside.step)
         if beside.kind is Beside.REPLACED and not os.path.lexists(final):

@@ -5,6 +5,7 @@ expire. To *verify* is to read every byte: enough to train from. Only committed 
 named.
 """
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +25,49 @@ class Found:
     refused: tuple[tuple[Path, str], ...]
 
 
-def read_manifest(folder_fd: int, path: Path) -> Manifest:
+def read_manifest(folder_fd: int, path: Path, *, expect: str | None = None) -> Manifest:
     """The manifest inside a checkpoint's folder.
 
+    Args:
+        folder_fd: the folder.
+        path: its name.
+        expect: what ``hash_manifest`` must say of it, where several processes read one checkpoint; None for any.
+
     Raises:
-        NotWhole: it is missing, too large, altered, or of another step than the folder's name says.
+        NotWhole: it is missing, too large, altered, not the expected one, or of another step than the folder's name says.
     """
+    data = _read_bytes(folder_fd)
+    found = hashlib.sha256(data).hexdigest()
+    if expect is not None and found != expect:
+        raise NotWhole(
+            f"{MANIFEST} is not the one that all ranks agreed on (sha256 {found[:16]}..., agreed {expect[:16]}...): the "
+            "checkpoint was replaced while it was being read; leave it alone, and start again"
+        )
+    manifest = decode(data)
+    named = _step_of(path.name)
+    if named is not None and named != manifest.step:
+        raise NotWhole(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
+    return manifest
+
+
+def hash_manifest(path: Path) -> str:
+    """SHA-256 of a checkpoint's manifest, which has the sums of all its bytes: processes that read one together agree on it.
+
+    Raises:
+        NotWhole: there is no manifest, or it is too large.
+        RequestError: there is no such folder.
+    """
+    with folder(path) as folder_fd:
+        return hashlib.sha256(_read_bytes(folder_fd)).hexdigest()
+
+
+def _read_bytes(folder_fd: int) -> bytes:
     with existing_file(folder_fd, MANIFEST) as (fd, size):
         if size > MAX_BYTES:
             raise NotWhole(f"{MANIFEST} has {size} bytes, more than {MAX_BYTES}")
         data = bytearray(size)
         read_into(fd, memoryview(data), 0, MANIFEST)
-    manifest = decode(bytes(data))
-    named = _step_of(path.name)
-    if named is not None and named != manifest.step:
-        raise NotWhole(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
-    return manifest
+    return bytes(data)
 
 
 def _step_of(name: str) -> int | None:

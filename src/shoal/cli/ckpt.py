@@ -138,7 +138,7 @@ def export(folder: _Folder, to: _To = None, format: _Format = "safetensors", jso
         raise RequestError(f"{source} is not in a run directory; say where to export with --to DIR")
     from shoal.checkpoint.export import new_folder, read_weights, write_weights
 
-    with new_folder(target) as draft:
+    with new_folder(target, like=source) as draft:
         checkpoint = read_weights(source)
         if format != "program":
             write_weights(checkpoint, draft, model=_model_section(run_dir))

@@ -26,10 +26,10 @@ from shoal.cli.sample import sample
 from shoal.cli.schedule import ScheduleCommand, schedule
 from shoal.cli.simulate import simulate
 from shoal.cli.startup import LightGroup, prepare_completion
-from shoal.cli.train import train
+from shoal.cli.train import TrainCommand, train
 from shoal.cli.tune import tune
 from shoal.cli.verify import verify
-from shoal.core.errors import EXIT_NO, EXIT_SIGINT, ShoalError
+from shoal.core.errors import EXIT_NO, EXIT_SIGINT, EXIT_WRONG_REQUEST, ShoalError
 from shoal.core.processor import avoid_hidden_tiles
 
 _PROGRAM = "shoal"
@@ -43,7 +43,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("train")(train)
+app.command("train", cls=TrainCommand)(train)
 app.command("verify")(verify)
 app.command("tune")(tune)
 app.command("calibrate")(calibrate)
@@ -106,6 +106,13 @@ def _run(arguments: Sequence[str], *, debug: bool) -> NoReturn:
         _fail(str(error), error.exit_code, debug=debug)
     except KeyboardInterrupt:
         sys.exit(EXIT_SIGINT)
+    except PermissionError as error:
+        _fail(
+            f"no permission for {error.filename}; a run directory is its owner's alone, unless its recipe sets "
+            "run.readable_by: ask its owner, or use another",
+            EXIT_WRONG_REQUEST,
+            debug=debug,
+        )
     # The process boundary: whatever it is, the user gets one message, and the traceback on request.
     except Exception as error:
         hint = "" if debug else "\nThis was not foreseen; run again with --debug to see where it happened."

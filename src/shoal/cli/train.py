@@ -4,9 +4,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from shoal.cli.result import JsonFile, check_result_file, write_result
 from shoal.core.errors import RequestError
@@ -25,7 +26,15 @@ _Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
 ]
 _RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run leaves everything.")]
-_Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run directory.")]
+_Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on from the newest whole checkpoint of the run directory, which must exist; --resume=auto starts a run where it "
+        "does not.",
+    ),
+]
+_ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True, help="What --resume=auto is read as.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print plan, shapes and bytes per rank, and start nothing.")]
 _Restarts = Annotated[
     int | None, typer.Option("--max-restarts", metavar="N", min=0, help="Restart dead ranks this many times.")
@@ -42,6 +51,20 @@ _NO_AUTO = (
 )
 
 
+class TrainCommand(TyperCommand):
+    """Reads ``--resume=auto``. An option that may have a value or none would take the recipe that follows it for its value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments, as click reads them."""
+        end = args.index("--") if "--" in args else len(args)
+        for argument in args[:end]:
+            if argument.startswith("--resume=") and argument != "--resume=auto":
+                raise RequestError(f"{argument}: give --resume alone to go on, or --resume=auto to go on or start")
+        return super().parse_args(
+            ctx, ["--resume-auto" if one == "--resume=auto" else one for one in args[:end]] + args[end:]
+        )
+
+
 def train(
     context: typer.Context,
     recipe: _Recipe = None,
@@ -50,6 +73,7 @@ def train(
     overrides: _Set = None,
     run_dir: _RunDir = None,
     resume: _Resume = False,
+    resume_auto: _ResumeAuto = False,
     dry_run: _DryRun = False,
     max_restarts: _Restarts = None,
     profile: _Profile = None,
@@ -70,13 +94,10 @@ def train(
             "which recipe? give a TOML file, such as recipes/tiny.toml, or make one with `shoal init DIR`"
         )
     check_result_file(json_file)
+    resume = resume or resume_auto
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     _check_processes(None if launched or dry_run else nproc)
-    changes = list(overrides or ())
-    if max_restarts is not None:
-        changes.append(f"elastic.max_restarts={max_restarts}")
-    if profile is not None:
-        changes.append(f'telemetry.profile="{profile}"')
+    changes = _changes(overrides, max_restarts, profile)
     from shoal.trainer.forecasts.deciding import asks_auto, decide, decide_for_run
 
     decision = None
@@ -91,6 +112,7 @@ def train(
         overrides=tuple(changes),
         run_dir=run_dir,
         resume=resume,
+        may_start=resume_auto,
     )
     if launched and not dry_run:
         from shoal.trainer.launched import train_launched
@@ -121,6 +143,16 @@ def train(
         print(describe_summary(ended.summary, prepared.run_dir))
     write_result(json_file, ended.summary)
     raise typer.Exit(ended.exit_code)
+
+
+def _changes(overrides: list[str] | None, max_restarts: int | None, profile: str | None) -> list[str]:
+    """What the options change in the recipe."""
+    changes = list(overrides or ())
+    if max_restarts is not None:
+        changes.append(f"elastic.max_restarts={max_restarts}")
+    if profile is not None:
+        changes.append(f'telemetry.profile="{profile}"')
+    return changes
 
 
 def _check_processes(count: int | None) -> None:

@@ -156,6 +156,28 @@ class NonFinite(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossSpiked(Event):
+    """A step was left out because its loss had jumped."""
+
+    kind: ClassVar[str] = "loss_spiked"
+    step: int
+    loss: float
+    limit: float
+    """What it was not to exceed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(Event):
+    """Steps in a row were left out, and the run went back to a checkpoint with a lower rate."""
+
+    kind: ClassVar[str] = "rolled_back"
+    step: int
+    to_step: int
+    rate_factor: float
+    """What the learning rate is multiplied by from there on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Something the user should know and the run survives."""
 

@@ -1,8 +1,16 @@
 """The names inside a run directory. Who writes each file is elsewhere; that all of them agree on its name is here."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+Readers = Literal["owner", "group", "all"]
+"""Who may read a run directory and everything in it."""
+# "all" is as far as the user's own mask goes.
+_WITHHELD: dict[str, int] = {"owner": 0o077, "group": 0o027, "all": 0o000}
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,32 @@ class RunDir:
     def is_empty(self) -> bool:
         """True when nothing has ever run here."""
         return not self.recipe.exists() and not self.checkpoints.exists()
+
+
+def make_run_dir(path: Path, readers: Readers = "owner") -> None:
+    """Make a run directory where there is none; one that is there keeps its rights.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.mkdir(mode=0o777 & ~_WITHHELD[readers], parents=True, exist_ok=True)
+
+
+def withhold(readers: Readers) -> int:
+    """Let this process, and what it starts from now on, make files and folders for these readers alone; the mask before."""
+    before = os.umask(0o077)
+    os.umask(before | _WITHHELD[readers])
+    return before
+
+
+@contextmanager
+def withheld(readers: Readers) -> Iterator[None]:
+    """``withhold`` until the block ends."""
+    before = withhold(readers)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -166,6 +166,8 @@ def _require_map_style(dataset: Any, origin: str) -> None:
             f"{origin} returned a {type(dataset).__name__}, which is no map-style dataset; return an object with "
             f"__len__ and __getitem__, or a dict of them with the keys train, validation and test"
         )
+    # Whatever is wrong with it (a negative number, a text) python itself says best.
+    call_own(lambda: len(dataset), what=f"{origin}: the length of its {type(dataset).__name__}")
 
 
 def _parts(sample: Any) -> tuple[tuple[Any, ...], Any]:

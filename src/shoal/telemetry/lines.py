@@ -4,10 +4,15 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from shoal.core.events import Event
+
+_KINDS = {known.kind: known for known in Event.__subclasses__()}
+_NOT_FINITE = (None, "nan", "inf", "-inf")
+"""What a number may be in a file that has no such numbers; older files have null."""
 
 
 def encode_event(event: Event, *, rank: int | None, wall_time: float) -> bytes:
@@ -24,14 +29,35 @@ def encode_event(event: Event, *, rank: int | None, wall_time: float) -> bytes:
 
 
 def decode_events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The events in lines of a file, without those that a kill or a full disk has torn."""
+    """The events in lines of a file, without those that a kill or a full disk has torn, and without what is no event."""
     for line in lines:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict):
+        if isinstance(event, dict) and _is_event(event):
             yield event
+
+
+def _is_event(event: dict[str, Any]) -> bool:
+    """False for an event of a kind that is known whose time or fields are missing, or are no numbers where numbers belong."""
+    known = _KINDS.get(str(event.get("kind")))
+    if not _is_number(event.get("t")):
+        return False
+    return known is None or all(_has_field(event, field) for field in fields(known))
+
+
+def _has_field(event: dict[str, Any], field: Field[Any]) -> bool:
+    if field.name not in event:
+        return field.default is not MISSING or field.default_factory is not MISSING
+    value = event[field.name]
+    if field.type is int:
+        return type(value) is int
+    return field.type is not float or _is_number(value) or value in _NOT_FINITE
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def open_lines(path: Path) -> BinaryIO:

@@ -21,6 +21,7 @@ from shoal.models.build import Loss, build_loss, build_model
 from shoal.models.config import AnyModelConfig
 from shoal.optim.precision import Precision
 from shoal.telemetry.board import RankSlot
+from shoal.trainer.claim import check_inside
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.trainer.objective import Objective
@@ -118,6 +119,7 @@ def load_run(run_dir: Path) -> LoadedRun:
     run = RunDir(run_dir)
     if not run.recipe.exists():
         raise RequestError(f"{run_dir} is not a run directory: it has no recipe.toml")
+    check_inside(run)
     recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
     found = newest_whole(run.checkpoints)
     if found.path is None:

@@ -1,15 +1,16 @@
 """Taking possession of a run directory: which one, whether it may be used, and that nobody else uses it at the same time."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.core.config import read_toml, validate
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, offer
 from shoal.core.plan import Plan
-from shoal.core.rundir import RunDir, replace_text
+from shoal.core.rundir import Readers, RunDir, make_run_dir, replace_text
 from shoal.core.runlock import read_holder, release_lock, take_lock
 from shoal.trainer.config import Recipe, dump_recipe
 
@@ -27,7 +28,11 @@ _MAY_CHANGE = (
     "train.threads",
     "train.micro_batch",
     "train.nonfinite",
+    "train.spike",
+    "train.rollback_after",
+    "train.rollback_rate",
     "train.watch_every",
+    "run",
     "eval",
     "checkpoint",
     "telemetry",
@@ -61,6 +66,7 @@ def check_claim(run_dir: Path, recipe: Recipe, *, resume: bool) -> None:
     run = RunDir(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise RequestError(f"{run_dir} is a file, not a run directory")
+    check_inside(run)
     if run.is_empty:
         return
     differences = list_differences(run, recipe)
@@ -69,12 +75,55 @@ def check_claim(run_dir: Path, recipe: Recipe, *, resume: bool) -> None:
         is_of_data = all(difference.startswith("data.") for difference in differences)
         accept = ", or checkpoint.other_data=true to go on with other data" if is_of_data else ""
         raise RequestError(
-            f"{run_dir} holds a run of another recipe: {shown}. Use another --run-dir, or the same recipe{accept}"
+            f"{run_dir} holds a run of another recipe: {shown}. Use another --run-dir, or the same recipe (a lower optim.lr and "
+            f"a lower optim.clip may be gone on with){accept}"
         )
     if not resume:
         raise RequestError(
             f"{run_dir} already holds a run of this recipe; add --resume to go on, or use another --run-dir"
         )
+
+
+def require_run_dir(run_dir: Path) -> None:
+    """Refuse to go on in a directory that does not exist: most likely its name is misspelt.
+
+    Raises:
+        RequestError: names the directories beside it that are nearest.
+    """
+    if run_dir.exists():
+        return
+    beside = [str(path) for path in run_dir.parent.glob("*") if path.is_dir()] if run_dir.parent.is_dir() else []
+    raise RequestError(
+        f"--resume: {run_dir} does not exist; {offer(str(run_dir), beside)}To start a run there, leave out --resume, or give "
+        "--resume=auto, which goes on where there is a run and starts one where there is none"
+    )
+
+
+def check_inside(run: RunDir) -> None:
+    """Refuse what is not a plain file or folder where a run has one: written through a link, a run would end up elsewhere.
+
+    Raises:
+        RequestError: names it.
+    """
+    folders = (
+        run.checkpoints,
+        run.supervisor_events.parent,
+        run.log(0).parent,
+        run.errors,
+        run.traces,
+        run.tensorboard,
+    )
+    files = (run.recipe, run.plan, run.summary, run.forecast)
+    for path in (*folders, *files):
+        if path.is_symlink():
+            raise RequestError(
+                f"{path} is a link, to {os.readlink(path)}; Shoal follows no link inside a run directory: move what it leads to "
+                "into its place, or use another --run-dir"
+            )
+        is_right = path.is_dir() if path in folders else path.is_file()
+        if path.exists() and not is_right:
+            kind = "folder" if path in folders else "file"
+            raise RequestError(f"{path} is not a {kind}; remove it, or use another --run-dir")
 
 
 def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
@@ -89,9 +138,29 @@ def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
         if key.startswith("eval.") and recipe.optim.schedule == "plateau":
             may_change = False  # evaluations decide the rate there
         may_change = may_change or (key.startswith("data.") and recipe.checkpoint.other_data)
-        if not may_change and theirs.get(key) != ours.get(key):
+        if not may_change and theirs.get(key) != ours.get(key) and not _is_gentler(key, theirs.get(key), ours.get(key)):
             found.append(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here")
     return found
+
+
+def list_gentler(run: RunDir, recipe: Recipe) -> list[str]:
+    """Settings that decide the weights and may yet be changed, because a run that blew up needs it, as ``key: there, here``."""
+    if not run.recipe.exists():
+        return []
+    before = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    theirs, ours = flatten(before.model_dump(mode="json")), flatten(recipe.model_dump(mode="json"))
+    return [
+        f"{key} was {theirs.get(key)!r} and is {ours.get(key)!r} from here on"
+        for key in ("optim.lr", "optim.clip")
+        if theirs.get(key) != ours.get(key) and _is_gentler(key, theirs.get(key), ours.get(key))
+    ]
+
+
+def _is_gentler(key: str, before: Any, now: Any) -> bool:
+    """True for a lower rate, and for a clip that is lower or new: what a run that blew up is advised to go on with."""
+    if key == "optim.lr":
+        return bool(now < before)
+    return key == "optim.clip" and now is not None and (before is None or now < before)
 
 
 def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -108,15 +177,15 @@ def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class Claim:
     """A run directory held by this process until ``release``; the operating system lets go when the process dies."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Take the directory.
+    def __init__(self, run_dir: Path, *, readers: Readers = "owner") -> None:
+        """Take the directory, which is made for these readers where there is none.
 
         Raises:
             RequestError: another process holds it, or it cannot be made.
         """
         self.run = RunDir(run_dir)
         try:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            make_run_dir(run_dir, readers)
             held = take_lock(self.run.lock)
         except OSError as error:
             raise RequestError(f"cannot use {run_dir} as a run directory: {error}") from error
@@ -137,6 +206,18 @@ class Claim:
 
 
 def read_plan(run_dir: Path) -> str:
-    """The line of the plan that a run directory holds."""
-    found: dict[str, Any] = json.loads(RunDir(run_dir).plan.read_text())
+    """The line of the plan that a run directory holds.
+
+    Raises:
+        RequestError: it holds none.
+    """
+    path = RunDir(run_dir).plan
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict) or not isinstance(found.get("plan"), str):
+            raise ValueError("it is not an object with a plan")
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(
+            f"{path} does not hold a plan ({error}); remove it, and name the plan with --plan"
+        ) from error
     return str(found["plan"])

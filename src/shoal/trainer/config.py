@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.core.config import Config, read_toml, validate
+from shoal.core.rundir import Readers
 from shoal.core.units import parse_duration
 from shoal.data.config import DataConfig
 from shoal.elastic.config import ElasticConfig
@@ -44,6 +45,12 @@ class TrainConfig(Config):
     """Stop in an orderly way, with a checkpoint, after this long: 90s, 10m, 1h30m."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient does: stop the run, or skip the step on all ranks alike."""
+    spike: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    """Leave out a step, on all ranks alike, whose loss is above this many times the median of the last 16; left out, none is."""
+    rollback_after: int = Field(default=0, ge=0)
+    """Steps left out in a row (spike, nonfinite) after which the run goes back to its last good checkpoint; 0 never goes back."""
+    rollback_rate: float = Field(default=0.5, gt=0, le=1)
+    """What going back multiplies the learning rate by, from there to the end."""
     batch_norm: Literal["local", "sync"] = "local"
     """Statistics that batch norm normalises by: each microbatch's own, or those of all replicas together."""
     unused_parameters: bool = False
@@ -61,6 +68,11 @@ class TrainConfig(Config):
             raise ValueError(f"give exactly one of steps, epochs and tokens as the length (found {found})")
         if self.time_limit is not None:
             parse_duration(self.time_limit)
+        if self.rollback_after and self.spike is None and self.nonfinite == "stop":
+            raise ValueError(
+                f"rollback_after {self.rollback_after} counts steps that are left out, and none ever is; set spike, such as "
+                "10, or nonfinite to skip"
+            )
         return self
 
 
@@ -73,6 +85,13 @@ class EvalConfig(Config):
     """Samples of the split to use, its first ones; 0 takes the whole split."""
     batch: int | None = Field(default=None, ge=1)
     """Samples per forward pass while evaluating; the training microbatch when left out."""
+
+
+class RunConfig(Config):
+    """The run directory."""
+
+    readable_by: Readers = "owner"
+    """Who may read the run directory that is made, and every file in it: owner, group, or all (as far as your umask allows)."""
 
 
 class Recipe(Config):
@@ -90,6 +109,8 @@ class Recipe(Config):
     """Optimizer and learning rate."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during training."""
+    run: RunConfig = RunConfig()
+    """The run directory."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When checkpoints are written and which are kept."""
     telemetry: TelemetryConfig = TelemetryConfig()

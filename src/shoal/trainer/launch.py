@@ -3,6 +3,7 @@
 No torch: the launcher stays small and answers signals at once while the ranks do the work.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,8 +15,8 @@ from typing import Any
 
 from shoal.checkpoint.layout import step_name
 from shoal.checkpoint.whole import committed_names, newest_whole
-from shoal.core.errors import EXIT_DONE, EXIT_WRONG_REQUEST
-from shoal.core.rundir import RunDir
+from shoal.core.errors import EXIT_DONE, EXIT_WRONG_REQUEST, RunError
+from shoal.core.rundir import RunDir, withheld
 from shoal.core.units import format_bytes, format_count, format_duration
 from shoal.elastic.launch import LaunchRequest
 from shoal.elastic.story import describe, headline
@@ -47,8 +48,15 @@ def train_supervised(prepared: Prepared, *, debug: bool = False, forecast: Mappi
     if finished is not None:
         print(f"{run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
         return Ended(exit_code=EXIT_DONE, summary=finished)
+    with withheld(prepared.recipe.run.readable_by):
+        return _train_in(prepared, debug=debug, forecast=forecast)
+
+
+def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | None) -> Ended:
+    """Take the run directory, and run."""
+    run_dir = prepared.run_dir
     was_empty = RunDir(run_dir).is_empty
-    claim = Claim(run_dir)
+    claim = Claim(run_dir, readers=prepared.recipe.run.readable_by)
     before = read_summary(run_dir)
     try:
         claim.write(prepared.recipe, prepared.layout.plan)
@@ -125,7 +133,9 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
     )
     if outcome.signal is not None and culprit is None and not outcome.was_forced:
         summary["stopped_by"] = signal.Signals(outcome.signal).name
-    write_summary(run_dir, summary)
+    # What ended the run may be that there is nowhere to write.
+    with contextlib.suppress(RunError):
+        write_summary(run_dir, summary)
     if outcome.status == "failed" and culprit is not None:
         print(f"error: {describe(culprit, debug=debug, can_resume=can_resume)}", file=sys.stderr)
     else:
@@ -141,7 +151,11 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         lines[0] += f", stopped by {summary['stopped_by']}"
     if summary.get("skipped_steps"):
         lines.append(
-            f"skipped          {summary['skipped_steps']} of {summary['steps']} steps, whose gradient was not finite"
+            f"skipped          {summary['skipped_steps']} of {summary['steps']} steps, not finite or above train.spike"
+        )
+    if summary.get("rollbacks"):
+        lines.append(
+            f"rolled back      {_many(summary['rollbacks'], 'time')} to the last good checkpoint, at a lower rate"
         )
     if summary.get("not_finite"):
         lines.append(

@@ -4,6 +4,7 @@ The first rank checks the request and takes the run directory; the others learn 
 supervisor, so the first rank prints progress itself, and restarts are the launcher's business.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ from shoal.core.errors import (
     RunError,
     ShoalError,
 )
+from shoal.core.rundir import withhold
 from shoal.elastic.reports import clear_reports
 from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.live import build_display
@@ -60,7 +62,8 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     place = Place.read(os.environ)
     store, _, _ = next(iter(rendezvous("env://", timeout=_START_DEADLINE)))
     if place.generation > 0:
-        request = replace(request, resume=True)
+        # The ranks before may have died before there was a directory.
+        request = replace(request, resume=True, may_start=True)
     claim = _claim_as_first(request, store) if place.rank == 0 else None
     found = _hear_of_start(store)
     if "error" in found and place.rank > 0:
@@ -87,7 +90,8 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
                 wall_seconds=time.time() - started,
                 before=before,
             )
-            write_summary(run_dir, dead)
+            with contextlib.suppress(RunError):
+                write_summary(run_dir, dead)
         if place.rank > 0 and isinstance(error, AgreedError):
             return error.exit_code, None
         raise _tell(error, place.rank, state) from error
@@ -128,7 +132,8 @@ def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
             print(f"{prepared.run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
             store.set(_START_KEY, json.dumps({"finished": True}))
             return None
-        claim = Claim(prepared.run_dir)
+        withhold(prepared.recipe.run.readable_by)
+        claim = Claim(prepared.run_dir, readers=prepared.recipe.run.readable_by)
         claim.write(prepared.recipe, prepared.layout.plan)
         clear_reports(prepared.run_dir)
     except Exception as error:

@@ -226,6 +226,11 @@ def server_settings(train: TrainConfig, optim: OptimConfig, plan: Plan) -> list[
             "train.nonfinite skip leaves out a step on all ranks together, and a server refuses a push that is not finite; "
             "leave nonfinite out"
         )
+    if train.spike is not None:
+        found.append(
+            f"train.spike {train.spike:g} leaves out a step on all ranks together, and workers are at different steps; "
+            "leave spike out"
+        )
     if train.time_limit is not None:
         found.append(
             f"train.time_limit {train.time_limit} is not there with parameter servers yet; stop the run with SIGTERM, which saves"
@@ -245,6 +250,11 @@ def _asynchronous_settings(train: TrainConfig, plan: Plan) -> list[str]:
         found.append(
             f"train.nonfinite skip leaves out a step on all ranks together, and under schedule={plan.schedule} a stage updates "
             f"before the others know; leave it out, or use schedule=1f1b"
+        )
+    if train.spike is not None:
+        found.append(
+            f"train.spike {train.spike:g} leaves out a step on all ranks together, and under schedule={plan.schedule} a stage "
+            f"updates before the loss is known; leave it out, or use schedule=1f1b"
         )
     return found
 

@@ -20,10 +20,11 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World, join_world
 from shoal.core.axes import Axis
-from shoal.core.errors import RequestError, RunError
-from shoal.core.events import Evaluated, NonFinite, RunEnded, RunStarted, StepDone
+from shoal.core.errors import RequestError
+from shoal.core.events import Evaluated, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
 from shoal.core.processor import avoid_hidden_tiles
+from shoal.core.rundir import make_run_dir
 from shoal.core.units import parse_duration
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
@@ -43,20 +44,18 @@ from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig, TrainConfig
 from shoal.trainer.draws import describe_draws
 from shoal.trainer.evaluate import Evaluation, evaluate
-from shoal.trainer.finite import trace_nonfinite
 from shoal.trainer.laying import build_runner, place_model
 from shoal.trainer.layout import asks_the_model, check_samples, count_steps, derive_layout, updates_per_step
 from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.persist import Persistence
+from shoal.trainer.recovery import after_step, loss_limit, rate_factor, wants_rollback
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import seed_process
 from shoal.trainer.samedata import SameData
+from shoal.trainer.setbacks import Setbacks
 from shoal.trainer.state import Held, Progress
 from shoal.trainer.step import StepResult
 from shoal.trainer.stream import Stream, nonfinite
-
-# Each is an event; on the terminal a run that skips every step would drown everything else.
-_SKIPS_SAID = 5
 
 
 class Trainer:
@@ -86,7 +85,9 @@ class Trainer:
         environment: Mapping[str, str] | None = None,
         was_tried: bool = False,
     ) -> None:
-        run_dir = Path(run_dir) if run_dir is not None else None
+        if run_dir is not None:
+            run_dir = Path(run_dir)
+            make_run_dir(run_dir)
         environment = os.environ if environment is None else environment
         avoid_hidden_tiles(os.environ)
         self.train_config = train
@@ -125,6 +126,7 @@ class Trainer:
             seed=train.seed,
             data=self.same_data.fingerprint,
         )
+        self.setbacks = Setbacks(train, self.runner, self.placed.outline, self.persistence)
         self.progress = Progress(position=Position(), loss_scale=self.precision.first_loss_scale)
         if self.stream is not None:
             self.progress = self.stream.sign(self.progress)
@@ -226,6 +228,11 @@ class Trainer:
                     yield self._train_one(loader)
                 else:
                     yield from self._train_window(loader, self.stream)
+                if wants_rollback(self.progress.recovery, self.train_config):
+                    loader.close()
+                    self.progress = self.setbacks.roll_back(self.progress, self._held_at)
+                    self.placed.reduction.publish()
+                    loader = self._open_loader()
         finally:
             loader.close()
             if self.tracer is not None:
@@ -310,13 +317,17 @@ class Trainer:
         data_seconds = time.perf_counter() - started
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
+        recovery, scale = self.progress.recovery, self.progress.loss_scale
         lr = rate(self.optim_config, step, self.total_steps) * self.progress.plateau.factor
-        scale = self.progress.loss_scale
-        result = self.runner.run(batch, step=step, lr=lr, loss_scale=scale, stop=self._stop_wish is not None)
+        lr *= rate_factor(recovery, self.train_config)
+        limit = loss_limit(recovery, self.train_config)
+        wish = self._stop_wish is not None
+        result = self.runner.run(batch, step=step, lr=lr, loss_scale=scale, stop=wish, loss_limit=limit)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
-        if not result.is_finite:
-            self._handle_nonfinite(batch, result)
+        if result.is_taken or self.setbacks.handle(batch, result, self.progress):
+            recovery = after_step(recovery, result.loss, self.train_config, is_taken=result.is_taken)
+            self.progress = replace(self.progress, recovery=recovery)
         done = self._advance(batch, result, lr, time.perf_counter() - started, data_seconds)
         self.reporter.step(done)
         self._after_step(done, result)
@@ -345,8 +356,7 @@ class Trainer:
         seconds = (time.perf_counter() - started) / len(batches)
         for place, (batch, result) in enumerate(zip(batches, results, strict=True)):
             if not result.is_finite:
-                self.persistence.wait()
-                raise nonfinite(result, step=step + place + 1, plan=self.plan, checkpoint=self.persistence.last_path())
+                raise nonfinite(result, step=step + place + 1, plan=self.plan, fallback=self.persistence.fall_back())
             lr = rates[(place + 1) * updates - 1]
             done = self._advance(batch, result, lr, seconds, data_seconds / len(batches))
             self.reporter.step(done)
@@ -374,7 +384,7 @@ class Trainer:
             first_loss=result.loss if before.first_loss is None else before.first_loss,
             last_loss=result.loss,
             tokens=before.tokens + tokens,
-            skipped=before.skipped + (not result.is_finite),
+            skipped=before.skipped + (not result.is_taken),
             trained_seconds=before.trained_seconds + seconds,
         )
         return StepDone(
@@ -386,36 +396,15 @@ class Trainer:
             tokens=tokens,
             seconds=seconds,
             data_seconds=data_seconds,
-            skipped=not result.is_finite,
+            skipped=not result.is_taken,
             loss_scale=scale.scale,
-        )
-
-    def _handle_nonfinite(self, batch: StepBatch, result: StepResult) -> None:
-        """Skip, or stop with the culprit named. The reduced values are the same everywhere, so all ranks come here together."""
-        scale = self.progress.loss_scale
-        if self.precision.scales_loss and math.isfinite(result.loss) and scale.can_back_off:
-            return  # An overflow of the scaled gradient is how dynamic scaling finds its scale.
-        step = self.progress.step
-        entries = self.placed.outline.values()
-        names = sorted({entry.parameter for entry in entries if entry.parameter and entry.is_trained})
-        origin = trace_nonfinite(self.runner, batch, step=step, scale=scale.scale, names=names)
-        action = self.train_config.nonfinite
-        self.reporter.event(NonFinite(step=step + 1, culprit_rank=origin.rank, what=origin.what, action=action))
-        where = f"step {step + 1}: {origin.what} is not finite on rank {origin.rank}"
-        if action == "skip":
-            if self.progress.skipped < _SKIPS_SAID:
-                self.reporter.warn(f"{where}; the step is skipped on all ranks")
-            return
-        self.persistence.wait()
-        last_good = self.persistence.last_path()
-        raise RunError(
-            f"{where} (loss {result.loss}, gradient norm {result.grad_norm}); last good checkpoint: {last_good or 'none'}. "
-            "Lower optim.lr, set optim.clip, or set train.nonfinite=skip to leave such steps out"
         )
 
     def _after_step(self, done: StepDone, result: StepResult) -> None:
         """What the recipe wants between steps: evaluation, checkpoints, memory readings, the agreed stop."""
         step = done.step
+        if result.is_taken:
+            self.persistence.take(step + 1 - (self.stream.lag if self.stream is not None else 1))
         if result.stop_requested:
             # The wish may be another rank's; the flag is summed, its reason is not.
             self.stopped_by = self._stop_wish or "signal"
@@ -468,6 +457,8 @@ class Trainer:
             self.progress = self.progress.validated(
                 *((found.loss, found.accuracy) if found is not None else (None, None))
             )
+            if found is not None and math.isfinite(found.loss):
+                self.persistence.take(self.progress.step + 1)
         self.reporter.enter("wait: checkpoint", self.progress.step)
         self.persistence.wait()
         self.reporter.memory(self.model, self.optimizer, step=self.progress.step)

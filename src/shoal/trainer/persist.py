@@ -10,20 +10,27 @@ import torch
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.layout import parse_step, step_name
 from shoal.checkpoint.reader import read, read_local
+from shoal.checkpoint.retention import set_aside
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.space import warn_if_short
 from shoal.checkpoint.sweep import sweep
-from shoal.checkpoint.whole import committed_names, newest_whole
+from shoal.checkpoint.whole import Found, committed_names, hash_manifest, newest_whole, verify
 from shoal.comm.world import World
-from shoal.core.errors import RunError
+from shoal.core.errors import RunError, ShoalError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
+from shoal.trainer.claim import check_inside
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.rng import export_random_state, import_random_state, seed_process
 from shoal.trainer.samedata import data_values, refuse_other_data
 from shoal.trainer.state import Held, Progress, import_held, refuse_other_state
+
+_GOOD = "known_good"
+"""The key under which a checkpoint's values have the step of the newest good one before it."""
+_WORDS = 8
+"""Of 32 bits: a SHA-256."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +67,10 @@ class Persistence:
         self.saved_step = -1
         self.failure: str | None = None
         self.saver: Saver | None = None
-        if self.root is not None:
+        self._run_dir = run_dir
+        if self.root is not None and run_dir is not None:
+            check_inside(RunDir(run_dir))
+            self._place = _identity(run_dir)
             if world.is_first and self.root.is_dir():
                 sweep(self.root)
             world.barrier()
@@ -119,70 +129,137 @@ class Persistence:
         """Copy the state and begin to write it; returns as soon as the copy is made."""
         if self.saver is None or progress.step == self.saved_step:
             return
+        self._refuse_another_place()
         self.saved_step = progress.step
         self.saver.save(
             progress.step,
             held.tensors,
-            {"progress": progress.as_values(), **data_values(self.data)},
+            {"progress": progress.as_values(), **data_values(self.data), _GOOD: self.saver.proven.good},
             export_random_state(self.world.rank),
             placements=held.placements,
         )
+
+    def _refuse_another_place(self) -> None:
+        """Stop a run whose directory is not there any more: it would train to its end and leave nothing.
+
+        Raises:
+            RunError: names the directory.
+        """
+        if self._run_dir is not None and _identity(self._run_dir) != self._place:
+            raise RunError(
+                f"{self._run_dir} was removed while the run was under way: checkpoints and events have no place any more; "
+                "start again, in a directory that stays"
+            )
 
     def wait(self) -> None:
         """Wait until what was begun is committed or has failed, on every rank."""
         if self.saver is not None:
             self.saver.wait()
 
-    def last_path(self) -> Path | None:
-        """The newest whole checkpoint, for messages that name what can be gone back to."""
-        return newest_whole(self.root).path if self.root is not None else None
+    def take(self, step: int) -> None:
+        """Step number ``step`` was taken, so what was saved before it is good."""
+        if self.saver is not None:
+            self.saver.take(step)
+
+    def settle(self) -> None:
+        """Wait until what has expired is deleted."""
+        if self.saver is not None:
+            self.saver.settle()
+
+    def fall_back(self) -> str:
+        """Set aside the checkpoints from which no step was taken, so that the newest is a good one; what to say of it.
+
+        All ranks call this together, when a step cannot be taken.
+        """
+        if self.root is None or self.saver is None:
+            return "last good checkpoint: none"
+        self.saver.settle()
+        good, doubtful = self.saver.proven.good, self.saver.proven.doubtful
+        if self.world.is_first:
+            try:
+                set_aside(self.root, doubtful)
+            except OSError as error:
+                self.reporter.warn(f"cannot set checkpoints aside in {self.root}: {error}")
+        # Whoever fails first ends the others.
+        self.world.barrier()
+        said = f"last good checkpoint: {self.root / step_name(good) if good is not None else 'none'}"
+        if not doubtful:
+            return said
+        named = ", ".join(step_name(step) for step in doubtful)
+        return f"{said} ({named} was set aside, because no step could be taken from it)"
 
     def close(self) -> None:
         """Stop the writer."""
         if self.saver is not None:
             self.saver.close()
 
-    def restore(self, held_at: Callable[[Progress], Held]) -> Restored | None:
+    def roll_back(self, held_at: Callable[[Progress], Held]) -> Restored | None:
+        """Go back to the newest good checkpoint, as ``restore`` does; None when there is none."""
+        self.fall_back()
+        good = self.saver.proven.good if self.saver is not None else None
+        return self.restore(held_at, step=-1 if good is None else good)
+
+    def restore(self, held_at: Callable[[Progress], Held], *, step: int | None = None) -> Restored | None:
         """Load the newest whole checkpoint; None when there is none to load. Refused ones are named.
 
-        The first rank chooses and all read that one: if each chose, a disk that fails one of them would set ranks to work on
-        different weights.
+        The first rank chooses, and all agree on that one's manifest before any of them loads: if each chose, or somebody
+        replaced it meanwhile, ranks would be set to work on different weights.
 
         Args:
             held_at: what this rank holds of a run that is so far, to be written to.
+            step: load the checkpoint of this step and no other.
 
         Raises:
             RunError: a rank cannot read it, or it does not fit this model or this data. All ranks raise together.
         """
         if self.root is None:
             return None
-        chosen = self._choose(self.root) if self.world.is_first else 0
-        step = int(self.world.sum_(torch.tensor([chosen], device=self.world.device))) - 1
-        if step < 0:
+        path, manifest = self._agree(self._choose(self.root, step) if self.world.is_first else None)
+        if path is None:
             return None
-        path = self.root / step_name(step)
         restored, problem = None, ""
         try:
-            restored = self._load(path, held_at)
-        except (OSError, RunError) as error:
+            restored = self._load(path, manifest, held_at)
+        except (OSError, ShoalError) as error:
             problem = f"rank {self.world.rank} cannot go on from {path}: {error}"
         failures = int(self.world.sum_(torch.tensor([int(bool(problem))], device=self.world.device)))
         if failures:
             raise RunError(problem or f"{failures} other rank(s) cannot go on from {path}")
         return restored
 
-    def _choose(self, root: Path) -> int:
-        """The step of the newest whole checkpoint plus one; 0 when there is none."""
-        found = newest_whole(root)
+    def _agree(self, chosen: Path | None) -> tuple[Path | None, str]:
+        """What the first rank chose, and the hash of its manifest."""
+        told = torch.zeros(1 + _WORDS, dtype=torch.int64, device=self.world.device)
+        if chosen is not None:
+            told[0] = 1 + (parse_step(chosen.name) or 0)
+            try:
+                digest = bytes.fromhex(hash_manifest(chosen))
+            except ShoalError:
+                digest = bytes(4 * _WORDS)  # It went away a moment ago: nobody will find this one.
+            told[1:] = torch.tensor([int.from_bytes(digest[4 * word :][:4]) for word in range(_WORDS)])
+        step, *words = self.world.sum_(told).tolist()
+        if step == 0 or self.root is None:
+            return None, ""
+        return self.root / step_name(step - 1), b"".join(word.to_bytes(4) for word in words).hex()
+
+    def _choose(self, root: Path, step: int | None) -> Path | None:
+        """The newest whole checkpoint, or that of this step; None when there is none."""
+        if step is not None and step < 0:
+            return None
+        if step is None:
+            found = newest_whole(root)
+        else:
+            path = root / step_name(step)
+            problems = verify(path) if path.is_dir() else ["it is gone"]
+            found = Found(path=None if problems else path, refused=((path, "; ".join(problems)),) if problems else ())
         for path, reason in found.refused:
             self.reporter.event(CheckpointRefused(path=str(path), reason=reason))
             self.reporter.warn(f"checkpoint {path.name} is not whole and is passed over: {reason}")
-        step = parse_step(found.path.name) if found.path is not None else None
-        return 0 if step is None else step + 1
+        return found.path
 
-    def _load(self, path: Path, held_at: Callable[[Progress], Held]) -> Restored:
+    def _load(self, path: Path, manifest: str, held_at: Callable[[Progress], Held]) -> Restored:
         prefix = f"rng/rank-{self.world.rank:03d}/"
-        checkpoint = read(path, wanted=lambda name: name.startswith(prefix))
+        checkpoint = read(path, wanted=lambda name: name.startswith(prefix), expect=manifest)
         progress = Progress.from_values(checkpoint.values.get("progress"), origin=str(path))
         if progress.step != checkpoint.step:
             raise RunError(f"its progress is of step {progress.step}, its manifest of step {checkpoint.step}")
@@ -193,10 +270,24 @@ class Persistence:
                 progress = replace(progress, position=Position(epoch=progress.position.epoch + 1))
         held = held_at(progress)
         refuse_other_state(held, checkpoint.manifest.tensors, origin=str(path))
-        import_held(held, read_local(path, held.placements), origin=str(path))
+        import_held(held, read_local(path, held.placements, expect=manifest), origin=str(path))
         # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.
         is_same_plan = checkpoint.manifest.plan == self.plan
         if not (is_same_plan and import_random_state(checkpoint.tensors, self.world.rank)):
             seed_process(self.seed + checkpoint.step, rank=self.replica)
         self.saved_step = progress.step
+        if self.saver is not None:
+            good = checkpoint.values.get(_GOOD)
+            self.saver.proven.begin(
+                progress.step, good=good if type(good) is int and 0 <= good < progress.step else None
+            )
         return Restored(progress=progress, path=path)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """By which a folder is known, whatever its name is; None when there is none of this name."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -5,13 +5,14 @@ torch, imports them, because that is the only way to know that they can be impor
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
+from shoal.core.rundir import RunDir
 from shoal.data.check import DataSummary, check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
@@ -20,7 +21,7 @@ from shoal.models.config import OwnModelConfig
 from shoal.models.facts import facts_of
 from shoal.telemetry.config import parse_window
 from shoal.telemetry.tensorboard import wants_curves
-from shoal.trainer.claim import check_claim, choose_run_dir
+from shoal.trainer.claim import check_claim, choose_run_dir, list_gentler, require_run_dir
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.layout import (
     Layout,
@@ -34,6 +35,7 @@ from shoal.trainer.layout import (
     server_settings,
 )
 from shoal.trainer.servers.rulecheck import rule_problems
+from shoal.trainer.summary import read_summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class TrainRequest:
     overrides: tuple[str, ...] = ()
     run_dir: Path | None = None
     resume: bool = False
+    may_start: bool = False
+    """With ``resume``: start a run where there is no run directory to go on in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +95,11 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     """
     recipe, plan, layout = read_request(request)
     run_dir = choose_run_dir(request.recipe.stem, given=request.run_dir, resume=request.resume)
+    if request.resume and not request.may_start:
+        require_run_dir(run_dir)
     check_claim(run_dir, recipe, resume=request.resume)
-    return check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own, tries=True)
+    prepared = check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own, tries=True)
+    return replace(prepared, remarks=(*prepared.remarks, *list_gentler(RunDir(run_dir), recipe), *_odd_files(run_dir)))
 
 
 def check_parts(
@@ -132,6 +139,11 @@ def check_parts(
     if recipe.optim.schedule == "plateau" and recipe.eval.every == 0:
         raise RequestError(
             "optim.schedule plateau lowers the rate after evaluations, and eval.every is 0: there would be none; set eval.every"
+        )
+    if recipe.train.rollback_after and recipe.checkpoint.every == 0:
+        raise RequestError(
+            f"train.rollback_after {recipe.train.rollback_after} goes back to a checkpoint, and checkpoint.every is 0: "
+            "there would be none; set checkpoint.every"
         )
     total = count_steps(recipe.train, num_samples=data.train, tokens_per_sample=data.spec.tokens_per_sample)
     return Prepared(
@@ -184,6 +196,13 @@ def try_own_parts(recipe: Recipe, plan: Plan, *, own: OwnParts) -> tuple[str, ..
     """
     is_own = isinstance(recipe.model, OwnModelConfig) or isinstance(recipe.data, OwnDataConfig)
     return own.try_parts(recipe, plan) if is_own or recipe.model.loss is not None else ()
+
+
+def _odd_files(run_dir: Path) -> Iterator[str]:
+    """What is in a run directory, is not what its name says, and can be done without."""
+    summary = RunDir(run_dir).summary
+    if summary.exists() and read_summary(run_dir) is None:
+        yield f"{summary} is not a summary; it is passed over, and written anew"
 
 
 def _asks_the_module(recipe: Recipe, plan: Plan, facts: ModelFacts | None) -> bool:

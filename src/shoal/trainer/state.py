@@ -5,8 +5,10 @@ as JSON. A run that loads both takes the very step that it would have taken.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ from shoal.optim.state import export_state
 from shoal.parallel.apply import Laid
 from shoal.parallel.owners import gather_whole, is_spokesman
 from shoal.parallel.reduction import Reduction
+from shoal.trainer.recovery import Recovery
+
+_MAX_COUNT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,7 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
     """Steps whose update was left out."""
+    recovery: Recovery = field(default_factory=Recovery)
     stream: str = ""
     """Of an asynchronous pipeline: what its versions of weights belong to; empty without one."""
     stream_start: int = 0
@@ -64,21 +70,60 @@ class Progress:
         """
         try:
             plain = dict(values)
+            recovery = dict(plain.pop("recovery", {}))
             progress = cls(
                 position=Position(**plain.pop("position")),
                 loss_scale=LossScale(**plain.pop("loss_scale")),
                 plateau=PlateauState(**plain.pop("plateau")),
+                recovery=Recovery(**{**recovery, "losses": tuple(recovery.get("losses", ()))}),
                 **plain,
             )
-            counts = (progress.step, progress.tokens, progress.position.epoch, progress.position.offset)
-            is_possible = (
-                all(isinstance(count, int) and count >= 0 for count in counts) and progress.loss_scale.scale > 0
-            )
         except (KeyError, TypeError, ValueError) as error:
-            raise RunError(f"{origin} does not say how far it was: {error!r}") from error
-        if not is_possible:
-            raise RunError(f"{origin} says that it was at an impossible place: {progress}")
+            raise RunError(f"{origin} does not say how far it was: {error}") from error
+        impossible = _impossible(progress)
+        if impossible is not None:
+            name, value = impossible
+            raise RunError(f"{origin} says that it was at an impossible place: {name} is {str(value)[:80]!r}")
         return progress
+
+
+def _impossible(progress: Progress) -> tuple[str, Any] | None:
+    """The first field whose value no run can have."""
+    scale, plateau, recovery = progress.loss_scale, progress.plateau, progress.recovery
+    counts = {
+        "step": progress.step,
+        "tokens": progress.tokens,
+        "skipped": progress.skipped,
+        "stream_start": progress.stream_start,
+        "position.epoch": progress.position.epoch,
+        "position.offset": progress.position.offset,
+        "loss_scale.good_steps": scale.good_steps,
+        "plateau.num_worse": plateau.num_worse,
+        "recovery.left_out": recovery.left_out,
+        "recovery.rollbacks": recovery.rollbacks,
+    }
+    losses = {
+        "first_loss": progress.first_loss,
+        "last_loss": progress.last_loss,
+        "validation_loss": progress.validation_loss,
+        "plateau.best": plateau.best,
+        **{f"recovery.losses[{place}]": loss for place, loss in enumerate(recovery.losses)},
+    }
+    above_zero = {"loss_scale.scale": scale.scale, "plateau.factor": plateau.factor}
+    # By exact type: True is an int in Python, and no count.
+    wrong: list[tuple[str, Any]] = [
+        item for item in counts.items() if type(item[1]) is not int or not 0 <= item[1] <= _MAX_COUNT
+    ]
+    wrong += [(name, loss) for name, loss in losses.items() if type(loss) not in (float, int, NoneType)]
+    wrong += [
+        (name, one) for name, one in above_zero.items() if type(one) not in (float, int) or not 0 < one < math.inf
+    ]
+    seconds = progress.trained_seconds
+    if type(seconds) not in (float, int) or not 0 <= seconds < math.inf:
+        wrong.append(("trained_seconds", seconds))
+    if type(progress.stream) is not str:
+        wrong.append(("stream", progress.stream))
+    return wrong[0] if wrong else None
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:

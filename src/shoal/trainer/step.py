@@ -37,7 +37,9 @@ class StepResult:
     loss: float
     grad_norm: float
     is_finite: bool
-    """Loss and gradient are finite; the update was applied exactly then."""
+    """Loss and gradient are finite."""
+    is_taken: bool
+    """The update was applied: they are finite, and the loss is not above its limit."""
     stop_requested: bool
 
 
@@ -84,8 +86,17 @@ class StepRunner:
         self.has_batch_norm = batchnorm.is_applied(model)
         self.passengers = self.bare_objective.passengers
 
-    def run(self, batch: StepBatch, *, step: int, lr: float, loss_scale: LossScale, stop: bool) -> StepResult:
-        """Take step number ``step`` (counted from 0) on ``batch``."""
+    def run(
+        self,
+        batch: StepBatch,
+        *,
+        step: int,
+        lr: float,
+        loss_scale: LossScale,
+        stop: bool,
+        loss_limit: float = math.inf,
+    ) -> StepResult:
+        """Take step number ``step`` (counted from 0) on ``batch``, unless its loss is above ``loss_limit``."""
         set_rate(self.optimizer, lr)
         loss, stop_requested = self.compute(batch, step=step, scale=loss_scale.scale, stop=stop)
         if self.on_gradients is not None:
@@ -95,15 +106,18 @@ class StepRunner:
         gradients = {name: parameter.grad for name, parameter in updated.items() if parameter.grad is not None}
         norm = global_norm(gradients.items(), exact=self.clip is not None, norms=self.norms) / loss_scale.scale
         is_finite = math.isfinite(norm) and math.isfinite(loss)
-        if is_finite:
+        is_taken = is_finite and loss <= loss_limit
+        if is_taken:
             self.enter("optimizer", step)
             clip_(gradients.values(), norm=norm, limit=self.clip, loss_scale=loss_scale.scale)
             self.optimizer.step()
             self.reduction.publish()
         if self.has_batch_norm:
             self.enter("wait: batch norm statistics", step)
-            batchnorm.fold(self.model, keep=is_finite)
-        return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, stop_requested=stop_requested)
+            batchnorm.fold(self.model, keep=is_taken)
+        return StepResult(
+            loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_taken, stop_requested=stop_requested
+        )
 
     def compute(self, batch: StepBatch, *, step: int, scale: float = 1.0, stop: bool = False) -> tuple[float, bool]:
         """Leave the summed gradient of a batch in ``.grad``; its loss over all ranks, and whether one of them wishes to stop."""

@@ -191,15 +191,22 @@ class Stream:
             numbers[2 * steps + place] = sum(not math.isfinite(square) for square in squares)
         numbers[-1] = float(stop)
         told = mesh.everyone.sum_(numbers.to(self.runner.world.device)).tolist()
+        finite = [math.isfinite(told[place]) and told[2 * steps + place] == 0 for place in range(steps)]
         return [
             StepResult(
                 loss=told[place],
                 grad_norm=math.sqrt(told[steps + place]),
-                is_finite=math.isfinite(told[place]) and told[2 * steps + place] == 0,
+                is_finite=finite[place],
+                is_taken=finite[place],
                 stop_requested=told[-1] > 0,
             )
             for place in range(steps)
         ]
+
+    @property
+    def lag(self) -> int:
+        """Steps until every stage has computed with the weights of a checkpoint: older versions come first."""
+        return 1 + -(-self.plan.pp // self._microbatches)
 
     def window_length(self, step: int, total_steps: int, periods: Sequence[int]) -> int:
         """Steps from ``step`` on until something wants the pipeline empty: the end, or what happens every so many steps."""
@@ -232,10 +239,10 @@ class Stream:
         return replace(progress, stream=self.signature, stream_start=self.start)
 
 
-def nonfinite(result: StepResult, *, step: int, plan: Plan, checkpoint: object) -> RunError:
+def nonfinite(result: StepResult, *, step: int, plan: Plan, fallback: str) -> RunError:
     """The end of a run whose loss or gradient is not a number any more."""
     return RunError(
         f"step {step}: loss {result.loss}, gradient norm {result.grad_norm} under schedule={plan.schedule}, whose stages update "
-        f"before they know of each other; last good checkpoint: {checkpoint or 'none'}. Lower optim.lr or set optim.clip; "
+        f"before they know of each other; {fallback}. Resume with a lower optim.lr or with optim.clip; "
         "schedule=1f1b names the rank and the parameter"
     )

@@ -21,6 +21,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, witness: Witness | None 
         "stopped_by": trainer.stopped_by,
         "steps": progress.step,
         "skipped_steps": progress.skipped,
+        "rollbacks": progress.recovery.rollbacks,
         "first_loss": progress.first_loss,
         "final_loss": progress.last_loss,
         "validation_loss": progress.validation_loss,

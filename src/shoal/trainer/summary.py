@@ -6,15 +6,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, replace_text
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Replace ``summary.json`` in one piece: a reader sees the old one or the new one."""
+    """Replace ``summary.json`` in one piece: a reader sees the old one or the new one.
+
+    Raises:
+        RunError: the disk refused.
+    """
     # JSON has no NaN: a loss that was one is null here, as in every other file that programs read.
     plain = {key: _finite(value) for key, value in summary.items()}
-    replace_text(RunDir(run_dir).summary, json.dumps(plain, indent=2, allow_nan=False) + "\n")
+    path = RunDir(run_dir).summary
+    try:
+        replace_text(path, json.dumps(plain, indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror}; is {run_dir} still there, and is the disk full?"
+        ) from error
 
 
 def _finite(value: Any) -> Any:
@@ -22,13 +33,13 @@ def _finite(value: Any) -> Any:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run directory, or None when it has none yet."""
+    """The summary of a run directory, or None when it has none yet, or something that is none."""
     try:
-        text = RunDir(run_dir).summary.read_text()
-    except FileNotFoundError:
+        found = json.loads(RunDir(run_dir).summary.read_bytes())
+    except (OSError, ValueError, RecursionError):
         return None
-    found: dict[str, Any] = json.loads(text)
-    return found
+    is_one = isinstance(found, dict) and type(found.get("status")) is str and type(found.get("steps")) is int
+    return found if is_one else None
 
 
 def summarise_servers(

@@ -24,7 +24,7 @@ from shoal.comm.world import Place, join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
 from shoal.core.plan import Plan
-from shoal.core.rundir import RunDir
+from shoal.core.rundir import RunDir, withhold
 from shoal.elastic.reports import ErrorReport, write_report
 from shoal.elastic.verdict import EXIT_INTERRUPTED
 from shoal.telemetry.board import Board, Heartbeat, RankSlot, SlotState
@@ -57,6 +57,7 @@ def run_rank(
     run = RunDir(run_dir)
     recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
     plan = Plan.parse(read_plan(run_dir))
+    withhold(recipe.run.readable_by)
     place = Place.read(environment)
     torch.set_num_threads(recipe.train.threads or default_threads(place.world_size))
     slot = slot or attach_slot(environment)

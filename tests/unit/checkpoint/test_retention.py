@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint_maker import contents, expected, make
-from shoal.checkpoint.retention import expire, expired
+from shoal.checkpoint.proven import Proven
+from shoal.checkpoint.retention import expire, expired, set_aside
+from shoal.checkpoint.sweep import sweep
 from shoal.checkpoint.whole import newest_whole
 
 
@@ -36,6 +38,46 @@ def test_the_newest_always_stays_and_no_more_than_needed_goes(steps, keep, keep_
     assert not gone & set(older[-keep:]) and gone <= set(older)
     stays = {step for step in older if step not in gone}
     assert stays == set(older[-keep:]) | {step for step in older if keep_every is not None and step % keep_every == 0}
+
+
+def test_the_newest_good_one_stays_beside_those_that_are_kept():
+    assert expired([10, 20, 30, 40], newest=40, keep=1, keep_every=None, good=20) == [10, 30]
+    assert expired([10, 20, 30, 40], newest=40, keep=1, keep_every=None, good=40) == [10, 20, 30]
+    assert expired([10, 20, 30, 40], newest=40, keep=3, keep_every=None, good=30) == [10]
+
+
+def test_a_checkpoint_is_good_once_a_step_was_taken_from_it():
+    proven = Proven()
+    assert not proven.take(4) and proven.good is None
+    proven.commit(5)
+    assert (proven.good, proven.doubtful) == (None, (5,))
+    assert proven.take(6) and (proven.good, proven.doubtful) == (5, ())
+    # A save that was under way when the next step was taken is good as soon as it is there.
+    assert not proven.take(7) and not proven.take(8)
+    proven.commit(7)
+    proven.commit(8)
+    assert (proven.good, proven.doubtful) == (7, (8,))
+    assert proven.take(9)
+    # A run that goes on from 8 does not know that yet, and knows of 7 by what 8 says.
+    again = Proven()
+    again.begin(8, good=7)
+    assert (again.good, again.doubtful) == (7, (8,))
+
+
+def test_what_is_set_aside_is_no_checkpoint_any_more_and_stays_for_a_look(tmp_path):
+    for step in (10, 20, 30):
+        make(tmp_path, step)
+    assert set_aside(tmp_path, [20, 30, 40]) == [20, 30]
+    assert newest_whole(tmp_path).path == tmp_path / "step-00000010"
+    assert sweep(tmp_path) == []
+    aside = [path for path in tmp_path.iterdir() if path.name.startswith(".aside-")]
+    assert (
+        sorted(contents(path) == expected(step) for path, step in zip(sorted(aside), (20, 30), strict=True))
+        == [True] * 2
+    )
+    # Only the last time is kept.
+    assert set_aside(tmp_path, [10]) == [10]
+    assert [path.name[:20] for path in tmp_path.iterdir()] == [".aside-step-00000010"]
 
 
 def test_expired_ones_are_deleted_and_the_rest_is_untouched(tmp_path):

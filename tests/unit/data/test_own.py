@@ -68,6 +68,9 @@ def torn(): return {"train": Torn(5)}
 def made_up():
     drawn = torch.randn(8, 3) + torch.from_numpy(np.random.rand(8, 3)) + random.random()
     return {"train": TensorDataset(drawn, torch.zeros(8))}
+def negative(): return Points(-1)
+def text_long(): return Points("many")
+def part_negative(): return {"train": Points(5), "test": Points(-1)}
 def triples(): return TensorDataset(torch.zeros(9), torch.zeros(9), torch.zeros(9))
 """
 
@@ -137,6 +140,9 @@ def test_ignored_targets_have_no_weight() -> None:
         ("text_input", "its input is a str"),
         ("dict_sample", "a sample is a dict with the keys 'x', 'y'"),
         ("odd_validation", "first sample of the validation split: its target is a dict"),
+        ("negative", r"the length of its Points failed: ValueError: __len__\(\) should return >= 0"),
+        ("text_long", "the length of its Points failed: TypeError"),
+        ("part_negative", "the length of its Points failed"),
     ],
 )
 def test_what_is_no_dataset_is_refused(name: str, message: str) -> None:

@@ -21,8 +21,13 @@ def keep_forecast(run_dir: Path, page: Mapping[str, Any] | None, *, resume: bool
     if not resume or not path.exists():
         path.unlink(missing_ok=True)
         return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # A forecast that cannot be read is none; nothing else depends on it.
+    return (
+        found if isinstance(found, dict) and {"plan", "machine", "seconds", "bubble", "ranks"} <= found.keys() else None
+    )
 
 
 def with_forecast(ended: Ended, page: Mapping[str, Any], run_dir: Path) -> Ended:

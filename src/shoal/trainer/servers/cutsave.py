@@ -7,7 +7,7 @@ under any plan, shown, verified and exported.
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.checkpoint.reader import read_local
+from shoal.checkpoint.proven import Proven
+from shoal.checkpoint.reader import read, read_local
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.vote import Phase
-from shoal.checkpoint.whole import glance, newest_whole
+from shoal.checkpoint.whole import hash_manifest, newest_whole
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.core.events import CheckpointFailed, Event
@@ -73,6 +74,9 @@ class CutSaver:
         self._given_report = report
         self._settle = settle
         self._saver: Saver | None = None
+        self._proven = Proven()
+        self._versions: dict[int, int] = {}
+        """Of the checkpoints from which no gradient has come yet, by step."""
         self._voters = ""
         self._version = -1
         self.failure: str | None = None
@@ -100,7 +104,20 @@ class CutSaver:
         assert self._saver is not None
         tensors, placements = self._held(server)
         self._version = version
+        self._versions[step] = version
         await asyncio.to_thread(self._saver.save, step, tensors, values, None, placements)
+
+    def begin(self, step: int) -> None:
+        """The run goes on from the checkpoint of this step."""
+        self._proven.begin(step, good=None)
+        self._versions.clear()
+
+    def take(self, versions: Sequence[int]) -> None:
+        """Finite gradients came from these versions of the weights: a checkpoint that is no newer than all of them is good."""
+        good = [step for step, version in self._versions.items() if version <= min(versions, default=-1)]
+        if good and self._saver is not None:
+            self._saver.take(max(good) + 1)
+            self._versions = {step: version for step, version in self._versions.items() if step > max(good)}
 
     async def save_last(self, server: Server, values: Mapping[str, Any], *, step: int, version: int) -> None:
         """See that the end of the run is written, by this server or by others, whoever answers for the shards by then.
@@ -191,6 +208,7 @@ class CutSaver:
             report=self._report,
             settle=self._settle,
             vote=vote,
+            proven=self._proven,
         )
 
     def _report(self, event: Event) -> None:
@@ -258,26 +276,32 @@ def join_rows(
     )
 
 
-def read_checkpoint(run_dir: Path) -> tuple[Path, Progress, str | None] | None:
-    """The newest whole checkpoint, how far it is, and the book in it, where parameter servers wrote it; None: there is none."""
+def read_checkpoint(run_dir: Path) -> tuple[Path, str, Progress, str | None] | None:
+    """The newest whole checkpoint, its manifest's hash, how far it is, and the book in it, where parameter servers wrote it.
+
+    None when there is none.
+    """
     found = newest_whole(RunDir(run_dir).checkpoints)
     if found.path is None:
         return None
-    values = glance(found.path).values
+    manifest = hash_manifest(found.path)
+    values = read(found.path, wanted=lambda _: False, expect=manifest).values
     progress = Progress.from_values(values.get("progress"), origin=str(found.path))
     book = values.get(BOOK)
-    return found.path, progress, json.dumps(book) if book is not None else None
+    return found.path, manifest, progress, json.dumps(book) if book is not None else None
 
 
-def load_shard(state: ShardState, path: Path, saved_names: Mapping[str, str], *, version: int) -> None:
-    """Fill a shard from a checkpoint that any plan wrote.
+def load_shard(
+    state: ShardState, path: Path, saved_names: Mapping[str, str], *, version: int, expect: str | None = None
+) -> None:
+    """Fill a shard from a checkpoint that any plan wrote; ``expect`` is the hash of its manifest.
 
     Raises:
         RunError: it is of another model or another optimizer.
     """
     tensors, placements = held_by(state, saved_names)
     tensors, placements = merge_parts(tensors, placements)
-    loaded = read_local(path, placements)
+    loaded = read_local(path, placements, expect=expect)
     for name, target in tensors.items():
         if loaded[name].shape != target.shape or loaded[name].dtype != target.dtype:
             raise RunError(

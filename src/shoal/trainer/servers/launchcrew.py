@@ -1,5 +1,6 @@
 """A run with parameter servers, seen from the command line: the crew, then the closing, then a summary like any other."""
 
+import contextlib
 import json
 import signal
 import sys
@@ -7,7 +8,7 @@ import time
 from typing import Any
 
 from shoal.checkpoint.sweep import sweep
-from shoal.core.errors import EXIT_DONE
+from shoal.core.errors import EXIT_DONE, RunError
 from shoal.core.rundir import RunDir
 from shoal.elastic.verdict import EXIT_INTERRUPTED
 from shoal.telemetry.live import build_display
@@ -15,6 +16,7 @@ from shoal.trainer.ended import Ended
 from shoal.trainer.layout import default_threads
 from shoal.trainer.request import Prepared
 from shoal.trainer.servers.crew import CrewEnd, CrewRequest, run_crew
+from shoal.trainer.servers.fallback import fall_back
 from shoal.trainer.servers.tally import count_dropped
 from shoal.trainer.servers.tidings import count_tidings
 from shoal.trainer.summary import summarise_death, summarise_servers, write_summary
@@ -58,7 +60,7 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
     sweep(RunDir(run_dir).checkpoints)
     wall = time.time() - started
     if end.exit_code != EXIT_DONE:
-        return _failed(prepared, end, before, wall_seconds=wall)
+        return _failed(prepared, end, before, started=started)
     summary = _summarise(prepared, end, json.loads(found.read_text()), wall_seconds=wall)
     found.unlink()
     write_summary(run_dir, summary)
@@ -81,18 +83,22 @@ def _summarise(prepared: Prepared, end: CrewEnd, found: dict[str, Any], *, wall_
     )
 
 
-def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, wall_seconds: float) -> Ended:
+def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, started: float) -> Ended:
     summary = summarise_death(
         status="failed" if end.signal is None else "interrupted",
         plan=str(prepared.layout.plan),
         world_size=prepared.layout.world_size,
         step=end.step,
         cause=end.cause.splitlines()[0] if end.cause else "unknown",
-        wall_seconds=wall_seconds,
+        wall_seconds=time.time() - started,
         before=before,
     )
     summary |= {"deaths": end.num_deaths, **count_tidings(prepared.run_dir)}
     summary["messages_dropped"] = count_dropped(prepared.run_dir)
-    write_summary(prepared.run_dir, summary)
+    with contextlib.suppress(RunError):
+        write_summary(prepared.run_dir, summary)
     print(f"error: {end.cause}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        if said := fall_back(prepared.run_dir, since=started):
+            print(said, file=sys.stderr)
     return Ended(exit_code=end.exit_code, summary=summary, was_orderly=False)

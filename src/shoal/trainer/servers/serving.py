@@ -198,6 +198,8 @@ class Start:
     """Where a run goes on."""
 
     path: Path
+    manifest: str
+    """The hash of its manifest: nothing is read of another checkpoint that has taken its name."""
     step: int
     progress: Progress
     book: str | None
@@ -245,13 +247,13 @@ class ShardSource:
         found = read_checkpoint(self.place.kept_dir) if self.place.resume or again else None
         self.start = None
         if found is not None:
-            path, progress, book = found
+            path, manifest, progress, book = found
             accepted = self.place.recipe.checkpoint.other_data
             with ends_the_run():
                 remark = refuse_other_data(glance(path).values, self.same_data.fingerprint, accepted=accepted)
             if remark is not None:
                 print(f"warning: {remark}", file=sys.stderr, flush=True)
-            self.start = Start(path=path, step=progress.step, progress=progress, book=book)
+            self.start = Start(path=path, manifest=manifest, step=progress.step, progress=progress, book=book)
 
     def rate(self, number: int) -> float:
         """The learning rate of a round."""
@@ -263,7 +265,8 @@ class ShardSource:
         """A shard as it is before the first round that this run makes."""
         state = self.make_copy(number)
         if self.start is not None:
-            load_shard(state, self.start.path, self.saved_names, version=self._make_book().closed)
+            version = self._make_book().closed
+            load_shard(state, self.start.path, self.saved_names, version=version, expect=self.start.manifest)
         return state
 
     def make_copy(self, number: int) -> ShardState:
@@ -338,6 +341,8 @@ class Diary:
             if source.start is not None
             else Progress(position=position_of(0, len(source.data.train), recipe.train.global_batch))
         )
+        if source.start is not None:
+            self._saver.begin(source.start.step)
         self._reported = self._progress.step
         self._since = time.monotonic()
         self._losses: list[tuple[float, float]] = []
@@ -371,6 +376,8 @@ class Diary:
         """A round is applied to every shard here."""
         self._losses.append((made.loss, made.weight))
         self._samples += made.samples
+        if math.isfinite(made.loss):
+            self._saver.take(made.versions)
         step = made.settled // self._place.plan.num_shares
         if not self._place.rule.is_stepwise or made.num_duplicates:
             self._untold.append(self._update_applied(server, made))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.core.errors import EXIT_DONE
+from shoal.core.rundir import make_run_dir, withhold
 from shoal.telemetry.board import Board
 from shoal.telemetry.live import build_display
 from shoal.telemetry.progress import Display
@@ -37,10 +38,12 @@ def run_server(place: MemberPlace, prepared: Prepared) -> tuple[int, dict[str, A
         print(f"{place.kept_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
         return EXIT_DONE, finished
     # The folder belongs to the first server; the others write into it what all of them have agreed on.
-    claim = Claim(place.kept_dir) if place.rank == 0 else None
+    readers = place.recipe.run.readable_by
+    withhold(readers)
+    claim = Claim(place.kept_dir, readers=readers) if place.rank == 0 else None
     if claim is not None:
         claim.write(prepared.recipe, place.plan)
-    place.kept_dir.mkdir(parents=True, exist_ok=True)
+    make_run_dir(place.kept_dir, readers)
     started, written = time.time(), list[dict[str, Any]]()
 
     def conclude(halt: str) -> None:

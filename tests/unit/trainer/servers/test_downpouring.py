@@ -69,7 +69,15 @@ def test_several_workers_with_background_fetches_do_every_portion_once(tmp_path)
     recipe = recipe_of("optim.name=adagrad", "paramserver.overlap=true", "paramserver.warm_start=3", "train.steps=10")
     found = run_inside(tmp_path, "ps=2 workers=2 update=downpour:2,3", recipe)
     assert found.steps[-1]["step"] == 10
-    _, _, text = read_checkpoint(found.run_dir)
+    *_, text = read_checkpoint(found.run_dir)
     book = json.loads(text)
     assert (book["portions"]["opened"], book["portions"]["todo"], book["portions"]["doing"]) == (10, [], [])
     assert (book["duplicates"], book["dropped"], book["pending"]) == (0, 0, [])
+
+
+def test_the_checkpoint_that_gradients_came_from_is_kept_beside_the_newest(tmp_path):
+    """Nobody has computed with the newest yet, and it may be the one that no finite gradient comes from."""
+    recipe = recipe_of("checkpoint.every=1", "checkpoint.keep=1", "train.steps=4")
+    found = run_inside(tmp_path, "ps=2 workers=1", recipe)
+    kept = sorted(path.name for path in (found.run_dir / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000004"]
