@@ -96,8 +96,7 @@ class Trainer:
         self.elastic_config = elastic or ElasticConfig()
         telemetry = telemetry or TelemetryConfig()
         self.data = data
-        self.prefetch = prefetch
-        self.workers = workers
+        self.prefetch, self.workers = prefetch, workers
         self.world = world or join_world(environment, deadline_seconds=self.elastic_config.collective_deadline)
         plan = plan or Plan()
         plan = replace(plan, dp=self.world.size // plan.ranks_per_replica) if plan.dp is None else plan
