@@ -79,7 +79,9 @@ def run_rank(
         world.barrier()
         if trainer.persistence.failure is not None:
             raise RunError(f"the last checkpoint could not be written: {trainer.persistence.failure}")
-        return trainer.status
+    if slot is not None:
+        slot.finish(trainer.status, heard=stop_wish.number)
+    return trainer.status
 
 
 class StopWish:
@@ -87,6 +89,8 @@ class StopWish:
 
     def __init__(self, *, listen_to_ctrl_c: bool) -> None:
         self._reason: str | None = None
+        self.number = 0
+        """Of the signal; 0 while none came."""
         self._listener: Callable[[str], None] | None = None
         for number in (signal.SIGTERM, signal.SIGINT) if listen_to_ctrl_c else (signal.SIGTERM,):
             signal.signal(number, self._hear)
@@ -94,7 +98,7 @@ class StopWish:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _hear(self, number: int, _frame: object) -> None:
-        self._reason = signal.Signals(number).name
+        self.number, self._reason = number, signal.Signals(number).name
         if self._listener is not None:
             self._listener(self._reason)
 

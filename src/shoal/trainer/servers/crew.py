@@ -304,18 +304,18 @@ class Crew:
 
     def _take_end(self, place: _Place) -> None:
         assert place.process is not None and place.process.returncode is not None
-        code, leader = place.process.returncode, place.leader
-        if code == EXIT_DONE or self._last_until < float("inf"):
-            self._take_done(place, code)
+        is_done, leader = self._has_finished(place), place.leader
+        if is_done or self._last_until < float("inf"):
+            self._take_done(place, is_done=is_done)
             return
-        place, process = _culprit(place)
-        code = process.returncode or EXIT_NO
+        place, process = self._culprit(place)
+        code = process.returncode
         if code == EXIT_WRONG_REQUEST:
             # A run that has made a step was right in the beginning; what it has written is not to be taken for nothing.
             self._failure = (EXIT_NO if self._step else EXIT_WRONG_REQUEST, self._tail(place.rank))
             return
         self._num_deaths += 1
-        how = f"killed by {name_signal(-code)}" if code < 0 else f"exit code {code}"
+        how = _describe_end(code)
         self._herald.tell(Dead(member=leader.incarnation, reason=how))
         for other in leader.group:
             # What becomes of the others now is no news.
@@ -342,12 +342,28 @@ class Crew:
         if place.role == "server":
             self._recall_workers()
 
-    def _take_done(self, place: _Place, code: int) -> None:
+    def _has_finished(self, place: _Place) -> bool:
+        """Whether a process that has ended did what it was for: it says so itself, on the board (``entry.py``)."""
+        state, process = self._board.slot(place.rank).read(), place.process
+        has_said = process is not None and state.pid == process.pid and state.said == "completed"
+        return has_said and process is not None and process.returncode == EXIT_DONE
+
+    def _culprit(self, place: _Place) -> tuple[_Place, Started]:
+        """Of a group whose end was seen in one of its ranks, the one to blame, and its process: the others end because of it."""
+        assert place.process is not None
+        for other in place.group:
+            code = None if other.process is None else other.process.returncode
+            left = code == EXIT_DONE and not self._has_finished(other)
+            if other.process is not None and code is not None and (code < 0 or code == EXIT_WRONG_REQUEST or left):
+                return other, other.process
+        return place, place.process
+
+    def _take_done(self, place: _Place, *, is_done: bool) -> None:
         """A process ended in order, or at a time when nobody is started again."""
         if place is place.leader:
             for other in place.group:
                 other.is_done = True
-        if code == EXIT_DONE and place.role == "server":
+        if is_done and place.role == "server":
             self._last_until = min(self._last_until, time.monotonic() + _LAST_SECONDS)
 
     def _too_many(self, place: _Place, how: str) -> str:
@@ -420,14 +436,10 @@ def _make_places(request: CrewRequest) -> list[_Place]:
     return places
 
 
-def _culprit(place: _Place) -> tuple[_Place, Started]:
-    """Of a group whose end was seen in one of its ranks, the one to blame, and its process: the others end because of that."""
-    assert place.process is not None
-    for other in place.group:
-        code = None if other.process is None else other.process.returncode
-        if other.process is not None and code is not None and (code < 0 or code == EXIT_WRONG_REQUEST):
-            return other, other.process
-    return place, place.process
+def _describe_end(code: int | None) -> str:
+    if code == EXIT_DONE:
+        return "it left with exit code 0 without having finished"
+    return f"killed by {name_signal(-code)}" if code is not None and code < 0 else f"exit code {code}"
 
 
 def _is_silent(state: SlotState, pid: int, seconds: float) -> bool:
