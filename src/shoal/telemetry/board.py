@@ -70,20 +70,30 @@ class RankSlot:
         self._phase_at = start + _HEADER_BYTES
         self._metrics_at = self._phase_at + _PHASE_BYTES
         self._encoded: dict[str, bytes] = {}
+        self._owner = 0
 
     def claim(self) -> None:
         """Say that this process is the one that writes here, after a first beat: who reads its name must not find another's."""
         self.beat()
         # What the process before it said is not this one's.
         self._words[_SAID] = self._words[_HEARD] = 0
-        self._words[_PID] = os.getpid()
+        self._words[_PID] = self._owner = os.getpid()
 
     def beat(self) -> None:
         """Say that this process runs."""
         self._words[_HEARTBEAT] = time.monotonic_ns()
 
     def enter(self, phase: str, step: int) -> None:
-        """Say that a phase begins. Phases in which a rank waits for others are named ``wait: <operation>``."""
+        """Say that a phase begins. Phases in which a rank waits for others are named ``wait: <operation>``.
+
+        Raises:
+            RunError: this is a fork of the process whose slot this is, and goes on as if it were that one.
+        """
+        if self._owner and os.getpid() != self._owner:
+            raise RunError(
+                f"process {os.getpid()} is a fork of rank {self.rank} (process {self._owner}) that was let return into training; "
+                f"end it where it was forked, with os._exit"
+            )
         encoded = self._encoded.get(phase)
         if encoded is None:
             encoded = self._encoded[phase] = _pad(phase)

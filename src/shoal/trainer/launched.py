@@ -58,7 +58,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     started, before = time.time(), read_summary(run_dir)
     try:
         run_rank(run_dir, resume=request.resume, store=PrefixStore("ranks", store), slot=board.slot(0))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         state = board.slot(0).read()
         report_failure(run_dir, error, os.environ, state=state)
         if claim is not None:
@@ -85,7 +85,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     return _EXIT_CODES.get(str(summary["stopped_by"]) if summary else "", EXIT_DONE), summary
 
 
-def _tell(error: Exception, rank: int, state: SlotState) -> ShoalError:
+def _tell(error: BaseException, rank: int, state: SlotState) -> ShoalError:
     """The error as the user should read it; a traceback only where nobody foresaw it."""
     where = f"rank {rank} failed at step {state.step} in phase {state.phase!r}"
     if isinstance(error, RequestError):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch types this name only there
 
 from shoal.comm.channel import PeerLost
+from shoal.comm.lifeline import end_if_forked
 from shoal.comm.world import Place, join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
@@ -164,15 +165,18 @@ def main() -> None:
     """Entry point of a supervised rank."""
     # The supervisor asks a rank that hangs for its stacks before it ends it.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    owner = os.getpid()
     run_dir, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
     try:
         status = run_rank(run_dir, resume=resume)
     except BaseException as error:
+        end_if_forked(owner)
         report_failure(run_dir, error, os.environ)
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: threads and groups in an unknown state could keep a dying rank alive, and its peers waiting.
         os._exit(EXIT_WRONG_REQUEST if isinstance(error, RequestError) else EXIT_NO)
+    end_if_forked(owner)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_INTERRUPTED if status == "interrupted" else EXIT_DONE)

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from shoal.comm.lifeline import end_if_forked
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError
 from shoal.core.plan import Plan
@@ -52,10 +53,10 @@ def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
     return given.role, place
 
 
-def _say_done(place: MemberPlace, owner: int) -> None:
+def _say_done(place: MemberPlace) -> None:
     """Tell the crew that this process did what it was for: an exit code of 0 says only that something called exit."""
     slot = attach_slot(place)
-    if slot is not None and os.getpid() == owner:
+    if slot is not None:
         slot.claim()  # A center had no use for it until now.
         slot.finish("completed")
 
@@ -74,11 +75,13 @@ def run_process(run: Callable[[str, MemberPlace], None]) -> None:
     try:
         role, place = read_place(sys.argv[1:])
         run(role, place)
-        _say_done(place, owner)
+        end_if_forked(owner)
+        _say_done(place)
     except RequestError as error:
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_WRONG_REQUEST
     except BaseException:
+        end_if_forked(owner)
         traceback.print_exc()
         code = EXIT_NO
     sys.stdout.flush()
