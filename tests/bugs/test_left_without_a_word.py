@@ -9,10 +9,13 @@ them, and the command exited with 0. Now a process has done its work when it has
 import json
 import os
 import signal
+import subprocess
+import sys
 
+import psutil
 import pytest
 
-from harness import ranks_of, read_summary, wait_for_step
+from harness import ranks_of, read_summary, wait_for_step, wait_until
 
 MODEL = """
 import os, sys, torch
@@ -83,6 +86,7 @@ def test_a_rank_that_leaves_with_0_is_the_culprit(shoal, plant, who):
     assert read_summary(shoal.folder / "run")["status"] == "failed"
 
 
+@pytest.mark.soak
 def test_one_that_leaves_is_started_again(shoal, plant):
     plant(who="1", spared=True)
     done = shoal.run("train", "own.toml", "--run-dir", "run", "--max-restarts", "1")
@@ -90,6 +94,7 @@ def test_one_that_leaves_is_started_again(shoal, plant):
     assert read_summary(shoal.folder / "run")["steps"] == 9
 
 
+@pytest.mark.soak
 def test_sys_exit_of_the_only_rank_is_told_with_its_place(shoal, plant):
     plant(who="0", leave="sys.exit(0)")
     done = shoal.run("train", "own.toml", "--plan", "dp=1", "--run-dir", "run", expect=1)
@@ -127,6 +132,7 @@ def test_a_worker_that_leaves_is_replaced_and_told_of(shoal, plant):
     assert (summary["status"], summary["steps"], summary["deaths"]) == ("completed", 9, 1)
 
 
+@pytest.mark.soak
 def test_workers_that_always_leave_end_the_run(shoal, plant):
     plant(at=1)
     done = shoal.run("train", "own.toml", "--plan", "ps=1 workers=2", "--run-dir", "run", expect=1)
@@ -144,6 +150,38 @@ def test_a_rank_of_a_worker_that_leaves_is_the_culprit(shoal, plant):
     assert "worker-0.1" in story_of(done).splitlines()[0] and "it left with exit code 0" in story_of(done)
 
 
+def test_a_worker_that_hangs_in_its_first_portion_is_replaced(shoal, plant):
+    """Nothing is usual yet, so it has no deadline of its own; the run stood still without a word."""
+    plant(leave="lock = __import__('threading').Lock(); lock.acquire(); lock.acquire()", spared=True, at=1)
+    deadline = ("--set", "elastic.collective_deadline=4.0")
+    done = shoal.run("train", "own.toml", "--plan", "ps=1 workers=2", "--run-dir", "run", *deadline)
+    assert "is killed: it runs but has got no further for 4 s; look for its stacks in" in done.stderr
+    logs = "".join(path.read_text() for path in (shoal.folder / "run" / "logs").glob("*.log"))
+    assert 'mine.py", line 13 in forward' in logs
+    summary = read_summary(shoal.folder / "run")
+    assert (summary["status"], summary["steps"]) == ("completed", 9)
+
+
+@pytest.mark.soak
+def test_a_server_that_is_stopped_and_has_no_backup_is_replaced(shoal, plant):
+    plant(leave="pass")
+    long = ("--set", "elastic.heartbeat_deadline=2.0", "--set", "train.steps=100000", "--set", "checkpoint.every=0")
+    process = shoal.start("train", "own.toml", "--plan", "ps=1 workers=1", "--run-dir", "run", *long)
+
+    def servers():
+        return [child for child in psutil.Process(process.pid).children() if "server-0" in child.cmdline()]
+
+    wait_for_step(shoal.folder / "run", 2)
+    (stopped,) = servers()
+    stopped.send_signal(signal.SIGSTOP)
+    wait_until(lambda: any(other != stopped for other in servers()), "another server")
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert f"server-0 (process {stopped.pid}) is killed: no sign of life for" in stderr
+    assert "(deadline 2 s); the process is stopped" in stderr
+    assert process.returncode == 143
+
+
 @pytest.mark.soak
 def test_a_server_that_always_leaves_ends_the_run(shoal, plant):
     plant(at=0)
@@ -151,3 +189,42 @@ def test_a_server_that_always_leaves_ends_the_run(shoal, plant):
         file.write("    \nos._exit(0) if 'server-0' in sys.argv else None\n")
     done = shoal.run("train", "own.toml", "--plan", "ps=1 workers=1", "--run-dir", "run", expect=1)
     assert "server-0 died 5 times" in story_of(done) and "it left with exit code 0" in story_of(done)
+
+
+def test_a_command_whose_own_process_is_left_is_no_success(shoal, plant):
+    """A run is evaluated, and a request checked, in the process of the command itself, where no supervisor looks."""
+    plant(leave="pass")
+    shoal.run("train", "own.toml", "--plan", "dp=1", "--run-dir", "run", "--set", "train.steps=1")
+    for leave in ("os._exit(0)", "sys.exit(0)"):
+        plant(leave=leave, at=0)
+        text = (shoal.folder / "mine.py").read_text()
+        (shoal.folder / "mine.py").write_text(text.replace("'SHOAL_BOARD_FD' in os.environ and ", ""))
+        done = shoal.run("eval", "run", "--samples", "8", expect=1)
+        assert f"mine.py:13 called {leave} before the command was done" in done.stderr and not done.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
+def test_ranks_of_a_launcher_that_leave_are_no_success(shoal, plant, leave):
+    plant(leave=leave)
+    text = (shoal.folder / "mine.py").read_text()
+    (shoal.folder / "mine.py").write_text(text.replace("'SHOAL_BOARD_FD' in os.environ and ", ""))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shoal"]
+    done = subprocess.run(
+        [*command, "train", "own.toml", "--run-dir", "run"],
+        cwd=shoal.folder,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 1
+    assert ("mine.py:13 called os._exit(0)" if "os" in leave else "failed at step 3 in phase 'forward'") in done.stderr
+
+
+@pytest.mark.soak
+def test_the_last_evaluation_that_leaves_is_told(shoal, plant):
+    plant(leave="os._exit(0) if '--evaluate' in sys.argv else None", at=0)
+    more = ("--plan", "ps=1 workers=1", "--set", "data.validation=0.2")
+    done = shoal.run("train", "own.toml", "--run-dir", "run", *more, expect=1)
+    assert "the process that evaluates the last checkpoint left with exit code 0" in story_of(done)
+    assert read_summary(shoal.folder / "run")["status"] == "failed"

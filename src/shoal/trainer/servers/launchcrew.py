@@ -52,6 +52,7 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
             resume=prepared.resume,
             max_respawns=config.max_respawns,
             stop_grace=recipe.elastic.stop_grace,
+            deadlines=recipe.elastic,
             display=display,
             closing=lambda is_whole: [str(run_dir), str(found), *(["--evaluate"] if is_whole else [])],
         )
