@@ -83,7 +83,7 @@ def _hang_advice(culprit: Culprit) -> list[str]:
         "if it was only slow, raise elastic.heartbeat_deadline (signs of life) or elastic.collective_deadline (progress)",
         "if it really hung, its stack is above"
         if _STACK_MARK in culprit.tail
-        else "it was asked for its stack and printed none: it was stuck in the kernel, or something took SIGUSR1 from it",
+        else "asked for its stack it printed none: it was still starting or stuck in the kernel, or something took SIGUSR1",
     ]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store  # torch types these names only there
 from torch.distributed.rendezvous import rendezvous
 
+from shoal.comm.lifeline import end_if_forked
 from shoal.comm.world import Place
 from shoal.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError, ShoalError
 from shoal.elastic.reports import clear_reports
@@ -45,7 +46,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
         RequestError: the request is wrong; every rank raises the same message.
         RunError: this rank failed; says where, with its traceback.
     """
-    place = Place.read(os.environ)
+    place, owner = Place.read(os.environ), os.getpid()
     store, _, _ = next(iter(rendezvous("env://", timeout=_START_DEADLINE)))
     if place.generation > 0:
         request = replace(request, resume=True)
@@ -59,6 +60,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     try:
         run_rank(run_dir, resume=request.resume, store=PrefixStore("ranks", store), slot=board.slot(0))
     except (Exception, SystemExit) as error:
+        end_if_forked(owner)
         state = board.slot(0).read()
         report_failure(run_dir, error, os.environ, state=state)
         if claim is not None:
