@@ -55,6 +55,7 @@ def for_ever():
     until(lambda: False, seconds=30.0)
 
 """
+LAST_WORD = "\nslot.finish('completed')\n"
 
 
 class Recorder:
@@ -117,7 +118,7 @@ def make_request(
     **deadlines: float,
 ) -> LaunchRequest:
     worker = folder / "worker.py"
-    worker.write_text(PRELUDE + textwrap.dedent(body))
+    worker.write_text(PRELUDE + textwrap.dedent(body) + LAST_WORD)
     return LaunchRequest(
         argv=[sys.executable, str(worker)],
         num_ranks=num_ranks,

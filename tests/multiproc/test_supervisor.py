@@ -102,6 +102,26 @@ def test_death_without_report_shows_the_end_of_stderr(tmp_path: Path) -> None:
     assert "KeyError: 'unreported'" in describe(outcome.culprit)
 
 
+def test_a_rank_that_ends_with_0_before_it_has_begun_is_named_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    outcome = run(tmp_path, "sys.exit(0) if rank == 1 else for_ever()")
+    assert time.monotonic() - began < 10.0, "nobody waited for it until a deadline"
+    assert (outcome.status, outcome.exit_code) == ("failed", 1)
+    assert outcome.culprit is not None and outcome.culprit.rank == 1
+    assert "it left with exit code 0 without having finished" in describe(outcome.culprit)
+
+
+def test_what_a_fork_says_is_not_the_word_of_its_rank(tmp_path: Path) -> None:
+    body = """
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        os._exit(0)
+    """
+    outcome = run(tmp_path, body, num_ranks=1)
+    assert outcome.status == "failed"
+
+
 def test_crash_in_native_code_shows_its_stack(tmp_path: Path) -> None:
     body = """
     def crashing_kernel():

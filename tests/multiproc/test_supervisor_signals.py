@@ -24,6 +24,7 @@ signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
 slot.enter("train", 7)
 until(lambda: stopping)
 (run_dir / f"saved-{rank}").write_text("x")
+slot.finish("interrupted", heard=stopping[0])
 sys.exit(3)
 """
 
@@ -42,8 +43,14 @@ def test_signal_stops_all_ranks_in_order(tmp_path: Path, number: signal.Signals)
 
 
 def test_ranks_that_stop_by_themselves_are_an_interruption_without_signal(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "sys.exit(3)")
+    outcome = run(tmp_path, "slot.finish('interrupted'); sys.exit(3)")
     assert (outcome.status, outcome.signal, outcome.exit_code) == ("interrupted", None, 0)
+
+
+def test_a_signal_to_one_rank_alone_is_an_interruption_by_that_signal(tmp_path: Path) -> None:
+    display = Recorder(once(all_in("train"), lambda states: [os.kill(state.pid, signal.SIGTERM) for state in states]))
+    outcome = run(tmp_path, ORDERLY, display)
+    assert (outcome.status, outcome.signal, outcome.signalled_rank, outcome.exit_code) == ("interrupted", 15, 0, 143)
 
 
 STUBBORN = """

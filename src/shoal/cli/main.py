@@ -20,6 +20,7 @@ from shoal.cli.calibrate import calibrate
 from shoal.cli.doctor import doctor
 from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
+from shoal.cli.leaving import only_when_done
 from shoal.cli.plan import plan
 from shoal.cli.predict import predict
 from shoal.cli.sample import sample
@@ -100,7 +101,7 @@ def _run(arguments: Sequence[str], *, debug: bool) -> NoReturn:
     # JSON on stdout is for a program: what people read goes to stderr.
     people = contextlib.redirect_stdout(sys.stderr) if wants_json_alone(arguments) else contextlib.nullcontext()
     try:
-        with people:
+        with people, only_when_done():
             app(arguments, prog_name=_PROGRAM)
     except ShoalError as error:
         _fail(str(error), error.exit_code, debug=debug)

@@ -13,8 +13,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
-from shoal.core.errors import RunError
+from shoal.core.errors import EXIT_NO, RunError
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_EVERY_S = 0.5
@@ -38,6 +39,22 @@ def die_with_parent(expected_parent: int | None = None) -> None:
     # After the request, not before: a parent that dies between a check and the request would be missed for ever.
     if os.getppid() != parent:
         _die()
+
+
+def end_if_forked(owner: int) -> None:
+    """End this process if it is a fork of ``owner`` that came back to its last lines: what it did or raised is not that one's.
+
+    An exception that is being handled is printed, as Python would have done.
+    """
+    if os.getpid() == owner:
+        return
+    error = sys.exception()
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    asked = error.code if isinstance(error, SystemExit) else EXIT_NO
+    os._exit(asked if isinstance(asked, int) else int(asked is not None))
 
 
 def _ask_kernel() -> None:

@@ -21,13 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.comm.lifeline import die_with_parent
+from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.core.seeding import derive_key
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
+from shoal.data.parcels import Packer, Parcel
 from shoal.data.quiet import random_states
 from shoal.data.source import Items, Source
 
 _ORDER_AHEAD = 4096
+_LOOK_SECONDS = 2.0
 # Handing a batch from thread to thread was measured to cost a step 0.3 ms, because both want the interpreter at the same time; a
 # batch that loads faster than this is better loaded when it is asked for.
 _WORTH_A_THREAD_S = 1e-3
@@ -118,6 +121,7 @@ class Loader:
             )
         self._source = source
         self._deadline_s = deadline_s
+        self._owner = os.getpid()
         plan = (len(source), global_batch, micro_batch, replica, num_replicas, seed)
         self._parts = _parts(start, *plan)
         worker_seed = derive_key("workers", seed, start.epoch, start.offset, replica)
@@ -158,6 +162,8 @@ class Loader:
 
     def close(self) -> None:
         """Stop loading ahead; returns at once even when a load hangs. May be called twice."""
+        if os.getpid() != self._owner:
+            return  # What a fork of this process ends with is not its to end.
         if self._ahead is not None:
             self._ahead.close()
         if self._workers is not None:
@@ -301,18 +307,19 @@ class _Ahead:
                 continue
 
 
-class _Collated(torch.utils.data.Dataset[Items | ShoalError]):
+class _Collated(torch.utils.data.Dataset["Parcel | Items | ShoalError"]):
     """A source as torch's workers see it: an index is the ids of one microbatch.
 
     An error with a message for people is handed back as a value: torch would raise it with its traceback as the message.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, packer: Packer) -> None:
         self._source = source
+        self._packer = packer
 
-    def __getitem__(self, ids: Ids) -> Items | ShoalError:
+    def __getitem__(self, ids: Ids) -> Parcel | Items | ShoalError:
         try:
-            return self._source.collate(ids)
+            return self._packer.pack(self._source.collate(ids))
         except ShoalError as error:
             return error
 
@@ -323,33 +330,44 @@ class _Workers:
     def __init__(
         self, source: Source, parts: Iterator[_Part], workers: int, prefetch: int, deadline_s: float, seed: int
     ) -> None:
+        self._deadline_s = deadline_s
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            _Collated(source),
+            # Each worker has at most the prefetched ones and the one that is being opened here in its hands.
+            _Collated(source, Packer(keep=max(1, prefetch) + 2)),
             batch_size=None,
             sampler=(ids for part in parts for ids in part.microbatches),
             num_workers=workers,
             prefetch_factor=max(1, prefetch),
             collate_fn=_unchanged,  # type: ignore[arg-type]
             worker_init_fn=_LiveWith(os.getpid()),
-            timeout=deadline_s,
+            # A worker that exits with 0 is only looked for when this has passed.
+            timeout=min(_LOOK_SECONDS, deadline_s),
             # Otherwise torch draws the workers' seed from the global generator, which a resumed run has just put back.
             generator=torch.Generator().manual_seed(seed),
         )
         # Made here, not in a thread: a worker dies with the thread that started it.
-        self._iterator: Iterator[Items | ShoalError] | None = iter(loader)
+        self._iterator: Iterator[Parcel | Items | ShoalError] | None = iter(loader)
 
     def next(self) -> Items:
         if self._iterator is None:
             raise RunError("the loader was asked for a batch after close()")
-        try:
-            found = next(self._iterator)
-        except RuntimeError as error:
-            if "DataLoader" not in str(error):
-                raise
-            raise RunError(f"a loader process failed: {error}") from error
-        if isinstance(found, ShoalError):
-            raise found
-        return found
+        limit = Deadline(seconds=self._deadline_s)
+        while True:
+            try:
+                found = next(self._iterator)
+            except RuntimeError as error:
+                if "DataLoader" not in str(error):
+                    raise
+                if not str(error).startswith("DataLoader timed out"):
+                    raise RunError(f"a loader process failed: {error}") from error
+                if limit.is_over:
+                    raise RunError(
+                        f"waited {self._deadline_s:g} s for a loader process: the data source hangs, or is slower than that"
+                    ) from error
+                continue
+            if isinstance(found, ShoalError):
+                raise found
+            return found.open() if isinstance(found, Parcel) else found
 
     def close(self) -> None:
         iterator, self._iterator = self._iterator, None
@@ -367,5 +385,5 @@ class _LiveWith:
         die_with_parent(self._parent)
 
 
-def _unchanged(items: Items | ShoalError) -> Items | ShoalError:
+def _unchanged(items: Parcel | Items | ShoalError) -> Parcel | Items | ShoalError:
     return items

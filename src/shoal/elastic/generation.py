@@ -3,7 +3,7 @@
 One thread and one selector. It reads the ranks' output, notices their ends, takes signals and looks at the board, and it never
 waits for any single one of these. What it does changes in four modes, and only downwards:
 
-    RUNNING    watch; the end of one rank with anything but success leads to FAILING, a signal to us leads to STOPPING
+    RUNNING    watch; the end of one rank that has not said that it is done leads to FAILING, a signal to us to STOPPING
     STOPPING   ranks were asked to finish their step and save; they have ``stop_grace``
     FAILING    a rank failed; the others have a second to say what they saw
     KILLING    everything left was killed; wait for the kernel to confirm it
@@ -13,7 +13,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
 
@@ -26,8 +26,8 @@ from shoal.elastic.output import RankStream
 from shoal.elastic.reports import clear_reports, read_report
 from shoal.elastic.signals import SignalInbox
 from shoal.elastic.spawn import RankProcess, StoreFile, rank_environment, start_rank
-from shoal.elastic.verdict import EXIT_INTERRUPTED, RankEnd, name_signal
-from shoal.elastic.watch import Hang, Watched, find_hang
+from shoal.elastic.verdict import RankEnd, name_signal
+from shoal.elastic.watch import Hang, Watched, find_hang, is_waiting
 from shoal.telemetry.board import Board
 
 COLLECT_S = 1.0
@@ -166,14 +166,17 @@ class Generation:
         if process.pid_fd >= 0:
             self._selector.unregister(process.pid_fd)
         process.close()
-        code = process.exit_code
-        if code == 0 or self._mode >= _Mode.FAILING:
+        end = self._describe_rank(process)
+        code = end.exit_code
+        if end.is_complete or self._mode >= _Mode.FAILING:
             return
-        if code == EXIT_INTERRUPTED:
+        if end.is_orderly:
             self._enter(_Mode.STOPPING, self._request.config.stop_grace)
         elif code is not None and code < 0 and code != -signal.SIGABRT and -code not in process.signals_sent:
             self._kill_all()  # the cause is known, and nobody else can say more about it
         else:
+            if end.report is not None and end.report.peer_failure:
+                self._ask_for_stacks([other for other in self._ranks if self._is_absent(other)])
             self._enter(_Mode.FAILING, COLLECT_S)
 
     def _enter(self, mode: _Mode, seconds: float) -> None:
@@ -238,10 +241,18 @@ class Generation:
             return
         is_stopped = process_state(self._ranks[hang.rank].pid) in ("T", "t")
         self._hang = Hang(rank=hang.rank, reason=f"{hang.reason}, the process is stopped") if is_stopped else hang
-        for process in self._ranks:
-            process.stderr.forget()
-            process.send(STACK_SIGNAL)
+        self._ask_for_stacks(self._ranks)
         self._enter(_Mode.FAILING, COLLECT_S)
+
+    def _ask_for_stacks(self, processes: Sequence[RankProcess]) -> None:
+        for process in processes:
+            process.stderr.expect_stacks()
+            process.send(STACK_SIGNAL)
+
+    def _is_absent(self, process: RankProcess) -> bool:
+        """Whether others may have waited for this rank in vain: it runs, does not wait itself and has not said why it fails."""
+        is_busy = process.is_running and not is_waiting(self._board.slot(process.rank).read().phase)
+        return is_busy and read_report(self._request.run_dir, process.rank) is None
 
     def _describe_end(self) -> GenerationEnd:
         killed_now = count_oom_kills()
@@ -261,6 +272,9 @@ class Generation:
             step=state.step,
             phase=state.phase,
             phase_count=state.phase_count,
+            said=state.said,
+            heard=state.heard,
+            last_step=self._request.last_step,
             signals_sent=frozenset(process.signals_sent),
             report=read_report(self._request.run_dir, process.rank),
             resident_bytes=process.resident_bytes,

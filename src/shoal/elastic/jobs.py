@@ -12,18 +12,22 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import EXIT_NO, RequestError
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def serve(handler: Handler) -> None:
     """Answer jobs until the parent closes the pipe. A job that raises is answered with its error, and the process goes on."""
+    owner = os.getpid()
     sys.stdout.flush()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        replies.write(json.dumps(_answer(handler, json.loads(line))) + "\n")
+        answer = _answer(handler, json.loads(line))
+        if os.getpid() != owner:
+            os._exit(EXIT_NO)  # What a job forked and let return answers for nobody.
+        replies.write(json.dumps(answer) + "\n")
         replies.flush()
         # A trainer and its groups refer to each other; uncollected, each plan would leave its models and gloo's threads behind.
         gc.collect()
@@ -34,7 +38,8 @@ def serve(handler: Handler) -> None:
 def _answer(handler: Handler, job: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"error": None, **handler(job)}
-    except Exception as error:  # The boundary of the process: the parent decides what a failed job means.
+    # The boundary of the process: the parent decides what a failed job means, and one that calls exit has failed.
+    except (Exception, SystemExit) as error:
         traceback.print_exc()
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

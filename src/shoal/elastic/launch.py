@@ -25,6 +25,8 @@ class LaunchRequest:
     display: Display
     """Closed by the supervisor, so that what is printed afterwards stays last."""
     config: ElasticConfig = field(default_factory=ElasticConfig)
+    last_step: int = 0
+    """That the ranks are to reach, for messages; 0 when unknown."""
     threads: int = 1
     """Compute threads per rank."""
     env: Mapping[str, str] = field(default_factory=dict)

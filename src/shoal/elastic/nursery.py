@@ -34,7 +34,10 @@ _MOST_WORD = 4096
 
 
 class ForkedProcess:
-    """A process of the cradle and a child of this one, with what is used of ``subprocess.Popen``."""
+    """A process of the cradle and a child of this one, with what is used of ``subprocess.Popen``.
+
+    What it had started itself, and left in its session, is ended with it.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -42,9 +45,9 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        if self.returncode is None and _has_ended(self.pid):
+            kill_group(self.pid)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
     def wait(self, timeout: float = _END_SECONDS) -> int:
@@ -64,6 +67,30 @@ class ForkedProcess:
         """Kill it, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
+
+
+def reap(process: "subprocess.Popen[bytes] | ForkedProcess") -> int | None:
+    """The exit code of a process with a session of its own, after what it left running there was killed; None while it runs."""
+    if process.returncode is None and hasattr(os, "waitid"):
+        if not _has_ended(process.pid):
+            return None
+        kill_group(process.pid)
+    return process.poll()
+
+
+def kill_group(pid: int) -> None:
+    """Kill what a process with a session of its own started there, and itself if it runs.
+
+    To be called before its end is waited for: after that its number, if nobody is left in the group, may be somebody else's.
+    """
+    # Neither is an error: nobody is left, or only the dead leader is.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended; it is not waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,10 @@ class Outcome:
 
     status: Literal["completed", "interrupted", "failed"]
     signal: int | None = None
-    """The signal that asked the supervisor to stop; None when the ranks stopped early by themselves, as at a time limit."""
+    """The signal that asked the supervisor, or one rank alone, to stop; None when the ranks stopped by themselves, as at a time
+    limit."""
+    signalled_rank: int | None = None
+    """The rank that was sent the signal, when the supervisor was not."""
     culprit: Culprit | None = None
     """Always there when it failed; when it was interrupted, a rank that failed while it was stopping."""
     was_forced: bool = False
@@ -47,7 +50,7 @@ def judge(end: GenerationEnd, *, restarts: int) -> Outcome:
     """What the ends of all ranks amount to."""
     step = max((rank.step for rank in end.ends), default=0)
     # None at all was stopped before the first was there.
-    if end.ends and all(rank.exit_code == 0 for rank in end.ends):
+    if end.ends and all(rank.is_complete for rank in end.ends):
         return Outcome(status="completed", restarts=restarts, step=step)
     culprit = blame(end.ends, hang=end.hang, oom_kills=end.oom_kills)
     if end.stop_signal is not None:
@@ -61,5 +64,12 @@ def judge(end: GenerationEnd, *, restarts: int) -> Outcome:
             step=step,
         )
     if culprit is None and any(rank.exit_code == EXIT_INTERRUPTED for rank in end.ends):
-        return Outcome(status="interrupted", restarts=restarts, step=step)
+        asked = next((rank for rank in end.ends if rank.heard), None)
+        return Outcome(
+            status="interrupted",
+            signal=asked.heard if asked is not None else None,
+            signalled_rank=asked.rank if asked is not None else None,
+            restarts=restarts,
+            step=step,
+        )
     return Outcome(status="failed", culprit=culprit, restarts=restarts, step=step)

@@ -12,6 +12,7 @@ from typing import BinaryIO
 MAX_LINE_BYTES = 64 * 1024
 """A longer line is cut into lines of this length."""
 TAIL_LINES = 60
+_STACK_LINES = 500
 _SHOWN_CHARACTERS = 4096
 _ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -91,9 +92,9 @@ class RankStream:
         """The last lines, without prefix."""
         return "\n".join(self._tail)
 
-    def forget(self) -> None:
-        """Begin a new tail: what comes next is what matters."""
-        self._tail.clear()
+    def expect_stacks(self) -> None:
+        """Begin a new tail: what comes next is what matters, and more than the last lines of it."""
+        self._tail = deque(maxlen=_STACK_LINES)
 
     def feed(self, data: bytes) -> str | None:
         """Take bytes; returns whole lines to show, or None."""

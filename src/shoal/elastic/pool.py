@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
-from shoal.elastic.nursery import WARM_OPTIMIZER, ForkedProcess, Nursery, Streams
+from shoal.elastic.nursery import WARM_OPTIMIZER, ForkedProcess, Nursery, Streams, kill_group, reap
 
 # After one rank failed the others get this long to say what they saw; most are stuck in a collective and never will.
 _GRACE_SECONDS = 1.0
@@ -35,6 +35,12 @@ class _Member:
         self.process = process
         self.jobs: IO[bytes] = os.fdopen(jobs, "wb", buffering=0)
         self.replies: IO[bytes] = os.fdopen(replies, "rb", buffering=0)
+
+    def kill(self) -> None:
+        """Kill it and whatever it started in its own session, unless it has ended."""
+        if reap(self.process) is None:
+            kill_group(self.process.pid)
+            self.process.kill()
 
     def close(self) -> None:
         """Wait for its end, and close the pipes."""
@@ -157,6 +163,10 @@ class Pool:
                         answers[rank] = {"error": self._death(rank), "is_request": False, "where": ""}
                     elif b"\n" in pending[rank]:
                         answers[rank] = json.loads(pending[rank])
+                for rank, member in enumerate(self._members):
+                    # What it forked may hold its pipe open; that is ended with it, and then the end of the pipe is read.
+                    if rank not in answers:
+                        reap(member.process)
                 failed = any(answer["error"] for answer in answers.values())
                 if failed and deadline.remaining > _GRACE_SECONDS:
                     deadline = Deadline(seconds=_GRACE_SECONDS)
@@ -186,14 +196,14 @@ class Pool:
 
     def _death(self, rank: int) -> str:
         # It has closed its pipe, so it ends, or is made to.
-        process, deadline = self._members[rank].process, Deadline(seconds=_DEATH_SECONDS)
-        while process.poll() is None and not deadline.is_over:
+        member, deadline = self._members[rank], Deadline(seconds=_DEATH_SECONDS)
+        while (code := reap(member.process)) is None and not deadline.is_over:
             time.sleep(0.01)
-        if process.poll() is None:
-            process.kill()
+        if code is None:
+            member.kill()
             return f"the process closed its pipe and did not end within {_DEATH_SECONDS:g} s\n{self._tail(rank)}"
-        code = process.returncode
-        return f"the process ended with code {code}\n{self._tail(rank)}"
+        left = ", in the middle of a job: something that it runs called exit" if code == 0 else ""
+        return f"the process ended with code {code}{left}\n{self._tail(rank)}"
 
     def _tail(self, rank: int) -> str:
         return self._logs[rank].read_text(errors="replace")[-_LOG_TAIL:].strip()
@@ -207,7 +217,7 @@ class Pool:
 
     def _end_members(self) -> None:
         for member in self._members:
-            member.process.kill()
+            member.kill()
         for member in self._members:
             member.close()
         self._members, self._logs = [], []

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from shoal.core.errors import RunError
 from shoal.core.rundir import RunDir
 from shoal.elastic.launch import LaunchRequest
-from shoal.elastic.nursery import ForkedProcess, Nursery, Streams
+from shoal.elastic.nursery import ForkedProcess, Nursery, Streams, kill_group, reap
 from shoal.elastic.output import Log, RankStream
 from shoal.telemetry.board import Board
 
@@ -134,18 +134,13 @@ class RankProcess:
         """Kill it and whatever it started in its own session."""
         if self.is_running:
             self.signals_sent.add(signal.SIGKILL)
-            self._kill_group()
+            kill_group(self.pid)
             # One that was forked a moment ago may not have a group of its own yet.
             os.kill(self.pid, signal.SIGKILL)
 
     def reap(self) -> bool:
         """Take its exit code if it has ended; also ends what it left running. False while it runs."""
-        if self.pid_fd >= 0 and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return False
-        # While the dead rank is not waited for, its process group cannot become anybody else's.
-        if self.pid_fd >= 0:
-            self._kill_group()
-        self.exit_code = self._process.poll()
+        self.exit_code = reap(self._process)
         self.ended_at = time.time()
         return self.exit_code is not None
 
@@ -158,11 +153,6 @@ class RankProcess:
             os.close(self.pid_fd)
             self.pid_fd = -1
         self.log.close()
-
-    def _kill_group(self) -> None:
-        # Neither is an error: nobody is left, or only the dead leader is.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
 
 
 def start_rank(

@@ -7,6 +7,8 @@ from shoal.core.units import format_bytes
 from shoal.elastic.kernel import total_memory_bytes
 from shoal.elastic.verdict import Culprit
 
+_STACK_MARK = "(most recent call first)"
+"""In what ``faulthandler`` prints of a thread."""
 _CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
 
 
@@ -44,7 +46,8 @@ def advice(culprit: Culprit, *, can_resume: bool = True) -> list[str]:
         lines += _hang_advice(culprit)
     elif culprit.kind == "exit":
         lines.append(
-            "it ended without saying why: something called exit, or it failed before it could report; see its output"
+            "it ended without saying why: something called exit (look for os._exit in the model, the data and what they import), "
+            "or it failed before it could report; see its output"
         )
     if culprit.log:
         lines.append(f"read all that rank {culprit.rank} printed: {culprit.log}")
@@ -78,7 +81,9 @@ def _hang_advice(culprit: Culprit) -> list[str]:
         return ["a process is stopped by SIGSTOP, by Ctrl-Z or by a debugger: find out which, and start again"]
     return [
         "if it was only slow, raise elastic.heartbeat_deadline (signs of life) or elastic.collective_deadline (progress)",
-        "if it really hung, its stack is above, as far as it could still print one",
+        "if it really hung, its stack is above"
+        if _STACK_MARK in culprit.tail
+        else "asked for its stack it printed none: it was still starting or stuck in the kernel, or something took SIGUSR1",
     ]
 
 

@@ -4,7 +4,7 @@ Pure: how every rank ended goes in, the culprit comes out. A rank that the watch
 only speaks while nothing has failed yet. Otherwise this is the order of blame, and within one row the order in time:
 
     1  killed by a signal that we did not send (but not SIGABRT, by which libraries give up when a peer is gone)
-    2  an exception, an exit or an abort of its own
+    2  an exception, an exit or an abort of its own; an exit code of 0 too, where the rank has not said that it is done
     3  still running, and not waiting, when others had waited for it in vain
     4  a failure that only says that a peer is gone
 """
@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.core.errors import EXIT_NO, EXIT_WRONG_REQUEST
+from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST
 from shoal.elastic.reports import ErrorReport
 from shoal.elastic.watch import Hang, is_waiting
+from shoal.telemetry.board import Said
 
 EXIT_INTERRUPTED = 3
 """The exit code of a rank that was asked to stop and did so in an orderly way."""
@@ -36,6 +37,12 @@ class RankEnd:
     step: int = 0
     phase: str = ""
     phase_count: int = 0
+    said: Said = ""
+    """Its last word on the board. An exit code alone proves nothing."""
+    heard: int = 0
+    """The signal by which it was asked to stop, if it was."""
+    last_step: int = 0
+    """Of the run; 0 when unknown."""
     signals_sent: frozenset[int] = frozenset()
     """What we sent it ourselves."""
     report: ErrorReport | None = None
@@ -53,8 +60,13 @@ class RankEnd:
 
     @property
     def is_orderly(self) -> bool:
-        """True when it did what was asked of it."""
-        return self.exit_code in (0, EXIT_INTERRUPTED)
+        """True when it did what was asked of it, by its own word."""
+        return self.is_complete or (self.exit_code == EXIT_INTERRUPTED and self.said == "interrupted")
+
+    @property
+    def is_complete(self) -> bool:
+        """True when it did all there was to do, by its own word."""
+        return self.exit_code == EXIT_DONE and self.said == "completed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +152,8 @@ def _accuse(end: RankEnd, ends: Sequence[RankEnd], *, hang: Hang | None, oom_kil
         kind, cause = "exception", _exception_line(report)
     elif code is not None and code < 0:
         kind, cause, number = "signal", f"killed by {name_signal(-code)}", -code
+    elif code in (EXIT_DONE, EXIT_INTERRUPTED):
+        kind, cause = "exit", _left_line(end)
     else:
         kind, cause = "exit", f"exit code {code}, without a report"
     return Culprit(
@@ -162,6 +176,11 @@ def _accuse(end: RankEnd, ends: Sequence[RankEnd], *, hang: Hang | None, oom_kil
 def _exception_line(report: ErrorReport) -> str:
     # Errors raised on purpose say all that is needed in their message; a type name before it would only be noise.
     return report.message if report.type.startswith("shoal.") else f"{report.type}: {report.message}"
+
+
+def _left_line(end: RankEnd) -> str:
+    when = f"before step {end.last_step}, the last, was done" if end.last_step else "without having finished"
+    return f"it left with exit code {end.exit_code} {when}: something that it runs called exit"
 
 
 def _other_line(end: RankEnd) -> str:

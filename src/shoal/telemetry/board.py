@@ -7,8 +7,11 @@ The memory is a file without a name, handed to the ranks as a file descriptor: n
 one writer. Text is guarded by a sequence number that is odd while it is being written; a reader that meets an odd or changed
 number tries again a few times and then makes do with the words that are there and no metrics: the rank may have been killed.
 
-    slot:  heartbeat | step | phase sequence | pid | metrics sequence | metrics length | phase text | metrics as JSON
-    bytes: 8         | 8    | 8              | 8   | 8                | 8              | 80         | 4096
+    slot:  heartbeat | step | phase sequence | pid | metrics sequence | metrics length | said | heard | phase text | metrics
+    bytes: 8         | 8    | 8              | 8   | 8                | 8              | 8    | 8     | 80         | 4096
+
+The last word of a rank is here too (``finish``). An exit code of 0 proves nothing: any library can call ``os._exit(0)`` in the
+middle of a step. Whoever has not said that it is done is not.
 """
 
 import json
@@ -20,17 +23,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from shoal.core.errors import RunError
 
 METRICS_BYTES = 4096
 _PHASE_BYTES = 80
-_HEADER_WORDS = 6
+_HEADER_WORDS = 8
 _HEADER_BYTES = 8 * _HEADER_WORDS
 _SLOT_BYTES = _HEADER_BYTES + _PHASE_BYTES + METRICS_BYTES
-_HEARTBEAT, _STEP, _PHASE_SEQ, _PID, _METRICS_SEQ, _METRICS_LENGTH = range(_HEADER_WORDS)
+_HEARTBEAT, _STEP, _PHASE_SEQ, _PID, _METRICS_SEQ, _METRICS_LENGTH, _SAID, _HEARD = range(_HEADER_WORDS)
 _READ_TRIES = 8
+
+Said = Literal["", "completed", "interrupted"]
+"""The last word of a rank; empty until it has spoken it."""
+_WORDS: tuple[Said, ...] = ("", "completed", "interrupted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,9 @@ class SlotState:
     phase_count: int = 0
     """Phases entered so far; a rank whose count stands still makes no progress, however well its heart beats."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    said: Said = ""
+    heard: int = 0
+    """The signal by which it was asked to stop; 0 when it was not."""
 
 
 class RankSlot:
@@ -60,18 +70,30 @@ class RankSlot:
         self._phase_at = start + _HEADER_BYTES
         self._metrics_at = self._phase_at + _PHASE_BYTES
         self._encoded: dict[str, bytes] = {}
+        self._owner = 0
 
     def claim(self) -> None:
         """Say that this process is the one that writes here, after a first beat: who reads its name must not find another's."""
         self.beat()
-        self._words[_PID] = os.getpid()
+        # What the process before it said is not this one's.
+        self._words[_SAID] = self._words[_HEARD] = 0
+        self._words[_PID] = self._owner = os.getpid()
 
     def beat(self) -> None:
         """Say that this process runs."""
         self._words[_HEARTBEAT] = time.monotonic_ns()
 
     def enter(self, phase: str, step: int) -> None:
-        """Say that a phase begins. Phases in which a rank waits for others are named ``wait: <operation>``."""
+        """Say that a phase begins. Phases in which a rank waits for others are named ``wait: <operation>``.
+
+        Raises:
+            RunError: this is a fork of the process whose slot this is, and goes on as if it were that one.
+        """
+        if self._owner and os.getpid() != self._owner:
+            raise RunError(
+                f"process {os.getpid()} is a fork of rank {self.rank} (process {self._owner}) that was let return into training; "
+                f"end it where it was forked, with os._exit"
+            )
         encoded = self._encoded.get(phase)
         if encoded is None:
             encoded = self._encoded[phase] = _pad(phase)
@@ -80,6 +102,17 @@ class RankSlot:
         words[_STEP] = step
         self._memory[self._phase_at : self._phase_at + _PHASE_BYTES] = encoded
         words[_PHASE_SEQ] += 1
+
+    def finish(self, said: Said, *, heard: int = 0) -> None:
+        """Say that this process did what it was for. A fork of it that came this far has no say.
+
+        Args:
+            said: whether all was done, or it stopped in order because it was asked to.
+            heard: the signal that asked it.
+        """
+        if self._words[_PID] == os.getpid():
+            self._words[_HEARD] = heard
+            self._words[_SAID] = _WORDS.index(said)
 
     def publish(self, metrics: Mapping[str, Any]) -> bool:
         """Show these metrics in place of the last ones; False when they do not fit, which is no reason to stop training."""
@@ -105,6 +138,8 @@ class RankSlot:
             phase=phase,
             phase_count=sequence // 2,
             metrics=self._read_metrics(),
+            said=_WORDS[self._words[_SAID]] if 0 <= self._words[_SAID] < len(_WORDS) else "",
+            heard=self._words[_HEARD],
         )
 
     def release(self) -> None:

@@ -101,6 +101,7 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
             num_ranks=world_size,
             run_dir=run_dir,
             run_id=run_dir.name,
+            last_step=prepared.total_steps,
             threads=threads,
             # Threads that spin while they wait make a step thirty times slower when anything else wants the core.
             env={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},
@@ -109,10 +110,13 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
         )
     )
     culprit, summary = outcome.culprit, read_summary(run_dir)
-    if summary is not None and culprit is None and not outcome.was_forced:
+    # The summary of an earlier start says nothing of this one.
+    if summary is not None and summary != before and culprit is None and not outcome.was_forced:
         if outcome.signal is not None:
             # The ranks only know that they were asked to stop; which signal the user sent, the supervisor knows.
             summary["stopped_by"] = signal.Signals(outcome.signal).name
+            if outcome.signalled_rank is not None:
+                summary["stopped_by"] += f" to rank {outcome.signalled_rank} alone"
             write_summary(run_dir, summary)
         return Ended(exit_code=outcome.exit_code, summary=summary)
     if culprit is not None:

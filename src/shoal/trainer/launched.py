@@ -19,6 +19,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store  # torch types these names only there
 from torch.distributed.rendezvous import rendezvous
 
+from shoal.comm.lifeline import end_if_forked
 from shoal.comm.world import Place
 from shoal.core.errors import (
     EXIT_DONE,
@@ -59,7 +60,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
         RequestError: the request is wrong.
         RunError: this rank failed; says where, with its traceback.
     """
-    place = Place.read(os.environ)
+    place, owner = Place.read(os.environ), os.getpid()
     store, _, _ = next(iter(rendezvous("env://", timeout=_START_DEADLINE)))
     if place.generation > 0:
         # The ranks before may have died before there was a directory.
@@ -76,7 +77,8 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     started, before = time.time(), read_summary(run_dir)
     try:
         run_rank(run_dir, resume=request.resume, store=PrefixStore("ranks", store), slot=board.slot(0))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        end_if_forked(owner)
         state = board.slot(0).read()
         report_failure(run_dir, error, os.environ, state=state)
         if claim is not None:
@@ -106,7 +108,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     return _EXIT_CODES.get(str(summary["stopped_by"]) if summary else "", EXIT_DONE), summary
 
 
-def _tell(error: Exception, rank: int, state: SlotState) -> ShoalError:
+def _tell(error: BaseException, rank: int, state: SlotState) -> ShoalError:
     """The error as the user should read it; a traceback only where nobody foresaw it."""
     where = f"rank {rank} failed at step {state.step} in phase {state.phase!r}"
     if isinstance(error, RequestError):

@@ -38,7 +38,7 @@ from shoal.parallel.describe import describe
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.watch import check_replicas
 from shoal.pipeline.config import PipelineConfig
-from shoal.telemetry.board import RankSlot
+from shoal.telemetry.board import RankSlot, Said
 from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig, TrainConfig
@@ -129,7 +129,7 @@ class Trainer:
         self.progress = Progress(position=Position(), loss_scale=self.precision.first_loss_scale)
         if self.stream is not None:
             self.progress = self.stream.sign(self.progress)
-        self.status = "completed"
+        self.status: Said = "completed"
         self.stopped_by: str | None = None
         self._stop_wish: str | None = None
         self._looked_for_draws = False

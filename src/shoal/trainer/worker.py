@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch types this name only there
 
 from shoal.comm.channel import PeerLost
+from shoal.comm.lifeline import end_if_forked
 from shoal.comm.world import Place, join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
@@ -80,7 +81,9 @@ def run_rank(
         world.barrier()
         if trainer.persistence.failure is not None:
             raise RunError(f"the last checkpoint could not be written: {trainer.persistence.failure}")
-        return trainer.status
+    if slot is not None:
+        slot.finish(trainer.status, heard=stop_wish.number)
+    return trainer.status
 
 
 class StopWish:
@@ -88,6 +91,8 @@ class StopWish:
 
     def __init__(self, *, listen_to_ctrl_c: bool) -> None:
         self._reason: str | None = None
+        self.number = 0
+        """Of the signal; 0 while none came."""
         self._listener: Callable[[str], None] | None = None
         for number in (signal.SIGTERM, signal.SIGINT) if listen_to_ctrl_c else (signal.SIGTERM,):
             signal.signal(number, self._hear)
@@ -95,7 +100,7 @@ class StopWish:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _hear(self, number: int, _frame: object) -> None:
-        self._reason = signal.Signals(number).name
+        self.number, self._reason = number, signal.Signals(number).name
         if self._listener is not None:
             self._listener(self._reason)
 
@@ -161,15 +166,18 @@ def main() -> None:
     """Entry point of a supervised rank."""
     # The supervisor asks a rank that hangs for its stacks before it ends it.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    owner = os.getpid()
     run_dir, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
     try:
         status = run_rank(run_dir, resume=resume)
     except BaseException as error:
+        end_if_forked(owner)
         report_failure(run_dir, error, os.environ)
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: threads and groups in an unknown state could keep a dying rank alive, and its peers waiting.
         os._exit(EXIT_WRONG_REQUEST if isinstance(error, RequestError) else EXIT_NO)
+    end_if_forked(owner)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_INTERRUPTED if status == "interrupted" else EXIT_DONE)

@@ -223,9 +223,12 @@ def test_close_ends_the_workers() -> None:
     assert alive == []
 
 
-def test_a_killed_worker_is_an_error() -> None:
+@pytest.mark.parametrize(
+    "end", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(0)], ids=["killed", "left"]
+)
+def test_a_worker_that_ends_is_an_error_long_before_the_deadline(end: Callable[[], None]) -> None:
     def collate(ids: SampleIds) -> Items:
-        os.kill(os.getpid(), signal.SIGKILL)
+        end()
         return _plain(ids)
 
     with (

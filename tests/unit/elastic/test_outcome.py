@@ -4,8 +4,16 @@ from shoal.elastic.outcome import GenerationEnd, Outcome, judge
 from shoal.elastic.verdict import RankEnd
 
 
-def end(rank: int, exit_code: int | None, *sent: int) -> RankEnd:
-    return RankEnd(rank=rank, exit_code=exit_code, ended_at=1.0, signals_sent=frozenset(sent))
+def end(rank: int, exit_code: int | None, *sent: int, heard: int = 0, is_mute: bool = False) -> RankEnd:
+    said = {0: "completed", 3: "interrupted"}.get(exit_code, "") if exit_code is not None and not is_mute else ""
+    return RankEnd(
+        rank=rank,
+        exit_code=exit_code,
+        ended_at=1.0,
+        signals_sent=frozenset(sent),
+        said=said,
+        heard=heard,  # type: ignore[arg-type]
+    )
 
 
 def outcome(*ends: RankEnd, stop_signal: int | None = None) -> Outcome:
@@ -24,6 +32,20 @@ def test_interrupted() -> None:
     assert (stopped.status, stopped.exit_code, stopped.was_forced, stopped.culprit) == ("interrupted", 143, False, None)
     assert outcome(end(0, 3, 15), end(1, -9, 15, 9), stop_signal=2).was_forced
     assert outcome(end(0, 3), end(1, 3)).exit_code == 0
+
+
+def test_a_signal_to_a_rank_alone_is_not_a_success() -> None:
+    stopped = outcome(end(0, 3), end(1, 3, heard=15))
+    assert (stopped.status, stopped.signalled_rank, stopped.exit_code) == ("interrupted", 1, 143)
+    # It came after the last step.
+    assert outcome(end(0, 0), end(1, 0, heard=15)).exit_code == 0
+
+
+def test_an_exit_code_alone_completes_nothing() -> None:
+    for code in (0, 3):
+        failed = outcome(end(0, code), end(1, code, is_mute=True))
+        assert (failed.status, failed.exit_code) == ("failed", 1)
+        assert failed.culprit is not None and failed.culprit.rank == 1
 
 
 def test_failure_while_stopping_stays_an_interruption_with_a_culprit() -> None:

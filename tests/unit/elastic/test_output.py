@@ -51,7 +51,7 @@ def test_stream_prefixes_logs_and_remembers(tmp_path: Path) -> None:
     assert stream.finish() == "[rank 1] \\xff"
     assert stream.finish() is None
     assert stream.tail == "one\ntwo\n\\xff"
-    stream.forget()
+    stream.expect_stacks()
     assert stream.tail == ""
     log.close()
     assert log.path.read_bytes() == b"one\ntwo\n\xff\n"

@@ -21,6 +21,14 @@ def handle(job):
         raise RequestError("not like this")
     if job["do"] == "die" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if job["do"] == "exit" and rank == 1:
+        sys.exit(0)
+    if job["do"] == "leave a child" and rank == 1:
+        if os.fork() == 0:
+            time.sleep(60)
+        os._exit(0)
+    if job["do"] == "fork" and rank == 1 and (child := os.fork()):
+        os.waitpid(child, 0)
     if job["do"] == "hang" and rank == 1:
         time.sleep(60)
     print("this goes to the log")
@@ -50,7 +58,13 @@ def test_processes_serve_many_jobs(pool):
 
 @pytest.mark.parametrize(
     ("do", "message"),
-    [("raise", "rank 1: ValueError: a bad day"), ("die", "rank 1: the process ended with code -9")],
+    [
+        ("raise", "rank 1: ValueError: a bad day"),
+        ("die", "rank 1: the process ended with code -9"),
+        ("exit", "rank 1: SystemExit: 0"),
+        # Its child holds the pipe open, and is ended with it.
+        ("leave a child", "rank 1: the process ended with code 0, in the middle of a job"),
+    ],
 )
 def test_a_failure_ends_all_and_the_next_job_starts_anew(pool, do, message):
     before = pool.run({"do": "answer"}, deadline_seconds=30)
@@ -59,6 +73,11 @@ def test_a_failure_ends_all_and_the_next_job_starts_anew(pool, do, message):
     for answer in before:
         with pytest.raises(ProcessLookupError):
             os.kill(answer["pid"], 0)
+    assert [answer["rank"] for answer in pool.run({"do": "answer"}, deadline_seconds=30)] == [0, 1]
+
+
+def test_what_a_job_forks_and_lets_return_answers_for_nobody(pool):
+    pool.run({"do": "fork"}, deadline_seconds=30)
     assert [answer["rank"] for answer in pool.run({"do": "answer"}, deadline_seconds=30)] == [0, 1]
 
 

@@ -82,3 +82,10 @@ def test_other_signals() -> None:
 def test_hang() -> None:
     assert "SIGSTOP" in describe(culprit(kind="hang", cause="no sign of life for 31 s, the process is stopped"))
     assert "elastic.heartbeat_deadline" in describe(culprit(kind="hang", cause="no sign of life for 31 s"))
+
+
+def test_a_stack_is_spoken_of_only_where_there_is_one() -> None:
+    shown = 'Current thread 0x00007f (most recent call first):\n  File "mine.py", line 3 in forward'
+    assert "its stack is above" in describe(culprit(kind="hang", cause="it hangs", tail=shown))
+    told = describe(culprit(kind="hang", cause="it hangs", tail="a warning"))
+    assert "its stack is above" not in told and "it printed none" in told

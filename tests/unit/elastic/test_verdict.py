@@ -37,8 +37,17 @@ def culprit(*ends: RankEnd, hang: Hang | None = None) -> Culprit:
 
 
 def test_nobody() -> None:
-    assert blame([end(0, 0), end(1, 3)]) is None
+    assert blame([end(0, 0, said="completed"), end(1, 3, said="interrupted")]) is None
     assert blame([killed_by_us(0), end(1, -15, signals_sent=frozenset({15}))]) is None
+
+
+def test_who_leaves_without_a_word_is_named_and_not_who_lost_it() -> None:
+    lost = end(0, 1, at=1.0, report=report(0, at=1.0, peer=True))
+    found = culprit(lost, end(1, 0, at=2.0, last_step=40))
+    assert (found.rank, found.kind, found.exit_code) == (1, "exit", 1)
+    assert found.cause.startswith("it left with exit code 0 before step 40, the last, was done")
+    # The word of one who did other than it said is worth nothing either.
+    assert culprit(end(0, 0, said="interrupted")).cause.startswith("it left with exit code 0 without having finished")
 
 
 def test_foreign_signal_before_everything() -> None:

@@ -141,3 +141,26 @@ def test_saying_where_one_is_costs_next_to_nothing(board: Board) -> None:
     slot = board.slot(0)
     slot.enter("forward", 0)
     assert instructions(lambda: slot.enter("forward", 1)) < 100  # about 0.4 microseconds
+
+
+def test_a_fork_has_no_say_and_cannot_go_on_as_its_parent() -> None:
+    board = Board.create(1)
+    slot = board.slot(0)
+    slot.claim()
+    slot.enter("forward", 3)
+    child = os.fork()
+    if child == 0:
+        slot.finish("completed")
+        try:
+            slot.enter("backward", 3)
+        except RunError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert (slot.read().phase, slot.read().said) == ("forward", "")
+    slot.finish("interrupted", heard=15)
+    assert (slot.read().said, slot.read().heard) == ("interrupted", 15)
+    # Another process in the same place has said nothing yet.
+    slot.claim()
+    assert (slot.read().said, slot.read().heard) == ("", 0)
+    board.close()

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,24 @@ from shoal.checkpoint.whole import newest_whole
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST
 from shoal.core.rundir import RunDir
+from shoal.elastic.config import ElasticConfig
 from shoal.elastic.crewfolder import CrewFolder, sweep_folders
 from shoal.elastic.election.filelease import read_center
-from shoal.elastic.kernel import peak_resident_bytes
-from shoal.elastic.verdict import EXIT_INTERRUPTED, name_signal
+from shoal.elastic.kernel import peak_resident_bytes, process_state
+from shoal.elastic.verdict import EXIT_INTERRUPTED
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt
 from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.progress import Display
 from shoal.trainer.servers.herald import Herald
+from shoal.trainer.servers.places import Place, describe_end, kill_one, kill_places, make_places
 from shoal.trainer.servers.spawning import Spawner, Started
+from shoal.trainer.servers.standstill import Member, Standstill
 from shoal.trainer.servers.tidings import Tidings
 
 _LOOK_SECONDS = 0.1
 _TIDINGS_SECONDS = 0.5
+_STANDSTILL_SECONDS = 1.0
+_STACK_SECONDS = 0.5
 _LAST_SECONDS = 10.0
 """How long the others have to end when a server has seen the last checkpoint written."""
 _FUTILE_DEATHS = 5
@@ -67,6 +72,8 @@ class CrewRequest:
     resume: bool
     max_respawns: int
     stop_grace: float
+    deadlines: ElasticConfig | None = None
+    """How long a server or a worker may be silent, and all workers stand still; None where the caller has a deadline for all."""
     display: Display
     closing: Callable[[bool], list[str]] | None
     """The arguments of ``closing.py``, which runs when the roles have ended; told whether nobody stopped it. None: it does not
@@ -90,51 +97,28 @@ class CrewEnd:
     """Of every server and worker, by rank, over all its incarnations."""
 
 
-@dataclass(eq=False)
-class _Place:
-    """One rank: its process now, and what became of those before."""
-
-    rank: int
-    role: str
-    name: str
-    group_rank: int = 0
-    group: "list[_Place]" = field(default_factory=list)
-    """The ranks that live and die with it, itself among them, the leader first."""
-    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Of a leader: one start of its group at a time."""
-    process: Started | None = None
-    incarnation: str = ""
-    step_at_death: int = -1
-    futile_deaths: int = 0
-    is_done: bool = False
-    peak_rss_bytes: int = 0
-
-    @property
-    def leader(self) -> "_Place":
-        """Whom others take for all of the group."""
-        return self.group[0]
-
-    @property
-    def is_running(self) -> bool:
-        """True while there is a process."""
-        return self.process is not None and self.process.returncode is None
-
-
 class Crew:
     """The processes of one run."""
 
     def __init__(self, request: CrewRequest) -> None:
         self._request = request
-        self._places = _make_places(request)
+        self._places = make_places(
+            num_servers=request.num_servers,
+            num_workers=request.num_workers,
+            ranks_per_worker=request.ranks_per_worker,
+            num_centers=request.num_centers,
+        )
         sweep_folders()
         self._folder = CrewFolder()
         self._board = Board.create(len(self._places))
         self._spawner = Spawner(self._environment(), descriptors=(self._board.fd,))
         self._node = Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=self._folder.path)
         self._herald = Herald(self._node, find=lambda: read_center(self._folder.path / "lease"))
-        self._ended: asyncio.Queue[tuple[_Place, str]] = asyncio.Queue()
+        self._ended: asyncio.Queue[tuple[Place, str]] = asyncio.Queue()
         """Who ended, under which incarnation."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._standstill = None if request.deadlines is None else Standstill(request.deadlines)
+        self._next_look = 0.0
         self._tidings = Tidings(request.run_dir)
         self._next_tidings = 0.0
         self._signals: list[int] = []
@@ -205,6 +189,8 @@ class Crew:
         self._request.display.update(states)
         self._measure()
         self._end_silent()
+        if self._standstill is not None and time.monotonic() >= self._next_look:
+            self._end_hanging(self._standstill, states)
         if time.monotonic() >= self._next_tidings:
             self._tell_tidings()
         if self._signals and self._stop_until == float("inf"):
@@ -235,6 +221,29 @@ class Crew:
             if _is_silent(slot.read(), pid, seconds) and _is_silent(slot.read(), pid, seconds):
                 self._request.display.message(f"{place.name} (process {pid}) is silent for {seconds:g} s; it is killed")
                 place.process.kill()
+
+    def _end_hanging(self, standstill: Standstill, states: Sequence[SlotState]) -> None:
+        """End a server or a worker that holds the run up for longer than a deadline, after it was asked for its stack."""
+        self._next_look = time.monotonic() + _STANDSTILL_SECONDS
+        members = [
+            Member(state=state, pid=place.process.pid, is_server=place.role == "server")
+            for state in states
+            if (place := self._places[state.rank]).role != "center" and place.process is not None and place.is_running
+        ]
+        # While it stops, or ends, there is another deadline.
+        is_ending = bool(self._signals) or self._last_until < float("inf")
+        hang = None if is_ending else standstill.look(members, now=time.monotonic())
+        process = None if hang is None else self._places[hang.rank].process
+        if hang is None or process is None:
+            return
+        name, is_stopped = self._places[hang.rank].name, process_state(process.pid) in ("T", "t")
+        more = "the process is stopped" if is_stopped else f"look for its stacks in {self._log(hang.rank)}"
+        self._request.display.message(f"{name} (process {process.pid}) is killed: {hang.reason}; {more}")
+        # Its own signal handler prints them, at once if it can at all.
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGUSR1)
+        asyncio.get_running_loop().call_later(_STACK_SECONDS, kill_one, process)
+        self._next_look += _STACK_SECONDS
 
     def _states(self) -> list[SlotState]:
         # The display shows the first: the server that keeps the book is the one that has numbers.
@@ -268,17 +277,17 @@ class Crew:
         if error is not None and self._failure is None:
             self._failure = (EXIT_NO, f"{type(error).__name__}: {error}")
 
-    async def _start(self, leader: _Place) -> None:
+    async def _start(self, leader: Place) -> None:
         """Start a leader and its group, after what is left of the one before has ended."""
         async with leader.starting:
-            await _kill(leader.group)
+            await kill_places(leader.group)
             incarnation = new_incarnation()
             for place in leader.group:
                 place.process, place.is_done, place.incarnation = None, False, incarnation
             for place in leader.group:
                 place.process = await self._spawn(place, incarnation)
 
-    async def _spawn(self, place: _Place, incarnation: str) -> Started:
+    async def _spawn(self, place: Place, incarnation: str) -> Started:
         log = self._log(place.rank)
         with log.open("ab", buffering=0) as file:
             file.write(f"--- {place.name}, incarnation {incarnation} ---\n".encode())
@@ -302,20 +311,20 @@ class Crew:
 
     # -- ending -----------------------------------------------------------------------------------------------------------------
 
-    def _take_end(self, place: _Place) -> None:
+    def _take_end(self, place: Place) -> None:
         assert place.process is not None and place.process.returncode is not None
-        code, leader = place.process.returncode, place.leader
-        if code == EXIT_DONE or self._last_until < float("inf"):
-            self._take_done(place, code)
+        is_done, leader = self._has_finished(place), place.leader
+        if is_done or self._last_until < float("inf"):
+            self._take_done(place, is_done=is_done)
             return
-        place, process = _culprit(place)
-        code = process.returncode or EXIT_NO
+        place, process = self._culprit(place)
+        code = process.returncode
         if code == EXIT_WRONG_REQUEST:
             # A run that has made a step was right in the beginning; what it has written is not to be taken for nothing.
             self._failure = (EXIT_NO if self._step else EXIT_WRONG_REQUEST, self._tail(place.rank))
             return
         self._num_deaths += 1
-        how = f"killed by {name_signal(-code)}" if code < 0 else f"exit code {code}"
+        how = describe_end(code)
         self._herald.tell(Dead(member=leader.incarnation, reason=how))
         for other in leader.group:
             # What becomes of the others now is no news.
@@ -331,7 +340,7 @@ class Crew:
             self._request.display.message(message)
             for other in leader.group:
                 other.is_done = True
-            self._begin(_kill(leader.group))
+            self._begin(kill_places(leader.group))
             return
         whole = "" if len(leader.group) == 1 else f"{leader.name} with its {len(leader.group)} ranks"
         back = ""
@@ -342,15 +351,31 @@ class Crew:
         if place.role == "server":
             self._recall_workers()
 
-    def _take_done(self, place: _Place, code: int) -> None:
+    def _has_finished(self, place: Place) -> bool:
+        """Whether a process that has ended did what it was for: it says so itself, on the board (``entry.py``)."""
+        state, process = self._board.slot(place.rank).read(), place.process
+        has_said = process is not None and state.pid == process.pid and state.said == "completed"
+        return has_said and process is not None and process.returncode == EXIT_DONE
+
+    def _culprit(self, place: Place) -> tuple[Place, Started]:
+        """Of a group whose end was seen in one of its ranks, the one to blame, and its process: the others end because of it."""
+        assert place.process is not None
+        for other in place.group:
+            code = None if other.process is None else other.process.returncode
+            left = code == EXIT_DONE and not self._has_finished(other)
+            if other.process is not None and code is not None and (code < 0 or code == EXIT_WRONG_REQUEST or left):
+                return other, other.process
+        return place, place.process
+
+    def _take_done(self, place: Place, *, is_done: bool) -> None:
         """A process ended in order, or at a time when nobody is started again."""
         if place is place.leader:
             for other in place.group:
                 other.is_done = True
-        if code == EXIT_DONE and place.role == "server":
+        if is_done and place.role == "server":
             self._last_until = min(self._last_until, time.monotonic() + _LAST_SECONDS)
 
-    def _too_many(self, place: _Place, how: str) -> str:
+    def _too_many(self, place: Place, how: str) -> str:
         if self._num_deaths > self._request.max_respawns:
             return f"paramserver.max_respawns {self._request.max_respawns} processes died, {place.name} last, by {how}"
         times = place.leader.futile_deaths
@@ -390,7 +415,7 @@ class Crew:
         return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
     async def _kill_all(self) -> None:
-        await _kill(self._places)
+        await kill_places(self._places)
 
     def _end(self) -> CrewEnd:
         code, cause = self._failure or (EXIT_DONE, "")
@@ -404,44 +429,9 @@ class Crew:
         )
 
 
-def _make_places(request: CrewRequest) -> list[_Place]:
-    """Every rank, in order."""
-    groups = [[f"server-{index}"] for index in range(request.num_servers)]
-    for index in range(request.num_workers):
-        groups.append([f"worker-{index}", *(f"worker-{index}.{rank}" for rank in range(1, request.ranks_per_worker))])
-    groups += [[f"center-{index}"] for index in range(request.num_centers)]
-    places: list[_Place] = []
-    for names in groups:
-        group: list[_Place] = []
-        for group_rank, name in enumerate(names):
-            role = name.partition("-")[0]
-            group.append(_Place(rank=len(places), role=role, name=name, group_rank=group_rank, group=group))
-            places.append(group[-1])
-    return places
-
-
-def _culprit(place: _Place) -> tuple[_Place, Started]:
-    """Of a group whose end was seen in one of its ranks, the one to blame, and its process: the others end because of that."""
-    assert place.process is not None
-    for other in place.group:
-        code = None if other.process is None else other.process.returncode
-        if other.process is not None and code is not None and (code < 0 or code == EXIT_WRONG_REQUEST):
-            return other, other.process
-    return place, place.process
-
-
 def _is_silent(state: SlotState, pid: int, seconds: float) -> bool:
     """True when this process has a slot, and its heart has not beaten for so long."""
     return state.pid == pid and state.heartbeat is not None and time.monotonic() - state.heartbeat > seconds
-
-
-async def _kill(places: Sequence[_Place]) -> None:
-    """Kill those that run, and wait for their end."""
-    for place in places:
-        if place.process is not None and place.is_running:
-            with contextlib.suppress(ProcessLookupError):
-                place.process.kill()
-            await place.process.wait()
 
 
 def run_crew(request: CrewRequest) -> CrewEnd:

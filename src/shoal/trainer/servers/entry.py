@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from shoal.comm.lifeline import end_if_forked
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
-from shoal.trainer.servers.member import MemberPlace
+from shoal.trainer.servers.member import MemberPlace, attach_slot
 
 
 def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
@@ -52,22 +53,35 @@ def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
     return given.role, place
 
 
+def _say_done(place: MemberPlace) -> None:
+    """Tell the crew that this process did what it was for: an exit code of 0 says only that something called exit."""
+    slot = attach_slot(place)
+    if slot is not None:
+        slot.claim()  # A center had no use for it until now.
+        slot.finish("completed")
+
+
 def run_process(run: Callable[[str, MemberPlace], None]) -> None:
     """Be a member of a crew, and never return.
 
     Args:
         run: does the role's work.
     """
+    owner = os.getpid()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # The crew decides when to stop; Ctrl-C in the terminal goes to it alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = EXIT_DONE
     try:
-        run(*read_place(sys.argv[1:]))
+        role, place = read_place(sys.argv[1:])
+        run(role, place)
+        end_if_forked(owner)
+        _say_done(place)
     except RequestError as error:
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_WRONG_REQUEST
     except BaseException:
+        end_if_forked(owner)
         traceback.print_exc()
         code = EXIT_NO
     sys.stdout.flush()

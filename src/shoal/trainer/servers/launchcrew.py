@@ -5,10 +5,11 @@ import json
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from shoal.checkpoint.sweep import sweep
-from shoal.core.errors import EXIT_DONE, RunError
+from shoal.core.errors import EXIT_DONE, EXIT_NO, RunError
 from shoal.core.rundir import RunDir
 from shoal.elastic.verdict import EXIT_INTERRUPTED
 from shoal.telemetry.live import build_display
@@ -39,6 +40,7 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
     display = build_display(sys.stderr, every=recipe.telemetry.progress_every)
     # A save of which a server died leaves what the others wrote: one that was only slow might still commit it. Not any more here.
     sweep(RunDir(run_dir).checkpoints)
+    found.unlink(missing_ok=True)
     end = run_crew(
         CrewRequest(
             run_dir=run_dir,
@@ -52,6 +54,7 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
             resume=prepared.resume,
             max_respawns=config.max_respawns,
             stop_grace=recipe.elastic.stop_grace,
+            deadlines=recipe.elastic,
             display=display,
             closing=lambda is_whole: [str(run_dir), str(found), *(["--evaluate"] if is_whole else [])],
         )
@@ -59,6 +62,9 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
     display.close()
     sweep(RunDir(run_dir).checkpoints)
     wall = time.time() - started
+    if end.exit_code == EXIT_DONE and not found.exists():
+        cause = "the process that evaluates the last checkpoint left with exit code 0 before it was done: something called exit"
+        end = replace(end, exit_code=EXIT_NO, cause=f"{cause}; the checkpoint is whole, and --resume evaluates it")
     if end.exit_code != EXIT_DONE:
         return _failed(prepared, end, before, started=started)
     summary = _summarise(prepared, end, json.loads(found.read_text()), wall_seconds=wall)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from shoal.elastic.nursery import WARM_OPTIMIZER, ForkedProcess, Nursery, Streams
+from shoal.elastic.nursery import WARM_OPTIMIZER, ForkedProcess, Nursery, Streams, kill_group
 
 _WARM = ("shoal.trainer.servers.warming", WARM_OPTIMIZER)
 
@@ -39,8 +39,12 @@ class Watched:
 
     def kill(self) -> None:
         """Kill it, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
 
     def _reap(self) -> None:
         self._loop.remove_reader(self._descriptor)
@@ -155,5 +159,10 @@ def _watch(process: ForkedProcess, on_end: Callable[[], None]) -> Watched:
 
 
 async def _tell_end(process: asyncio.subprocess.Process, on_end: Callable[[], None]) -> None:
-    await process.wait()
+    try:
+        await process.wait()
+    finally:
+        # It was waited for, but a group that still has somebody in it keeps its number.
+        if process.returncode is not None:
+            kill_group(process.pid)
     on_end()

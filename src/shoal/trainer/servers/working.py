@@ -5,6 +5,7 @@ It holds nothing that matters. Killed, it is replaced by another; taken for dead
 name and goes on.
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shoal.comm.lifeline import end_if_forked
 from shoal.comm.wire.node import new_incarnation
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
@@ -70,7 +72,7 @@ def _work_under_names(
     config = place.recipe.paramserver
     has_own = place.rule.kind == "downpour" or bool(config.local_steps) or pulls_ahead(config, place.rule)
     landing = torch.empty_like(worker.flat.weights) if has_own else None
-    incarnation = place.incarnation
+    incarnation, owner = place.incarnation, os.getpid()
     while True:
         try:
             line = open_line(replace(place, incarnation=incarnation), worker, landing)
@@ -85,6 +87,7 @@ def _work_under_names(
             print(f"taken for dead: {error}; coming back under a new name", file=sys.stderr, flush=True)
             incarnation = new_incarnation()
         finally:
+            end_if_forked(owner)
             line.close()
 
 

@@ -1,0 +1,112 @@
+"""How a batch gets from a loader process to its rank: through memory without a name.
+
+torch's own way hands a file descriptor over through a socket of the loader process, whose name lies in the temporary folder and
+stays there when the rank is killed. Here the loader process says under which number it has the memory open, and the rank opens
+it by way of ``/proc``: nothing has a name, so nothing is left behind whoever dies, and a small ``/dev/shm`` limits nobody. It
+costs the same: the tensors are copied once, into memory that the rank then maps, and a mapped batch holds one descriptor.
+"""
+
+import mmap
+import os
+import sys
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import RunError
+from shoal.data.source import Items
+
+_ALIGNED = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Laid:
+    """Where a tensor lies in a parcel."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """The items of a microbatch, in memory of the process that made them."""
+
+    pid: int
+    descriptor: int
+    num_bytes: int
+    tensors: tuple[_Laid, ...]
+    """The inputs, and the targets last."""
+    weight: int
+
+    def open(self) -> Items:
+        """The items; whoever made them must still have them open.
+
+        Raises:
+            RunError: it has ended.
+        """
+        try:
+            descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RunError(f"loader process {self.pid} has ended, and its batch with it: {error}") from error
+        try:
+            memory = mmap.mmap(descriptor, self.num_bytes)
+        finally:
+            os.close(descriptor)
+        *inputs, targets = (_view(memory, laid) for laid in self.tensors)
+        return Items(inputs=tuple(inputs), targets=targets, weight=self.weight)
+
+
+class Packer:
+    """Makes parcels and keeps the last ones open, in a loader process.
+
+    Args:
+        keep: how many; more than its rank may have asked for and not opened yet.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._kept: deque[int] = deque()
+
+    def pack(self, items: Items) -> Parcel | Items:
+        """The items as a parcel; as they are where they cannot be one, and torch hands them over in its way."""
+        tensors = (*items.inputs, items.targets)
+        if sys.platform != "linux" or not all(_is_plain(tensor) for tensor in tensors):
+            return items
+        laid: list[_Laid] = []
+        end = 0
+        for tensor in tensors:
+            laid.append(_Laid(dtype=tensor.dtype, shape=tuple(tensor.shape), start=end))
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
+        num_bytes = max(end, _ALIGNED)
+        descriptor = os.memfd_create("shoal-batch")
+        self._kept.append(descriptor)
+        os.ftruncate(descriptor, num_bytes)
+        memory = mmap.mmap(descriptor, num_bytes)
+        for tensor, place in zip(tensors, laid, strict=True):
+            _view(memory, place).copy_(tensor)
+        while len(self._kept) > self._keep:
+            os.close(self._kept.popleft())
+        return Parcel(
+            pid=os.getpid(), descriptor=descriptor, num_bytes=num_bytes, tensors=tuple(laid), weight=items.weight
+        )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+    )
+
+
+def _view(memory: mmap.mmap, laid: _Laid) -> Tensor:
+    count = 1
+    for size in laid.shape:
+        count *= size
+    if count == 0:
+        return torch.empty(laid.shape, dtype=laid.dtype)
+    return torch.frombuffer(memory, dtype=laid.dtype, count=count, offset=laid.start).view(laid.shape)

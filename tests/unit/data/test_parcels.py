@@ -1,0 +1,57 @@
+"""A batch through memory without a name: the same bits, of every kind of tensor, as long as the one that made it lives."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shoal.core.errors import RunError
+from shoal.data.parcels import Packer, Parcel
+from shoal.data.source import Items
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc elsewhere")
+TENSORS = (
+    torch.arange(6.0).reshape(2, 3).t(),
+    torch.tensor([True, False, True]),
+    torch.randn(3, 5, dtype=torch.bfloat16),
+    torch.zeros(0, 4, dtype=torch.int64),
+    torch.tensor(7, dtype=torch.int32),
+)
+
+
+def packed(packer: Packer, *inputs: torch.Tensor) -> Parcel:
+    found = packer.pack(Items(inputs=inputs, targets=torch.arange(3), weight=3))
+    assert isinstance(found, Parcel)
+    return found
+
+
+def test_what_comes_out_is_what_went_in_and_can_be_written_to() -> None:
+    opened = packed(Packer(2), *TENSORS).open()
+    for found, wanted in zip((*opened.inputs, opened.targets), (*TENSORS, torch.arange(3)), strict=True):
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(found, wanted)
+    opened.inputs[0].add_(1.0)
+    assert opened.weight == 3
+
+
+def test_memory_lives_as_long_as_its_tensors_and_only_the_last_parcels_are_kept_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    packer = Packer(2)
+    opened = [packed(packer, torch.full((4,), float(number))).open() for number in range(5)]
+    assert [items.inputs[0][0].item() for items in opened] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    del opened
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+
+
+def test_what_is_no_plain_tensor_is_left_to_torch() -> None:
+    items = Items(inputs=(torch.eye(3).to_sparse(),), targets=torch.arange(3), weight=3)
+    assert Packer(2).pack(items) is items
+
+
+def test_the_parcel_of_a_process_that_has_ended_is_an_error_that_says_so() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with pytest.raises(RunError, match=f"loader process {ended.pid} has ended, and its batch with it"):
+        Parcel(pid=ended.pid, descriptor=3, num_bytes=64, tensors=(), weight=0).open()
