@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomlkit
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.core.config import Config, apply_overrides, read_toml, validate
+from shoal.core.errors import RequestError
 from shoal.core.units import parse_duration
 from shoal.data.config import DataConfig
 from shoal.elastic.config import ElasticConfig
@@ -59,9 +60,17 @@ class TrainConfig(Config):
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
             raise ValueError(f"give exactly one of steps, epochs and tokens as the length (found {found})")
-        if self.time_limit is not None:
-            parse_duration(self.time_limit)
         return self
+
+    @field_validator("time_limit")
+    @classmethod
+    def _is_a_duration(cls, text: str | None) -> str | None:
+        try:
+            if text is not None:
+                parse_duration(text)
+        except RequestError as error:
+            raise ValueError(str(error)) from error
+        return text
 
 
 class EvalConfig(Config):

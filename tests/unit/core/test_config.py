@@ -81,7 +81,7 @@ def test_a_key_of_another_choice_is_unknown_here():
 
 
 def test_an_unknown_choice_gets_the_nearest_one():
-    assert refused({"pet": {"kind": "cas"}}) == "zoo.toml: pet: there is no 'cas'; did you mean 'cat'?"
+    assert refused({"pet": {"kind": "cas"}}) == "zoo.toml: pet.kind: there is no 'cas'; did you mean 'cat'?"
 
 
 def test_build_selects_the_own_section():

@@ -1,0 +1,298 @@
+"""Mutations of what happens when something dies, stops, lies or is full: the rows of *Failure*."""
+
+from promises import Mutation
+
+DEAD = "a dead rank ends the run within seconds"
+STOPPED = "a stopped rank (SIGSTOP) is named"
+SUPERVISOR = "`kill -9` of the supervisor leaves no process"
+RESTART = "`--max-restarts N` starts the ranks again"
+SIGNALS = "Ctrl-C and SIGTERM finish the step"
+STAGE = "a rank that dies in the middle of a pipeline's step"
+SAVE = "any rank's failure to save fails that save on all ranks"
+BACKUP = "with `backup=1` an update that a parameter server acknowledged"
+CENTER = "the death of a center stops nobody"
+ETCD = "the same where etcd elects"
+WORKER = "the death of a worker loses no sample"
+HANG = "a worker that does not come out of a portion"
+NOT_FINITE = "a gradient with NaN or infinity touches no weight"
+BACK = "when no copy of a shard is left everyone goes back"
+SLOW = "a worker on a slow link"
+MESSAGES = "messages that are malformed, of an old epoch or seen before"
+LATE = "under `async`, `staleness_aware` and `delay_compensation`"
+NAMES = "of two processes of one role and index"
+GROUP = "of any rank of a worker that is a group"
+
+HISTORIES = "tests/simulation/test_histories.py::test_histories[harsh]"
+
+FAILURE = [
+    Mutation(
+        promise=DEAD,
+        what="the last rank is blamed, not the first",
+        file="src/shoal/elastic/verdict.py",
+        old="    first = min(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
+        new="    first = max(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
+        test="tests/multiproc/test_supervisor.py::test_exception_is_told_with_its_traceback_and_peers_are_not_blamed",
+        seconds=5,
+    ),
+    Mutation(
+        promise=DEAD,
+        what="the death of one rank does not end the others",
+        file="src/shoal/elastic/generation.py",
+        old="            self._kill_all()  # the cause is known, and nobody else can say more about it",
+        new="            pass",
+        test="tests/multiproc/test_supervisor.py::test_kill_9_of_a_rank_is_named",
+        seconds=15,
+    ),
+    Mutation(
+        promise=STOPPED,
+        what="nobody looks at heartbeats",
+        file="src/shoal/elastic/watch.py",
+        old="    if not ages or max(ages)[0] <= deadline:",
+        new="    if True:",
+        test="tests/multiproc/test_supervisor.py::test_sigstop_is_named_within_the_deadline",
+        seconds=15,
+    ),
+    Mutation(
+        promise=SUPERVISOR,
+        what="ranks do not ask the kernel to die with their parent",
+        file="src/shoal/comm/lifeline.py",
+        old="        _ask_kernel()\n    else:",
+        new="        pass\n    else:",
+        test="tests/multiproc/test_supervisor_death.py::test_kill_9_of_the_supervisor_leaves_no_process",
+        seconds=10,
+    ),
+    Mutation(
+        promise=RESTART,
+        what="a restart begins again from nothing",
+        file="src/shoal/trainer/persist.py",
+        old="return 0 if step is None else step + 1",
+        new="return 0",
+        test="tests/multiproc/test_failures.py::test_a_killed_rank_is_restarted_from_the_newest_checkpoint",
+        seconds=20,
+    ),
+    Mutation(
+        promise=RESTART,
+        what="one restart fewer than was allowed",
+        file="src/shoal/elastic/supervisor.py",
+        old="number < request.config.max_restarts\n",
+        new="number + 1 < request.config.max_restarts\n",
+        test="tests/multiproc/test_supervisor_signals.py::test_restarts_are_given_up_after_n",
+        seconds=10,
+    ),
+    Mutation(
+        promise=SIGNALS,
+        what="a stop saves nothing",
+        file="src/shoal/trainer/loop.py",
+        old="            self.stopped_by = ",
+        new="            self.persistence.saver = None\n            self.stopped_by = ",
+        test="tests/multiproc/test_failures.py::test_a_signal_finishes_the_step_and_writes_a_checkpoint",
+        seconds=15,
+    ),
+    Mutation(
+        promise=STAGE,
+        what="a dead peer is not looked for while waiting",
+        file="src/shoal/elastic/generation.py",
+        old="            self._kill_all()  # the cause is known, and nobody else can say more about it",
+        new="            pass",
+        test="tests/multiproc/test_pipeline_failures.py::test_a_stage_that_dies_in_a_step_is_named_and_nothing_hangs",
+        seconds=20,
+    ),
+    Mutation(
+        promise=SAVE,
+        what="a no is not heard by the others",
+        file="src/shoal/checkpoint/vote.py",
+        old="        if noes:\n",
+        new="        if noes and problem is not None:\n",
+        test="tests/chaos/test_save_faults.py::test_an_fsync_that_fails_on_one_rank_fails_the_save_on_both_and_the_next_one_succeeds",
+        seconds=15,
+    ),
+    Mutation(
+        promise=SAVE,
+        what="a save that failed leaves its draft",
+        file="src/shoal/checkpoint/attempt.py",
+        old="        if vote.rank == 0:\n            abandon(draft)\n        raise\n\n\ndef _begin",
+        new="        raise\n\n\ndef _begin",
+        test="tests/chaos/test_save_faults.py::test_an_fsync_that_fails_on_one_rank_fails_the_save_on_both_and_the_next_one_succeeds",
+        seconds=15,
+    ),
+    Mutation(
+        promise=BACKUP,
+        what="a commit is answered before the backup has it",
+        file="src/shoal/paramserver/steward.py",
+        old="                await self._replicate(place, given)\n",
+        new="                asyncio.get_running_loop().create_task(self._replicate(place, given))\n",
+        test="tests/chaos/test_crew_messages.py::test_deaths_at_any_moment_change_no_bit",
+        seconds=30,
+    ),
+    Mutation(
+        promise=BACKUP,
+        what="a contribution that is sent again counts again",
+        file="src/shoal/paramserver/book.py",
+        old="            return _answer_again(known)",
+        new="            pass",
+        test="tests/unit/paramserver/test_book.py::test_a_commit_that_is_sent_again_gets_its_answer_again_and_counts_once",
+        seconds=5,
+    ),
+    Mutation(
+        promise=CENTER,
+        what="a candidate takes over while the leader's lease is good",
+        file="src/shoal/elastic/election/filelease.py",
+        old="        if any(self._is_alive(epoch) for epoch in epochs if epoch < self._held.epoch):",
+        new="        if False:",
+        test="tests/unit/elastic/election/test_filelease.py::test_a_challenger_waits_for_a_renewal_that_crossed_its_claim",
+        seconds=5,
+    ),
+    Mutation(
+        promise=CENTER,
+        what="what was removed before a center was elected is taken for a member",
+        file="src/shoal/elastic/membership.py",
+        old="    for id in sorted(state.veterans & state.members.keys() - named):",
+        new="    for id in ():",
+        test=HISTORIES,
+        seconds=15,
+    ),
+    Mutation(
+        promise=ETCD,
+        what="an epoch is taken without looking whether somebody else took it",
+        file="src/shoal/elastic/election/etcd.py",
+        old='{"compare": compare, "success": puts, "failure": []}',
+        new='{"compare": [], "success": puts, "failure": []}',
+        test="tests/multiproc/test_etcd.py::test_candidates_of_etcd",
+        seconds=20,
+    ),
+    Mutation(
+        promise=ETCD,
+        what="an answer that is none ends the center",
+        file="src/shoal/elastic/election/etcd.py",
+        old="(etcd3gw.exceptions.Etcd3Exception, OSError, LookupError)",
+        new="(etcd3gw.exceptions.Etcd3Exception, OSError)",
+        test="tests/multiproc/test_etcd.py::test_an_answer_that_is_none_is_asked_for_again",
+        seconds=10,
+    ),
+    Mutation(
+        promise=WORKER,
+        what="the portions of a dead worker are nobody's",
+        file="src/shoal/paramserver/book.py",
+        old="        freed = self._portions.release(worker, self._portions.held_by(worker))\n",
+        new="        freed = ()\n",
+        test="tests/unit/paramserver/test_book.py::test_a_dead_workers_portions_go_to_the_front_and_what_it_committed_stays",
+        seconds=5,
+    ),
+    Mutation(
+        promise=WORKER,
+        what="the same, in histories of faults",
+        file="src/shoal/paramserver/book.py",
+        old="        freed = self._portions.release(worker, self._portions.held_by(worker))\n",
+        new="        freed = ()\n",
+        test=HISTORIES,
+        seconds=15,
+    ),
+    Mutation(
+        promise=HANG,
+        what="one long portion makes the watch patient",
+        file="src/shoal/trainer/servers/hanging.py",
+        old="_TIMES_LONGEST * max(self.last), least_seconds)",
+        new="multiple * max(self.last), least_seconds)",
+        test="tests/unit/trainer/servers/test_hanging.py::test_one_long_portion_makes_nobody_patient_for_many_times_its_length",
+        seconds=5,
+    ),
+    Mutation(
+        promise=HANG,
+        what="a worker that hangs is not ended",
+        file="src/shoal/trainer/servers/hanging.py",
+        old="            os._exit(EXIT_NO)",
+        new="            pass",
+        test="tests/chaos/test_crew_kills.py::test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced",
+        seconds=60,
+    ),
+    Mutation(
+        promise=NOT_FINITE,
+        what="nobody looks whether a gradient is finite",
+        file="src/shoal/paramserver/gradients.py",
+        old="    if math.isfinite(gradient.sum().item()) or _is_finite(gradient):",
+        new="    if True:",
+        test="tests/chaos/test_crew_messages.py::test_not_a_number_is_refused_counted_and_told",
+        seconds=10,
+    ),
+    Mutation(
+        promise=NOT_FINITE,
+        what="lbfgs: NaN goes to the line search though the loss is finite",
+        file="src/shoal/paramserver/vectorserver.py",
+        old="        if not math.isfinite(part.loss):\n            return",
+        new="        return",
+        test="tests/unit/paramserver/test_vectorserver.py::test_nan_where_the_loss_is_finite_is_refused_counted_and_told",
+        seconds=5,
+    ),
+    Mutation(
+        promise=BACK,
+        what="servers go on from the checkpoint that they found at their start",
+        file="src/shoal/trainer/servers/serving.py",
+        old="self._source.look, again=True",
+        new="self._source.look, again=False",
+        test="tests/chaos/test_crew_kills.py::test_the_death_of_both_copies_of_a_shard_takes_everyone_back_and_says_so",
+        seconds=60,
+    ),
+    Mutation(
+        promise=SLOW,
+        what="an update writes into weights that are being read",
+        file="src/shoal/paramserver/lending.py",
+        old="        if self._loan is None or not self._loan.num_readers:",
+        new="        if True:",
+        test="tests/chaos/test_crew_messages.py::test_a_reader_that_stops_in_the_middle_holds_no_update_up",
+        seconds=10,
+    ),
+    Mutation(
+        promise=MESSAGES,
+        what="old epochs are let in",
+        file="src/shoal/comm/wire/listener.py",
+        old="        if op.fenced and header.epoch < node.epoch:",
+        new="        if False:",
+        test="tests/chaos/test_crew_messages.py::test_what_comes_with_an_old_epoch_is_refused",
+        seconds=10,
+    ),
+    Mutation(
+        promise=MESSAGES,
+        what="a message may be carried out twice",
+        file="src/shoal/comm/wire/listener.py",
+        old="        if node.windows.is_seen(header.sender, header.sequence):",
+        new="        if False:",
+        test="tests/chaos/test_wire_fuzz.py::test_a_storm_of_wrong_messages",
+        seconds=30,
+    ),
+    Mutation(
+        promise=MESSAGES,
+        what="what was dropped is in no event",
+        file="src/shoal/trainer/servers/tally.py",
+        old="        if counts == self._told:\n            return",
+        new="        return",
+        test="tests/unit/trainer/servers/test_tally.py::test_what_was_dropped_is_in_the_events_and_counted",
+        seconds=5,
+    ),
+    Mutation(
+        promise=LATE,
+        what="a late gradient counts as any other",
+        file="src/shoal/paramserver/consistency.py",
+        old="    return [1.0 / max(1, tau) if lateness.staleness_aware else 1.0 for tau in ages]",
+        new="    return [1.0 for tau in ages]",
+        test="tests/multiproc/test_late_gradients.py::test_a_step_is_divided_by_the_staleness_of_its_gradient",
+        seconds=30,
+    ),
+    Mutation(
+        promise=NAMES,
+        what="the second takes the place of the first",
+        file="src/shoal/elastic/membership.py",
+        old="    return new.origin == old.origin or (new.address",
+        new="    return True or (new.address",
+        test="tests/unit/elastic/test_membership_names.py::test_the_second_is_turned_away_while_the_first_is_heard",
+        seconds=5,
+    ),
+    Mutation(
+        promise=GROUP,
+        what="only the rank that died is ended",
+        file="src/shoal/trainer/servers/crew.py",
+        old="            await _kill(leader.group)\n",
+        new="            pass\n",
+        test="tests/chaos/test_group_kills.py::test_a_killed_rank_is_its_workers_death_and_changes_no_bit[worker-0.1]",
+        seconds=90,
+    ),
+]
