@@ -51,11 +51,11 @@ NUMERICS = [
     ),
     Mutation(
         promise=DATA,
-        what="the norm leaves clipping out",
+        what="gradients are not clipped",
         file="src/shoal/trainer/step.py",
         old="clip_(gradients.values(), norm=norm, limit=self.clip, loss_scale=loss_scale.scale)",
         new="clip_(gradients.values(), norm=norm, limit=None, loss_scale=loss_scale.scale)",
-        test="tests/parity/test_zero.py::test_two_replicas_give_the_bits_of_one_process[gpt tied, clipped-3]",
+        test="tests/parity/test_data_parallel.py::test_two_replicas_give_the_bits_of_one_process[gpt tied, clipped]",
         seconds=20,
     ),
     Mutation(
@@ -96,7 +96,7 @@ NUMERICS = [
     ),
     Mutation(
         promise=PIPELINE,
-        what="a backward pass takes the gradient of the microbatch before",
+        what="the gradient that comes from the next stage is doubled",
         file="src/shoal/pipeline/runtime.py",
         old="grads = self._take(desk, (Point.GRADIENT, stage + 1, microbatch))",
         new="grads = [2 * grad for grad in self._take(desk, (Point.GRADIENT, stage + 1, microbatch))]",
@@ -109,7 +109,7 @@ NUMERICS = [
         file="src/shoal/pipeline/reduction.py",
         old="        self._shared.finish()\n",
         new="        pass\n",
-        test="tests/parity/test_pipeline.py::test_tied_weights_are_summed_by_use_and_direction[1f1b]",
+        test="tests/multiproc/test_pipeline_runs.py::test_tied_weights_are_trained_by_both_ends",
         seconds=20,
     ),
     Mutation(
