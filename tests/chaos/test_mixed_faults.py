@@ -31,6 +31,8 @@ def test_a_few_faults_change_no_bit(tmp_path):
     struck = [line for line in told if line["what"] == "fault"]
     assert [line["kind"] for line in struck] == [fault.kind for fault in faults]
     assert all(line["victim"] != "nobody" for line in struck), struck
+    told_of = "".join(path.read_text() for path in tmp_path.glob("run-1/run/events/rank-*.jsonl"))
+    assert "cannot write its shard" in told_of, "the full disk failed no save"
     assert list(read_episodes(stage.history))[-1].faults == faults, "it can be played again"
 
 

@@ -8,6 +8,7 @@ only the mutations whose promise, file or name has one of them are tried, and on
 import argparse
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "README.md"
 BEGIN, END = "<!-- made by `make mutate`: begin -->", "<!-- made by `make mutate`: end -->"
 HEAD = "| promise | broken | test that must fail | caught |\n|---|---|---|---|\n"
-_FAILED = 1
-"""What pytest exits with when tests failed; other codes say that none was run."""
+_FAILED, _NOTHING = 1, -2
+"""What pytest exits with when tests failed, which it does for other reasons too; other codes say that none was run."""
 
 
 def copy_tree(target: Path) -> None:
@@ -41,15 +42,20 @@ def copy_tree(target: Path) -> None:
 def run_tests(tree: Path, nodes: Sequence[str], seconds: float) -> tuple[int, str]:
     """The exit code of pytest in a tree, and the end of what it said; -1 when it took too long."""
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-rN", "--tb=short", *nodes]
+    # Short, because sockets lie in it, and of this run alone: the folder that sessions share is swept by whoever ends.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-rN", "--tb=short"]
+    command += [f"--basetemp={tree}-t", *nodes]
     try:
         done = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
         return -1, ""
-    errors = [line for line in done.stdout.splitlines() if line.startswith("E ")]
-    return done.returncode, (errors or done.stdout.splitlines()[-1:] or [""])[0][:150]
+    lines = done.stdout.splitlines() or [""]
+    errors = [line for line in lines if line.startswith("E ")]
+    if done.returncode == _FAILED and not re.search(r"\b[1-9]\d* (failed|error)", lines[-1]):
+        return _NOTHING, lines[-1][:150]
+    return done.returncode, (errors or lines[-1:])[0][:150]
 
 
 def write(path: Path, text: str) -> None:
@@ -85,11 +91,13 @@ def try_mutation(tree: Path, mutation: Mutation) -> str:
     return verdict
 
 
-def chosen(words: Sequence[str]) -> list[Mutation]:
+def chosen(words: Sequence[str], *, missing: bool) -> list[Mutation]:
     """The mutations that are asked for, the long ones first."""
+    kept = read_table() if missing else {}
     found = [
         one for one in MUTATIONS if not words or any(word in f"{one.promise} {one.file} {one.what}" for word in words)
     ]
+    found = [one for one in found if kept.get(_cells(one)) != "yes"]
     return sorted(found, key=lambda mutation: -mutation.seconds)
 
 
@@ -130,30 +138,36 @@ def row_of(mutation: Mutation, verdict: str) -> str:
     return f"| {mutation.promise} | {where} | `{mutation.test.removeprefix('tests/')}` | {verdict} |"
 
 
+def _cells(mutation: Mutation) -> str:
+    return row_of(mutation, "").rsplit("|", 2)[0]
+
+
+def read_table() -> dict[str, str]:
+    """What the table says came of each mutation, by the other cells of its row."""
+    table = TABLE.read_text().split(BEGIN)[1].split(END)[0]
+    rows = [line.rsplit("|", 2) for line in table.splitlines() if line.startswith("| ")]
+    return {cells: verdict.strip() for cells, verdict, _ in rows}
+
+
 def write_table(results: dict[Mutation, str]) -> None:
     """Rewrite the table; a mutation that was not tried keeps what its row said, if the row is still the same."""
-    text = TABLE.read_text()
-    head, rest = text.split(BEGIN)
-    old, tail = rest.split(END)
-    kept = {
-        line.rsplit("|", 2)[0]: line.rsplit("|", 2)[1].strip() for line in old.splitlines() if line.startswith("| ")
-    }
-    rows = []
-    for mutation in MUTATIONS:
-        before = kept.get(row_of(mutation, "").rsplit("|", 2)[0], "not run")
-        rows.append(row_of(mutation, results.get(mutation, before)))
-    survived = [row for row in rows if not row.endswith("| yes |")]
-    total = f"{len(rows)} mutations, {len(rows) - len(survived)} caught."
+    kept = read_table()
+    rows = [row_of(one, results.get(one, kept.get(_cells(one), "not run"))) for one in MUTATIONS]
+    num_caught = sum(row.endswith("| yes |") for row in rows)
     reasons = "".join(f"- *{promise}*: {reason}\n" for promise, reason in WITHOUT.items())
     without = f"\nRows of the guarantees without a mutation:\n\n{reasons}" if reasons else ""
-    body = f"{BEGIN}\n\n{total}\n\n{HEAD}" + "\n".join(rows) + f"\n{without}\n{END}"
-    TABLE.write_text(head + body + tail)
+    head, rest = TABLE.read_text().split(BEGIN)
+    body = f"{BEGIN}\n\n{len(rows)} mutations, {num_caught} caught.\n\n{HEAD}" + "\n".join(rows) + f"\n{without}\n{END}"
+    TABLE.write_text(head + body + rest.split(END)[1])
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Exit code 0 when every mutation that was tried was caught."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="try only mutations whose promise, file or name has one of these")
+    parser.add_argument(
+        "--missing", action="store_true", help="only those of which the table does not say that they were caught"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     given = parser.parse_args(arguments)
     promises = read_promises((ROOT / "docs" / "guarantees.md").read_text())
@@ -161,9 +175,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 2
-    mutations = chosen(given.words)
+    mutations = chosen(given.words, missing=given.missing)
     if not mutations:
-        print("no mutation has any of these words", file=sys.stderr)
+        print("there is no such mutation", file=sys.stderr)
         return 2
     results = work_off(mutations, given.jobs)
     write_table(results)
