@@ -13,7 +13,7 @@ define INSTALL_LOCKED
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types soak bench clean tools lock
+.PHONY: help install demo test lint types soak mutate bench clean tools lock
 
 help:
 	@echo "make demo     install, train a small GPT on two processes, evaluate it, print a sample"
@@ -21,6 +21,7 @@ help:
 	@echo "make test     the tests            make lint    ruff            make types   mypy, strict"
 	@echo "make lock     the hashes of what is installed, anew"
 	@echo "make soak     the long sweeps      make bench   the benchmarks  make clean   remove .venv and caches, keep runs/"
+	@echo "make mutate   break the source, one line at a time, and see the tests fail"
 
 # Stamps: pip runs again only when what is asked for has changed. What the tests need includes what a run needs.
 $(BIN)/python:
@@ -77,6 +78,10 @@ types: $(VENV)/.installed-test
 
 soak: install
 	$(BIN)/python -m pytest -m soak --timeout 3600
+
+# Breaks the source, one line at a time, in a copy; the table of what was caught is in tests/README.md.
+mutate: install
+	$(BIN)/python tests/mutate/run.py
 
 bench: $(VENV)/.installed-bench
 	@set -e; for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python $$main; done

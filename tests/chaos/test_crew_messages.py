@@ -303,13 +303,14 @@ def test_calls_to_a_dead_server_end_with_the_next_view(folder, monkeypatch):
 
 def test_a_reader_that_stops_in_the_middle_holds_no_update_up(folder, monkeypatch):
     """Its answer was sent under the lock that an update needs: one worker on a slow link held the shard up for everyone."""
-    answer, stalled = Request.answer, []
+    answer, stalled, kept = Request.answer, [], []
 
     async def stall(self, body, payload=None):
         if isinstance(body, Pulled) and payload is not None and not stalled:
             stalled.append(payload.clone())
             await crew.until_round(8)
-            assert torch.equal(payload, stalled[0]), "the weights of another version are sent"
+            # Judged at the end: what is raised in here is the server's to answer for, and the worker would only ask again.
+            kept.append(torch.equal(payload, stalled[0]))
         await answer(self, body, payload)
 
     monkeypatch.setattr(Request, "answer", stall)
@@ -323,7 +324,7 @@ def test_a_reader_that_stops_in_the_middle_holds_no_update_up(folder, monkeypatc
 
     crew = None
     run(work())
-    assert stalled
+    assert kept == [True], "the weights of another version are sent"
 
 
 def test_who_waits_long_for_another_worker_is_told_for_whom(folder):

@@ -50,12 +50,12 @@ def found(tmp_path_factory):
         "chimera": {"kind": "gpt", "plan": "pp=2 schedule=chimera microbatches=4"},
         "two replicas": {"kind": "gpt", "plan": "dp=2 microbatches=2"},
     }
-    return run_cases(CASES, tmp_path_factory.mktemp("schedules"), others)
+    return run_cases(CASES | TIED, tmp_path_factory.mktemp("schedules"), others)
 
 
 @pytest.fixture(scope="module")
 def found_more(tmp_path_factory):
-    return run_cases(MORE | TIED, tmp_path_factory.mktemp("more"))
+    return run_cases(MORE, tmp_path_factory.mktemp("more"))
 
 
 def assert_equals_one_process(result, kind, settings, plan="dp=1 microbatches=4"):
@@ -78,12 +78,11 @@ def test_the_end_of_more_runs_is_that_of_one_process(found_more, case):
     assert_equals_one_process(found_more[case], kind, settings)
 
 
-@pytest.mark.soak
-def test_tied_weights_are_trained_by_both_ends(found_more):
+def test_tied_weights_are_trained_by_both_ends(found):
     """Each end adds its own microbatches, and then both are added: another order than in one process, and nothing else."""
     kind, settings, _ = TIED["tied"]
     alone = train_alone({"kind": kind, "settings": settings, "plan": "dp=1 microbatches=4"})
-    assert found_more["tied"]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert found["tied"]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
 def test_two_directions_are_two_replicas(found):

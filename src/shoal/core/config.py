@@ -7,7 +7,7 @@ place to write it.
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
 
-from shoal.core.errors import RequestError, did_you_mean
+from shoal.core.errors import RequestError, did_you_mean, nearest
 
 ConfigType = TypeVar("ConfigType", bound="Config")
 
@@ -98,14 +98,17 @@ def validate(
             the file, ``origin``, that is wrong or one of the overrides.
     """
     try:
-        return config.model_validate(apply_overrides(tables, overrides))
+        found = apply_overrides(tables, overrides)
+        lines = dict(_too_long(found))
+        if not lines:
+            return config.model_validate(found)
     except ValidationError as error:
         lines = _explain_all(config, error)
+    own = dict(_too_long(tables))
     try:
         config.model_validate(tables)
-        own: dict[str, str] = {}
     except ValidationError as error:
-        own = _explain_all(config, error)
+        own |= _explain_all(config, error)
     blamed = [
         f"{origin if line in own else _blame_overrides(path, overrides) or origin}: {line}"
         for line, path in lines.items()
@@ -123,6 +126,18 @@ def _blame_overrides(path: str, overrides: Sequence[str]) -> str:
     return " ".join(touching)
 
 
+def _too_long(tables: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Whole numbers of more than 64 bits, in words and with their paths: TOML has none, Python reads them, no size is one."""
+    if isinstance(tables, Mapping):
+        for key, value in tables.items():
+            yield from _too_long(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tables, list):
+        for value in tables:
+            yield from _too_long(value, path)
+    elif isinstance(tables, int) and not -(2**63) <= tables < 2**63:
+        yield f"{path}: a whole number of {tables.bit_length()} bits, and the limit is 64", path
+
+
 def tagged(*members: type[Config], key: str) -> Any:
     """A section whose keys depend on one of them: ``[model] name = "gpt"`` allows other keys than ``name = "cnn"``.
 
@@ -134,6 +149,8 @@ def tagged(*members: type[Config], key: str) -> Any:
             return "build" if "build" in value else value.get(key)
         return "build" if hasattr(value, "build") else getattr(value, key, None)
 
+    # pydantic names the function in its errors, and nothing else that would say which key it looked at.
+    choose.__name__ = key
     options = [Annotated[member, Tag(tag)] for member in members for tag in _tags(member, key)]
     return Annotated[reduce(or_, options), Discriminator(choose)]
 
@@ -162,9 +179,13 @@ def _explain(problem: Any, keys: Sequence[str], section: type[BaseModel] | None)
     context = problem.get("ctx", {})
     if problem["type"] == "union_tag_invalid":
         expected = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
-        return f"{path}: there is no {context['tag']!r}; {did_you_mean(context['tag'], expected)}"
+        return f"{path}.{_tag_key(context)}: there is no {context['tag']!r}; {did_you_mean(context['tag'], expected)}"
     if problem["type"] == "union_tag_not_found":
-        return f"section {path!r} says neither which one it is nor 'build'; see `shoal train --help-recipe`"
+        key, given = _tag_key(context), problem["input"]
+        near = nearest(key, map(str, given)) if isinstance(given, Mapping) else None
+        if near is not None:
+            return f"unknown key {f'{path}.{near}'!r}; did you mean {key!r}?"
+        return f"section {path!r} has neither {key!r}, which says which one it is, nor 'build'; see `shoal train --help-recipe`"
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
         choices = re.findall(r"'([^']*)'", context["expected"])
         return f"{path}: there is no {problem['input']!r}; {did_you_mean(problem['input'], choices)}"
@@ -173,6 +194,10 @@ def _explain(problem: Any, keys: Sequence[str], section: type[BaseModel] | None)
     message = problem["msg"].removeprefix("Value error, ")
     found = "" if problem["type"] == "value_error" else f" (found {problem['input']!r})"
     return f"{path}: {message}{found}" if path else f"{message}{found}"
+
+
+def _tag_key(context: Mapping[str, Any]) -> str:
+    return str(context["discriminator"]).removesuffix("()")
 
 
 def _walk(config: type[BaseModel], location: Sequence[str]) -> tuple[list[str], type[BaseModel] | None]:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shoal.comm.channel import silent
 from shoal.costs.faked import every_type
+from shoal.costs.undisturbed import keeping_draws
 from shoal.models.dropout import Calls, DropoutKey
 
 
@@ -58,6 +59,7 @@ class StandIns:
         apart = nullcontext(Calls()) if self.dropout is None else self.dropout.apart()
         with (
             apart as calls,
+            keeping_draws(),
             silent(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             torch.no_grad(),

@@ -51,6 +51,10 @@ def find_family(name: str) -> Family:
     return FAMILIES[name]
 
 
+_MOST_RANKS, _MOST_CELLS = 1024, 2**22
+"""Every cell is generated and checked before anything starts: a number that was mistyped must be an answer, not a long wait."""
+
+
 def make_schedule(
     name: str,
     *,
@@ -104,6 +108,12 @@ def _problems(family: Family, size: Size) -> list[str]:
         for word, value in (("pp", size.ranks), ("microbatches", size.microbatches), ("chunks", size.chunks))
         if value < 1
     ]
+    cells = size.ranks * size.chunks * size.microbatches
+    if size.ranks > _MOST_RANKS or cells > _MOST_CELLS:
+        found.append(
+            f"{size.ranks} ranks and {cells} stages x microbatches would take minutes to lay out and check; the limits are "
+            f"{_MOST_RANKS} and {_MOST_CELLS}"
+        )
     if family.chunks is not None and size.chunks != family.chunks:
         found.append(f"it has {family.chunks} stage(s) per rank, and {size.chunks} are asked for; leave chunks out")
     if size.replicas and not family.takes_replicas:

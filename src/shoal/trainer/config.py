@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomlkit
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.core.config import Config, read_toml, validate
+from shoal.core.errors import RequestError
 from shoal.core.rundir import Readers
 from shoal.core.units import parse_duration
 from shoal.data.config import DataConfig
@@ -66,14 +67,22 @@ class TrainConfig(Config):
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
             raise ValueError(f"give exactly one of steps, epochs and tokens as the length (found {found})")
-        if self.time_limit is not None:
-            parse_duration(self.time_limit)
         if self.rollback_after and self.spike is None and self.nonfinite == "stop":
             raise ValueError(
                 f"rollback_after {self.rollback_after} counts steps that are left out, and none ever is; set spike, such as "
                 "10, or nonfinite to skip"
             )
         return self
+
+    @field_validator("time_limit")
+    @classmethod
+    def _is_a_duration(cls, text: str | None) -> str | None:
+        try:
+            if text is not None:
+                parse_duration(text)
+        except RequestError as error:
+            raise ValueError(str(error)) from error
+        return text
 
 
 class EvalConfig(Config):

@@ -58,7 +58,8 @@ def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int |
     # A degree in the recipe is a default that --nproc replaces; a degree in --plan is a demand that it must match.
     is_free = plan.dp is None or (plan_text is None and num_processes is not None)
     if is_free:
-        per_replica = plan.ranks_per_replica
+        # A degree of 0 or less is refused by the check below.
+        per_replica = max(1, plan.ranks_per_replica)
         total = per_replica if num_processes is None else num_processes
         if total % per_replica:
             raise RequestError(

@@ -81,7 +81,7 @@ def test_a_key_of_another_choice_is_unknown_here():
 
 
 def test_an_unknown_choice_gets_the_nearest_one():
-    assert refused({"pet": {"kind": "cas"}}) == "zoo.toml: pet: there is no 'cas'; did you mean 'cat'?"
+    assert refused({"pet": {"kind": "cas"}}) == "zoo.toml: pet.kind: there is no 'cas'; did you mean 'cat'?"
 
 
 def test_build_selects_the_own_section():
@@ -132,7 +132,7 @@ def test_an_error_of_an_override_is_not_blamed_on_the_file():
 
     assert refused_with("home.sise=3") == ["--set home.sise=3: unknown key 'home.sise'; did you mean 'size'?"]
     assert refused_with("hone.size=3") == ["--set hone.size=3: unknown key 'hone'; did you mean 'home'?"]
-    assert refused_with("pet.kind=cow")[0].startswith("--set pet.kind=cow: pet: there is no 'cow'")
+    assert refused_with("pet.kind=cow")[0].startswith("--set pet.kind=cow: pet.kind: there is no 'cow'")
     assert refused_with("pet={kind = 'dog', trics = 1}")[0].startswith(
         "--set pet={kind = 'dog', trics = 1}: unknown key"
     )

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
+from shoal.costs.undisturbed import keeping_draws
 from shoal.parallel.anatomy import Anatomy, SplitKind
 from shoal.parallel.tensor.sequence import is_cut, parent_of, stream_key
 
@@ -88,7 +89,7 @@ def survey_crossings(model: nn.Module, anatomy: Anatomy, example: Sequence[Tenso
         example: inputs of one microbatch, the batch in dim 0.
     """
     surveyor = _Surveyor(copy.deepcopy(model).train(), anatomy)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with keeping_draws(), torch.enable_grad():
         surveyor.run(example)
     return Survey(
         batch=int(example[0].shape[0]),

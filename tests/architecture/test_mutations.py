@@ -1,0 +1,57 @@
+"""The list of mutations does not rot: each applies to the source as it is, and every promise has one or a reason."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from harness import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "mutate"))
+from mutations import MUTATIONS, WITHOUT
+from promises import mutation_problems, promise_problems, read_promises
+
+
+@pytest.fixture(scope="module")
+def promises():
+    found = read_promises((ROOT / "docs" / "guarantees.md").read_text())
+    assert len(found) >= 35, "the tables were not found"
+    return found
+
+
+def test_every_promise_has_a_mutation_or_a_reason(promises):
+    assert list(promise_problems(promises, MUTATIONS, WITHOUT)) == []
+
+
+def test_every_mutation_applies_and_its_test_is_there():
+    assert list(mutation_problems(ROOT, MUTATIONS)) == []
+
+
+def test_the_table_is_of_these_mutations():
+    text = (ROOT / "tests" / "README.md").read_text()
+    assert [mutation.what for mutation in MUTATIONS if mutation.what not in text] == []
+
+
+def test_a_promise_without_a_mutation_is_found(promises):
+    (problem,) = promise_problems([*promises, "it flies"], MUTATIONS, WITHOUT)
+    assert problem.endswith("it flies")
+
+
+def test_a_promise_that_went_away_is_found(promises):
+    gone = [promise for promise in promises if MUTATIONS[0].promise not in promise]
+    (problem,) = promise_problems(gone, MUTATIONS, WITHOUT)
+    assert "0 rows" in problem
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"old": "no such text"}, "0 times"),
+        ({"old": "import"}, "times, not once"),
+        ({"new": MUTATIONS[0].old}, "changes nothing"),
+        ({"test": MUTATIONS[0].test.replace("::test", "::test_no")}, "there is no test"),
+    ],
+)
+def test_a_mutation_that_does_not_fit_is_found(change, word):
+    (problem,) = mutation_problems(ROOT, [replace(MUTATIONS[0], **change)])
+    assert word in problem

@@ -1,0 +1,14 @@
+"""What ``make mutate`` breaks: for every promise of ``docs/guarantees.md`` a line of the source, and the test that has to see it.
+
+A mutation is a mistake that somebody could make: a sum left out, an order turned round, a check that is skipped. ``old`` occurs
+exactly once in its file; ``tests/architecture/test_mutations.py`` checks that in every run of the tests, and that no row of the
+guarantees is without a mutation or a reason.
+"""
+
+from failure_mutations import FAILURE
+from numerics_mutations import NUMERICS
+from promises import Mutation
+
+MUTATIONS: list[Mutation] = [*NUMERICS, *FAILURE]
+WITHOUT: dict[str, str] = {}
+"""Promises without a mutation, each with the reason."""
