@@ -160,6 +160,11 @@ class DropoutKey:
         return list(self._functional.foreign)
 
     @property
+    def draws_unused(self) -> bool:
+        """True when the first forward drew numbers from torch's generator that decided nothing."""
+        return self._functional.draws_unused
+
+    @property
     def may_draw_otherwise(self) -> bool:
         """True while the model is not known to draw from nothing but its keys."""
         return self._functional.may_draw_otherwise

@@ -24,6 +24,7 @@ from shoal.comm.channel import is_silent
 from shoal.core.errors import RunError
 from shoal.models.draws import WHOLE, Layout, draw, read_shape, site_key
 from shoal.models.dropped import attend, multiply, saturate
+from shoal.models.unused import UnusedDraws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,9 @@ class FunctionalDraws:
         """For tensors outside every narrowed module, once the last block has run."""
         self.is_in_tail = False
         self.foreign: dict[str, None] = {}
+        self.draws_unused = False
+        """It draws numbers from torch's generator that decide nothing."""
+        self._unused = UnusedDraws()
         self.odd_shapes: dict[str, tuple[int, ...]] = {}
         self._draws: Tensor | None = None
         self._calls: dict[str, int] = {}
@@ -184,6 +188,10 @@ class FunctionalDraws:
             self.foreign["Python's random in the forward pass"] = None
         if _numpy_state() != before[1]:
             self.foreign["numpy.random in the forward pass"] = None
+        self.foreign |= dict.fromkeys(self._unused.left())
+        # Its generator moves in every pass from now on, so that says no more whether something else draws.
+        self.draws_unused = self._unused.found > 0
+        self._watches = self._watches and not self.draws_unused
         self._is_scanned = True
         if not self._is_needed:
             self._remove_hooks()
@@ -247,8 +255,12 @@ class FunctionalDraws:
             return function(*args, **kwargs)
         before = torch.get_rng_state()
         result = function(*args, **kwargs)
-        if _name(function) in _RANDOM_NAMES or not torch.equal(before, torch.get_rng_state()):
-            self.foreign[f"{_full_name(function)} in {self._where()}"] = None
+        name = _name(function)
+        self.foreign |= dict.fromkeys(self._unused.use(name, args, kwargs, result))
+        if name in _RANDOM_NAMES or not torch.equal(before, torch.get_rng_state()):
+            what = f"{_full_name(function)} in {self._where()}"
+            if name not in _RANDOM_NAMES or not self._unused.add(result, what, name, kwargs):
+                self.foreign[what] = None
         return result
 
     def _multi_head(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,6 +34,10 @@ from shoal.optim.rows import whole_norms
 from shoal.verify.case import Case, Tree
 
 _FORBIDDEN = ("shoal.parallel", "shoal.pipeline", "shoal.paramserver")
+_HOW_TO_GO_ON = (
+    "draw with nn.Dropout or F.dropout, which have a key, or turn it off for the proof, as by --set model.args.NAME=0 where "
+    "model.build takes such an argument; training does not need this"
+)
 Ids = NDArray[np.int64]
 
 
@@ -150,12 +154,15 @@ def batch_loss(parts: Parts, step: int, ids: Ids, total: float, run: Callable[..
         # As a run does it: the loss is outside, so that what it draws is seen below.
         with parts.dropout.drawing():
             output = (parts.model if run is None else run)(*inputs)
+        if parts.dropout.draws_unused:
+            # What the model draws is known to decide nothing; what the loss draws is not.
+            before = torch.get_rng_state()
         loss = parts.loss(output, targets)
     foreign = parts.dropout.foreign_draws()
     if foreign:
         raise RequestError(
             f"the forward pass draws random numbers beside dropout, which depend on the number of processes, so no plan "
-            f"can equal another: {'; '.join(foreign)}; draw with nn.Dropout, or turn it off for the proof with --set"
+            f"can equal another: {'; '.join(foreign)}; {_HOW_TO_GO_ON}"
         )
     if not torch.equal(before, torch.get_rng_state()):
         _refuse_draws(parts.model, inputs, before)
@@ -210,5 +217,5 @@ def _refuse_draws(model: nn.Module, inputs: Sequence[Tensor], state: Tensor) -> 
     where = f"module {culprit!r}" if culprit else "the model or its loss"
     raise RequestError(
         f"{where} draws from torch's global generator in its forward pass, so its numbers depend on the number of processes and "
-        "no plan can equal another; draw with nn.Dropout, or turn it off for the proof with --set"
+        f"no plan can equal another; {_HOW_TO_GO_ON}"
     )
