@@ -1,7 +1,7 @@
 """Random numbers that a forward pass draws and that decide nothing.
 
-LayerDrop at zero is the common case: ``if torch.rand([]) < self.layerdrop`` draws for every layer and never skips one. Such a draw
-is no reason to refuse a model, so a draw is not judged when it is made but by what becomes of it: a comparison that has one
+LayerDrop at zero is the common case: ``if torch.rand([]) < self.layerdrop`` draws for every layer and never skips one. Such a
+draw is no reason to refuse a model, so a draw is not judged when it is made but by what becomes of it: a comparison that has one
 outcome for every number that could have been drawn is a constant, any other use is a use, and what is still there when the
 forward pass is over may be used later.
 """
@@ -65,7 +65,7 @@ class UnusedDraws:
         if not self._pending:
             return []
         drawn = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and self._is_pending(leaf)]
-        if not drawn or name in _FACTS or name == "__get__" and not isinstance(result, Tensor):
+        if not drawn or name in _FACTS or (name == "__get__" and not isinstance(result, Tensor)):
             return []
         (_, what, bounds), *others = (self._pending[id(draw)] for draw in drawn)
         if not others and _is_constant(name, args, kwargs, bounds):

@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.optim.rows import whole_norms
+from shoal.telemetry.memory import is_out_of_memory
 from shoal.verify.case import Case, Tree
 
 _FORBIDDEN = ("shoal.parallel", "shoal.pipeline", "shoal.paramserver")
@@ -152,7 +154,7 @@ def batch_loss(parts: Parts, step: int, ids: Ids, total: float, run: Callable[..
     before = torch.get_rng_state()
     with parts.precision.autocast(parts.device.type):
         # As a run does it: the loss is outside, so that what it draws is seen below.
-        with parts.dropout.drawing():
+        with _refusing_float64(parts), parts.dropout.drawing():
             output = (parts.model if run is None else run)(*inputs)
         if parts.dropout.draws_unused:
             # What the model draws is known to decide nothing; what the loss draws is not.
@@ -168,6 +170,20 @@ def batch_loss(parts: Parts, step: int, ids: Ids, total: float, run: Callable[..
         _refuse_draws(parts.model, inputs, before)
     loss = loss if loss.dtype == torch.float64 else loss.float()
     return loss.reshape(()) * (items.weight / total)
+
+
+@contextmanager
+def _refusing_float64(parts: Parts) -> Iterator[None]:
+    """Refuse a model that one process cannot run in float64: an operation without that type, or a float32 in its own code."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if parts.case.precision != "float64" or is_out_of_memory(error):
+            raise
+        raise RequestError(
+            f"one process alone cannot run this model in float64: {str(error).splitlines()[0]}; let the module follow the type of "
+            "its weights, or prove it in float32 alone, with --dtype float32"
+        ) from error
 
 
 def gradients_of(leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -126,6 +126,38 @@ def test_random_numbers_of_its_own_are_refused_by_name(tmp_path, monkeypatch, bu
         run_here(run_reference, case, Tree(replicas=1, microbatches=1), tmp_path)
 
 
+class OffLayerDrop(Noisy):
+    def forward(self, x):
+        return x[:, :4] if torch.rand([]) < 0.0 else self.inner(x)
+
+
+def test_draws_that_decide_nothing_are_not_refused(tmp_path, monkeypatch):
+    """In later steps either, whose passes are not looked at as closely."""
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: OffLayerDrop())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+    )
+    run_here(run_reference, case, Tree(replicas=1, microbatches=2), tmp_path)
+    assert len(Recording.open(tmp_path, "reference")) == 2
+
+
+class Stubborn(Noisy):
+    def forward(self, x):
+        return self.inner(x.float())
+
+
+def test_a_model_that_cannot_run_in_float64_is_refused_in_float64(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: Stubborn())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+        precision="float64",
+    )
+    with pytest.raises(RequestError, match="in float64: .*; .* --dtype float32"):
+        run_here(run_reference, case, Tree(replicas=1, microbatches=1), tmp_path)
+
+
 def test_a_loss_that_is_not_finite_alone_is_refused(tmp_path):
     case = case_of(optim={"name": "sgd", "lr": 1e30}, steps=3)
     with pytest.raises(RequestError, match="one process alone"):
