@@ -13,9 +13,8 @@ from torch import nn
 from shoal.core.plan import Plan
 from shoal.data.splits import Splits
 from shoal.parallel.anatomy import Anatomy
-from shoal.pipeline.build import Stages
+from shoal.pipeline.build import Stages, cut_chain
 from shoal.pipeline.config import PipelineConfig
-from shoal.pipeline.cut import Chain
 from shoal.trainer.staging import example_of, look_at_stages
 from shoal.verify.case import Tree
 
@@ -71,8 +70,7 @@ def cut_model(
     """
     stages = look_at_stages(model, data, anatomy, plan=plan, config=config, global_batch=global_batch)
     own = copy.deepcopy(model)
-    chain = Chain(own, stages.units, stages.starts)
-    chain.settle(example_of(data))
+    chain = cut_chain(own, example_of(data), stages)
     first = {id(parameter): name for name, parameter in own.named_parameters()}
     aliases: dict[str, list[str]] = {}
     for name, parameter in own.named_parameters(remove_duplicate=False):
