@@ -181,8 +181,8 @@ def _refusing_float64(parts: Parts) -> Iterator[None]:
         if parts.case.precision != "float64" or is_out_of_memory(error):
             raise
         raise RequestError(
-            f"one process alone cannot run this model in float64: {str(error).splitlines()[0]}; let the module follow the type of "
-            "its weights, or prove it in float32 alone, with --dtype float32"
+            f"one process alone cannot run this model in float64: {str(error).splitlines()[0]}; let the module follow the type "
+            "of its weights, or prove it in float32 alone, with --dtype float32"
         ) from error
 
 

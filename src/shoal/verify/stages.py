@@ -49,8 +49,17 @@ class CutModel:
             ranks = [schedule.grid.replicas[stage] for stage in sorted(stages)] if schedule.grid.replicas else []
             if max(ranks, default=1) > 1:
                 turns[name] = ranks
-        directions = schedule.grid.directions
-        return Tree(replicas=replicas, microbatches=microbatches, directions=directions, uses=uses, turns=turns)
+        return Tree(
+            replicas=replicas,
+            microbatches=microbatches,
+            directions=schedule.grid.directions,
+            users={name: sorted(stages) for name, stages in tied.items()},
+            uses=uses,
+            # Without such weights the tree says nothing of the cut: one reference serves them all.
+            places=self.places if tied else (),
+            units=list(self.paths) if tied else (),
+            turns=turns,
+        )
 
     def _names_in(self, parameter: str, stage: int) -> list[str]:
         return [

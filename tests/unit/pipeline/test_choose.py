@@ -277,7 +277,7 @@ def test_where_no_cut_is_legal_the_legal_places_are_named():
 def test_a_place_that_the_recipe_names_and_that_is_not_legal_is_refused_with_those_that_are():
     model = Skips()
     units = find_units(model, EXAMPLE, Anatomy())
-    with pytest.raises(RequestError, match="from 'inner' on, reads .*\\. Stages can begin at 'first', 'last'$"):
+    with pytest.raises(RequestError, match=r"from .inner. on, reads .*\. Stages can begin at .first., .last.$"):
         prove_stages(model, EXAMPLE, Stages(units=units, starts=(0, 3), schedule=line()))
 
 

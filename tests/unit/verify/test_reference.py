@@ -154,7 +154,7 @@ def test_a_model_that_cannot_run_in_float64_is_refused_in_float64(tmp_path, monk
         data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
         precision="float64",
     )
-    with pytest.raises(RequestError, match="in float64: .*; .* --dtype float32"):
+    with pytest.raises(RequestError, match=r"in float64: .*; .* --dtype float32"):
         run_here(run_reference, case, Tree(replicas=1, microbatches=1), tmp_path)
 
 
