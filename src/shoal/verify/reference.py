@@ -20,6 +20,7 @@ from shoal.optim.rates import rate
 from shoal.verify.capture import Recorder, model_tensors, saved_buffers
 from shoal.verify.case import Case, Log, Tree
 from shoal.verify.delayed import run_delayed
+from shoal.verify.narrow import find_narrow
 from shoal.verify.parts import (
     Ids,
     Parts,
@@ -64,7 +65,9 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
         captured |= model_tensors(parts.named, parts.optimizer, saved_buffers(parts.model))
         recorder.add(loss=loss, norm=norm, skipped=not finite, tensors=captured)
         scale = scale.after_step(finite) if parts.precision.scales_loss else scale
-    recorder.close(flat=max(flat_errors, default=None), movement=measure_movement(parts, initial))
+    recorder.close(
+        flat=max(flat_errors, default=None), movement=measure_movement(parts, initial), narrow=narrow_weights(parts)
+    )
     assert_alone()
     return {"flat": max(flat_errors, default=None)}
 
@@ -93,6 +96,14 @@ def flat_gradients(parts: Parts, step: int, ids: Ids, scale: float) -> dict[str,
     weight = float(parts.train.collate(ids).weight)
     (batch_loss(parts, step, ids, max(1.0, weight)) * scale).backward()  # type: ignore[no-untyped-call]
     return {name: grad for name, parameter in parts.named for grad in gradients_of([parameter])}
+
+
+def narrow_weights(parts: Parts) -> list[str]:
+    """In a float64 proof, the weights that the model reads in a smaller type."""
+    if parts.case.precision != "float64":
+        return []
+    ids = next(global_batches(parts))
+    return find_narrow(batch_loss(parts, 0, ids, weigh(parts, ids)), parts.named)
 
 
 def relative_distance(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
