@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal, RunError
 from shoal.models.draws import WHOLE, Layout, Window, draw, draw_mask, read_shape, site_key
 from shoal.models.dropped import multiply, saturate
 from shoal.models.functional import FunctionalDraws, FunctionalLayout
@@ -287,7 +287,7 @@ class _Keyed(nn.Module):
         if not torch.compiler.is_compiling() and not self.is_replaying and torch._C._current_graph_task_id() != -1:
             # Inside a backward pass a forward is a recompute: it must draw again what the first one drew.
             if call > 1:
-                raise RunError(
+                raise Refusal(
                     f"dropout {self.path!r} was called {call} times and is recomputed, so which call this is cannot be told; "
                     f"give checkpoint() context_fn=key.recompute_contexts, or each call a dropout of its own"
                 )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from shoal.comm.channel import is_silent
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal, RunError
 from shoal.models.draws import WHOLE, Layout, draw, read_shape, site_key
 from shoal.models.dropped import attend, multiply, saturate
 from shoal.models.unused import UnusedDraws
@@ -286,7 +286,7 @@ class FunctionalDraws:
         if not is_training or p == 0.0:
             return input
         if not 0.0 <= p <= 1.0:
-            raise RunError(f"{_full_name(function)} in {self._where()}: p is {p}; a probability is between 0 and 1")
+            raise Refusal(f"{_full_name(function)} in {self._where()}: p is {p}; a probability is between 0 and 1")
         if self._defers_to_torch(function):
             extra: tuple[Any, ...] = (input, p, True)
             result: Tensor = function(*extra, inplace) if function in _WITH_INPLACE else function(*extra)
@@ -329,7 +329,7 @@ class FunctionalDraws:
         if _is_recomputing() and not self._is_replaying:
             # As a module does it: told apart only where it was called once.
             if call > 1:
-                raise RunError(
+                raise Refusal(
                     f"{self._where()} dropped {call} times and is recomputed, so which call this is cannot be told; give "
                     f"checkpoint() context_fn=key.recompute_contexts, or use nn.Dropout modules"
                 )
@@ -361,7 +361,7 @@ class FunctionalDraws:
         found = _nearest(self.layouts, path)
         is_known, is_attention = is_attention, is_attention or like.ndim == 4
         if found is not None and is_attention and not is_known and found.stream.windows and not found.attention.windows:
-            raise RunError(
+            raise Refusal(
                 f"F.dropout in {self._where()} sees a tensor of shape {tuple(like.shape)} where the sequence is cut and no "
                 f"attention is split: which part of the mask it needs cannot be told; use an nn.Dropout module there, or a plan "
                 f"without sp and cp"
@@ -375,7 +375,7 @@ class FunctionalDraws:
         if found.split_width is None or like.shape[-1] != found.split_width:
             return found.stream, False
         if found.split_width == found.stream_width:
-            raise RunError(
+            raise Refusal(
                 f"F.dropout in {self._where()} sees {found.split_width} features, and so many are both this rank's share of a "
                 f"split layer and the stream's: which of the two it drops cannot be told; use an nn.Dropout module there"
             )

@@ -22,7 +22,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # what functional_ca
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.comm.channel import silent
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import Refusal, RequestError, RunError
 from shoal.costs.undisturbed import undisturbed
 from shoal.models.dropout import DropoutKey
 from shoal.parallel.recompute import surrounding
@@ -138,7 +138,7 @@ class Chain:
             return tuple(arguments[place] for place in self.parcels[stage + 1])
         if stage != self.num_stages - 1:
             unit = self.units[self.starts[stage + 1]].path
-            raise RunError(
+            raise Refusal(
                 f"the forward pass ended before it called {unit!r}, where stage {stage + 1} begins; "
                 "a module that is cut must take the same way for every batch"
             )
@@ -344,7 +344,7 @@ class Chain:
         call, this.call = this.call, this.call + 1
         if call >= len(self.units) or self.units[call].path != path:
             expected = self.units[call].path if call < len(self.units) else "nothing more"
-            raise RunError(
+            raise Refusal(
                 f"the forward pass calls {path!r} where it called {expected!r} on the example; "
                 "a module that is cut must take the same way for every batch"
             )
