@@ -18,7 +18,7 @@ _GROUPED = "_grouped_mm"
 @cache
 def provide_float64() -> Any:
     """Register them, once per process; what is returned keeps them registered."""
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for device in ("CPU", "CUDA"):
         kernel = torch.library.get_kernel(f"aten::{_GROUPED}", device)
 
@@ -37,7 +37,7 @@ def provide_float64() -> Any:
             product: Tensor = kernel.call_boxed(keys, one, two, offs, bias, out_dtype)
             return product
 
-        library.impl(_GROUPED, multiply, device, with_keyset=True, allow_override=True)
+        library.impl(_GROUPED, multiply, device, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
     return library
 
 

@@ -8,6 +8,7 @@ activations counts.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -305,7 +306,7 @@ def _catching(received: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Tensor 
     wanted = [tensor for tensor in received if tensor.requires_grad]
     caught: dict[int, Tensor] = {}
     handles = [
-        tensor.register_hook(lambda grad, place=place: caught.__setitem__(place, grad))
+        tensor.register_hook(partial(caught.__setitem__, place))  # type: ignore[no-untyped-call]
         for place, tensor in enumerate(wanted)
     ]
     arrived: list[tuple[Tensor, Tensor | None]] = []

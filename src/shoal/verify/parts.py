@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, ShoalError
 from shoal.data.build import build_splits
 from shoal.data.config import DataConfig
 from shoal.data.order import Position, permute, take
@@ -154,7 +154,7 @@ def batch_loss(parts: Parts, step: int, ids: Ids, total: float, run: Callable[..
     before = torch.get_rng_state()
     with parts.precision.autocast(parts.device.type):
         # As a run does it: the loss is outside, so that what it draws is seen below.
-        with _refusing_float64(parts), parts.dropout.drawing():
+        with _refusing(parts, len(ids)), parts.dropout.drawing():
             output = (parts.model if run is None else run)(*inputs)
         if parts.dropout.draws_unused:
             # What the model draws is known to decide nothing; what the loss draws is not.
@@ -173,16 +173,28 @@ def batch_loss(parts: Parts, step: int, ids: Ids, total: float, run: Callable[..
 
 
 @contextmanager
-def _refusing_float64(parts: Parts) -> Iterator[None]:
-    """Refuse a model that one process cannot run in float64: an operation without that type, or a float32 in its own code."""
+def _refusing(parts: Parts, num_samples: int) -> Iterator[None]:
+    """Refuse a model whose own forward pass fails in one process, where nothing is done to it: its code may raise anything.
+
+    In float64 it may be an operation without that type, or a float32 in the model's code; elsewhere the number of samples, as of a
+    batch norm that is given one.
+    """
     try:
         yield
-    except (RuntimeError, NotImplementedError) as error:
-        if parts.case.precision != "float64" or is_out_of_memory(error):
+    except ShoalError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
             raise
+        what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        if parts.case.precision == "float64":
+            raise RequestError(
+                f"one process alone cannot run this model in float64: {what}; let the module follow the type of its weights, or "
+                "prove it in float32 alone, with --dtype float32"
+            ) from error
         raise RequestError(
-            f"one process alone cannot run this model in float64: {str(error).splitlines()[0]}; let the module follow the type "
-            "of its weights, or prove it in float32 alone, with --dtype float32"
+            f"one process alone cannot run this model on a microbatch of {num_samples} samples: {what}; mend the module, or give "
+            "it other microbatches by train.global_batch or the plan's microbatches"
         ) from error
 
 

@@ -158,6 +158,18 @@ def test_a_model_that_cannot_run_in_float64_is_refused_in_float64(tmp_path, monk
         run_here(run_reference, case, Tree(replicas=1, microbatches=1), tmp_path)
 
 
+def test_a_model_that_cannot_run_so_few_samples_is_refused_with_their_number(tmp_path, monkeypatch):
+    """A batch norm that is given one sample raises: under pp=2 that was reported as a crash."""
+    build = lambda config, spec: nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))  # noqa: E731
+    monkeypatch.setattr("shoal.verify.parts.build_model", build)
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+    )
+    with pytest.raises(RequestError, match=r"on a microbatch of 1 samples: ValueError: Expected more than 1 value"):
+        run_here(run_reference, case, Tree(replicas=1, microbatches=8), tmp_path)
+
+
 def test_a_loss_that_is_not_finite_alone_is_refused(tmp_path):
     case = case_of(optim={"name": "sgd", "lr": 1e30}, steps=3)
     with pytest.raises(RequestError, match="one process alone"):
