@@ -176,8 +176,8 @@ def batch_loss(parts: Parts, step: int, ids: Ids, total: float, run: Callable[..
 def _refusing(parts: Parts, num_samples: int) -> Iterator[None]:
     """Refuse a model whose own forward pass fails in one process, where nothing is done to it: its code may raise anything.
 
-    In float64 it may be an operation without that type, or a float32 in the model's code; elsewhere the number of samples, as of a
-    batch norm that is given one.
+    In float64 it may be an operation without that type, or a float32 in the code; elsewhere the number of samples, as of a batch
+    norm that is given one.
     """
     try:
         yield
