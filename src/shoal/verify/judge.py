@@ -96,6 +96,7 @@ def _judge_copies(index: int, reference: Step, found: Gathered, known: set[str],
             error = max(_distance(reference.tensors[key], copy.local, copy.placement) for copy in copies)
         judged = Judged(step=index + 1, kind=kind, name=name or kind, error=error, allowed=0.0, is_bitwise=False)
         verdict.add(judged)
+        verdict.is_amplified = False
         wrong.append(judged)
     return wrong
 
