@@ -6,7 +6,7 @@ import pytest
 from shoal.comm.world import Place, World
 from shoal.core.plan import Plan
 from shoal.verify.capture import KINDS
-from shoal.verify.mutants import MUTANTS, own_recipe, planted
+from shoal.verify.mutants import MUTANTS, PREDICTION, own_recipe, planted
 from shoal.verify.request import build_subject, check_plan
 
 # The words of the promise, one for each kind.
@@ -25,6 +25,7 @@ PROMISED = (
     "not synchronised",
     "tied weight reduced once only",
     "stale scale",
+    "updated by more than noise",
     "contribution applied twice",
     "share dropped",
     "scaled by the number of workers",
@@ -42,7 +43,7 @@ def test_every_promised_kind_is_there(words):
 
 
 def test_each_says_which_comparison_should_see_it():
-    assert all(set(mutant.by) <= {*KINDS, "traffic", "sizes", "rule"} and mutant.by for mutant in MUTANTS.values())
+    assert all(set(mutant.by) <= {*KINDS, PREDICTION, "rule"} and mutant.by for mutant in MUTANTS.values())
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=lambda mutant: mutant.name)
