@@ -172,7 +172,7 @@ class Prover:
             precision=precision,
             depth=max(1, subject.facts.num_blocks),
             adds_in_order=first["adds_in_order"],
-            joins_replicas=recipe.train.batch_norm == "sync" and subject.has_batch_norm and (plan.dp or 1) > 1,
+            joins_replicas=subject.joins_replicas(plan),
             optim=recipe.optim,
             total_steps=subject.total_steps,
             steps=question.case.steps,

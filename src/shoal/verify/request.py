@@ -93,7 +93,13 @@ def prepare_verify(
         try:
             check_processes(plan.world_size)
             check_plan(subject, plan)
-            names = choose_precisions(plan, precision, recipe.optim, recipe.train.precision)
+            names = choose_precisions(
+                plan,
+                precision,
+                recipe.optim,
+                trained=recipe.train.precision,
+                joins_replicas=subject.joins_replicas(plan),
+            )
         except RequestError as error:
             refusals.append(Refusal(plan=plan, precision=recipe.train.precision, reason=str(error)))
         else:
@@ -164,7 +170,7 @@ def _refuse_unprovable(subject: Subject, plan: Plan) -> None:
             raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
         return
     is_delayed = plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous
-    if is_delayed and subject.has_batch_norm and subject.recipe.train.batch_norm == "sync" and (plan.dp or 1) > 1:
+    if is_delayed and subject.joins_replicas(plan):
         raise RequestError(
             f"plan {str(plan)!r}: with train.batch_norm sync the replicas of a microbatch run as one, and under "
             f"schedule={plan.schedule} one process cannot; prove it with train.batch_norm=local, or with dp=1"
@@ -209,7 +215,12 @@ def _unprovable_servers(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def choose_precisions(
-    plan: Plan, asked: str | None, optim: OptimConfig, trained: PrecisionName = "float32"
+    plan: Plan,
+    asked: str | None,
+    optim: OptimConfig,
+    *,
+    trained: PrecisionName = "float32",
+    joins_replicas: bool = False,
 ) -> tuple[PrecisionName, ...]:
     """What the recipe trains in, and float64 too where sums are split: there only float64 tells a rounding from a bug.
 
@@ -218,11 +229,12 @@ def choose_precisions(
         asked: one arithmetic alone; None leaves the choice.
         optim: how gradients become weights.
         trained: the recipe's own arithmetic.
+        joins_replicas: batch norm is synchronised, which splits sums too.
 
     Raises:
         RequestError: there is no such arithmetic, or nothing can be proved in it.
     """
-    is_split = plan.tp > 1 or plan.cp > 1
+    is_split = plan.tp > 1 or plan.cp > 1 or joins_replicas
     if asked is not None and asked not in _PRECISIONS:
         raise RequestError(f"--dtype {asked!r} is none of {', '.join(_PRECISIONS)}")
     if is_split and needs_float64(optim):

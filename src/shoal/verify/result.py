@@ -119,7 +119,9 @@ def _settled(result: PlanResult, other: PlanResult | None) -> PlanResult:
     if result.status != "differs" or not result.is_amplified:
         return result
     if other is None:
-        return replace(result, reason=f"{result.reason}; the optimizer can make this of rounding: float64 decides")
+        return replace(
+            result, reason=f"{result.reason}; the optimizer can make this of rounding: --dtype float64 decides"
+        )
     if other.status != "proven":
         return result
     return replace(

@@ -3,6 +3,7 @@ line."""
 
 import pytest
 
+from harness import ROOT
 from shoal.comm.world import Place, World
 from shoal.core.plan import Plan
 from shoal.verify.capture import KINDS
@@ -40,6 +41,15 @@ PROMISED = (
 @pytest.mark.parametrize("words", PROMISED)
 def test_every_promised_kind_is_there(words):
     assert any(words in name for name in MUTANTS)
+
+
+def test_the_guide_counts_them():
+    """It said 31 when there were 42."""
+    plans = [Plan.parse(mutant.plan) for mutant in MUTANTS.values()]
+    servers, pipelines = sum(plan.ps > 0 for plan in plans), sum(plan.pp > 1 and not plan.ps for plan in plans)
+    guide = (ROOT / "docs" / "guides" / "verify.md").read_text()
+    assert f"plants {len(MUTANTS)} bugs" in guide
+    assert f"{servers} are of parameter servers, and {pipelines} of pipelines" in guide
 
 
 def test_each_says_which_comparison_should_see_it():

@@ -23,6 +23,28 @@ def test_float64_is_added_where_sums_are_split(tiny):
     assert len(request.model_hash) == 64
 
 
+def test_batch_norm_that_is_synchronised_splits_sums_too(tmp_path):
+    path = tmp_path / "normed.toml"
+    path.write_text(
+        """
+        [model]
+        name = "mlp"
+        batch_norm = true
+        [data]
+        source = "synthetic"
+        kind = "classes"
+        samples = 32
+        [train]
+        steps = 4
+        global_batch = 8
+        batch_norm = "sync"
+        """
+    )
+    assert texts(prepare_verify(path, plans=["dp=2"])) == [("dp=2", "float32"), ("dp=2", "float64")]
+    local = prepare_verify(path, plans=["dp=2"], overrides=["train.batch_norm=local"])
+    assert texts(local) == [("dp=2", "float32")]
+
+
 def test_a_given_arithmetic_is_the_only_one(tiny):
     assert texts(prepare_verify(tiny, plans=["tp=2"], precision="bfloat16")) == [("dp=1 tp=2", "bfloat16")]
     with pytest.raises(RequestError, match="float31"):
