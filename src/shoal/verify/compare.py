@@ -161,8 +161,8 @@ class Comparer:
             return (0.0 if is_noise else error), allowed, is_noise
         owner, _, key = name.rpartition("/") if kind == "optimizer" else (name, "", "")
         allowed += self._slack(index, kind, key, apart.numel(), size)
-        excuse = self._excuse(index, kind, owner, key, apart)
-        if error <= allowed or excuse is None:
+        excuse = None if error <= allowed else self._excuse(index, kind, owner, key, apart)
+        if excuse is None:
             return error, allowed, False
         error = _relative((apart.abs() - excuse).clamp_(min=0.0), size)
         return error, allowed, error <= allowed
