@@ -1,7 +1,11 @@
 """Modules of one's own that recipes of tests name as ``own_parts:function``."""
 
+import math
+import os
+
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.data import TensorDataset
 
 
@@ -74,3 +78,52 @@ def build_words(num_samples=64, num_words=2000):
     words = torch.randint(0, num_words, (num_samples, 3), generator=generator)
     data = TensorDataset(words, words[:, 0] % 4)
     return {"train": data, "validation": data}
+
+
+class BiasedAttention(nn.Module):
+    """Attention as BERT and ViT have it, with a bias on the keys: softmax takes it off again, so its true gradient is zero."""
+
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(hidden)
+        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
+        for linear in (self.query, self.key, self.value, self.out):
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x):
+        kept, x = x, self.norm(x)
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, x.shape[-1] // self.heads)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return kept + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def build_biased_attention(spec, hidden=16, heads=4, layers=2):
+    blocks = nn.ModuleList(BiasedAttention(hidden, heads) for _ in range(layers))
+    return nn.Sequential(nn.Embedding(spec.vocab, hidden), *blocks, nn.Linear(hidden, spec.vocab))
+
+
+class Strange(nn.Module):
+    """One layer that is what a test asks for: it keeps more than it foretells, or breaks where there are two processes."""
+
+    def __init__(self, features, classes, *, keeps_more, breaks):
+        super().__init__()
+        self.linear = nn.Linear(features, classes)
+        self.keeps_more, self.breaks = keeps_more, breaks
+
+    def forward(self, x):
+        if self.breaks and os.environ.get("WORLD_SIZE") == "2":
+            raise ValueError("this model cannot do with two processes")
+        y = self.linear(x.flatten(1))
+        # Costs are predicted by tensors without data, for which this takes a shorter way.
+        if self.keeps_more and not is_fake(x):
+            for _ in range(8):
+                y = y.exp().log()
+        return y
+
+
+def build_strange(spec, keeps_more=False, breaks=False):
+    return Strange(math.prod(spec.features), spec.classes, keeps_more=keeps_more, breaks=breaks)

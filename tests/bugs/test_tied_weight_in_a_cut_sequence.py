@@ -15,5 +15,5 @@ def test_sums_of_shared_weights_are_expected_once():
     subject, _ = build_subject(recipe_of("gpt", {"model": {"tied": True}}))
     with Prover(steps=2) as prover:
         proved = prover.prove(subject, Plan.parse("dp=1 tp=2 sp=true pp=2 microbatches=4"), "float32")
-    assert proved.ok, proved.first_difference
+    assert proved.ok and proved.prediction.ok, (proved.reason, proved.prediction)
     assert proved.traffic["counted"] == proved.traffic["expected"] and "pp send" in proved.traffic["counted"]

@@ -115,6 +115,11 @@ def write_whole(path: Path, text: str, option: str = "--json") -> None:
         raise RunError(f"cannot write {option} {path}: {error}") from error
 
 
+def is_rewritable(path: Path) -> bool:
+    """True when a result can be written there again and again, each in place of the one before."""
+    return path != STDOUT and not _keeps_its_place(path)
+
+
 def _keeps_its_place(path: Path) -> bool:
     """True for what a rename must not replace; /dev/stdout is a link, and to a file where stdout goes to one."""
     return path.exists() and (path.is_symlink() or not path.is_file())

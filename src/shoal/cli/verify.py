@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, print_table, write_result
-from shoal.core.errors import EXIT_NO, EXIT_SIGTERM, RequestError, RunError
+from shoal.cli.result import JsonFile, check_result_file, is_rewritable, print_table, write_result, write_whole
+from shoal.core.errors import EXIT_NO, EXIT_SIGTERM, RequestError
 
 if TYPE_CHECKING:
     from shoal.verify.certificate import Certificate
@@ -27,6 +27,9 @@ _Dtype = Annotated[
 _Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; repeatable.")
 ]
+_Strict = Annotated[
+    bool, typer.Option("--strict", help="Exit 1 also where the numbers are equal and a predicted cost is off.")
+]
 _Markdown = Annotated[
     Path | None, typer.Option("--markdown", metavar="FILE", help="Write the certificate there as a page.")
 ]
@@ -43,6 +46,7 @@ def verify(
     overrides: _Set = None,
     json: JsonFile = None,
     markdown: _Markdown = None,
+    strict: _Strict = False,
 ) -> None:
     """Compare plans with one process: every loss, gradient, norm, weight and optimizer state; exit 1 if any differs."""
     if sum((bool(plan), all_plans, mutants)) > 1:
@@ -57,28 +61,59 @@ def verify(
 
     # Unwinding ends the ranks and removes their files; the default action would leave the files behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_SIGTERM))
-    if mutants:
-        certificate = verify_mutants(recipe, steps=steps, overrides=overrides or (), tell=_tell)
-    else:
-        certificate = verify_plans(
-            recipe,
-            plans=plan or (),
-            takes_all=all_plans,
-            num_processes=nproc,
-            steps=steps,
-            precision=dtype,
-            overrides=overrides or (),
-            tell=_tell,
-        )
-    _show(certificate)
-    write_result(json, certificate.as_values())
-    if markdown is not None:
-        try:
-            markdown.write_text(certificate.as_markdown())
-        except OSError as error:
-            raise RunError(f"cannot write --markdown {markdown}: {error}") from error
-    if not certificate.ok:
+    kept = _Kept(json, markdown)
+    try:
+        if mutants:
+            verify_mutants(recipe, steps=steps, overrides=overrides or (), tell=_tell, keep=kept.keep)
+        else:
+            verify_plans(
+                recipe,
+                plans=plan or (),
+                takes_all=all_plans,
+                num_processes=nproc,
+                steps=steps,
+                precision=dtype,
+                overrides=overrides or (),
+                tell=_tell,
+                keep=kept.keep,
+            )
+    finally:
+        # An interruption loses the proof under way, and none that was finished.
+        kept.show()
+    assert kept.certificate is not None, "a request that proves nothing is refused"
+    _judge(kept.certificate, strict=strict)
+
+
+class _Kept:
+    """The newest certificate, in the files from the first proof on."""
+
+    def __init__(self, json: Path | None, markdown: Path | None) -> None:
+        self.certificate: Certificate | None = None
+        self._json, self._markdown = json, markdown
+
+    def keep(self, certificate: "Certificate") -> None:
+        """Write it beside and rename; what cannot be written twice, such as a pipe, gets the last one."""
+        self.certificate = certificate
+        if self._json is not None and (not certificate.pending or is_rewritable(self._json)):
+            write_result(self._json, certificate.as_values())
+        if self._markdown is not None and (not certificate.pending or is_rewritable(self._markdown)):
+            write_whole(self._markdown, certificate.as_markdown(), "--markdown")
+
+    def show(self) -> None:
+        """Print the table."""
+        if self.certificate is not None:
+            _show(self.certificate)
+
+
+def _judge(certificate: "Certificate", *, strict: bool) -> None:
+    """The exit code: 1 where something differs, 2 where what was asked cannot be proved, 0 where it is."""
+    if certificate.failures or (certificate.mutants and not certificate.ok):
         raise typer.Exit(EXIT_NO)
+    if strict and certificate.unpredicted:
+        _tell("--strict: the numbers are equal, and a prediction is off")
+        raise typer.Exit(EXIT_NO)
+    if not certificate.ok:
+        raise RequestError("\n".join(dict.fromkeys(plan.reason for plan in certificate.refused)))
 
 
 def _tell(text: str) -> None:
@@ -86,16 +121,14 @@ def _tell(text: str) -> None:
 
 
 def _show(certificate: "Certificate") -> None:
-    from shoal.verify.certificate import MUTANT_COLUMNS, PLAN_COLUMNS, mutant_row, plan_row
+    from shoal.verify.certificate import MUTANT_COLUMNS, PLAN_COLUMNS, mutant_row, plan_row, remarks_of
 
     if certificate.plans:
         print_table(PLAN_COLUMNS, [plan_row(plan) for plan in certificate.plans])
         for plan in certificate.plans:
-            if plan.first_difference is not None:
-                print(f"{plan.plan} ({plan.dtype}): {plan.first_difference}")
-        num_ok = sum(plan.ok for plan in certificate.plans)
-        num_bitwise = sum(plan.ok and plan.bitwise for plan in certificate.plans)
-        print(f"{num_ok} of {len(certificate.plans)} equal one process, {num_bitwise} of them bit for bit")
+            for remark in remarks_of(plan):
+                print(f"{plan.plan} ({plan.dtype}): {remark}")
+        print(certificate.summary())
     if certificate.mutants:
         print_table(MUTANT_COLUMNS, [mutant_row(mutant) for mutant in certificate.mutants])
         num_caught = sum(mutant.caught for mutant in certificate.mutants)

@@ -174,7 +174,10 @@ class Pool:
             # A rank that only lost its peer is not the one to listen to.
             rank, answer = min(errors.items(), key=lambda item: (_blames_peer(item[1]["error"]), item[0]))
             where = f" ({answer['where']})" if answer["where"] else ""
-            raise RunError(f"{self.called} {rank}: {answer['error']}{where}")
+            failure = RunError(f"{self.called} {rank}: {answer['error']}{where}")
+            # For who keeps it: the message is what a user sees.
+            failure.add_note(answer.get("traceback", ""))
+            raise failure
         missing = [rank for rank in range(self.size) if rank not in answers]
         if missing:
             raise RunError(

@@ -41,6 +41,10 @@ class Certificate:
     recipe_hash: str = ""
     settings: tuple[str, ...] = ()
     """What ``--set`` changed in the recipe; its hash is of the recipe as changed."""
+    pending: tuple[str, ...] = ()
+    """What is still to be proved: a certificate is kept after every plan, so that an interruption loses none."""
+    takes_all: bool = False
+    """Plans were not asked for by name, so that one which this recipe cannot run is no failure."""
     steps: int = 0
     model_hash: str = ""
     seed: int = 0
@@ -50,15 +54,48 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Every plan passed; every mutant was caught by the right comparison, and its control passed."""
-        return all(plan.ok for plan in self.plans) and all(one.caught and one.control_ok for one in self.mutants)
+        """Everything that was asked is proved: every plan that was named, or every one that fits; every mutant was caught by
+        the right comparison, and its control passed."""
+        if self.pending or any(not (one.caught and one.control_ok) for one in self.mutants):
+            return False
+        if not self.takes_all:
+            return all(plan.ok for plan in self.plans)
+        return not self.failures and any(plan.ok for plan in self.plans)
+
+    @property
+    def failures(self) -> list[PlanResult]:
+        """Plans that differ, or that did not run to their end."""
+        return [plan for plan in self.plans if plan.status in ("differs", "crashed")]
+
+    @property
+    def refused(self) -> list[PlanResult]:
+        """Plans that this recipe cannot run."""
+        return [plan for plan in self.plans if plan.status == "refused"]
+
+    @property
+    def unpredicted(self) -> list[PlanResult]:
+        """Plans whose cost was predicted and is another."""
+        return [plan for plan in self.plans if plan.prediction.ok is False]
+
+    def summary(self) -> str:
+        """The plans in one line."""
+        num_ok = sum(plan.ok for plan in self.plans)
+        num_bitwise = sum(plan.ok and plan.bitwise for plan in self.plans)
+        asked = len(self.plans) - len(self.refused)
+        words = [f"{num_ok} of {asked} equal one process, {num_bitwise} of them bit for bit"]
+        words += [f"{len(self.unpredicted)} with a prediction that is off"] if self.unpredicted else []
+        words += [f"{len(self.refused)} refused"] if self.refused else []
+        words += [f"{len(self.pending)} not tried yet"] if self.pending else []
+        return "; ".join(words)
 
     def as_values(self) -> dict[str, Any]:
         """JSON: what was proved, and what makes the result repeatable."""
         return {
             "ok": self.ok,
+            "predictions_ok": not self.unpredicted,
             "plans": [_plan_values(plan) for plan in self.plans],
             "mutants": [asdict(mutant) for mutant in self.mutants],
+            "pending": list(self.pending),
             "recipe": self.recipe,
             "recipe_sha256": self.recipe_hash,
             "settings": list(self.settings),
@@ -73,8 +110,8 @@ class Certificate:
 
     def as_markdown(self) -> str:
         """A page to put into a pull request."""
-        num_ok = sum(plan.ok for plan in self.plans)
-        lines = [f"# Shoal certificate: {'proved' if self.ok else 'NOT proved'}", ""]
+        word = "not finished" if self.pending else "proved" if self.ok else "NOT proved"
+        lines = [f"# Shoal certificate: {word}", ""]
         changed = "".join(f" with `{setting}`" for setting in self.settings)
         lines += [
             f"- recipe `{self.recipe}`{changed} (sha256 `{self.recipe_hash[:16]}`), seed {self.seed}, {self.steps} steps"
@@ -82,10 +119,12 @@ class Certificate:
         lines += [f"- initial weights sha256 `{self.model_hash[:16]}`, {self.threads} compute thread(s) per process"]
         lines += ["- " + ", ".join(f"{name} {text}" for name, text in find_versions().items())]
         if self.plans:
-            lines += ["", f"## {num_ok} of {len(self.plans)} plans equal one process", ""]
+            lines += ["", f"## Plans: {self.summary()}", ""]
             lines += _markdown_table(PLAN_COLUMNS, [plan_row(plan) for plan in self.plans])
-            failures = [plan for plan in self.plans if not plan.ok]
-            lines += ["", *[f"- `{plan.plan}` in {plan.dtype}: {plan.first_difference}" for plan in failures]]
+            lines += [
+                "",
+                *[f"- `{plan.plan}` in {plan.dtype}: {text}" for plan in self.plans for text in remarks_of(plan)],
+            ]
         if self.mutants:
             num_caught = sum(mutant.caught for mutant in self.mutants)
             lines += ["", f"## {num_caught} of {len(self.mutants)} planted bugs caught", ""]
@@ -93,22 +132,30 @@ class Certificate:
         return "\n".join(lines).rstrip() + "\n"
 
 
-PLAN_COLUMNS = ("plan", "dtype", "result", *KINDS, "calls", "bytes sent", "state bytes", "activations", "seconds")
+PLAN_COLUMNS = (
+    "plan",
+    "dtype",
+    "result",
+    "prediction",
+    *KINDS,
+    "calls",
+    "bytes sent",
+    "state bytes",
+    "activations",
+    "seconds",
+)
 MUTANT_COLUMNS = ("planted bug", "plan", "caught", "by", "should be", "control", "what was seen")
 
 
 def plan_row(plan: PlanResult) -> list[str]:
     """One line of the table."""
-    # A plan that did not run to its end has nothing that could differ; one that broke its rule has, unlooked at.
-    is_failure = plan.first_difference is not None and plan.first_difference.kind == "run"
-    wrong = "FAILED" if is_failure else "DIFFERS"
-    verdict = "bitwise" if plan.ok and plan.bitwise else f"within {plan.tolerance:.1g}" if plan.ok else wrong
     errors = [f"{plan.worst[kind]:.1e}" if plan.worst.get(kind) else "0" for kind in KINDS] if plan.worst else ["-"] * 6
     calls, num_bytes = _totals(plan.traffic.get("counted", {}))
     return [
         plan.plan,
         plan.dtype,
-        verdict,
+        _verdict(plan),
+        plan.prediction.describe(),
         *errors,
         str(calls) if plan.traffic else "-",
         str(num_bytes) if plan.traffic else "-",
@@ -116,6 +163,20 @@ def plan_row(plan: PlanResult) -> list[str]:
         _size_pair(plan.sizes, ("activations",)),
         f"{plan.wall_s:.1f}",
     ]
+
+
+def _verdict(plan: PlanResult) -> str:
+    if not plan.ok:
+        return {"differs": "DIFFERS", "crashed": "CRASHED"}.get(plan.status, plan.status)
+    if plan.decided_by is not None:
+        return f"by {plan.decided_by}"
+    return "bitwise" if plan.bitwise else f"within {plan.tolerance:.1g}"
+
+
+def remarks_of(plan: PlanResult) -> list[str]:
+    """What a reader of the table should know beside: why a plan is not proven, or by what, and what of its cost is off."""
+    found = [plan.reason] if not plan.ok or plan.decided_by is not None else []
+    return found + [f"prediction off: {one}" for one in plan.prediction.off]
 
 
 def mutant_row(mutant: MutantResult) -> list[str]:
@@ -144,7 +205,7 @@ def find_versions() -> dict[str, str]:
 
 def _plan_values(plan: PlanResult) -> dict[str, Any]:
     values = asdict(plan)
-    values["noise"] = list(plan.noise)
+    values |= {"ok": plan.ok, "noise": list(plan.noise), "prediction": plan.prediction.as_values()}
     # A plan that did not run has the contract's keys too.
     values["worst"] = {kind: plan.worst.get(kind) for kind in KINDS}
     values["first_difference"] = None if plan.first_difference is None else _difference_values(plan.first_difference)

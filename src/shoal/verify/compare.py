@@ -1,8 +1,8 @@
 """A plan's steps beside the reference's: the error of every tensor, and what is further off than allowed.
 
 Error is the norm of the difference over the norm of the reference, per tensor. A gradient that is below 10 eps of the whole
-gradient's norm is noise: it is listed and bounded by that amount absolutely. The other rules, and why weights need their own,
-are in ``tolerance.py``.
+gradient's norm is noise: it is listed and bounded by that amount absolutely. What rounding of a gradient excuses in weights and
+optimizer state is in ``noise.py``, and the bounds are in ``tolerance.py``.
 """
 
 import math
@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from shoal.verify.capture import KINDS, Step
-from shoal.verify.tolerance import NOISE_EPS, Tolerance
-
-_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg")
-"""Optimizer states that are made of squares of gradients; ``sum`` is Adagrad's, ``square_avg`` RMSprop's and Adadelta's."""
+from shoal.verify.noise import NOISE_EPS, Known, nothing_known
+from shoal.verify.tolerance import Tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +26,11 @@ class Judged:
     kind: str
     name: str
     error: float
-    """Relative, over the elements that are not noise."""
+    """Relative, without what rounding of gradients excuses."""
     allowed: float
     is_bitwise: bool
     is_noise: bool = False
+    """It is within what is allowed because rounding of gradients was excused."""
 
     @property
     def is_wrong(self) -> bool:
@@ -48,6 +47,8 @@ class Verdict:
     """Every gradient, weight, optimizer state and buffer has the reference's bits."""
     wrong: list[Judged] = field(default_factory=list)
     """In the order in which they went wrong."""
+    is_amplified: bool = True
+    """Whatever is wrong could be rounding that an Adam-like rule made whole steps of; then float64 decides."""
     noise: set[str] = field(default_factory=set)
     num_compared: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
@@ -57,8 +58,7 @@ class Verdict:
         error = math.inf if math.isnan(judged.error) else judged.error
         if judged.is_noise:
             self.noise.add(f"{judged.kind}/{judged.name}")
-        else:
-            self.worst[judged.kind] = max(self.worst[judged.kind], error)
+        self.worst[judged.kind] = max(self.worst[judged.kind], error)
         if judged.kind not in ("loss", "norm"):
             self.is_bitwise = self.is_bitwise and judged.is_bitwise
         if judged.is_wrong:
@@ -66,24 +66,26 @@ class Verdict:
 
 
 class Comparer:
-    """Compares step after step, because which elements are noise is decided by all gradients so far."""
+    """Compares step after step, because what is noise is decided by all gradients so far."""
 
     def __init__(self, tolerance: Tolerance) -> None:
         self.tolerance = tolerance
         self.verdict = Verdict()
-        self._doubt: dict[str, Tensor] = {}
-        """Of every element, what rounding is of its gradient, at most: 1 where the gradient is noise."""
+        self._known: dict[str, Known] = {}
+        """By parameter."""
+        self._moved = 0.0
+        """How far apart the weights are, at most, that rounding moved and that the next step's buffers are computed with."""
 
     def add(self, index: int, reference: Step, found: Step) -> list[Judged]:
         """Compare step number ``index`` (from 0); returns what is wrong in it, in the order of ``KINDS``."""
-        self._remember_noise(reference)
+        whole = _norm_of(reference.tensors, "grad/")
+        self._remember_noise(index, reference, found, whole)
         judged = [self._number(index, "loss", reference.loss, found.loss)]
         # A step that both skip overflowed in both, and which kind of overflow came out is an accident.
         if not (reference.skipped and found.skipped):
             judged.append(self._number(index, "norm", reference.norm, found.norm))
         if reference.skipped != found.skipped:
             judged.append(_missing(index, "grad", "(whether the step is skipped)"))
-        whole = _norm_of(reference.tensors, "grad/")
         for key in sorted(reference.tensors.keys() | found.tensors.keys()):
             kind, _, name = key.partition("/")
             if key not in reference.tensors or key not in found.tensors:
@@ -93,19 +95,34 @@ class Comparer:
         judged.sort(key=lambda one: KINDS.index(one.kind))
         for one in judged:
             self.verdict.add(one)
+            if one.is_wrong and not self._is_amplified(one, reference, found):
+                self.verdict.is_amplified = False
+            if one.is_noise and one.kind == "weight":
+                key = f"weight/{one.name}"
+                apart = reference.tensors[key].double() - found.tensors[key].double()
+                self._moved = max(self._moved, float(apart.abs().max()))
         return [one for one in judged if one.is_wrong]
 
-    def _remember_noise(self, reference: Step) -> None:
-        """Note how much of each element's gradient is noise; the most of all steps stays, because its weight has moved by it."""
-        if self.tolerance.is_bitwise or not self.tolerance.normalises:
+    def _remember_noise(self, index: int, reference: Step, found: Step, whole: float) -> None:
+        if self.tolerance.is_bitwise:
             return
-        limit = NOISE_EPS * self.tolerance.eps * _norm_of(reference.tensors, "grad/")
+        limit = NOISE_EPS * self.tolerance.eps * whole
         for key, tensor in reference.tensors.items():
-            if key.startswith("grad/"):
-                name, size = key.removeprefix("grad/"), tensor.double().abs()
-                # Exact zeros are no noise: a row that no token touched stays where it is in both runs.
-                doubt = torch.where(size > 0, limit / size, torch.zeros_like(size)).clamp_(max=1.0)
-                self._doubt[name] = torch.maximum(self._doubt[name], doubt) if name in self._doubt else doubt
+            other = found.tensors.get(key)
+            if key.startswith("grad/") and other is not None and other.shape == tensor.shape:
+                known = self._known.setdefault(key.removeprefix("grad/"), nothing_known(tensor))
+                known.add(index, tensor.double(), other.double(), limit, self.tolerance)
+
+    def _is_amplified(self, judged: Judged, reference: Step, found: Step) -> bool:
+        """True when what is wrong could come of rounding: not before the rule's first step, and no further than it can go."""
+        if not self.tolerance.amplifies or not math.isfinite(judged.error):
+            return False
+        if judged.kind != "weight":
+            return judged.step > 1
+        key = f"weight/{judged.name}"
+        theirs, ours = reference.tensors[key].double(), found.tensors[key].double()
+        reach = self.tolerance.reach(judged.step - 1) + self.tolerance.bound * theirs.abs()
+        return bool(((ours - theirs).abs() <= reach).all())
 
     def _number(self, index: int, kind: str, reference: float, found: float) -> Judged:
         error = 0.0 if reference == found else abs(found - reference) / max(abs(reference), 1e-300)
@@ -133,59 +150,42 @@ class Comparer:
     def _measure(
         self, index: int, kind: str, name: str, reference: Tensor, found: Tensor, whole: float
     ) -> tuple[float, float, bool]:
-        """Error, what is allowed, and whether it is noise."""
-        bound = self.tolerance.bound
+        """Error, what is allowed, and whether rounding was excused."""
         apart, size = (found.double() - reference.double()), float(reference.double().norm())
+        error, allowed = _relative(apart, size), self.tolerance.bound
         if self.tolerance.is_bitwise or not reference.is_floating_point():
-            return _relative(apart, size), 0.0, False
-        if kind == "optimizer":
-            owner, _, key = name.rpartition("/")
-            if key in self.tolerance.state_sizes:
-                return self._measure_state(owner, reference, apart, self.tolerance.state_reach(key, index))
-        if kind in ("grad", "optimizer"):
-            # Moments are sums of gradients and of their squares, so what is noise in one is noise in the other.
+            return error, 0.0, False
+        if kind == "grad":
             floor = NOISE_EPS * self.tolerance.eps * whole
-            floor = floor**2 if name.rpartition("/")[2] in _SQUARES else floor
-            if size <= floor:
-                is_within = float(apart.norm()) <= floor
-                return (0.0 if is_within else _relative(apart, size)), bound, is_within
-        if kind == "weight":
-            return self._measure_quotients(name, reference, apart, self.tolerance.reach(index))
-        return _relative(apart, size), bound, False
+            is_noise = size <= floor and float(apart.norm()) <= floor
+            return (0.0 if is_noise else error), allowed, is_noise
+        owner, _, key = name.rpartition("/") if kind == "optimizer" else (name, "", "")
+        allowed += self._slack(index, kind, key, apart.numel(), size)
+        excuse = None if error <= allowed else self._excuse(index, kind, owner, key, apart)
+        if excuse is None:
+            return error, allowed, False
+        error = _relative((apart.abs() - excuse).clamp_(min=0.0), size)
+        return error, allowed, error <= allowed
 
-    def _measure_quotients(
-        self, name: str, reference: Tensor, apart: Tensor, reach: float
-    ) -> tuple[float, float, bool]:
-        """Of weights, and of state that is made of quotients of a parameter's gradients: noise may be ``reach`` apart."""
-        bound, size = self.tolerance.bound, float(reference.double().norm())
-        doubt = self._doubt.get(name)
-        quiet = None if doubt is None else doubt >= 1.0
-        if quiet is not None and bool(quiet.any()):
-            if not float(apart[quiet].abs().max()) <= reach:
-                return _relative(apart, size), bound, False
-            apart = torch.where(quiet, torch.zeros_like(apart), apart)
-        slack = 0.0
-        if self.tolerance.doubtful and self.tolerance.normalises and size > 0:
-            # What has no longest step is a gradient that one of both runs may have forgotten: at most itself.
-            step = reach if math.isfinite(reach) else size / math.sqrt(apart.numel())
-            slack = step * math.sqrt(apart.numel() * self.tolerance.doubtful) / size
-        return _relative(apart, size), bound + slack, quiet is not None and bool(quiet.all())
+    def _excuse(self, index: int, kind: str, owner: str, key: str, apart: Tensor) -> Tensor | None:
+        """How far each element may be apart by rounding alone; None where there is nothing to excuse it by."""
+        if kind == "buffer":
+            # The mean that batch norm keeps moves with the bias before it, whose true gradient is zero.
+            return torch.full_like(apart, self._moved) if self._moved > 0 else None
+        known = self._known.get(owner)
+        if known is None or known.doubt.shape != apart.shape:
+            return None
+        return known.excuse(kind, key, index, self.tolerance)
 
-    def _measure_state(self, name: str, reference: Tensor, apart: Tensor, reach: float) -> tuple[float, float, bool]:
-        """The same of state, whose elements are also in doubt where their gradients are *not* noise: a rounding that is a
-        hundredth of a gradient moves its quotient by a hundredth of the way."""
-        doubt, size = self._doubt.get(name), float(reference.double().norm())
-        if doubt is None or not math.isfinite(reach) or size == 0.0:
-            return self._measure_quotients(name, reference, apart, reach)
-        excused = torch.minimum(apart.abs(), reach * doubt) * (doubt < 1.0)
-        error, allowed, is_noise = self._measure_quotients(
-            name, reference, apart.sign() * (apart.abs() - excused), reach
-        )
-        if not error <= allowed:
-            return error, allowed, is_noise
-        # What is shown is the whole difference, beside what of it each element may have.
-        whole, _, _ = self._measure_quotients(name, reference, apart, reach)
-        return whole, allowed + _relative(excused, size), is_noise
+    def _slack(self, index: int, kind: str, key: str, count: int, size: float) -> float:
+        """What 16-bit arithmetic may move beside: signs that are in doubt."""
+        is_quotient = kind == "weight" or (kind == "optimizer" and key in self.tolerance.state_sizes)
+        if not (is_quotient and self.tolerance.doubtful and self.tolerance.normalises and size > 0):
+            return 0.0
+        reach = self.tolerance.reach(index) if kind == "weight" else self.tolerance.state_reach(key, index)
+        # What has no longest step is a gradient that one of both runs may have forgotten: at most itself.
+        step = reach if math.isfinite(reach) else size / math.sqrt(count)
+        return step * math.sqrt(count * self.tolerance.doubtful) / size
 
 
 def _relative(apart: Tensor, size: float) -> float:

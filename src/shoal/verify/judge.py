@@ -1,8 +1,7 @@
-"""From recordings to a result: every step compared, copies compared with each other, traffic and sizes with what the plan
-should cost."""
+"""From recordings to a judgement of the numbers: every step compared, and copies compared with each other."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ class Difference:
     """The first thing that is wrong with a plan, and in which pattern."""
 
     kind: str
-    """loss, grad, norm, optimizer, weight, buffer; traffic, sizes, flat, rule; or run, when there is nothing to compare."""
+    """loss, grad, norm, optimizer, weight, buffer; flat, rule; or run, when there is nothing to compare."""
     step: int | None = None
     """Counted from 1."""
     tensor: str | None = None
@@ -96,6 +95,7 @@ def _judge_copies(index: int, reference: Step, found: Gathered, known: set[str],
             error = max(_distance(reference.tensors[key], copy.local, copy.placement) for copy in copies)
         judged = Judged(step=index + 1, kind=kind, name=name or kind, error=error, allowed=0.0, is_bitwise=False)
         verdict.add(judged)
+        verdict.is_amplified = False
         wrong.append(judged)
     return wrong
 
@@ -162,39 +162,3 @@ def _whose_norm(norm: float, found: Gathered) -> int | None:
             for piece in pieces:
                 squares[piece.rank] = squares.get(piece.rank, 0.0) + float(piece.local.double().square().sum())
     return next((rank for rank, square in squares.items() if abs(math.sqrt(square) - norm) <= 1e-5 * norm), None)
-
-
-def judge_traffic(answers: Sequence[Mapping[str, Any]]) -> Difference | None:
-    """The first rank and step whose collectives are not what the plan should cost."""
-    for rank, answer in enumerate(answers):
-        for step, (counted, expected) in enumerate(zip(answer["traffic"], answer["expected_traffic"], strict=True)):
-            for key in sorted(counted.keys() | expected.keys()):
-                found, wanted = counted.get(key, [0, 0]), expected.get(key, [0, 0])
-                if list(found) != list(wanted):
-                    word = (
-                        "redundant"
-                        if found[0] > wanted[0]
-                        else "missing"
-                        if found[0] < wanted[0]
-                        else "of another size"
-                    )
-                    return Difference(
-                        kind="traffic",
-                        pattern=f"step {step + 1}, rank {rank}, {key}: {found[0]} calls of {found[1]} bytes, "
-                        f"the plan should take {wanted[0]} of {wanted[1]}: a collective is {word}",
-                    )
-    return None
-
-
-def judge_sizes(answers: Sequence[Mapping[str, Any]], *, activations_within: float = 0.05) -> Difference | None:
-    """The first rank whose memory is not what the plan predicts: to the byte for state, within 5 % for activations."""
-    for rank, answer in enumerate(answers):
-        predicted, measured = answer["sizes"].get("predicted", {}), answer["sizes"].get("measured", {})
-        for what in sorted(predicted.keys() & measured.keys()):
-            found, wanted = measured[what], predicted[what]
-            slack = activations_within * wanted if what == "activations" else 0
-            if abs(found - wanted) > slack:
-                return Difference(
-                    kind="sizes", pattern=f"rank {rank}, {what}: {found} bytes measured, {wanted} predicted"
-                )
-    return None

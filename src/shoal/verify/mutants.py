@@ -26,6 +26,10 @@ _CLASSES = {"source": "synthetic", "kind": "classes", "samples": 128}
 _ODD_VOCABULARY = {"source": "synthetic", "kind": "tokens", "samples": 256, "sequence": 16, "vocab": 63}
 
 
+PREDICTION = "prediction"
+"""What catches a bug that changes no number: the plan costs something that it should not."""
+
+
 class Death(NamedTuple):
     """A server that is killed, in a proof and in its control."""
 
@@ -178,6 +182,17 @@ _ALL: Sequence[Mutant] = (
         plant=plants.clip_by_stale_norm,
         overrides=("optim.clip=0.1",),
     ),
+    Mutant(
+        name="a weight that has no gradient but noise is updated by more than noise",
+        plan="dp=2",
+        by=("optimizer",),
+        plant=plants.update_by_noise_and_more,
+        precision="float64",
+        overrides=("train.batch_norm=sync",),
+        # The norm takes off whatever the bias before it adds.
+        model=_NORMED_MODEL,
+        data=_CLASSES,
+    ),
     Mutant(name="updated weights not published", plan="dp=2 zero=1", by=("loss",), plant=plants.keep_old_weights),
     Mutant(name="every replica reads the same samples", plan="dp=2", by=("loss",), plant=plants.repeat_data),
     Mutant(
@@ -243,7 +258,7 @@ _ALL: Sequence[Mutant] = (
         by=("grad",),
         plant=plants.lose_deferred_gradient,
     ),
-    Mutant(name="a redundant collective", plan="dp=2 zero=1", by=("traffic",), plant=plants.sum_once_more),
+    Mutant(name="a redundant collective", plan="dp=2 zero=1", by=(PREDICTION,), plant=plants.sum_once_more),
     Mutant(
         name="a contribution applied twice",
         plan="ps=1 workers=2 update=bsp",

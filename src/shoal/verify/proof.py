@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import RequestError, ShoalError
 from shoal.core.plan import Plan
 from shoal.elastic.pool import Pool
 from shoal.optim.config import PrecisionName
@@ -23,11 +23,12 @@ from shoal.trainer.layout import derive_layout
 from shoal.verify.capture import Recording
 from shoal.verify.case import Case, Log, Tree
 from shoal.verify.gather import gather_step
-from shoal.verify.judge import Difference, judge_run, judge_sizes, judge_traffic
+from shoal.verify.judge import judge_run
 from shoal.verify.mutants import Death
 from shoal.verify.pattern import Layout
+from shoal.verify.prediction import judge_prediction
 from shoal.verify.question import Question, Subject
-from shoal.verify.result import PlanResult, compared, failed
+from shoal.verify.result import PlanResult, compared, crashed, refused
 from shoal.verify.serverproof import prove_servers
 from shoal.verify.stages import cut_model
 from shoal.verify.tolerance import derive_tolerance
@@ -71,7 +72,7 @@ class Prover:
         mutant: str | None = None,
         deaths: Sequence[Death] = (),
     ) -> PlanResult:
-        """Run one plan and compare it.
+        """Run one plan and compare it. Never raises for what is wrong with this plan: the next one has its own proof.
 
         Args:
             subject: the recipe and its model.
@@ -79,14 +80,25 @@ class Prover:
             precision: the arithmetic.
             mutant: name of a bug to plant.
             deaths: servers that are killed on the way, where the plan has any.
-
-        Raises:
-            RequestError: the reference refuses the model: it draws random numbers of its own, or its loss is not finite.
         """
-        question = self._ask(subject, plan, precision, mutant, deaths)
-        folder = self._new_folder()
-        if plan.ps:
-            result = prove_servers(
+        started, folder = time.monotonic(), self._new_folder()
+        steps = min(self.steps, subject.total_steps)
+        try:
+            return self._prove(self._ask(subject, plan, precision, mutant, deaths), folder)
+        except RequestError as error:
+            # The model is run to find this out: it draws random numbers of its own, cannot be cut, or its loss is not finite.
+            seconds = time.monotonic() - started
+            return refused(str(plan), dtype=precision, steps=steps, reason=str(error), wall_s=seconds)
+        # The user's model runs here too, to be cut.
+        except Exception as error:
+            seconds, is_ours = time.monotonic() - started, isinstance(error, ShoalError)
+            return crashed(str(plan), dtype=precision, steps=steps, error=error, is_ours=is_ours, wall_s=seconds)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _prove(self, question: Question, folder: Path) -> PlanResult:
+        if question.plan.ps:
+            return prove_servers(
                 question,
                 folder,
                 reference=lambda case, tree: self._reference(case, tree)[0],
@@ -94,11 +106,9 @@ class Prover:
                 threads=self.threads,
                 deadline_seconds=self.deadline_seconds or _LONGEST_SECONDS,
             )
-        else:
-            result = self._prove_ranks(question, folder)
-        # The ranks' store removes its file itself, when its last holder lets go of it, which may be now.
-        shutil.rmtree(folder, ignore_errors=True)
-        return result
+        reference_folder, reference_seconds = self._reference(question.case, question.tree)
+        answers = self._run_ranks(question, folder, reference_seconds)
+        return self._judge(question, reference_folder, folder, answers)
 
     def _ask(
         self, subject: Subject, plan: Plan, precision: PrecisionName, mutant: str | None, deaths: Sequence[Death]
@@ -113,14 +123,6 @@ class Prover:
         return Question(
             subject=subject, recipe=recipe, plan=derived, case=case, tree=tree, mutant=mutant, deaths=tuple(deaths)
         )
-
-    def _prove_ranks(self, question: Question, folder: Path) -> PlanResult:
-        reference_folder, reference_seconds = self._reference(question.case, question.tree)
-        try:
-            answers = self._run_ranks(question, folder, reference_seconds)
-        except RunError as error:
-            return failed(question, Difference(kind="run", pattern=str(error)))
-        return self._judge(question, reference_folder, folder, answers)
 
     def _replay(self, case: Case, log: Log) -> Path:
         folder = self._new_folder()
@@ -157,12 +159,8 @@ class Prover:
             "threads": self.threads,
             "deadline_seconds": deadline,
         }
-        try:
-            # The ranks' own deadline is first, because it names the collective and the peer.
-            return self._pool.run(job, deadline_seconds=deadline + 10.0)
-        except RequestError as error:
-            # The request was checked; a rank that refuses it now is a failed proof and not a wrong question.
-            raise RunError(str(error)) from error
+        # The ranks' own deadline is first, because it names the collective and the peer.
+        return self._pool.run(job, deadline_seconds=deadline + 10.0)
 
     def _judge(
         self, question: Question, reference_folder: Path, folder: Path, answers: list[dict[str, Any]]
@@ -175,7 +173,7 @@ class Prover:
             precision=precision,
             depth=max(1, subject.facts.num_blocks),
             adds_in_order=first["adds_in_order"],
-            joins_replicas=recipe.train.batch_norm == "sync" and subject.has_batch_norm and (plan.dp or 1) > 1,
+            joins_replicas=subject.joins_replicas(plan),
             optim=recipe.optim,
             total_steps=subject.total_steps,
             steps=question.case.steps,
@@ -197,7 +195,7 @@ class Prover:
             question,
             judged,
             tolerance,
-            first_difference=judged.difference or judge_traffic(answers) or judge_sizes(answers),
+            prediction=judge_prediction(answers),
             flat=reference.facts["flat"],
             traffic={"expected": first["expected_traffic"][-1], "counted": first["traffic"][-1]},
             sizes=first["sizes"],

@@ -30,6 +30,10 @@ class Subject:
     data: Splits
     anatomy: Anatomy
 
+    def joins_replicas(self, plan: Plan) -> bool:
+        """True when the replicas of a plan are one batch to this model: batch norm that is synchronised splits its sums."""
+        return self.recipe.train.batch_norm == "sync" and self.has_batch_norm and (plan.dp or 1) > 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:

@@ -26,6 +26,7 @@ from shoal.verify.question import Subject
 from shoal.verify.tolerance import needs_float64
 
 DEFAULT_PROCESSES = 4
+_PRECISIONS: tuple[PrecisionName, ...] = ("float64", "float32", "bfloat16", "float16")
 _PROVABLE_RULES = ("bsp", "ssp", "async", "half", "downpour")
 DEFAULT_STEPS = 3
 
@@ -39,11 +40,22 @@ class Proposal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A plan that this recipe cannot run, or that nothing can be proved of."""
+
+    plan: Plan
+    precision: PrecisionName
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
     """A request that was checked."""
 
     subject: Subject
     proposals: tuple[Proposal, ...]
+    refusals: tuple[Refusal, ...]
+    """Of the plans that nobody named."""
     model_hash: str
     """SHA-256 of the initial weights."""
     remarks: tuple[str, ...] = ()
@@ -65,35 +77,49 @@ def prepare_verify(
         plans: what to prove; the recipe's own plan when there is none and ``takes_all`` is off.
         takes_all: every plan that ``check()`` allows.
         num_processes: processes of each plan; for ``takes_all`` left out, every number up to four.
-        precision: one arithmetic for all; left out, float32, and float64 too where sums are split.
+        precision: one arithmetic for all; left out, the recipe's, and float64 too where sums are split.
         overrides: ``section.key=value`` for the recipe.
 
     Raises:
-        RequestError: the recipe or a plan is wrong; says which and what to do.
+        RequestError: the recipe, or a plan that was named, is wrong; says every one that is, and what to do.
     """
     recipe = load_recipe(path, overrides)
     if num_processes is not None:
         check_processes(num_processes)
     subject, model = build_subject(recipe)
-    remarks: list[str] = []
-    if takes_all:
-        found = _every_plan(subject, num_processes, remarks)
-    else:
-        texts: list[str | None] = [*plans] or [None]
-        found = [choose_plan(recipe.plan, plan_text=text, num_processes=num_processes) for text in texts]
-        for plan in found:
+    proposals: list[Proposal] = []
+    refusals: list[Refusal] = []
+    for plan in _every_plan(subject, num_processes) if takes_all else _named_plans(recipe, plans, num_processes):
+        try:
             check_processes(plan.world_size)
             check_plan(subject, plan)
-    proposals = [
-        Proposal(plan=plan, precision=name)
-        for plan in found
-        for name in choose_precisions(plan, precision, recipe.optim)
-    ]
+            names = choose_precisions(
+                plan,
+                precision,
+                recipe.optim,
+                trained=recipe.train.precision,
+                joins_replicas=subject.joins_replicas(plan),
+            )
+        except RequestError as error:
+            refusals.append(Refusal(plan=plan, precision=recipe.train.precision, reason=str(error)))
+        else:
+            proposals += [Proposal(plan=plan, precision=name) for name in names]
+    if refusals and not (takes_all and proposals):
+        raise RequestError("\n".join(dict.fromkeys(refusal.reason for refusal in refusals)))
     # Ranks are kept while the number of processes stays the same.
     proposals.sort(key=lambda proposal: proposal.plan.world_size)
     return VerifyRequest(
-        subject=subject, proposals=tuple(proposals), model_hash=hash_weights(model), remarks=tuple(remarks)
+        subject=subject,
+        proposals=tuple(proposals),
+        refusals=tuple(refusals),
+        model_hash=hash_weights(model),
+        remarks=tuple(_left_out(recipe, proposals, precision)),
     )
+
+
+def _named_plans(recipe: Recipe, plans: Sequence[str], num_processes: int | None) -> list[Plan]:
+    texts: list[str | None] = [*plans] or [None]
+    return [choose_plan(recipe.plan, plan_text=text, num_processes=num_processes) for text in texts]
 
 
 def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
@@ -144,7 +170,7 @@ def _refuse_unprovable(subject: Subject, plan: Plan) -> None:
             raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
         return
     is_delayed = plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous
-    if is_delayed and subject.has_batch_norm and subject.recipe.train.batch_norm == "sync" and (plan.dp or 1) > 1:
+    if is_delayed and subject.joins_replicas(plan):
         raise RequestError(
             f"plan {str(plan)!r}: with train.batch_norm sync the replicas of a microbatch run as one, and under "
             f"schedule={plan.schedule} one process cannot; prove it with train.batch_norm=local, or with dp=1"
@@ -188,35 +214,64 @@ def _unprovable_servers(recipe: Recipe, plan: Plan) -> Iterator[str]:
         )
 
 
-def choose_precisions(plan: Plan, asked: str | None, optim: OptimConfig) -> tuple[PrecisionName, ...]:
-    """float32, and float64 too where sums are split: there only float64 tells a rounding from a bug.
+def choose_precisions(
+    plan: Plan,
+    asked: str | None,
+    optim: OptimConfig,
+    *,
+    trained: PrecisionName = "float32",
+    joins_replicas: bool = False,
+) -> tuple[PrecisionName, ...]:
+    """What the recipe trains in, and float64 too where sums are split: there only float64 tells a rounding from a bug.
+
+    Args:
+        plan: what is proved.
+        asked: one arithmetic alone; None leaves the choice.
+        optim: how gradients become weights.
+        trained: the recipe's own arithmetic.
+        joins_replicas: batch norm is synchronised, which splits sums too.
 
     Raises:
         RequestError: there is no such arithmetic, or nothing can be proved in it.
     """
-    is_split = plan.tp > 1 or plan.cp > 1
+    is_split = plan.tp > 1 or plan.cp > 1 or joins_replicas
+    if asked is not None and asked not in _PRECISIONS:
+        raise RequestError(f"--dtype {asked!r} is none of {', '.join(_PRECISIONS)}")
     if is_split and needs_float64(optim):
-        if asked in ("float32", "bfloat16", "float16"):
+        if asked not in (None, "float64"):
             raise RequestError(
                 f"plan {str(plan)!r}: --dtype {asked} proves nothing with {optim.name}, whose first steps are as long for a "
                 f"rounding as for a gradient; use --dtype float64"
             )
-        asked = asked or "float64"
-    names: tuple[PrecisionName, ...] = ("float64", "float32", "bfloat16", "float16")
-    if asked is not None:
-        for name in names:
-            if name == asked == "float16" and plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
-                raise RequestError(
-                    f"--dtype float16 scales its loss, which schedule={plan.schedule} cannot; use bfloat16"
-                )
-            if name == asked == "float16" and plan.ps:
-                raise RequestError(
-                    f"--dtype float16 scales its loss, which workers of ps={plan.ps} at different steps cannot; use bfloat16"
-                )
-            if name == asked:
-                return (name,)
-        raise RequestError(f"--dtype {asked!r} is none of {', '.join(names)}")
-    return ("float32", "float64") if is_split else ("float32",)
+        return ("float64",)
+    names = [name for name in _PRECISIONS if name == (asked or trained)]
+    _refuse_scaled_loss(plan, names[0], "train.precision" if asked is None else "--dtype")
+    if asked is None and is_split and trained != "float64":
+        names.append("float64")
+    return tuple(names)
+
+
+def _refuse_scaled_loss(plan: Plan, precision: PrecisionName, said: str) -> None:
+    if precision != "float16":
+        return
+    if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
+        raise RequestError(f"{said} float16 scales its loss, which schedule={plan.schedule} cannot; use bfloat16")
+    if plan.ps:
+        raise RequestError(
+            f"{said} float16 scales its loss, which workers of ps={plan.ps} at different steps cannot; use bfloat16"
+        )
+
+
+def _left_out(recipe: Recipe, proposals: Sequence[Proposal], asked: str | None) -> Iterator[str]:
+    """Plans that are not proved in what the recipe trains in, where nobody asked for another arithmetic."""
+    trained = recipe.train.precision
+    tried = {str(proposal.plan) for proposal in proposals if proposal.precision == trained}
+    for plan in dict.fromkeys(str(proposal.plan) for proposal in proposals):
+        if asked is None and plan not in tried:
+            yield (
+                f"plan {plan!r} is not proved in {trained}: the first steps of {recipe.optim.name} are as long for a rounding as "
+                f"for a gradient, and only float64 tells the two apart"
+            )
 
 
 def server_plans(num_processes: int) -> list[Plan]:
@@ -238,21 +293,17 @@ def server_plans(num_processes: int) -> list[Plan]:
     return found
 
 
-def _every_plan(subject: Subject, num_processes: int | None, remarks: list[str]) -> list[Plan]:
+def _every_plan(subject: Subject, num_processes: int | None) -> list[Plan]:
     recipe = subject.recipe
     sizes = [num_processes] if num_processes is not None else list(range(1, DEFAULT_PROCESSES + 1))
     written = Plan.parse(recipe.plan) if recipe.plan.strip() != "auto" else Plan()
     found = []
     for size in sizes:
         with_servers = [plan for plan in server_plans(size) if not plan.problems(subject.facts)]
-        for allowed in [*all_plans(size, subject.facts), *with_servers]:
-            plan = replace(allowed, microbatches=written.microbatches)
-            try:
-                check_plan(subject, plan)
-            except RequestError as error:
-                remarks.append(f"left out {plan}: {error}")
-            else:
-                found.append(plan)
+        found += [
+            replace(allowed, microbatches=written.microbatches)
+            for allowed in [*all_plans(size, subject.facts), *with_servers]
+        ]
     if not found:
         raise RequestError(f"no plan over {' or '.join(map(str, sizes))} processes fits this recipe")
     return found

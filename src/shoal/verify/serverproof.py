@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.core.errors import RunError
 from shoal.core.updates import UpdateRule
 from shoal.data.order import position_of, take
 from shoal.verify.capture import Recording
 from shoal.verify.case import Case, Log, Tree
-from shoal.verify.judge import Difference, judge_run
+from shoal.verify.judge import judge_run
 from shoal.verify.question import Question
-from shoal.verify.result import PlanResult, compared, failed
+from shoal.verify.result import PlanResult, broke_rule, compared
 from shoal.verify.rules import Promise, find_violation
 from shoal.verify.servers import ServerRun, run_servers
 from shoal.verify.tolerance import derive_tolerance
@@ -45,24 +44,22 @@ def prove_servers(
 
     Raises:
         RequestError: the reference refuses the model.
+        RunError: the run did not come to its end.
     """
     plan, case, promise = question.plan, question.case, promise_of(question)
-    try:
-        run = run_servers(
-            question.recipe,
-            plan,
-            steps=case.steps,
-            mutant=question.mutant,
-            deaths=question.deaths,
-            folder=folder,
-            threads=threads,
-            deadline_seconds=deadline_seconds,
-        )
-    except RunError as error:
-        return failed(question, Difference(kind="run", pattern=str(error)))
+    run = run_servers(
+        question.recipe,
+        plan,
+        steps=case.steps,
+        mutant=question.mutant,
+        deaths=question.deaths,
+        folder=folder,
+        threads=threads,
+        deadline_seconds=deadline_seconds,
+    )
     broken = find_violation(promise, run.updates, count_samples(question))
     if broken is not None:
-        return failed(question, Difference(kind="rule", pattern=broken))
+        return broke_rule(question, broken)
     if promise.is_plain:
         recording = Recording.open(reference(case, question.tree), "reference")
     else:

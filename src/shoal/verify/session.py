@@ -2,19 +2,22 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.verify.certificate import Certificate, MutantResult
-from shoal.verify.mutants import MUTANTS, Mutant, own_recipe, with_overrides
+from shoal.verify.mutants import MUTANTS, PREDICTION, Mutant, own_recipe, with_overrides
 from shoal.verify.proof import Prover, hash_recipe
 from shoal.verify.question import Subject
 from shoal.verify.request import DEFAULT_STEPS, build_subject, check_plan, choose_precisions, prepare_verify
-from shoal.verify.result import PlanResult
+from shoal.verify.result import PlanResult, refused, settle
 
 Tell = Callable[[str], None]
+Keep = Callable[[Certificate], None]
+"""Called with all that is known so far, after every proof."""
 # Ranks may outnumber the cores; with one thread each, no plan computes in other pieces than the reference.
 _THREADS = 1
 
@@ -29,8 +32,9 @@ def verify_plans(
     precision: str | None,
     overrides: Sequence[str],
     tell: Tell,
+    keep: Keep,
 ) -> Certificate:
-    """Prove plans.
+    """Prove plans. Every one has a result: one that cannot run, or that fails, takes none of the others with it.
 
     Raises:
         RequestError: the request is wrong; nothing was started.
@@ -46,30 +50,34 @@ def verify_plans(
     )
     recipe = request.subject.recipe
     threads = recipe.train.threads or _THREADS
+    certificate = _begin(path, recipe, steps=steps, threads=threads, overrides=overrides)
+    certificate = replace(
+        certificate, takes_all=takes_all, model_hash=request.model_hash, remarks=tuple(request.remarks)
+    )
     for remark in request.remarks:
         tell(remark)
+    left_out = [refused(str(one.plan), dtype=one.precision, steps=steps, reason=one.reason) for one in request.refusals]
+    for result in left_out:
+        tell(f"refused {result.plan}: {result.reason}")
+    names = [f"{proposal.plan} in {proposal.precision}" for proposal in request.proposals]
     results: list[PlanResult] = []
     with Prover(steps=steps, threads=threads) as prover:
         for number, proposal in enumerate(request.proposals, start=1):
-            tell(f"[{number}/{len(request.proposals)}] {proposal.plan} in {proposal.precision}")
+            tell(f"[{number}/{len(names)}] {names[number - 1]}")
             results.append(prover.prove(request.subject, proposal.plan, proposal.precision))
             if not results[-1].ok:
-                tell(f"    {results[-1].first_difference}")
-    return Certificate(
-        plans=tuple(results),
-        recipe=str(path),
-        recipe_hash=hash_recipe(recipe),
-        settings=tuple(overrides),
-        steps=steps,
-        model_hash=request.model_hash,
-        seed=recipe.train.seed,
-        threads=threads,
-        wall_s=time.monotonic() - started,
-        remarks=request.remarks,
-    )
+                tell(f"    {results[-1].status}: {results[-1].reason}")
+            certificate = replace(
+                certificate,
+                plans=(*settle(results), *left_out),
+                pending=tuple(names[number:]),
+                wall_s=time.monotonic() - started,
+            )
+            keep(certificate)
+    return certificate
 
 
-def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Tell) -> Certificate:
+def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Tell, keep: Keep) -> Certificate:
     """Plant every bug in turn and see which comparison catches it; each has a control without the bug.
 
     Raises:
@@ -80,22 +88,31 @@ def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Te
     results: list[MutantResult] = []
     controls: dict[str, PlanResult] = {}
     # Some bugs show in the second step at the earliest.
-    steps = max(steps, DEFAULT_STEPS)
-    with Prover(steps=steps, threads=recipe.train.threads or _THREADS) as prover:
+    steps, threads = max(steps, DEFAULT_STEPS), recipe.train.threads or _THREADS
+    certificate = _begin(path, recipe, steps=steps, threads=threads, overrides=overrides)
+    with Prover(steps=steps, threads=threads) as prover:
         ordered = sorted(MUTANTS.values(), key=lambda mutant: Plan.parse(mutant.plan).world_size)
         for number, mutant in enumerate(ordered, start=1):
             tell(f"[{number}/{len(ordered)}] {mutant.name} under {mutant.plan}")
             results.append(try_mutant(prover, mutant, recipe, controls))
+            certificate = replace(
+                certificate,
+                mutants=tuple(results),
+                pending=tuple(one.name for one in ordered[number:]),
+                wall_s=time.monotonic() - started,
+            )
+            keep(certificate)
+    return certificate
+
+
+def _begin(path: Path, recipe: Recipe, *, steps: int, threads: int, overrides: Sequence[str]) -> Certificate:
     return Certificate(
-        mutants=tuple(results),
         recipe=str(path),
         recipe_hash=hash_recipe(recipe),
         settings=tuple(overrides),
         steps=steps,
-        model_hash="",
         seed=recipe.train.seed,
-        threads=recipe.train.threads or _THREADS,
-        wall_s=time.monotonic() - started,
+        threads=threads,
     )
 
 
@@ -125,8 +142,9 @@ def try_mutant(prover: Prover, mutant: Mutant, recipe: Recipe, controls: dict[st
         controls[key] = prover.prove(subject, plan, mutant.precision, deaths=mutant.deaths)
     control = controls[key]
     found = prover.prove(subject, plan, mutant.precision, mutant=mutant.name, deaths=mutant.deaths)
-    by = found.first_difference.kind if found.first_difference is not None else None
-    detail = str(found.first_difference) if found.first_difference is not None else "nothing differs"
+    by, detail = _seen(found)
+    # What a prediction is to catch is caught only where the prediction holds without it.
+    is_clean = control.ok and (control.prediction.ok is not False or PREDICTION not in mutant.by)
     return MutantResult(
         name=mutant.name,
         plan=mutant.plan,
@@ -134,6 +152,17 @@ def try_mutant(prover: Prover, mutant: Mutant, recipe: Recipe, controls: dict[st
         caught=by in mutant.by,
         by=by,
         expected=" or ".join(mutant.by),
-        control_ok=control.ok,
-        detail=detail if control.ok else f"control: {control.first_difference}; {detail}",
+        control_ok=is_clean,
+        detail=detail if is_clean else f"control: {_seen(control)[1]}; {detail}",
     )
+
+
+def _seen(result: PlanResult) -> tuple[str | None, str]:
+    """The comparison that saw something first, numbers before predictions, and what it saw."""
+    if result.first_difference is not None:
+        return result.first_difference.kind, str(result.first_difference)
+    if not result.ok:
+        return None, result.reason
+    if result.prediction.off:
+        return PREDICTION, "; ".join(map(str, result.prediction.off))
+    return None, "nothing differs"

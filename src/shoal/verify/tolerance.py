@@ -12,14 +12,11 @@
   perturbs a tensor by a relative error of at most u, independently, so over L blocks they add up as a random walk: ``2 u sqrt(2
   R L)``, the factor two for the two runs, whose errors are both there. With L = 4 that is 6 %, with L = 32 it is 18 %.
 
-Weights follow gradients through the optimizer. A rule that divides each gradient by its own size (Adam, LAMB, Adagrad) turns
-the rounding of an element that is nearly zero into a whole step, so weights have two further rules, both applied only where
-bits may differ; and so has state that is made of such quotients, RMSprop's momentum and Rprop's steps:
+Weights and optimizer state follow gradients through the optimizer, and are known as well as these, element by element, and no
+better: ``noise.py`` says what rounding excuses, where bits may differ. A rule that divides each gradient by its own size (Adam,
+LAMB, Adagrad) turns the rounding of an element that is nearly zero into a whole step; so does state that is made of such
+quotients, RMSprop's momentum and Rprop's steps. For these the longest way that the rule can go is here. And:
 
-* noise elements: where the reference's gradient was at most 10 eps of the whole gradient's norm at some step, an element's
-  weight is judged absolutely, by the longest step that the rule can take; the other elements of the tensor are judged
-  relatively. Of *state* made of quotients an element whose gradient is k times that limit may be off by a k-th of the longest
-  step: the quotient of one that is just above the limit is hardly better known than noise.
 * bfloat16: with a relative error t of the gradient the share of elements whose sign is in doubt is about t, and each moves by
   up to two steps, so a tensor of n elements may be off by ``2 lr sqrt(n t)`` per step beside its relative error.
 
@@ -41,7 +38,6 @@ from shoal.optim.config import TORCH, OptimConfig, PrecisionName
 from shoal.optim.rates import rate
 from shoal.verify.oracle import Delay
 
-NOISE_EPS = 10
 _ROUNDINGS_PER_BLOCK = 8
 _BFLOAT16_UNIT = 2.0**-8
 _FLOAT16_UNIT = 2.0**-11
@@ -70,6 +66,10 @@ class Tolerance:
     """The longest way that an element can go at each step."""
     state_sizes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """The largest that an element of optimizer state which is made of quotients can be after each step, by the state's name."""
+    updates: int = 1
+    """In a step; the gradient that is compared is the last one's."""
+    amplifies: bool = False
+    """Rounding can exceed the bound because the rule makes whole steps of it; then float64 decides."""
     doubtful: float = 0.0
     """Share of elements whose step's sign is in doubt (16-bit arithmetic)."""
 
@@ -141,6 +141,8 @@ def derive_tolerance(
         normalises=_normalises(optim),
         step_sizes=tuple(_longest_step(optim, step, total_steps, updates=updates) for step in range(steps)),
         state_sizes=_largest_state(optim, steps, updates=updates),
+        updates=updates,
+        amplifies=splits and precision == "float32" and _normalises(optim),
         doubtful=doubtful,
     )
 

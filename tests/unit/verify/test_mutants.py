@@ -3,10 +3,11 @@ line."""
 
 import pytest
 
+from harness import ROOT
 from shoal.comm.world import Place, World
 from shoal.core.plan import Plan
 from shoal.verify.capture import KINDS
-from shoal.verify.mutants import MUTANTS, own_recipe, planted
+from shoal.verify.mutants import MUTANTS, PREDICTION, own_recipe, planted
 from shoal.verify.request import build_subject, check_plan
 
 # The words of the promise, one for each kind.
@@ -25,6 +26,7 @@ PROMISED = (
     "not synchronised",
     "tied weight reduced once only",
     "stale scale",
+    "updated by more than noise",
     "contribution applied twice",
     "share dropped",
     "scaled by the number of workers",
@@ -41,8 +43,17 @@ def test_every_promised_kind_is_there(words):
     assert any(words in name for name in MUTANTS)
 
 
+def test_the_guide_counts_them():
+    """It said 31 when there were 42."""
+    plans = [Plan.parse(mutant.plan) for mutant in MUTANTS.values()]
+    servers, pipelines = sum(plan.ps > 0 for plan in plans), sum(plan.pp > 1 and not plan.ps for plan in plans)
+    guide = (ROOT / "docs" / "guides" / "verify.md").read_text()
+    assert f"plants {len(MUTANTS)} bugs" in guide
+    assert f"{servers} are of parameter servers, and {pipelines} of pipelines" in guide
+
+
 def test_each_says_which_comparison_should_see_it():
-    assert all(set(mutant.by) <= {*KINDS, "traffic", "sizes", "rule"} and mutant.by for mutant in MUTANTS.values())
+    assert all(set(mutant.by) <= {*KINDS, PREDICTION, "rule"} and mutant.by for mutant in MUTANTS.values())
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=lambda mutant: mutant.name)

@@ -23,6 +23,28 @@ def test_float64_is_added_where_sums_are_split(tiny):
     assert len(request.model_hash) == 64
 
 
+def test_batch_norm_that_is_synchronised_splits_sums_too(tmp_path):
+    path = tmp_path / "normed.toml"
+    path.write_text(
+        """
+        [model]
+        name = "mlp"
+        batch_norm = true
+        [data]
+        source = "synthetic"
+        kind = "classes"
+        samples = 32
+        [train]
+        steps = 4
+        global_batch = 8
+        batch_norm = "sync"
+        """
+    )
+    assert texts(prepare_verify(path, plans=["dp=2"])) == [("dp=2", "float32"), ("dp=2", "float64")]
+    local = prepare_verify(path, plans=["dp=2"], overrides=["train.batch_norm=local"])
+    assert texts(local) == [("dp=2", "float32")]
+
+
 def test_a_given_arithmetic_is_the_only_one(tiny):
     assert texts(prepare_verify(tiny, plans=["tp=2"], precision="bfloat16")) == [("dp=1 tp=2", "bfloat16")]
     with pytest.raises(RequestError, match="float31"):
@@ -75,7 +97,42 @@ def test_all_takes_what_check_allows(tiny):
 def test_all_leaves_out_what_the_batch_does_not_allow_and_says_so(tiny):
     request = prepare_verify(tiny, takes_all=True, num_processes=4, overrides=["train.global_batch=2"])
     assert all((proposal.plan.dp or 1) <= 2 for proposal in request.proposals)
-    assert any("not divisible by dp 4" in remark for remark in request.remarks)
+    assert any("not divisible by dp 4" in refusal.reason for refusal in request.refusals)
+
+
+def test_a_plan_that_the_arithmetic_does_not_allow_takes_no_other_with_it(tiny):
+    """One plan of --all that float16 cannot run ended them all."""
+    request = prepare_verify(tiny, takes_all=True, num_processes=2, precision="float16")
+    assert {proposal.precision for proposal in request.proposals} == {"float16"}
+    refused = {str(refusal.plan): refusal.reason for refusal in request.refusals}
+    assert "float16 scales its loss" in refused["ps=1 workers=1 update=bsp"]
+    assert not any(proposal.plan.ps for proposal in request.proposals)
+
+
+def test_every_plan_that_was_named_and_cannot_run_is_said_at_once(tiny):
+    with pytest.raises(RequestError, match=r"(?s)global_batch 8 is not divisible by dp 3.*tp 3|tp=3"):
+        prepare_verify(tiny, plans=["dp=2", "dp=3", "tp=3"])
+
+
+@pytest.mark.parametrize("trained", ["bfloat16", "float16", "float64"])
+def test_what_the_recipe_trains_in_is_proved(tiny, trained):
+    """A recipe in bfloat16 was proved in float32, and nobody was told."""
+    request = prepare_verify(tiny, plans=["dp=2", "tp=2"], overrides=[f"train.precision={trained}"])
+    wanted = [("dp=2", trained), ("dp=1 tp=2", trained), ("dp=1 tp=2", "float64")]
+    assert texts(request) == wanted[: 2 if trained == "float64" else 3] and request.remarks == ()
+    other = prepare_verify(tiny, plans=["tp=2"], precision="float32", overrides=[f"train.precision={trained}"])
+    assert texts(other) == [("dp=1 tp=2", "float32")]
+
+
+def test_what_cannot_be_proved_in_the_recipes_own_arithmetic_is_said(tiny):
+    named = ["optim.name=torch.optim.RMSprop", "train.precision=bfloat16"]
+    request = prepare_verify(tiny, plans=["dp=2", "tp=2"], overrides=named)
+    assert texts(request) == [("dp=2", "bfloat16"), ("dp=1 tp=2", "float64")]
+    (remark,) = request.remarks
+    assert "plan 'dp=1 tp=2' is not proved in bfloat16" in remark
+    plan = "pp=2 schedule=pipedream microbatches=4"
+    with pytest.raises(RequestError, match=r"train.precision float16|precision"):
+        prepare_verify(tiny, plans=[plan], overrides=["train.precision=float16"])
 
 
 def test_parameter_servers_are_completed_like_other_plans(tiny):

@@ -1,0 +1,56 @@
+"""Cost beside its prediction: a verdict of its own, with both numbers and how far they are apart."""
+
+import pytest
+
+from shoal.verify.prediction import Prediction, judge_prediction
+
+
+def answer(traffic=None, **measured):
+    predicted = {"weights": 1000, "activations": 1000}
+    good = {"dp sum": [1, 100]}
+    return {
+        "traffic": [good, good if traffic is None else traffic],
+        "expected_traffic": [good, good],
+        "sizes": {"predicted": predicted, "measured": {**predicted, **measured}},
+    }
+
+
+def test_a_prediction_that_holds():
+    found = judge_prediction([answer(), answer(activations=1040)])
+    assert found.ok is True and found.off == () and found.describe() == "holds"
+
+
+@pytest.mark.parametrize(
+    ("counted", "whats", "word"),
+    [
+        ({"dp sum": [2, 100]}, ["calls of dp sum"], "a collective is redundant"),
+        ({}, ["calls of dp sum", "bytes of dp sum"], "a collective is missing"),
+        ({"dp sum": [1, 90]}, ["bytes of dp sum"], "90 counted, 100 predicted (-10%)"),
+        ({"dp sum": [1, 100], "tp gather": [1, 8]}, ["calls of tp gather", "bytes of tp gather"], "step 2, rank 1"),
+    ],
+)
+def test_traffic_is_compared_to_the_call_and_to_the_byte(counted, whats, word):
+    found = judge_prediction([answer(), answer(counted)])
+    assert found.ok is False and [one.what for one in found.off] == whats and word in str(found.off[0])
+
+
+def test_state_agrees_to_the_byte_and_activations_within_a_twentieth():
+    assert [one.what for one in judge_prediction([answer(weights=1001)]).off] == ["bytes of weights"]
+    (off,) = judge_prediction([answer(activations=1060), answer(activations=1080)]).off
+    assert off.as_values() == {
+        "what": "bytes of activations",
+        "predicted": 1000,
+        "counted": 1080,
+        "percent": 8.0,
+        "where": "rank 1",
+    }
+
+
+def test_the_words_name_the_worst():
+    assert judge_prediction([answer(weights=1010, activations=1080)]).describe() == "off by 8%"
+    assert judge_prediction([answer(activations=11_000)]).describe() == "off by 1000%"
+    assert judge_prediction([answer({"dp sum": [1, 100], "tp gather": [1, 8]})]).describe() == "off: not foreseen"
+
+
+def test_what_was_not_predicted_neither_holds_nor_is_off():
+    assert Prediction().ok is None and Prediction().as_values() == {"ok": None, "off": []}
