@@ -17,6 +17,23 @@ def build_logistic(spec):
     return nn.Sequential(nn.Flatten(), nn.Linear(features, spec.classes))
 
 
+class Recurrent(nn.Module):
+    """Tokens through a recurrent layer of torch's."""
+
+    def __init__(self, kind, vocab):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, 16)
+        self.layer = getattr(nn, kind)(16, 24, batch_first=True)
+        self.out = nn.Linear(24, vocab)
+
+    def forward(self, tokens):
+        return self.out(self.layer(self.embed(tokens))[0])
+
+
+def build_recurrent(spec, kind="LSTM"):
+    return Recurrent(kind, spec.vocab)
+
+
 class Centre(nn.Module):
     """One point, put out for every sample: under the squared error its best place is the mean of the targets."""
 

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from shoal.costs.constants import ConstantsMode
+
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -26,7 +28,7 @@ def faked(module: nn.Module) -> Iterator[FakeTensorMode]:
     torch logs a traceback of its own for each operation that fails on fake tensors; whoever traces says that in one sentence.
     """
     kept = [(part, dict(part.__dict__), [dict(slots) for slots in _slots(part)]) for part in module.modules()]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = ConstantsMode()
     fakes: dict[int, Tensor] = {}
     was_silent, _TORCH_LOG.disabled = _TORCH_LOG.disabled, True
     try:

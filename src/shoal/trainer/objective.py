@@ -23,6 +23,9 @@ from shoal.optim.precision import Precision
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.trainer.scoring import Scoring
 
+NUM_PASSENGERS = 2
+"""This rank's share of the loss, and its wish to stop."""
+
 
 class Objective(nn.Module):
     """``forward(microbatch, share)``: the mean loss of a microbatch, times its share of the global batch."""
@@ -46,7 +49,9 @@ class Objective(nn.Module):
 
     def board_passengers(self) -> None:
         """Make room for the passengers, before data parallelism looks at the parameters."""
-        self.passengers = nn.Parameter(torch.zeros(2, dtype=self.precision.weight_dtype, device=self.device))
+        self.passengers = nn.Parameter(
+            torch.zeros(NUM_PASSENGERS, dtype=self.precision.weight_dtype, device=self.device)
+        )
 
     def forward(self, microbatch: Microbatch | None, share: float, stop: bool = False) -> torch.Tensor:
         """The microbatch's contribution to the global mean; ``None`` contributes zero to every parameter."""

@@ -131,10 +131,17 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
         measured["activations"] = meter.num_bytes
         try:
             predicted["activations"] = predict_activations(
-                plain, loss, meter.microbatch, anatomy=anatomy, plan=plan, rank=rank, precision=trainer.precision
+                plain,
+                loss,
+                meter.microbatch,
+                anatomy=anatomy,
+                plan=plan,
+                rank=rank,
+                precision=trainer.precision,
+                has_passengers=trainer.runner.passengers is not None,
             )
-        except RuntimeError as error:
-            # A forward pass that looks at values cannot run without them; then there is a measurement and no prediction.
+        except Exception as error:
+            # A forward pass that looks at values cannot run without them, and may raise anything; then nothing is predicted.
             print(f"activations cannot be predicted: {type(error).__name__}: {error}", file=sys.stderr)
     return {"predicted": predicted, "measured": measured}
 

@@ -23,6 +23,7 @@ from shoal.parallel import batchnorm
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.apply import apply_to_model
 from shoal.trainer.loop import Trainer
+from shoal.trainer.objective import NUM_PASSENGERS
 from shoal.trainer.scoring import Scoring
 
 
@@ -35,8 +36,12 @@ def predict_activations(
     plan: Plan,
     rank: int,
     precision: Precision,
+    has_passengers: bool = False,
 ) -> int:
-    """Bytes that one microbatch's forward pass keeps on one rank, counted on tensors without data."""
+    """Bytes that one microbatch's forward pass keeps on one rank, counted on tensors without data.
+
+    ``has_passengers`` says that the loss and the wish to stop ride with the gradients, for which they are kept too.
+    """
     mesh = pretend_mesh(plan, rank)
     own = copy.deepcopy(model).to(dtype=precision.weight_dtype).train()
     dropout = apply_keyed_dropout(own, 0)
@@ -52,12 +57,15 @@ def predict_activations(
     targets, _ = scoring.own_part(microbatch.targets, microbatch.weight)
     # Outside the fake tensors: on its way in and out it reads generators, which have real states.
     with dropout.drawing(), faked(own) as mode, mode:
-        inputs = [mode.from_tensor(precision.cast_input(tensor)) for tensor in microbatch.inputs]
-        fake_targets = mode.from_tensor(precision.cast_input(targets))
-        with measure_saved(own, *inputs, fake_targets) as saved, precision.autocast("cpu"):
-            loss_of = scoring.loss(own(*inputs), fake_targets)
+        given = [mode.from_tensor(tensor) for tensor in microbatch.inputs]
+        fake_targets = mode.from_tensor(targets)
+        # A rank that scores its own positions only has made a tensor of their targets.
+        there = [*given, fake_targets] if targets is microbatch.targets else given
+        with measure_saved(own, *there) as saved, precision.autocast("cpu"):
+            output = own(*(precision.cast_input(tensor) for tensor in given))
+            loss_of = scoring.loss(output, precision.cast_input(fake_targets))
     del loss_of
-    return saved.num_bytes
+    return saved.num_bytes + (NUM_PASSENGERS * precision.weight_dtype.itemsize if has_passengers else 0)
 
 
 class ActivationMeter:

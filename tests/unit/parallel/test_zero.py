@@ -56,6 +56,19 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Sharing(Net):
+    """Blocks that all read what the first one made beside its stream, and put it out again, as those of T5 do with a bias."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * self.scale
+        bias = x
+        for block in self.blocks:
+            # By way of the block's own call: its outputs are the new stream and what it was given.
+            x, beside = block(x + 0.1 * bias)
+            bias = beside["extra"]
+        return self.head(x)
+
+
 ANATOMY = Anatomy(stacks=(Stack(blocks=("blocks.0", "blocks.1", "blocks.2")),))
 TOKENS = torch.arange(22).reshape(2, 11) % 11
 
@@ -122,6 +135,20 @@ def test_at_stage_3_weights_are_there_only_while_they_are_used():
         tuple(p.shape) for p in build().parameters()
     ]
     assert reduction.needs_lockstep
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_block_that_puts_out_what_it_was_given_is_not_gathered_again(num_microbatches):
+    """The gradient of that comes when the backward pass of the block is over."""
+    model = Sharing()
+    mesh = pretend_mesh(Plan(dp=2))
+    how = {"stage": 3, "num_microbatches": num_microbatches, "placements": {}}
+    reduction = apply_zero(model, anatomy=ANATOMY, mesh=mesh, **how)
+    for _ in range(2):
+        with mesh.ledger.counting() as counted:
+            step(model, reduction, num_microbatches)
+        assert dict(counted) == reduction.expected_traffic(num_microbatches)
+        reduction.publish()
 
 
 def test_a_forward_pass_that_fails_leaves_nothing_behind():

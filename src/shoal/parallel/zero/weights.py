@@ -72,6 +72,8 @@ class WeightStore:
         self._place: dict[int, int] = {}
         self._holds = [0] * len(layout.units)
         self._held_for_backward: set[int] = set()
+        self._is_over: set[int] = set()
+        """Units whose gradients of this microbatch are in."""
         self._saving: list[saved_tensors_hooks] = []
         self._was_packed = False
         for index in range(len(layout.units)):
@@ -98,6 +100,7 @@ class WeightStore:
             del self._saving[1:]
             self._end_saving()
         self._held_for_backward.clear()
+        self._is_over.clear()
         for index, count in enumerate(self._holds):
             if count:
                 self._holds[index] = 1
@@ -109,6 +112,7 @@ class WeightStore:
 
     def unit_is_in(self, index: int) -> None:
         """A unit's gradients have come: its backward pass is over."""
+        self._is_over.add(index)
         if index in self._held_for_backward and index != self.layout.root:
             self._held_for_backward.discard(index)
             self._let_go(index)
@@ -167,7 +171,8 @@ class WeightStore:
         """The gradient of a module's output is there: its backward pass is next."""
         # In a pipeline another microbatch may have ended since the forward pass, and let the root go.
         root = () if self.layout.root is None else (self.layout.root,)
-        for index in (*root, *units):
+        # A block may put out what it was given, as T5's do with the bias of positions. The gradient of that comes later.
+        for index in (*root, *(index for index in units if index not in self._is_over)):
             self._hold_for_backward(index)
 
     # --- residence
