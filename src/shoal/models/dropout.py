@@ -125,6 +125,12 @@ class DropoutKey:
             split=Layout(batch_dim=batch_dim, windows=tuple(split)),
         )
 
+    def narrow_calls(self, path: str, windows: Sequence[Sequence[Window]]) -> None:
+        """Say what a dropout module sees that is called several times in a forward pass, call by call."""
+        module = self._by_path[path]
+        batch_dim = module.layout.batch_dim
+        module.__dict__["layouts"] = tuple(Layout(batch_dim=batch_dim, windows=tuple(own)) for own in windows)
+
     def narrow_after(
         self, last: str, inside: Sequence[str], windows: Sequence[Window], *, batch_dim: int | None
     ) -> None:
@@ -260,6 +266,8 @@ class _Keyed(nn.Module):
     call: int
     is_replaying: bool
     layout: Layout
+    layouts: tuple[Layout, ...] = ()
+    """By the number of the call, where calls see different parts; empty where ``layout`` is for all."""
     odd_shape: tuple[int, ...] | None = None
 
     def rewind(self, draws: Tensor | None, call: int, *, is_replaying: bool = False) -> None:
@@ -273,7 +281,7 @@ class _Keyed(nn.Module):
                 f"dropout {self.path!r} was called in training before begin(step, sample_ids) of its DropoutKey"
             )
         call = self._count_call()
-        layout = self.layout
+        layout = self.layouts[call % len(self.layouts)] if self.layouts else self.layout
         if not torch.compiler.is_compiling() and like.shape[0] != len(draws) - 1:
             self._look_at(like, len(draws) - 1)
         return draw(like, draws, self.site, call, p=p, scale=scale, channels=channels, layout=layout)
