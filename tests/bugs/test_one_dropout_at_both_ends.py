@@ -1,6 +1,6 @@
 """Many write an MLP with one dropout module: behind its first layer, whose features ``tp`` splits, and behind its second, whose
-output every rank holds whole. What was found in the trace said of the module, not of its calls, that its features are split: behind
-the second layer every rank drew a part of another mask for the same tensor, and the loss was 3% off."""
+output every rank holds whole. What was found in the trace said of the module, not of its calls, that its features are split:
+behind the second layer every rank drew a part of another mask for the same tensor, and the loss was 3% off."""
 
 import pytest
 
