@@ -13,5 +13,5 @@ def test_every_call_draws_its_own_part_of_the_mask(monkeypatch):
     monkeypatch.chdir(TESTS)
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     family = Family("blocks", "plain:blocks", "next_tokens")
-    for _, plan, rows in prove([family], ["tp=2", "tp=2 sp=true", "cp=2"], steps=1):
+    for _, plan, rows in prove([(family, plan) for plan in ("tp=2", "tp=2 sp=true", "cp=2")], steps=1):
         assert {row["status"] for row in rows} == {"proven"}, (plan, rows)

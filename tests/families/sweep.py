@@ -7,6 +7,7 @@ What is measured is kept in ``results.json``; the table in ``docs/guides/models.
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -23,11 +24,13 @@ BEGIN, END = "<!-- begin: written by tests/families/sweep.py -->", "<!-- end -->
 FIELDS = ("status", "reason", "dtype", "bitwise", "worst", "predicted")
 
 
-def prove(families: Sequence, plans: Sequence[str], steps: int = 3) -> Iterator[tuple[str, str, list[dict]]]:
-    """Name, plan and the rows of each cell: one for each arithmetic that it was proved in, or one that says why there is none."""
+def prove(cells: Sequence[tuple], steps: int = 3) -> Iterator[tuple[str, str, list[dict]]]:
+    """Name, plan and rows of each (family, plan): a row for each arithmetic that it was proved in, or one that says why not.
+
+    The same ranks serve them all: to start them takes longer than a proof.
+    """
     # Not at the top: the test that reads the table needs no torch.
     from shoal.core.errors import RequestError
-    from shoal.core.plan import Plan
     from shoal.trainer.config import load_recipe
     from shoal.trainer.layout import choose_plan
     from shoal.verify.proof import Prover
@@ -35,13 +38,13 @@ def prove(families: Sequence, plans: Sequence[str], steps: int = 3) -> Iterator[
     from shoal.verify.result import settle
 
     with Prover(steps=steps) as prover, tempfile.TemporaryDirectory() as folder:
-        for family in families:
+        for family, group in itertools.groupby(cells, key=lambda one: one[0]):
             path = Path(folder) / "recipe.toml"
             path.write_text(family.recipe)
             recipe = load_recipe(path, [])
             subject, _ = build_subject(recipe)
-            for text in plans:
-                plan: Plan = choose_plan(recipe.plan, plan_text=text, num_processes=None)
+            for _, text in group:
+                plan = choose_plan(recipe.plan, plan_text=text, num_processes=None)
                 try:
                     check_plan(subject, plan)
                     names = choose_precisions(plan, None, recipe.optim, trained=recipe.train.precision)
@@ -115,7 +118,8 @@ def main() -> None:
     os.chdir(TESTS)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     chosen = [family for family in EVERY if not asked.only or family.name in asked.only]
-    for name, plan, rows in () if asked.table else prove(chosen, asked.plan or PLANS):
+    cells = [] if asked.table else [(family, plan) for family in chosen for plan in asked.plan or PLANS]
+    for name, plan, rows in prove(cells) if cells else ():
         print(f"{time.strftime('%H:%M:%S')} {name:20} {plan:12} {cell(rows)}", file=sys.stderr, flush=True)
         kept.setdefault(name, {})[plan] = rows
     if asked.prints:
