@@ -170,6 +170,28 @@ def test_a_model_that_cannot_run_so_few_samples_is_refused_with_their_number(tmp
         run_here(run_reference, case, Tree(replicas=1, microbatches=8), tmp_path)
 
 
+class DropsPlaces(nn.Module):
+    """Dropout on something that all samples share, as Funnel's on its table of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.drop, self.out = nn.Parameter(torch.ones(16, 4)), nn.Dropout(0.5), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.out(x @ self.drop(self.table))
+
+
+def test_a_dropout_whose_mask_depends_on_the_microbatch_is_refused_by_name(tmp_path, monkeypatch):
+    """It was said that one pass over the batch gives another gradient, and not why."""
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: DropsPlaces())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+    )
+    with pytest.raises(RequestError, match=r"dropout 'drop' sees a tensor of shape \(16, 4\)"):
+        run_here(run_reference, case, Tree(replicas=2, microbatches=2), tmp_path)
+
+
 def test_a_loss_that_is_not_finite_alone_is_refused(tmp_path):
     case = case_of(optim={"name": "sgd", "lr": 1e30}, steps=3)
     with pytest.raises(RequestError, match="one process alone"):
