@@ -34,6 +34,10 @@ class RunError(ShoalError):
     """The request was fine and the run failed: a dead rank, a non-finite loss, a refused checkpoint."""
 
 
+class Refusal(RunError):
+    """The request cannot be met, and only running it could show that: a module does what its plan does not allow. Has the fix."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice closest to a misspelt ``name``, or None when nothing is close."""
     return next(iter(nearest_few(name, choices, most=1)), None)

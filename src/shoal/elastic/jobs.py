@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from shoal.core.errors import EXIT_NO, RequestError
+from shoal.core.errors import EXIT_NO, Refusal, RequestError
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -45,5 +45,5 @@ def _answer(handler: Handler, job: dict[str, Any]) -> dict[str, Any]:
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         is_ours = type(error).__module__.startswith("shoal.")
         text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        is_request = isinstance(error, RequestError)
+        is_request = isinstance(error, RequestError | Refusal)
         return {"error": text, "is_request": is_request, "where": where, "traceback": traceback.format_exc()}

@@ -74,7 +74,7 @@ class Pool:
         """Give every process the same job and return what each answered, by rank.
 
         Raises:
-            RequestError: every process refused it as a wrong request.
+            RequestError: a process refused it as a wrong request, and no other failed for a reason of its own.
             RunError: one failed, died or did not answer in time; says which, and all are ended.
         """
         if not self._members:
@@ -176,8 +176,10 @@ class Pool:
 
     def _judge(self, answers: Mapping[int, dict[str, Any]], deadline: Deadline) -> list[dict[str, Any]]:
         errors = {rank: answer for rank, answer in sorted(answers.items()) if answer["error"]}
-        if len(errors) == self.size and all(answer["is_request"] for answer in errors.values()):
-            raise RequestError(errors[0]["error"])
+        refusals = [answer["error"] for answer in errors.values() if answer["is_request"]]
+        # One rank may refuse in the middle of a run, and the others wait for it in vain or have lost it.
+        if refusals and all(answer["is_request"] or _blames_peer(answer["error"]) for answer in errors.values()):
+            raise RequestError(refusals[0])
         if errors:
             # A rank that only lost its peer is not the one to listen to.
             rank, answer = min(errors.items(), key=lambda item: (_blames_peer(item[1]["error"]), item[0]))

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal
 from shoal.core.seeding import derive_key
 
 # The sample that a mask is keyed with when no dim of a tensor is the batch, so one mask serves all of it.
@@ -239,7 +239,7 @@ def _place(reading: _Reading, numbers: tuple[int, ...], shrunk_from: int | None)
     local, whole = tuple(dims), list(dims)
     for window in windows:
         if local[window.dim] % len(window.chunks):
-            raise RunError(
+            raise Refusal(
                 f"dropout: dim {window.dim} of a sample is {local[window.dim]} long and should be {len(window.chunks)} equal "
                 f"chunks of {window.of}; make the whole dim a multiple of {window.of}"
             )
@@ -265,7 +265,7 @@ def _per_sample(windows: Sequence[Window], reading: _Reading, shrunk_from: int |
         if shrunk_from is not None and dim >= shrunk_from:
             continue  # One draw serves this whole dim.
         if not 0 <= dim < len(reading.shape) or dim == reading.batch_dim:
-            raise RunError(
+            raise Refusal(
                 f"dropout: a tensor of shape {reading.shape} should be a part along dim {window.dim}, which is "
                 f"{'its batch' if dim == reading.batch_dim else 'not there'}; use nn.Dropout on (batch, sequence, features), "
                 f"or a plan without sp and cp"

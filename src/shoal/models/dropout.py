@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal, RunError
 from shoal.models.draws import WHOLE, Layout, Window, draw, draw_mask, read_shape, site_key
 from shoal.models.dropped import multiply, saturate
 from shoal.models.functional import FunctionalDraws, FunctionalLayout
@@ -125,6 +125,12 @@ class DropoutKey:
             split=Layout(batch_dim=batch_dim, windows=tuple(split)),
         )
 
+    def narrow_calls(self, path: str, windows: Sequence[Sequence[Window]]) -> None:
+        """Say what a dropout module sees that is called several times in a forward pass, call by call."""
+        module = self._by_path[path]
+        batch_dim = module.layout.batch_dim
+        module.__dict__["layouts"] = tuple(Layout(batch_dim=batch_dim, windows=tuple(own)) for own in windows)
+
     def narrow_after(
         self, last: str, inside: Sequence[str], windows: Sequence[Window], *, batch_dim: int | None
     ) -> None:
@@ -158,6 +164,11 @@ class DropoutKey:
         Such numbers depend on the process that draws them, so they differ from plan to plan.
         """
         return list(self._functional.foreign)
+
+    @property
+    def draws_unused(self) -> bool:
+        """True when the first forward drew numbers from torch's generator that decided nothing."""
+        return self._functional.draws_unused
 
     @property
     def may_draw_otherwise(self) -> bool:
@@ -255,6 +266,8 @@ class _Keyed(nn.Module):
     call: int
     is_replaying: bool
     layout: Layout
+    layouts: tuple[Layout, ...] = ()
+    """By the number of the call, where calls see different parts; empty where ``layout`` is for all."""
     odd_shape: tuple[int, ...] | None = None
 
     def rewind(self, draws: Tensor | None, call: int, *, is_replaying: bool = False) -> None:
@@ -268,7 +281,7 @@ class _Keyed(nn.Module):
                 f"dropout {self.path!r} was called in training before begin(step, sample_ids) of its DropoutKey"
             )
         call = self._count_call()
-        layout = self.layout
+        layout = self.layouts[call % len(self.layouts)] if self.layouts else self.layout
         if not torch.compiler.is_compiling() and like.shape[0] != len(draws) - 1:
             self._look_at(like, len(draws) - 1)
         return draw(like, draws, self.site, call, p=p, scale=scale, channels=channels, layout=layout)
@@ -282,7 +295,7 @@ class _Keyed(nn.Module):
         if not torch.compiler.is_compiling() and not self.is_replaying and torch._C._current_graph_task_id() != -1:
             # Inside a backward pass a forward is a recompute: it must draw again what the first one drew.
             if call > 1:
-                raise RunError(
+                raise Refusal(
                     f"dropout {self.path!r} was called {call} times and is recomputed, so which call this is cannot be told; "
                     f"give checkpoint() context_fn=key.recompute_contexts, or each call a dropout of its own"
                 )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal
 
 # torch's alpha dropout sets a dropped unit to the value a SELU saturates at (arXiv 1706.02515, section 3).
 _SELU_LIMIT = -1.7580993408473766
@@ -62,7 +62,7 @@ def attend(
     Half-precision inputs are computed in float32 and the result is rounded once, as torch's kernels do.
     """
     if is_causal and attn_mask is not None:
-        raise RunError("attention has is_causal=True and an attn_mask; give one of the two")
+        raise Refusal("attention has is_causal=True and an attn_mask; give one of the two")
     query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     dtype = query.dtype
     wide = torch.float32 if dtype in _HALF else dtype

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from shoal.comm.channel import is_silent
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal, RunError
 from shoal.models.draws import WHOLE, Layout, draw, read_shape, site_key
 from shoal.models.dropped import attend, multiply, saturate
+from shoal.models.unused import UnusedDraws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,9 @@ class FunctionalDraws:
         """For tensors outside every narrowed module, once the last block has run."""
         self.is_in_tail = False
         self.foreign: dict[str, None] = {}
+        self.draws_unused = False
+        """It draws numbers from torch's generator that decide nothing."""
+        self._unused = UnusedDraws()
         self.odd_shapes: dict[str, tuple[int, ...]] = {}
         self._draws: Tensor | None = None
         self._calls: dict[str, int] = {}
@@ -184,6 +188,10 @@ class FunctionalDraws:
             self.foreign["Python's random in the forward pass"] = None
         if _numpy_state() != before[1]:
             self.foreign["numpy.random in the forward pass"] = None
+        self.foreign |= dict.fromkeys(self._unused.left())
+        # Its generator moves in every pass from now on, so that says no more whether something else draws.
+        self.draws_unused = self._unused.found > 0
+        self._watches = self._watches and not self.draws_unused
         self._is_scanned = True
         if not self._is_needed:
             self._remove_hooks()
@@ -247,8 +255,12 @@ class FunctionalDraws:
             return function(*args, **kwargs)
         before = torch.get_rng_state()
         result = function(*args, **kwargs)
-        if _name(function) in _RANDOM_NAMES or not torch.equal(before, torch.get_rng_state()):
-            self.foreign[f"{_full_name(function)} in {self._where()}"] = None
+        name = _name(function)
+        self.foreign |= dict.fromkeys(self._unused.use(name, args, kwargs, result))
+        if name in _RANDOM_NAMES or not torch.equal(before, torch.get_rng_state()):
+            what = f"{_full_name(function)} in {self._where()}"
+            if name not in _RANDOM_NAMES or not self._unused.add(result, what, name, kwargs):
+                self.foreign[what] = None
         return result
 
     def _multi_head(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -274,7 +286,7 @@ class FunctionalDraws:
         if not is_training or p == 0.0:
             return input
         if not 0.0 <= p <= 1.0:
-            raise RunError(f"{_full_name(function)} in {self._where()}: p is {p}; a probability is between 0 and 1")
+            raise Refusal(f"{_full_name(function)} in {self._where()}: p is {p}; a probability is between 0 and 1")
         if self._defers_to_torch(function):
             extra: tuple[Any, ...] = (input, p, True)
             result: Tensor = function(*extra, inplace) if function in _WITH_INPLACE else function(*extra)
@@ -317,7 +329,7 @@ class FunctionalDraws:
         if _is_recomputing() and not self._is_replaying:
             # As a module does it: told apart only where it was called once.
             if call > 1:
-                raise RunError(
+                raise Refusal(
                     f"{self._where()} dropped {call} times and is recomputed, so which call this is cannot be told; give "
                     f"checkpoint() context_fn=key.recompute_contexts, or use nn.Dropout modules"
                 )
@@ -349,7 +361,7 @@ class FunctionalDraws:
         found = _nearest(self.layouts, path)
         is_known, is_attention = is_attention, is_attention or like.ndim == 4
         if found is not None and is_attention and not is_known and found.stream.windows and not found.attention.windows:
-            raise RunError(
+            raise Refusal(
                 f"F.dropout in {self._where()} sees a tensor of shape {tuple(like.shape)} where the sequence is cut and no "
                 f"attention is split: which part of the mask it needs cannot be told; use an nn.Dropout module there, or a plan "
                 f"without sp and cp"
@@ -363,7 +375,7 @@ class FunctionalDraws:
         if found.split_width is None or like.shape[-1] != found.split_width:
             return found.stream, False
         if found.split_width == found.stream_width:
-            raise RunError(
+            raise Refusal(
                 f"F.dropout in {self._where()} sees {found.split_width} features, and so many are both this rank's share of a "
                 f"split layer and the stream's: which of the two it drops cannot be told; use an nn.Dropout module there"
             )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal
 
 
 def row_tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
@@ -40,7 +40,7 @@ def _watch_first(name: str, parameter: nn.Parameter) -> None:
     def look(gradient: Tensor) -> None:
         handle.remove()
         if gradient.is_sparse:
-            raise RunError(
+            raise Refusal(
                 f"the gradient of parameter {name!r} comes as rows, and gradients are added up whole; call F.embedding with "
                 f"sparse=False, or use nn.Embedding, of which Shoal sees to it"
             )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.config import PrecisionName
+from shoal.optim.float64 import provide_float64
 
 GROWTH = 2.0
 BACKOFF = 0.5
@@ -56,7 +57,9 @@ class Precision:
 
     @classmethod
     def named(cls, name: PrecisionName) -> "Precision":
-        """The precision with this name."""
+        """The precision with this name; what a model needs to compute in it is there afterwards."""
+        if name == "float64":
+            provide_float64()
         return _PRECISIONS[name]
 
     @property

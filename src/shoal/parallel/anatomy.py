@@ -68,6 +68,8 @@ class Anatomy:
     attentions: tuple[Heads, ...] = ()
     attends: tuple[str, ...] = ()
     """Modules that call torch's attention function, whether their heads can be split or not."""
+    dropout_calls: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    """Of the next ones, those that are called on whole tensors too: for each call of a pass, if it sees split features."""
     split_dropouts: Mapping[str, int] = field(default_factory=dict)
     """Dropout modules that lie between a column and a row layer: path, and the dim (usually -1) whose features are split."""
     tied: tuple[tuple[str, ...], ...] = ()

@@ -130,9 +130,14 @@ def _narrow_split(key: DropoutKey, path: str, dim: int, anatomy: Anatomy, place:
     if sequence_dim is None or dim == 1:
         # Attention weights (batch, heads, queries, keys), which cp refuses; or features without a sequence.
         key.narrow(path, place.share(dim), batch_dim=0)
+        if calls := anatomy.dropout_calls.get(path):
+            key.narrow_calls(path, [place.share(dim) if is_split else () for is_split in calls])
         return
     windows = place.stream(sequence_dim, is_cut=False) + place.share(dim)
     key.narrow(path, windows, batch_dim=_batch_dim(sequence_dim))
+    if stack is not None and (calls := anatomy.dropout_calls.get(path)):
+        whole = place.stream(sequence_dim, is_cut=is_cut(anatomy, stack))
+        key.narrow_calls(path, [windows if is_split else whole for is_split in calls])
 
 
 def _is_split(heads: Heads, anatomy: Anatomy) -> bool:

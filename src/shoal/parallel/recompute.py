@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import Refusal, RequestError
 from shoal.costs.saved import measuring
 from shoal.models.dropout import DropoutKey
 from shoal.parallel.anatomy import Anatomy
@@ -165,14 +165,14 @@ class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func not in _KEPT:
             return func(*args, **(kwargs or {}))
         if not self._kept[func]:
-            raise RunError(
+            raise Refusal(
                 f"recompute=selective: block {self._path!r} called {func} once more than in its forward pass, or its "
                 f"backward pass ran twice; its forward must do the same each time, or use recompute=full"
             )
         values = []
         for value, version in self._kept[func].popleft():
             if version is not None and value._version != version:
-                raise RunError(
+                raise Refusal(
                     f"recompute=selective: block {self._path!r} changes the result of a matrix product in place, so what was "
                     f"kept of it is lost; set inplace=False on its activations, or use recompute=full"
                 )

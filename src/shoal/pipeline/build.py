@@ -15,7 +15,8 @@ from shoal.parallel.anatomy import Anatomy
 from shoal.pipeline.absent import keep_part
 from shoal.pipeline.choose import Agree, choose_starts
 from shoal.pipeline.config import PipelineConfig
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.cut import Chain, IllegalCut
+from shoal.pipeline.legal import name_legal
 from shoal.pipeline.mail import Mail
 from shoal.pipeline.rehearse import RehearsedMail, learn_forms
 from shoal.pipeline.share import Shared, places_of
@@ -206,12 +207,28 @@ def _cut(
     model: nn.Module, example: tuple[Tensor, ...], stages: Stages, dropout: DropoutKey | None
 ) -> tuple[Chain, dict[str, frozenset[int]], dict[str, tuple[int, ...]]]:
     """The chain, the stages that hold each parameter, and the ranks that keep each saved tensor."""
-    chain = Chain(model, stages.units, stages.starts, dropout=dropout)
-    chain.settle(example)
+    chain = cut_chain(model, example, stages, dropout=dropout)
     holders = chain.holders()
     if stages.schedule.updates.flows:
         _refuse_tied(holders, stages.schedule.name)
     return chain, holders, _find_keepers(model, chain, holders, stages.schedule)
+
+
+def cut_chain(
+    model: nn.Module, example: tuple[Tensor, ...], stages: Stages, *, dropout: DropoutKey | None = None
+) -> Chain:
+    """The chain of a model that is cut in place.
+
+    Raises:
+        RequestError: it cannot be cut there; names the places where it can.
+    """
+    chain = Chain(model, stages.units, stages.starts, dropout=dropout)
+    try:
+        chain.settle(example)
+    except IllegalCut as error:
+        chain.undo()
+        raise RequestError(f"{error}. {name_legal(model, stages.units, example)}") from error
+    return chain
 
 
 def _refuse_tied(holders: Mapping[str, frozenset[int]], schedule: str) -> None:

@@ -9,6 +9,7 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import write_replicas
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.estimate import estimate_work
+from shoal.pipeline.legal import choose_legal
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.split import StageMemory, UnitCost, parse_starts, split
 from shoal.pipeline.units import Unit
@@ -45,8 +46,8 @@ def choose_starts(
         samples: of a microbatch; activations of the example are taken for a microbatch's when it is left out.
 
     Raises:
-        RequestError: the recipe's places are wrong or not as many as the schedule has stages, there are fewer places than stages,
-            or no cut is within memory.
+        RequestError: the recipe's places are wrong or not as many as the schedule has stages, there are fewer legal places than
+            stages, or no cut is within memory.
     """
     grid = schedule.grid
     if config.stages:
@@ -58,7 +59,14 @@ def choose_starts(
     memory = None if config.memory_bytes is None else stage_memory(schedule, config.memory_bytes)
     # Whether there is a cut depends on bytes, which are alike everywhere: no rank is refused while others wait for it to agree.
     replicas = grid.replicas or None
-    starts = split(costs, grid.num_stages, num_chunks=grid.chunks, memory=memory, replicas=replicas).starts
+
+    def propose(excluded: frozenset[int]) -> tuple[int, ...]:
+        allowed = [
+            replace(cost, can_start=cost.can_start and place not in excluded) for place, cost in enumerate(costs)
+        ]
+        return split(allowed, grid.num_stages, num_chunks=grid.chunks, memory=memory, replicas=replicas).starts
+
+    starts = choose_legal(propose, model, units, example)
     return tuple(agree(starts)) if is_measured else starts
 
 

@@ -22,7 +22,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # what functional_ca
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.comm.channel import silent
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import Refusal, RequestError, RunError
 from shoal.costs.undisturbed import undisturbed
 from shoal.models.dropout import DropoutKey
 from shoal.parallel.recompute import surrounding
@@ -34,6 +34,15 @@ from shoal.pipeline.units import Unit
 
 _PROBES = (1e4, -1e4)
 """Values of stand-ins that every type has and that no comparison takes for each other."""
+
+
+class IllegalCut(RequestError):
+    """A stage cannot begin at a unit."""
+
+    def __init__(self, message: str, *, start: int) -> None:
+        super().__init__(message)
+        self.start = start
+        """The index of that unit, whatever the other stages begin with."""
 
 
 class Chain:
@@ -67,12 +76,24 @@ class Chain:
         self._readers: dict[str, frozenset[int]] = {}
         """The stages whose results depend on each parameter, wherever the code that reads it stands."""
         self._whole = dict(model.named_parameters())
+        self._last_stage = 0
+        """Of the last pass that was begun."""
+        paths = dict.fromkeys(unit.path for unit in units)
+        self._before = [(one, dict(one.__dict__)) for one in (model, *map(model.get_submodule, paths))]
         # On the instances, where torch looks first, so that hooks of the model see the end of a pass that was left.
         model.__dict__["forward"] = functools.partial(self._run_model, model.forward)
-        for path in dict.fromkeys(unit.path for unit in units):
+        for path in paths:
             module = model.get_submodule(path)
             module.__dict__["forward"] = functools.partial(self._enter, path, module, module.forward)
             self._surround(module)
+
+    def undo(self) -> None:
+        """Leave the module as it was; of no use afterwards, and not once other stages were let go of."""
+        for module, before in self._before:
+            for name in ("forward", "_call_impl"):
+                module.__dict__.pop(name, None)
+                if name in before:
+                    module.__dict__[name] = before[name]
 
     def stages_of(self, path: str) -> frozenset[int]:
         """The stages that call a unit."""
@@ -117,7 +138,7 @@ class Chain:
             return tuple(arguments[place] for place in self.parcels[stage + 1])
         if stage != self.num_stages - 1:
             unit = self.units[self.starts[stage + 1]].path
-            raise RunError(
+            raise Refusal(
                 f"the forward pass ended before it called {unit!r}, where stage {stage + 1} begins; "
                 "a module that is cut must take the same way for every batch"
             )
@@ -134,17 +155,38 @@ class Chain:
         """Find out what each stage needs of the one before it, and prove on an example that the chain is the module.
 
         Raises:
-            RequestError: something reaches a stage past the units at which it is cut, or what a stage is given cannot be sent;
+            IllegalCut: something reaches a stage past the units at which it is cut, or what a stage is given cannot be sent;
                 names the unit.
+        """
+        self.prove(example)
+        self._find_readers(example)
+
+    def prove(self, example: Sequence[Any]) -> None:
+        """The part of ``settle`` that can fail.
+
+        Raises:
+            IllegalCut: as ``settle``.
         """
         try:
             self._prove(example)
-        except RuntimeError:
-            # Stand-ins without memory cannot be written to. Whatever else it was is raised again.
+            return
+        except (RequestError, RunError):
+            raise
+        except Exception:
+            # Stand-ins without memory cannot be written to. Whatever else it was comes again.
             self._stand_ins.has_memory = True
             self._free.clear()
+        try:
             self._prove(example)
-        self._find_readers(example)
+        except (RequestError, RunError):
+            raise
+        except Exception as error:  # The user's code may raise anything where it meets values that it does not expect.
+            stage = max(1, self._last_stage)
+            raise IllegalCut(
+                f"stage {stage}, from {self.units[self.starts[stage]].path!r} on, cannot go through the code before it without "
+                f"the values of earlier stages: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                start=self.starts[stage],
+            ) from error
 
     def _prove(self, example: Sequence[Any]) -> None:
         with undisturbed(self.model, training=False), torch.no_grad():
@@ -163,7 +205,10 @@ class Chain:
                 if [tensor._version for tensor in given] != writes:
                     self._written.add(stage)
         if not are_same(whole, received):
-            raise RequestError("the stages one after another do not give what the module gives; cut it elsewhere")
+            raise IllegalCut(
+                "the stages one after another do not give what the module gives; cut it elsewhere",
+                start=self.starts[-1],
+            )
 
     def _probe(self, stage: int, example: Sequence[Any]) -> tuple[int, ...]:
         """Which arguments of a stage's first unit depend on units of other stages."""
@@ -237,24 +282,26 @@ class Chain:
         is_missing = any(has_no_value(value, ()) for value in tree_leaves(values))
         if stage > 0 and (is_missing or not all(are_same(other, values) for other in probed)):
             unit = self.units[self.starts[stage]].path
-            raise RequestError(
+            raise IllegalCut(
                 f"stage {stage}, from {unit!r} on, reads something of an earlier stage that is no argument of {unit!r}; "
-                "name places in pipeline.stages where all that is still needed goes through one call"
+                "name places in pipeline.stages where all that is still needed goes through one call",
+                start=self.starts[stage],
             )
 
     def _refuse_parcel(self, stage: int, values: Any) -> None:
         """Refuse what cannot be sent to a stage."""
         problem = parcel_problem(values) if stage < self.num_stages else None
         if problem is not None:
-            raise RequestError(
-                f"stage {stage}, from {self.units[self.starts[stage]].path!r} on, is given {problem}; begin it at another unit"
+            raise IllegalCut(
+                f"stage {stage}, from {self.units[self.starts[stage]].path!r} on, is given {problem}; begin it at another unit",
+                start=self.starts[stage],
             )
 
     def _forward(
         self, this: Pass, inputs: Sequence[Any], weights: Mapping[str, Tensor] | None = None
     ) -> tuple[list[Any] | None, Any]:
         """The flat arguments of the unit at which the pass was left, or what it put out at its end."""
-        self._pass = this
+        self._pass, self._last_stage = this, this.stage
         try:
             if weights is None:
                 output = self.model(*inputs)
@@ -297,7 +344,7 @@ class Chain:
         call, this.call = this.call, this.call + 1
         if call >= len(self.units) or self.units[call].path != path:
             expected = self.units[call].path if call < len(self.units) else "nothing more"
-            raise RunError(
+            raise Refusal(
                 f"the forward pass calls {path!r} where it called {expected!r} on the example; "
                 "a module that is cut must take the same way for every batch"
             )
@@ -321,9 +368,10 @@ class Chain:
             return self._stand_ins.of(call, original, args, kwargs, is_training)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             mode = "training" if is_training else "evaluation"
-            raise RequestError(
+            raise IllegalCut(
                 f"{self.units[call].path!r} looks at values in its forward pass in {mode} ({error.func}), so later stages cannot "
-                "know its shapes without running it; keep it in the last stage with pipeline.stages, or take that code out"
+                "know its shapes without running it; keep it in the last stage with pipeline.stages, or take that code out",
+                start=self.starts[self._last_stage],
             ) from error
 
     def _receive(self, this: Pass, call: int, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -3,6 +3,9 @@
 Between two ranks there is one lane for activations and one for gradients of each stage, first in, first out. A lane learns the
 shapes and types of a parcel from the first one of its kind and is not told again; another kind of microbatch, such as a shorter
 one, has shapes of its own.
+
+A tensor arrives with its dims in memory in the order in which they were: which way a kernel adds up depends on that, so a
+transposed activation that became a plain one on its way would have other bits from there on than in one process.
 """
 
 from collections import Counter, deque
@@ -31,6 +34,8 @@ _DTYPES = (
 )
 _HEADER = 64
 """Numbers of a header; enough for seven tensors of six dims."""
+_BASE, _MOST_DIMS = 16, 14
+"""Of the number that an order of dims is written as: 14 digits of four bits, and the bit beside it, are a number of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,16 @@ class Piece:
     shape: tuple[int, ...]
     dtype: torch.dtype
     has_gradient: bool
+    order: tuple[int, ...] = ()
+    """Its dims as they lie in memory, from the outermost to the innermost; empty for a plain tensor."""
+
+    def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Memory for it, which is dense, and the tensor that this memory is."""
+        if not self.order:
+            plain = torch.empty(self.shape, dtype=self.dtype, device=device)
+            return plain, plain
+        memory = torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype, device=device)
+        return memory, memory.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
 @dataclass(frozen=True)
@@ -82,8 +97,9 @@ class Parcel:
         return self._tensors, self._mail.forms[key]
 
     def _post(self, form: Form) -> None:
-        self._tensors = [torch.empty(piece.shape, dtype=piece.dtype, device=self._mail.device) for piece in form]
-        self._work = [self._mail.receive(tensor, self._lane) for tensor in self._tensors]
+        made = [piece.empty(self._mail.device) for piece in form]
+        self._tensors = [tensor for _, tensor in made]
+        self._work = [self._mail.receive(memory, self._lane) for memory, _ in made]
 
 
 class Mail:
@@ -96,7 +112,7 @@ class Mail:
         self.forms: dict[tuple[Lane, Hashable], Form] = {}
         self.unposted: Counter[Lane] = Counter()
         """Parcels that are expected and have no memory waiting for them yet."""
-        self._told: set[tuple[Lane, Hashable]] = set()
+        self._told: dict[tuple[Lane, Hashable], Form] = {}
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._ledger = ledger
@@ -105,8 +121,7 @@ class Mail:
 
     def agree(self, lane: Lane, kind: Hashable, form: Form) -> None:
         """Say what parcels of a kind are like in both directions, where both sides know it; nothing is sent for it."""
-        self.forms[lane, kind] = form
-        self._told.add((lane, kind))
+        self.forms[lane, kind] = self._told[lane, kind] = form
 
     def expect(self, lane: Lane, kind: Hashable) -> Parcel:
         """Get ready for the next parcel of a lane."""
@@ -125,11 +140,14 @@ class Mail:
             called: the ledger's word for it.
         """
         if (lane, kind) not in self._told:
-            self._told.add((lane, kind))
-            self._post(write_header(tensors), lane, needed_at)
-        for tensor in tensors:
+            header = write_header(tensors)
+            self._told[lane, kind] = read_header(header)
+            self._post(header, lane, needed_at)
+        for tensor, piece in zip(tensors, self._told[lane, kind], strict=True):
             self._ledger.note(Axis.PIPELINE, called, tensor.nbytes)
-            self._post(tensor.detach().contiguous(), lane, needed_at)
+            # In the order that was told, whatever this one's is.
+            laid = tensor.detach().permute(piece.order) if piece.order else tensor.detach()
+            self._post(laid.contiguous(), lane, needed_at)
 
     def let_go(self, peer: int, reached: int) -> None:
         """Give back what the other rank has taken, known from how far it has come.
@@ -200,7 +218,8 @@ def write_header(tensors: Sequence[Tensor]) -> Tensor:
     assert parcel_problem(tensors) is None, parcel_problem(tensors)
     numbers = [len(tensors)]
     for tensor in tensors:
-        numbers += [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.ndim, *tensor.shape]
+        facts = int(tensor.requires_grad) + 2 * _number_of(order_of(tensor))
+        numbers += [_DTYPES.index(tensor.dtype), facts, tensor.ndim, *tensor.shape]
     return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
 
 
@@ -209,7 +228,31 @@ def read_header(header: Tensor) -> Form:
     numbers = header.tolist()
     count, at, pieces = numbers[0], 1, []
     for _ in range(count):
-        dtype, has_gradient, ndim = numbers[at : at + 3]
-        pieces.append(Piece(tuple(numbers[at + 3 : at + 3 + ndim]), _DTYPES[dtype], bool(has_gradient)))
+        dtype, facts, ndim = numbers[at : at + 3]
+        shape, order = tuple(numbers[at + 3 : at + 3 + ndim]), _order_of_number(facts // 2)
+        pieces.append(Piece(shape, _DTYPES[dtype], bool(facts % 2), order))
         at += 3 + ndim
     return tuple(pieces)
+
+
+def order_of(tensor: Tensor) -> tuple[int, ...]:
+    """The dims of a tensor as they lie in memory; empty where that is their own order, or where no order is (an expanded one)."""
+    strides = tensor.stride()
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True))
+    if tensor.is_contiguous() or is_expanded or tensor.ndim > _MOST_DIMS:
+        return ()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    return () if order == tuple(range(tensor.ndim)) else order
+
+
+def _number_of(order: Sequence[int]) -> int:
+    """An order as a number, which is 0 for the empty one: a digit for each dim, counted from 1."""
+    return sum((dim + 1) * _BASE**place for place, dim in enumerate(order))
+
+
+def _order_of_number(number: int) -> tuple[int, ...]:
+    digits = []
+    while number:
+        number, digit = divmod(number, _BASE)
+        digits.append(digit - 1)
+    return tuple(digits)

@@ -5,9 +5,10 @@ What a microbatch needs for its backward pass is kept from its forward pass unti
 activations counts.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -227,12 +228,11 @@ class Runtime:
         if stage < self._grid.num_stages - 1:
             grads = self._take(desk, (Point.GRADIENT, stage + 1, microbatch))
         desk.feed.returning(microbatch)
-        with self._sums_of(stage):
+        with _catching(kept.received) as arrived, self._sums_of(stage):
             torch.autograd.backward(with_gradient, grads)
         kept.outputs = []
         if stage > 0:
-            wanted = [tensor for tensor in kept.received if tensor.requires_grad]
-            back = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanted]
+            back = [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in arrived]
             self._give(desk, (Point.GRADIENT, stage, microbatch), back, self._grid.rank_of(stage - 1, microbatch))
         kept.received = []
         if action.kind is Kind.BACKWARD:
@@ -294,6 +294,28 @@ class Runtime:
     def _lane(self, result: Result, peer: int) -> Lane:
         """One per stage and direction."""
         return Lane(peer, 2 * result[1] + (result[0] is Point.GRADIENT))
+
+
+@contextmanager
+def _catching(received: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
+    """What was received and wants a gradient, with the gradient that a backward pass inside gives it, as it comes.
+
+    In ``.grad`` it would have been laid out in memory as the tensor is, and the kernels of the stage before would add its numbers
+    in another order than in one process.
+    """
+    wanted = [tensor for tensor in received if tensor.requires_grad]
+    caught: dict[int, Tensor] = {}
+    handles = [
+        tensor.register_hook(partial(caught.__setitem__, place))  # type: ignore[no-untyped-call]
+        for place, tensor in enumerate(wanted)
+    ]
+    arrived: list[tuple[Tensor, Tensor | None]] = []
+    yield arrived
+    for handle in handles:
+        handle.remove()
+    arrived += [(tensor, caught.get(place)) for place, tensor in enumerate(wanted)]
+    for tensor in wanted:
+        tensor.grad = None
 
 
 def row_places(schedule: Schedule) -> tuple[dict[Result, int], dict[Result, int]]:

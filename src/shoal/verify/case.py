@@ -50,8 +50,14 @@ class Tree:
     """Per replica and step; a short batch leaves the last ones empty."""
     directions: int = 1
     """2 for bidirectional pipelines: the first half of the microbatches, the longer one, and the rest have a sum each."""
+    users: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of a weight that several stages use, by its first name: these stages."""
     uses: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
-    """Of a weight that several stages use, by its first name: its names in each of these stages, in their order."""
+    """The names that units of each of these stages have it by; a stage that reads it outside of every unit has none."""
+    places: Sequence[str] = ()
+    """Where there are such weights: the modules at whose calls the second and later stages begin."""
+    units: Sequence[str] = ()
+    """Where there are such weights: the modules whose calls stages are made of."""
     turns: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Of a weight whose stage has several ranks, by its first name: how many, for each stage that uses it. Of R ranks, number m
     mod R has microbatch m of a step."""
@@ -80,8 +86,11 @@ class Log:
     """Per share."""
     directions: int = 1
     """Of a worker's pipeline, as in ``Tree``."""
+    users: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of a worker's pipeline, as in ``Tree``; so are the next three."""
     uses: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
-    """Of a worker's pipeline, as in ``Tree``."""
+    places: Sequence[str] = ()
+    units: Sequence[str] = ()
     turns: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Of a worker's pipeline, as in ``Tree``."""
     adds_to_steps: bool
@@ -103,7 +112,10 @@ class Log:
             replicas=self.shares,
             microbatches=self.microbatches,
             directions=self.directions,
+            users=self.users,
             uses=self.uses,
+            places=self.places,
+            units=self.units,
             turns=self.turns,
         )
 

@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, ShoalError
 from shoal.data.build import build_splits
 from shoal.data.config import DataConfig
 from shoal.data.order import Position, permute, take
@@ -31,9 +32,14 @@ from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.optim.rows import whole_norms
+from shoal.telemetry.memory import is_out_of_memory
 from shoal.verify.case import Case, Tree
 
 _FORBIDDEN = ("shoal.parallel", "shoal.pipeline", "shoal.paramserver")
+_HOW_TO_GO_ON = (
+    "draw with nn.Dropout or F.dropout, which have a key, or turn it off for the proof, as by --set model.args.NAME=0 where "
+    "model.build takes such an argument; training does not need this"
+)
 Ids = NDArray[np.int64]
 
 
@@ -148,19 +154,48 @@ def batch_loss(parts: Parts, step: int, ids: Ids, total: float, run: Callable[..
     before = torch.get_rng_state()
     with parts.precision.autocast(parts.device.type):
         # As a run does it: the loss is outside, so that what it draws is seen below.
-        with parts.dropout.drawing():
+        with _refusing(parts, len(ids)), parts.dropout.drawing():
             output = (parts.model if run is None else run)(*inputs)
+        if parts.dropout.draws_unused:
+            # What the model draws is known to decide nothing; what the loss draws is not.
+            before = torch.get_rng_state()
         loss = parts.loss(output, targets)
     foreign = parts.dropout.foreign_draws()
     if foreign:
         raise RequestError(
             f"the forward pass draws random numbers beside dropout, which depend on the number of processes, so no plan "
-            f"can equal another: {'; '.join(foreign)}; draw with nn.Dropout, or turn it off for the proof with --set"
+            f"can equal another: {'; '.join(foreign)}; {_HOW_TO_GO_ON}"
         )
     if not torch.equal(before, torch.get_rng_state()):
         _refuse_draws(parts.model, inputs, before)
     loss = loss if loss.dtype == torch.float64 else loss.float()
     return loss.reshape(()) * (items.weight / total)
+
+
+@contextmanager
+def _refusing(parts: Parts, num_samples: int) -> Iterator[None]:
+    """Refuse a model whose own forward pass fails in one process, where nothing is done to it: its code may raise anything.
+
+    In float64 it may be an operation without that type, or a float32 in the code; elsewhere the number of samples, as of a batch
+    norm that is given one.
+    """
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        if parts.case.precision == "float64":
+            raise RequestError(
+                f"one process alone cannot run this model in float64: {what}; let the module follow the type of its weights, or "
+                "prove it in float32 alone, with --dtype float32"
+            ) from error
+        raise RequestError(
+            f"one process alone cannot run this model on a microbatch of {num_samples} samples: {what}; mend the module, or give "
+            "it other microbatches by train.global_batch or the plan's microbatches"
+        ) from error
 
 
 def gradients_of(leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -210,5 +245,5 @@ def _refuse_draws(model: nn.Module, inputs: Sequence[Tensor], state: Tensor) -> 
     where = f"module {culprit!r}" if culprit else "the model or its loss"
     raise RequestError(
         f"{where} draws from torch's global generator in its forward pass, so its numbers depend on the number of processes and "
-        "no plan can equal another; draw with nn.Dropout, or turn it off for the proof with --set"
+        f"no plan can equal another; {_HOW_TO_GO_ON}"
     )

@@ -167,6 +167,7 @@ class Prover:
     ) -> PlanResult:
         subject, recipe, plan = question.subject, question.recipe, question.plan
         precision, first = recipe.train.precision, answers[0]
+        reference = Recording.open(reference_folder, "reference")
         tolerance = derive_tolerance(
             plan,
             precision=precision,
@@ -176,19 +177,19 @@ class Prover:
             optim=recipe.optim,
             total_steps=subject.total_steps,
             steps=question.case.steps,
+            narrow=reference.facts.get("narrow", ()),
         )
         where = Layout(
             degrees={**first["degrees"], "microbatches": first["microbatches"]},
             coordinates=[answer["coordinates"] for answer in answers],
         )
-        reference = Recording.open(reference_folder, "reference")
         ranks = [Recording.open(folder, f"rank-{rank:03d}") for rank in range(len(answers))]
         judged = judge_run(
             reference,
             lambda index: gather_step(ranks, index),
             tolerance=tolerance,
             layout=where,
-            flat_bound=_FLAT_BOUNDS.get(precision, max(tolerance.bound, 0.1)),
+            flat_bound=max(_FLAT_BOUNDS.get(precision, 0.1), tolerance.bound),
         )
         return compared(
             question,

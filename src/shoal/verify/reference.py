@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.core.errors import RequestError
 from shoal.elastic.jobs import serve
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
 from shoal.verify.capture import Recorder, model_tensors, saved_buffers
 from shoal.verify.case import Case, Log, Tree
 from shoal.verify.delayed import run_delayed
+from shoal.verify.narrow import find_narrow
 from shoal.verify.parts import (
     Ids,
     Parts,
@@ -37,12 +39,15 @@ from shoal.verify.parts import (
 from shoal.verify.replay import run_replay
 from shoal.verify.sums import group_gradients
 
+_ODD_BOUND = 1e-4
+"""More than any order of additions changes a gradient by in float32, and less than any other mask does."""
+
 
 def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     """Train ``case.steps`` steps and record each in ``folder``; says what was found on the way.
 
     Raises:
-        RequestError: the model draws random numbers of its own, or its loss is not finite even here.
+        RequestError: the model draws random numbers of its own or by no sample, or its loss is not finite even here.
     """
     parts = build_parts(case)
     recorder = Recorder(folder, "reference")
@@ -64,7 +69,10 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
         captured |= model_tensors(parts.named, parts.optimizer, saved_buffers(parts.model))
         recorder.add(loss=loss, norm=norm, skipped=not finite, tensors=captured)
         scale = scale.after_step(finite) if parts.precision.scales_loss else scale
-    recorder.close(flat=max(flat_errors, default=None), movement=measure_movement(parts, initial))
+    _refuse_odd_dropout(parts, max(flat_errors, default=0.0))
+    recorder.close(
+        flat=max(flat_errors, default=None), movement=measure_movement(parts, initial), narrow=narrow_weights(parts)
+    )
     assert_alone()
     return {"flat": max(flat_errors, default=None)}
 
@@ -93,6 +101,30 @@ def flat_gradients(parts: Parts, step: int, ids: Ids, scale: float) -> dict[str,
     weight = float(parts.train.collate(ids).weight)
     (batch_loss(parts, step, ids, max(1.0, weight)) * scale).backward()  # type: ignore[no-untyped-call]
     return {name: grad for name, parameter in parts.named for grad in gradients_of([parameter])}
+
+
+def _refuse_odd_dropout(parts: Parts, flat: float) -> None:
+    """Refuse a dropout whose mask depends on how many samples are beside it, where that is seen to change the gradient.
+
+    Raises:
+        RequestError: names the dropout and the shape.
+    """
+    odd = parts.dropout.odd_shapes()
+    if odd and flat > _ODD_BOUND:
+        path, shape = next(iter(odd.items()))
+        raise RequestError(
+            f"dropout {path!r} sees a tensor of shape {shape}, in which no dim is known to be the batch, so its mask depends on "
+            f"how many samples a microbatch has, and the gradient by {flat:.2g} of its size; put the batch first there, or set "
+            "its p to 0 for the proof"
+        )
+
+
+def narrow_weights(parts: Parts) -> list[str]:
+    """In a float64 proof, the weights that the model reads in a smaller type."""
+    if parts.case.precision != "float64":
+        return []
+    ids = next(global_batches(parts))
+    return find_narrow(batch_loss(parts, 0, ids, weigh(parts, ids)), parts.named)
 
 
 def relative_distance(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:

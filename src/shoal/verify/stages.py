@@ -13,9 +13,8 @@ from torch import nn
 from shoal.core.plan import Plan
 from shoal.data.splits import Splits
 from shoal.parallel.anatomy import Anatomy
-from shoal.pipeline.build import Stages
+from shoal.pipeline.build import Stages, cut_chain
 from shoal.pipeline.config import PipelineConfig
-from shoal.pipeline.cut import Chain
 from shoal.trainer.staging import example_of, look_at_stages
 from shoal.verify.case import Tree
 
@@ -50,8 +49,17 @@ class CutModel:
             ranks = [schedule.grid.replicas[stage] for stage in sorted(stages)] if schedule.grid.replicas else []
             if max(ranks, default=1) > 1:
                 turns[name] = ranks
-        directions = schedule.grid.directions
-        return Tree(replicas=replicas, microbatches=microbatches, directions=directions, uses=uses, turns=turns)
+        return Tree(
+            replicas=replicas,
+            microbatches=microbatches,
+            directions=schedule.grid.directions,
+            users={name: sorted(stages) for name, stages in tied.items()},
+            uses=uses,
+            # Without such weights the tree says nothing of the cut: one reference serves them all.
+            places=self.places if tied else (),
+            units=list(self.paths) if tied else (),
+            turns=turns,
+        )
 
     def _names_in(self, parameter: str, stage: int) -> list[str]:
         return [
@@ -71,8 +79,7 @@ def cut_model(
     """
     stages = look_at_stages(model, data, anatomy, plan=plan, config=config, global_batch=global_batch)
     own = copy.deepcopy(model)
-    chain = Chain(own, stages.units, stages.starts)
-    chain.settle(example_of(data))
+    chain = cut_chain(own, example_of(data), stages)
     first = {id(parameter): name for name, parameter in own.named_parameters()}
     aliases: dict[str, list[str]] = {}
     for name, parameter in own.named_parameters(remove_duplicate=False):

@@ -39,13 +39,15 @@ def group_gradients(
     terms: dict[str, list[Tensor]] = {name: [] for name, _ in named}
     for way in _ways(group, tree.directions):
         parts.optimizer.zero_grad(set_to_none=True)
-        with split_uses(parts.model, tree.uses) as split:
-            leaves = {name: split.get(name, [parameter]) for name, parameter in named}
+        with split_uses(parts.model, tree) as split:
+            leaves = {name: split.leaves.get(name, [parameter]) for name, parameter in named}
             turns = _Turns({name: leaves[name] for name in tree.turns if name in leaves}, tree.turns)
             for number, cut in way:
                 value = batch_loss(parts, step, cut, total)
                 with turns.of(number):
-                    (value if scale == 1.0 else value * scale).backward()  # type: ignore[no-untyped-call]
+                    scaled = value if scale == 1.0 else value * scale
+                    scaled.backward(retain_graph=split.is_cut)  # type: ignore[no-untyped-call]
+                    split.finish()
                 partial = partial + value.detach()
         for name, own in leaves.items():
             terms[name] += turns.sums(name) if name in tree.turns else gradients_of(own)

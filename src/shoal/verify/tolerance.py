@@ -5,6 +5,8 @@
 * Pipelines, synchronous or not, compute what one process computes, on other ranks: nothing differs.
 * Tensor, sequence and context parallelism split single sums, so roundings differ: 1e-5 in float32 and 1e-12 in float64, per
   tensor.
+* A model that reads weights in float32 by itself, as some norms do, sums their gradients in float32 in a float64 proof too. Where
+  a plan splits sums, those are the same sums in another order: 1e-6, for such a model and no other (``narrow.py``).
 * bfloat16 rounds to 8 bits, unit roundoff u = 2^-8. Between two plans the roundings of a block are other ones, about R = 8 of
   them (two norms, query-key-value, attention, output, two feed-forward products, residual) forward and as many backward. Each
   perturbs a tensor by a relative error of at most u, independently, so over L blocks they add up as a random walk: ``2 u sqrt(2
@@ -26,7 +28,7 @@ small twice.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,6 +97,7 @@ def derive_tolerance(
     optim: OptimConfig,
     total_steps: int,
     steps: int,
+    narrow: Sequence[str] = (),
 ) -> Tolerance:
     """What is allowed for one plan.
 
@@ -107,6 +110,7 @@ def derive_tolerance(
         optim: how gradients become weights.
         total_steps: length of the whole run.
         steps: steps that are compared.
+        narrow: weights that the model reads in float32 by itself, where the arithmetic is float64.
     """
     splits = plan.tp > 1 or plan.cp > 1 or joins_replicas
     replicas = (plan.dp or 1) * plan.cp
@@ -121,6 +125,9 @@ def derive_tolerance(
     elif precision in _SPLIT:
         bound = _SPLIT[precision]
         reason = f"sums are split, {precision}: {bound:g}"
+        if precision == "float64" and narrow:
+            bound = _REORDERED["float32"]
+            reason = f"sums are split, float64, but the model reads {_listed(narrow)} in float32 by itself: {bound:g}"
     else:
         unit = _BFLOAT16_UNIT if precision == "bfloat16" else _FLOAT16_UNIT
         bound = 2.0 * unit * math.sqrt(2 * _ROUNDINGS_PER_BLOCK * max(1, depth))
@@ -138,6 +145,10 @@ def derive_tolerance(
         amplifies=splits and precision == "float32" and _normalises(optim),
         doubtful=doubtful,
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _updates_per_step(plan: Plan) -> int:

@@ -1,70 +1,207 @@
-"""A tied weight as one leaf per stage that uses it, so that each use has a gradient of its own.
+"""A weight that several stages use as one leaf per stage, so that each stage's use has a gradient of its own.
 
 Autograd adds up the uses of a weight in one pass, microbatch by microbatch. Stages of a pipeline cannot: each has its own sum
 over microbatches, and these are added at the end. The difference is a rounding, and a proof that asks for bits must have it.
+
+Which stage reads a weight is a matter of time: a stage begins when its first unit is called, and what is read from then on is
+read by it. What code outside of every unit made of a weight earlier and hands to a unit of a later stage was, in the pipeline,
+made by that stage for itself: such an argument gets a leaf of its own there, whose gradient is sent on afterwards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.core.errors import RequestError
+from shoal.verify.case import Tree
+
+
+class SplitUses:
+    """The weights of a model that several stages use, for the time being several each."""
+
+    def __init__(self, model: nn.Module, tree: Tree) -> None:
+        self._model, self._tree = model, tree
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self._names = {
+            first: [name for name, parameter in named.items() if parameter is named[first]] for first in tree.users
+        }
+        self._whole = {first: named[first] for first in tree.users}
+        self.leaves: dict[str, list[nn.Parameter]] = {
+            first: [
+                nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad) for _ in tree.users[first]
+            ]
+            for first, weight in self._whole.items()
+        }
+        """By the weight's first name, one for each stage that uses it, in the order of stages."""
+        self._owners = {
+            leaf: (first, stage)
+            for first, leaves in self.leaves.items()
+            for stage, leaf in zip(tree.users[first], leaves, strict=True)
+        }
+        self._stage = 0
+        self._made: set[Any] = set()
+        """Nodes of the graph that are results of units. Held, so that each keeps its identity."""
+        self._cuts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """By stage and argument: what code outside of units made, and the leaf that the stage's units were given for it."""
+
+    @property
+    def is_cut(self) -> bool:
+        """The graph of the last forward pass is in pieces: ``finish`` needs it again after its backward pass."""
+        return bool(self._cuts)
+
+    def finish(self) -> None:
+        """After a backward pass: send the gradients of arguments that have a leaf of their own on to the weights."""
+        for (stage, _), (made, leaf) in sorted(self._cuts.items(), key=lambda entry: entry[0]):
+            if leaf.grad is not None:
+                with self._receiving(stage):
+                    torch.autograd.backward([made], [leaf.grad], retain_graph=True)
+        self._cuts, self._made = {}, set()
+
+    @contextmanager
+    def _receiving(self, stage: int) -> Iterator[None]:
+        """Inside, what is added to any leaf of a weight is added to the leaf of one stage."""
+        moved = []
+        for first, leaves in self.leaves.items():
+            users = list(self._tree.users[first])
+            own = leaves[users.index(stage)] if stage in users else None
+            moved += [(leaf, own, leaf.grad) for leaf in leaves if own is not None and leaf is not own]
+        for leaf, own, _ in moved:
+            leaf.grad = own.grad
+        yield
+        for leaf, own, grad in moved:
+            if leaf.grad is not own.grad:
+                own.grad = leaf.grad
+            leaf.grad = grad
+
+    def watch(self) -> list[Any]:
+        """Put the leaves into the model, and follow its forward passes; what is to be removed in the end."""
+        self._rest()
+        handles = [
+            self._model.register_forward_pre_hook(lambda *_: self._begin(0), prepend=True),
+            self._model.register_forward_hook(self._leave_model),
+        ]
+        for stage, path in enumerate(self._tree.places, start=1):
+            module = self._model.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(partial(self._begin_stage, stage), prepend=True))
+        for path in dict.fromkeys(self._tree.units):
+            module = self._model.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+        return handles
+
+    def restore(self) -> None:
+        """One weight again."""
+        for first, names in self._names.items():
+            self._put(names, self._whole[first])
+
+    def _rest(self) -> None:
+        """Between passes every unit has its own stage's leaf, which it needs where it is computed again in a backward pass."""
+        for first, names in self._names.items():
+            self._put(names, self.leaves[first][0])
+            for group, leaf in zip(self._tree.uses[first], self.leaves[first], strict=True):
+                self._put(group, leaf)
+
+    def _put(self, names: Sequence[str], parameter: nn.Parameter) -> None:
+        for name in names:
+            path, _, own = name.rpartition(".")
+            self._model.get_submodule(path)._parameters[own] = parameter
+
+    def _begin_stage(self, stage: int, module: nn.Module, args: Any) -> None:
+        self._begin(stage)
+
+    def _begin(self, stage: int) -> None:
+        if stage == 0:
+            self._cuts, self._made = {}, set()
+        self._stage = stage
+        for first, names in self._names.items():
+            if stage in (users := list(self._tree.users[first])):
+                self._put(names, self.leaves[first][users.index(stage)])
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A unit's arguments, those with a leaf of their own that another stage's weights were made into."""
+        if not torch.is_grad_enabled():
+            return None
+        flat, form = tree_flatten((args, kwargs))
+        return tree_unflatten([self._cut(value) if isinstance(value, Tensor) else value for value in flat], form)
+
+    def _cut(self, value: Tensor) -> Tensor:
+        read, is_of_units = self._look_back(value)
+        late = {first for first, stage in read if stage < self._stage - is_of_units}
+        if not late:
+            return value
+        if is_of_units:
+            raise self._refusal(late)
+        key = (self._stage, id(value))
+        if key not in self._cuts:
+            self._cuts[key] = (value, value.detach().requires_grad_())
+        return self._cuts[key][1]
+
+    def _look_back(self, value: Tensor) -> tuple[set[tuple[str, int]], bool]:
+        """The weights that code outside of units made a tensor of, with the stages that read them; and if units had a part."""
+        if value in self._owners:
+            return {self._owners[value]}, False  # type: ignore[index]
+        found, is_of_units, seen = set[tuple[str, int]](), False, set[Any]()
+        waiting = [value.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self._made:
+                is_of_units = True
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None and variable in self._owners:
+                found.add(self._owners[variable])
+            waiting += [following for following, _ in node.next_functions]
+        return found, is_of_units
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if next(module.parameters(), None) is None and not any(self._look_back(leaf)[1] for leaf in leaves):
+            return  # Every stage makes for itself what needs neither weights nor what other units made.
+        self._made |= {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn}
+
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._rest()
+        late = set[str]()
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor):
+                    late |= {first for first, stage in self._look_back(leaf)[0] if stage < self._stage}
+        if late:
+            raise self._refusal(late)
+
+    def _refusal(self, names: set[str]) -> RequestError:
+        first = min(names)
+        return RequestError(
+            f"{len(self._tree.users[first])} stages use parameter {first!r}, and what an earlier one made of it is mixed outside "
+            "of every unit with what units put out, so one process cannot tell their gradients apart; read it anew there, or cut "
+            "the model so that one stage has all its uses"
+        )
 
 
 @contextmanager
-def split_uses(
-    model: nn.Module, uses: Mapping[str, Sequence[Sequence[str]]]
-) -> Iterator[Mapping[str, Sequence[nn.Parameter]]]:
-    """Inside, every tied weight is several leaves of the same value, given by the weight's first name; outside, it is one again.
+def split_uses(model: nn.Module, tree: Tree) -> Iterator[SplitUses]:
+    """Inside, every weight that several stages use is several leaves of the same value; outside, it is one again.
 
     Args:
         model: changed in place for the time being.
-        uses: of each tied weight, by its first name, the names under which each stage uses it.
+        tree: says which weights, and where stages begin.
 
     Raises:
-        RequestError: two stages use the weight in one and the same module.
+        RequestError: by a forward pass inside: the stages' uses of a weight cannot be told apart.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    leaves: dict[str, list[nn.Parameter]] = {}
-    for first, groups in uses.items():
-        _check(model, first, groups, named)
-        weight = named[first]
-        leaves[first] = [
-            nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad) for _ in range(len(groups))
-        ]
+    split = SplitUses(model, tree)
+    handles = split.watch() if tree.users else []
     try:
-        for first, groups in uses.items():
-            for group, leaf in zip(groups, leaves[first], strict=True):
-                for name in group:
-                    _put(model, name, leaf)
-        yield leaves
+        yield split
     finally:
-        for first, groups in uses.items():
-            for name in (name for group in groups for name in group):
-                _put(model, name, named[first])
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, own = name.rpartition(".")
-    return model.get_submodule(path), own
-
-
-def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    module, own = _owner(model, name)
-    module._parameters[own] = parameter
-
-
-def _check(model: nn.Module, first: str, groups: Sequence[Sequence[str]], named: Mapping[str, nn.Parameter]) -> None:
-    """A name that is left out would keep its gradient to itself, and the sum would be wrong without a word."""
-    stages: dict[tuple[nn.Module, str], int] = {}
-    for stage, group in enumerate(groups):
-        for name in group:
-            if stages.setdefault(_owner(model, name), stage) != stage:
-                raise RequestError(
-                    f"{len(groups)} stages use parameter {first!r}, two of them in the one module of {name!r}, so one process "
-                    "cannot tell their gradients apart; tie two modules, or cut the model so that one stage has all its uses"
-                )
-    given = {name for group in groups for name in group}
-    aliases = {name for name, parameter in named.items() if parameter is named[first]}
-    assert given == aliases, f"stages use {first} as {sorted(given)}, and the model has it as {sorted(aliases)}"
+        for handle in handles:
+            handle.remove()
+        split.restore()

@@ -10,7 +10,7 @@ from shoal.elastic.pool import Pool
 ECHO = '''
 """Answers with its rank, or misbehaves as the job says."""
 import os, signal, sys, time
-from shoal.core.errors import RequestError
+from shoal.core.errors import Refusal, RequestError
 from shoal.elastic.jobs import serve
 
 def handle(job):
@@ -19,6 +19,10 @@ def handle(job):
         raise ValueError("a bad day")
     if job["do"] == "refuse":
         raise RequestError("not like this")
+    if job["do"] == "refuse in the middle":
+        raise Refusal("not this module") if rank == 1 else RuntimeError("Connection closed by peer")
+    if job["do"] == "refuse and fail":
+        raise Refusal("not this module") if rank == 1 else ValueError("a bad day")
     if job["do"] == "die" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if job["do"] == "exit" and rank == 1:
@@ -90,3 +94,11 @@ def test_a_hang_is_ended_by_the_deadline(pool):
 def test_a_request_that_all_refuse_is_a_wrong_request(pool):
     with pytest.raises(RequestError, match="not like this"):
         pool.run({"do": "refuse"}, deadline_seconds=30)
+
+
+def test_one_that_refuses_in_the_middle_of_a_run_speaks_for_those_that_lost_it(pool):
+    """T5 under cp was said to have crashed, though the message was a refusal with its fix."""
+    with pytest.raises(RequestError, match=r"^not this module$"):
+        pool.run({"do": "refuse in the middle"}, deadline_seconds=30)
+    with pytest.raises(RunError, match="a bad day"):
+        pool.run({"do": "refuse and fail"}, deadline_seconds=30)

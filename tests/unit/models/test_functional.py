@@ -358,6 +358,58 @@ def test_other_randomness_is_named_with_its_module(draw, name):
     assert key.foreign_draws() == [f"{name} in module '1'"]
 
 
+@pytest.mark.parametrize(
+    "passes",
+    [
+        lambda x: x if torch.rand([]) < 0.0 else x + 1,
+        lambda x: x if torch.rand(()) >= 0.0 else x + 1,
+        lambda x: x if torch.rand(1).to(x.device) > 1 else x + 1,
+        lambda x: x if torch.rand_like(x).le(torch.tensor(-0.5)).any() else x + 1,
+        lambda x: x[torch.randn(3).shape[0] :],
+    ],
+)
+def test_draws_that_decide_nothing_are_not_held_against_a_model(passes):
+    """LayerDrop at zero draws for every layer and skips none: OPT, BART and Whisper of Hugging Face were refused for it."""
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return passes(x)
+
+    model, key = _keyed(nn.Sequential(nn.Linear(8, 8), Draws()))
+    for _ in range(3):
+        _run(model, key, torch.randn(4, 8))
+    assert not key.foreign_draws() and key.draws_unused
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        lambda x: x if torch.rand([]) < 0.1 else x + 1,
+        lambda x: x if torch.rand([]) <= 0.0 else x + 1,
+        lambda x: x if torch.rand([]) > 0.0 else x + 1,
+        lambda x: x if torch.randn([]) < 0.0 else x + 1,
+        lambda x: x * float(torch.rand([])),
+        lambda x: x * torch.rand([]).item(),
+        lambda x: x * torch.rand(2).tolist()[0],
+        lambda x: x * torch.rand(2).numpy()[0],
+        lambda x: [x, x + 1][torch.randint(2, ())],
+        lambda x: [x, x + 1][int(torch.randint(2, ()))],
+        lambda x: x if torch.randint(2, ()) else x + 1,
+        lambda x: (x, torch.rand(4)),
+        lambda x: x + torch.rand(4, 8).clone(),
+        lambda x: x + torch.rand(8)[0],
+    ],
+)
+def test_draws_that_decide_something_are(passes):
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return passes(x)
+
+    model, key = _keyed(nn.Sequential(nn.Linear(8, 8), Draws()))
+    _run(model, key, torch.randn(4, 8))
+    assert len(key.foreign_draws()) == 1 and "in module '1'" in key.foreign_draws()[0]
+
+
 @pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's random"), (np.random.rand, "numpy.random")])
 def test_other_generators_are_noticed(draw, name):
     class Draws(nn.Module):

@@ -10,6 +10,7 @@ from shoal.core.config import validate
 from shoal.core.errors import RequestError
 from shoal.parallel.anatomy import Anatomy
 from shoal.pipeline import choose
+from shoal.pipeline.build import Stages, prove_stages
 from shoal.pipeline.choose import choose_starts, stage_memory
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.estimate import estimate_work
@@ -212,3 +213,73 @@ def test_nothing_said_is_no_bound_and_estimated_work():
 def test_the_layers_of_these_tests_hold_what_is_said_of_them():
     costs = estimate_work(EVEN, find_units(EVEN, EXAMPLE, Anatomy()), EXAMPLE)
     assert {(cost.weight_bytes, cost.activation_bytes) for cost in costs} == {(WEIGHT, KEPT)}
+
+
+class Skips(nn.Module):
+    """Its longest layers are in the middle, where a skip goes past them: only before and after can it be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.early, self.first, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 64)
+        self.inner, self.up, self.last = nn.Linear(64, 64), nn.Linear(64, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(self.early(x))
+        return self.last(self.up(self.inner(self.down(x))) + x)
+
+
+class Towers(nn.Module):
+    """Nothing of the first goes through the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.one(x) * self.two(x)
+
+
+class Branching(nn.Module):
+    """Looks at values between its units, which a later stage does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x):
+        x = self.one(x)
+        x = self.two(x)
+        if not torch.isfinite(x).all() or x.abs().max() > 1000:
+            raise ValueError("the activations have exploded")
+        return self.three(x)
+
+
+def test_the_cut_is_sought_among_the_places_that_are_legal():
+    """A DLRM, a U-Net and encoder-decoders were refused, because the most even cut was the only one that was tried."""
+    model = Skips()
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    assert starts_of(model, line()) == (0, 5) and starts_of(model, line(ranks=3)) == (0, 1, 5)
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+
+
+def test_where_no_cut_is_legal_the_legal_places_are_named():
+    with pytest.raises(RequestError) as refused:
+        starts_of(Skips(), line(ranks=4))
+    told = str(refused.value)
+    assert told.startswith(
+        "pp=4 wants 4 stages, and the module can be cut at 2 places (first, last), which makes 3; lower pp. "
+    )
+    assert "reads something of an earlier stage" in told
+    with pytest.raises(RequestError, match="can be cut at 0 places, which makes 1; lower pp"):
+        starts_of(Towers(), line())
+
+
+def test_a_place_that_the_recipe_names_and_that_is_not_legal_is_refused_with_those_that_are():
+    model = Skips()
+    units = find_units(model, EXAMPLE, Anatomy())
+    with pytest.raises(RequestError, match=r"from .inner. on, reads .*\. Stages can begin at .first., .last.$"):
+        prove_stages(model, EXAMPLE, Stages(units=units, starts=(0, 3), schedule=line()))
+
+
+def test_code_that_raises_on_values_that_are_not_there_is_cut_elsewhere():
+    assert starts_of(Branching(), line()) == (0, 1)

@@ -126,6 +126,72 @@ def test_random_numbers_of_its_own_are_refused_by_name(tmp_path, monkeypatch, bu
         run_here(run_reference, case, Tree(replicas=1, microbatches=1), tmp_path)
 
 
+class OffLayerDrop(Noisy):
+    def forward(self, x):
+        return x[:, :4] if torch.rand([]) < 0.0 else self.inner(x)
+
+
+def test_draws_that_decide_nothing_are_not_refused(tmp_path, monkeypatch):
+    """In later steps either, whose passes are not looked at as closely."""
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: OffLayerDrop())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+    )
+    run_here(run_reference, case, Tree(replicas=1, microbatches=2), tmp_path)
+    assert len(Recording.open(tmp_path, "reference")) == 2
+
+
+class Stubborn(Noisy):
+    def forward(self, x):
+        return self.inner(x.float())
+
+
+def test_a_model_that_cannot_run_in_float64_is_refused_in_float64(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: Stubborn())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+        precision="float64",
+    )
+    with pytest.raises(RequestError, match=r"in float64: .*; .* --dtype float32"):
+        run_here(run_reference, case, Tree(replicas=1, microbatches=1), tmp_path)
+
+
+def test_a_model_that_cannot_run_so_few_samples_is_refused_with_their_number(tmp_path, monkeypatch):
+    """A batch norm that is given one sample raises: under pp=2 that was reported as a crash."""
+    build = lambda config, spec: nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))  # noqa: E731
+    monkeypatch.setattr("shoal.verify.parts.build_model", build)
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+    )
+    with pytest.raises(RequestError, match=r"on a microbatch of 1 samples: ValueError: Expected more than 1 value"):
+        run_here(run_reference, case, Tree(replicas=1, microbatches=8), tmp_path)
+
+
+class DropsPlaces(nn.Module):
+    """Dropout on something that all samples share, as Funnel's on its table of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.drop, self.out = nn.Parameter(torch.ones(16, 4)), nn.Dropout(0.5), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.out(x @ self.drop(self.table))
+
+
+def test_a_dropout_whose_mask_depends_on_the_microbatch_is_refused_by_name(tmp_path, monkeypatch):
+    """It was said that one pass over the batch gives another gradient, and not why."""
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: DropsPlaces())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+    )
+    with pytest.raises(RequestError, match=r"dropout 'drop' sees a tensor of shape \(16, 4\)"):
+        run_here(run_reference, case, Tree(replicas=2, microbatches=2), tmp_path)
+
+
 def test_a_loss_that_is_not_finite_alone_is_refused(tmp_path):
     case = case_of(optim={"name": "sgd", "lr": 1e30}, steps=3)
     with pytest.raises(RequestError, match="one process alone"):

@@ -18,7 +18,13 @@ from shoal.verify.uses import split_uses
 from verify_cases import GPT, case_of
 
 TIED = {**GPT, "tied": True}
-USES = {"embedding.weight": [["embedding.weight"], ["head.weight"]]}
+TWO = {
+    "users": {"embedding.weight": [0, 1]},
+    "uses": {"embedding.weight": [["embedding.weight"], ["head.weight"]]},
+    "places": ["blocks.0"],
+    "units": ["embedding", "blocks.0", "head"],
+}
+"""Two stages, with the embedding in the first and the head in the second."""
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 6, 7, 13])
@@ -57,7 +63,7 @@ def use_gradients(parts, cuts, total):
 def test_a_tied_weight_is_the_fold_of_its_directions_and_stages():
     """Three microbatches: two go down and one goes up."""
     parts, ids = build_parts(case_of(model=TIED)), np.arange(12)
-    _, found = tree_gradients(parts, 0, ids, Tree(replicas=2, microbatches=3, directions=2, uses=USES), 1.0)
+    _, found = tree_gradients(parts, 0, ids, Tree(replicas=2, microbatches=3, directions=2, **TWO), 1.0)
     total, cuts = float(parts.train.collate(ids).weight), ids.reshape(6, 2)
     replicas = []
     for first in (0, 3):
@@ -82,7 +88,7 @@ def test_a_stage_of_several_ranks_has_a_sum_for_each_in_turn():
     down = "blocks.0.feed_forward.down.weight"
     turned = {"embedding.weight": [2, 1], down: [2]}
     assert set(turned) <= dict(parts.named).keys()
-    loss, found = tree_gradients(parts, 0, ids, Tree(replicas=1, microbatches=5, uses=USES, turns=turned), 1.0)
+    loss, found = tree_gradients(parts, 0, ids, Tree(replicas=1, microbatches=5, **TWO, turns=turned), 1.0)
     total, cuts = float(parts.train.collate(ids).weight), ids.reshape(5, 2)
     even, odd, every = (use_gradients(parts, own, total) for own in (cuts[::2], cuts[1::2], cuts))
     expected = dict(every)
@@ -90,7 +96,7 @@ def test_a_stage_of_several_ranks_has_a_sum_for_each_in_turn():
     expected["embedding.weight"] = even["embedding.weight"] + every["head.weight"] + odd["embedding.weight"]
     for name in found:
         assert torch.equal(found[name], expected[name]), name
-    plain_loss, plain = tree_gradients(parts, 0, ids, Tree(replicas=1, microbatches=5, uses=USES), 1.0)
+    plain_loss, plain = tree_gradients(parts, 0, ids, Tree(replicas=1, microbatches=5, **TWO), 1.0)
     assert loss == plain_loss
     assert not torch.equal(found["embedding.weight"], plain["embedding.weight"]), "other bits, or this compares nothing"
     torch.testing.assert_close(found["embedding.weight"], plain["embedding.weight"], rtol=1e-5, atol=1e-6)
@@ -107,9 +113,9 @@ def test_a_rank_without_a_microbatch_adds_nothing():
 def test_a_step_leaves_tied_weights_tied():
     parts = build_parts(case_of(model=TIED))
     weight = parts.model.embedding.weight
-    tree_gradients(parts, 0, np.arange(4), Tree(replicas=1, microbatches=2, uses=USES), 1.0)
+    tree_gradients(parts, 0, np.arange(4), Tree(replicas=1, microbatches=2, **TWO), 1.0)
     assert parts.model.embedding.weight is weight and parts.model.head.weight is weight
-    with pytest.raises(ZeroDivisionError), split_uses(parts.model, USES):
+    with pytest.raises(ZeroDivisionError), split_uses(parts.model, Tree(replicas=1, microbatches=2, **TWO)):
         assert parts.model.head.weight is not parts.model.embedding.weight
         raise ZeroDivisionError
     assert parts.model.head.weight is weight
@@ -117,21 +123,104 @@ def test_a_step_leaves_tied_weights_tied():
 
 def test_a_short_batch_leaves_a_direction_without_samples():
     parts = build_parts(case_of(model=TIED))
-    tree = Tree(replicas=1, microbatches=4, directions=2, uses=USES)
+    tree = Tree(replicas=1, microbatches=4, directions=2, **TWO)
     loss, found = tree_gradients(parts, 0, np.arange(2), tree, 1.0)
-    plain_loss, plain = tree_gradients(parts, 0, np.arange(2), Tree(replicas=1, microbatches=2, uses=USES), 1.0)
+    plain_loss, plain = tree_gradients(parts, 0, np.arange(2), Tree(replicas=1, microbatches=2, **TWO), 1.0)
     assert loss == plain_loss
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
-def test_stages_that_share_a_module_are_refused():
-    layer = nn.Linear(2, 2)
-    model = nn.ModuleDict({"one": layer, "other": layer})
-    uses = {"one.weight": [["one.weight"], ["other.weight"]]}
-    with pytest.raises(RequestError, match=r"the one module of 'other\.weight'"), split_uses(model, uses):
-        pass
-    with pytest.raises(AssertionError, match=r"head\.weight"):
-        split_uses(build_parts(case_of(model=TIED)).model, {"embedding.weight": [["embedding.weight"]]}).__enter__()
+class Adds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(5))
+
+    def forward(self, x, table):
+        return torch.tanh(x * self.weight) @ table
+
+
+class Shared(nn.Module):
+    """Two units, a stage each, and a weight that both stages read; the twin has another one for the second stage."""
+
+    def __init__(self, twin=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two, self.table = Adds(), Adds(), nn.Parameter(torch.randn(5, 5))
+        self.other = nn.Parameter(self.table.detach().clone()) if twin else None
+
+    @property
+    def late(self):
+        return self.table if self.other is None else self.other
+
+
+class ReadTwice(Shared):
+    """As a head that is tied by hand."""
+
+    def forward(self, x):
+        return self.two(self.one(x, self.table), torch.eye(5)) @ self.late
+
+
+class Handed(Shared):
+    """Read once, outside of every unit, and given to units of both stages, as DeBERTa's relative positions are."""
+
+    def forward(self, x):
+        table = torch.sin(self.table)
+        late = table if self.other is None else torch.sin(self.other)
+        return self.two(self.one(x, table), late)
+
+
+class Mixed(Shared):
+    """What the first stage made of it meets what a unit of the second put out, outside of every unit."""
+
+    def forward(self, x):
+        table = torch.sin(self.table)
+        return self.two(self.one(x, table), torch.eye(5)) @ table
+
+
+STAGES = Tree(
+    replicas=1, microbatches=3, users={"table": [0, 1]}, uses={"table": [[], []]}, places=["two"], units=["one", "two"]
+)
+
+
+@pytest.mark.parametrize("build", [ReadTwice, Handed])
+def test_every_stage_that_reads_a_weight_outside_of_units_has_a_gradient_of_its_own(build):
+    """One of them was an assertion that failed, the other gave all gradients to the first stage, a rounding apart."""
+    model, twin = build(), build(twin=True)
+    batches = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1))
+    with split_uses(model, STAGES) as split:
+        for batch in batches:
+            model(batch).square().sum().backward(retain_graph=split.is_cut)
+            split.finish()
+            twin(batch).square().sum().backward()
+    first, second = split.leaves["table"]
+    assert torch.equal(first.grad, twin.table.grad) and torch.equal(second.grad, twin.other.grad)
+    assert not torch.equal(first.grad, second.grad) and torch.equal(model.two.weight.grad, twin.two.weight.grad)
+    assert model.table.grad is None and isinstance(model.table, nn.Parameter)
+
+
+def test_uses_that_cannot_be_told_apart_are_refused():
+    model = Mixed()
+    with (
+        pytest.raises(RequestError, match=r"2 stages use parameter 'table', .* cannot tell"),
+        split_uses(model, STAGES),
+    ):
+        model(torch.randn(4, 5))
+
+
+def test_a_module_that_two_stages_call_has_a_gradient_for_each():
+    torch.manual_seed(2)
+    layer, between = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+    model = nn.Sequential(layer, between, layer)
+    names = [["0.weight", "2.weight"], ["0.weight", "2.weight"]]
+    tree = Tree(
+        replicas=1, microbatches=1, users={"0.weight": [0, 1]}, uses={"0.weight": names}, places=["1"], units=["0", "1"]
+    )
+    x, other = torch.randn(2, 3), layer.weight.detach().clone().requires_grad_()
+    with split_uses(model, tree) as split:
+        model(x).sum().backward()
+    (nn.functional.linear(between(layer(x)), other)).sum().backward()
+    first, second = split.leaves["0.weight"]
+    assert torch.equal(first.grad, layer.weight.grad) and torch.equal(second.grad, other.grad)
 
 
 def test_every_part_of_a_tree_goes_to_the_reference(monkeypatch):
@@ -140,7 +229,7 @@ def test_every_part_of_a_tree_goes_to_the_reference(monkeypatch):
     monkeypatch.setattr("shoal.elastic.pool.Pool.run", lambda pool, job, **options: jobs.append(job))
     fields = {
         "directions": 2,
-        "uses": USES,
+        **TWO,
         "turns": {"norm.weight": [2]},
         "delay": "pipedream",
         "stages": (("a",), ("b",)),

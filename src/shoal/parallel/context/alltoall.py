@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.channel import Channel
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal
 
 
 def _trade(sent: Sequence[Sequence[Tensor]], shapes: Sequence[torch.Size], channel: Channel) -> list[list[Tensor]]:
@@ -82,11 +82,11 @@ def num_copies(num_heads: int, num_kv_heads: int, degree: int) -> int:
     """How many times each key-value head is sent, the fewest that let every rank have the ones that its query heads share.
 
     Raises:
-        RunError: the query heads do not divide by the ranks.
+        Refusal: the query heads do not divide by the ranks.
     """
     if num_heads % degree:
         fitting = [number for number in range(2, num_heads + 1) if num_heads % number == 0]
-        raise RunError(
+        raise Refusal(
             f"cp_kind=alltoall deals {num_heads} heads out over cp={degree}, which does not divide them; "
             f"use cp_kind=ring, or cp of {', '.join(map(str, fitting)) or 1}"
         )
@@ -120,7 +120,7 @@ def alltoall_attention(
         scale: of the scores; 1 over the root of E when None.
 
     Raises:
-        RunError: the heads do not divide by the ranks.
+        Refusal: the heads do not divide by the ranks.
     """
     num_heads = query.shape[1]
     copies = num_copies(num_heads, key.shape[1], channel.size)

@@ -24,7 +24,7 @@ from shoal.comm.channel import Channel
 from shoal.comm.ledger import Account
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import Refusal, RequestError
 from shoal.models.transformer import Rotary
 from shoal.parallel.anatomy import Anatomy, Stack
 from shoal.parallel.context.cuts import cut_arguments
@@ -52,7 +52,7 @@ class ContextLayout:
         """This rank's positions of a sequence, in the order in which the output has them.
 
         Raises:
-            RunError: the sequence cannot be dealt out evenly.
+            Refusal: the sequence cannot be dealt out evenly.
         """
         return self.where.select(length)
 
@@ -196,7 +196,7 @@ def _enter(
         stretch.whole, stretch.local = size, stretch.where.local_length(size)
         stretch.is_fresh = True
     elif size * stretch.num_shards != stretch.local:
-        raise RunError(
+        raise Refusal(
             f"cp={stretch.where.degree}: block {path!r} was given {size} positions, the block before it gave "
             f"{stretch.local // stretch.num_shards}; blocks of a stack must run one after another, or use cp=1"
         )
@@ -274,4 +274,4 @@ def _stream_of(args: Sequence[Any], kwargs: Mapping[str, Any], path: str) -> Ten
     for value in (*args, named, *kwargs.values()):
         if isinstance(value, Tensor):
             return value
-    raise RunError(f"cp: block {path!r} was given no tensor, so it has no stream to cut; use cp=1")
+    raise Refusal(f"cp: block {path!r} was given no tensor, so it has no stream to cut; use cp=1")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal
 from shoal.parallel.context.positions import Positions
 
 _CACHES = frozenset({"past_key_values", "past_key_value", "layer_past"})
@@ -68,7 +68,7 @@ def cut_arguments(
         where: this rank's positions.
 
     Raises:
-        RunError: an argument cannot be told from this rank's part of the stream, or a cache of keys is not empty.
+        Refusal: an argument cannot be told from this rank's part of the stream, or a cache of keys is not empty.
     """
     local = where.local_length(whole)
 
@@ -99,7 +99,7 @@ def _without_cache(cache: Any, path: str) -> None:
     """Training and evaluation have no use for a cache of keys, and one would hold this rank's keys as if they were all."""
     length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
     if isinstance(cache, (Tensor, tuple, list)) or length:
-        raise RunError(f"cp: block {path!r} was given keys of earlier positions; run whole sequences, or use cp=1")
+        raise Refusal(f"cp: block {path!r} was given keys of earlier positions; run whole sequences, or use cp=1")
 
 
 def _check_apart(
@@ -108,7 +108,7 @@ def _check_apart(
     """Refuse another sequence that is as long as this rank's part: attention could not tell its keys from the stream's."""
     is_sequence = value.is_floating_point() and value.ndim == stream.ndim and "mask" not in name
     if is_sequence and local != whole and value.shape[sequence_dim] == local and value.shape[-1] == stream.shape[-1]:
-        raise RunError(
+        raise Refusal(
             f"cp: block {path!r} was given {name!r} of {local} positions, as many as this rank holds of the stream's {whole}: "
             f"the two cannot be told apart; pad it to {local + 1} positions or to {whole}, or use another cp"
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm.channel import Channel
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal
 from shoal.parallel.context.alltoall import alltoall_attention
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.context.ring import ring_attention
@@ -52,9 +52,9 @@ class Run:
     num_attentions: int = 0
     """How many attentions it has computed."""
 
-    def refuse(self, what: str, fix: str) -> RunError:
+    def refuse(self, what: str, fix: str) -> Refusal:
         """The error for something that cannot be right on a part of a sequence."""
-        return RunError(
+        return Refusal(
             f"cp={self.channel.size}: block {self.path!r} {what}, but this rank holds {self.local} of {self.whole} positions; "
             f"{fix}"
         )

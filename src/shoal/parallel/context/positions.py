@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.channel import Channel
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,12 @@ class Positions:
         """How many of ``length`` positions this rank holds.
 
         Raises:
-            RunError: they cannot be dealt out evenly.
+            Refusal: they cannot be dealt out evenly.
         """
         if length % self.num_chunks:
             below = length - length % self.num_chunks
             nearest = f"{below} or {below + self.num_chunks}" if below else str(self.num_chunks)
-            raise RunError(
+            raise Refusal(
                 f"a sequence of {length} cannot be cut into {self.num_chunks} equal chunks, as cp={self.degree} "
                 f"cp_kind={self.kind} needs; use a sequence of {nearest}, or another cp"
             )

@@ -60,6 +60,10 @@ _WRITES_SIZES = frozenset({"view", "reshape", "unflatten", "expand", "broadcast_
 """Take whole numbers as sizes, which their rules put down; elsewhere a whole number is a value."""
 
 
+DROPOUTS = ("dropout", "dropout_", "alpha_dropout")
+"""Functions that drop single elements, of split features too."""
+
+
 class Follower(TorchFunctionMode):
     """While active, keeps the labels of all tensors, and tells the groups what it sees."""
 
@@ -82,6 +86,8 @@ class Follower(TorchFunctionMode):
         """Path of each module that attends with torch's function, and the positions that ask in it."""
         self.order: list[str] = []
         """Linear layers in the order of their first calls."""
+        self.dropped: dict[str, list[int | None]] = {}
+        """By the module that calls: the group of what each of its dropouts dropped, None for a whole tensor."""
         self._labels: dict[int, tuple[Tensor, Label]] = {}  # The tensor is kept so that its id is not given away.
         self._paused = 0
 
@@ -99,6 +105,9 @@ class Follower(TorchFunctionMode):
             return self._trace_size(tensors[0], args, kwargs, result)
         if name in _READS_VALUES | _WRITES_VALUES or isinstance(result, Tensor | tuple | list):
             self._look(name, tensors, args, kwargs, result)
+        if name in DROPOUTS and isinstance(result, Tensor):
+            label = self.label(result)
+            self.dropped.setdefault(self.modules[-1], []).append(None if label is None else label.group)
         return result
 
     @contextmanager

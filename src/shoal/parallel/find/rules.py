@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.parallel.find.flow import ATTENTION, RULES, BlockedError, Follower, Label, Rule, tensors_in
+from shoal.parallel.find.flow import ATTENTION, DROPOUTS, RULES, BlockedError, Follower, Label, Rule, tensors_in
 from shoal.parallel.find.groups import Seen
 
 _ELEMENTWISE_NAMES = """
@@ -72,7 +72,7 @@ def check_companion(follower: Follower, tensor: Tensor, dim: int, size: int) -> 
         raise BlockedError("a weight that is shared by all features or heads acts on them")
 
 
-@rule("dropout", "dropout_", "alpha_dropout")
+@rule(*DROPOUTS)
 def follow_dropout(follower: Follower, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     """Elementwise, and a rank draws only its share of the mask."""
     follow_elementwise(follower, args, kwargs, result)

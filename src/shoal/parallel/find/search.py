@@ -64,6 +64,7 @@ def find_anatomy(model: nn.Module, example: tuple[Tensor, ...] | None, config: P
         attentions=tuple(sorted(attentions, key=lambda heads: order[heads.path])),
         attends=tuple(sorted(_attending(trace))),
         split_dropouts={path: dim for group in kept for path, dim in group.dropouts.items()},
+        dropout_calls={} if trace is None else _mixed_calls(trace, kept),
         read_outside=find_outside_reads(model, example, [block for stack in stacks for block in stack.blocks])
         if trace is not None and example is not None
         else frozenset(),
@@ -91,6 +92,19 @@ def _stacks(model: nn.Module, trace: Trace | None, config: ParallelConfig) -> tu
     if trace is None:
         return tuple(Stack(blocks=blocks, is_pointwise=False) for blocks in named)
     return tuple(describe_stack(model, blocks, trace) for blocks in named)
+
+
+def _mixed_calls(trace: Trace, kept: list[Group]) -> dict[str, tuple[bool, ...]]:
+    """Modules that drop split features in some calls and whole tensors in others, as one that both ends of an MLP share."""
+    groups, paths = trace.follower.groups, {path for group in kept for path in group.dropouts}
+    calls = {
+        path: tuple(
+            number is not None and any(groups[groups.root(number)] is group for group in kept) for number in found
+        )
+        for path, found in trace.follower.dropped.items()
+        if path in paths
+    }
+    return {path: found for path, found in calls.items() if not all(found)}
 
 
 def _accept_groups(model: nn.Module, trace: Trace) -> list[Group]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.comm.channel import Channel
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import Refusal, RequestError
 from shoal.parallel.tensor.crossing import copy_in, gather_sequence, scatter_sequence, sum_out
 from shoal.parallel.tensor.sequence import Region, replace_stream
 
@@ -71,7 +71,7 @@ class Entry:
 
     def _gather(self, x: Tensor, region: Region) -> Tensor:
         if not region.is_local(x):
-            raise RunError(
+            raise Refusal(
                 f"the input of {self.path!r} is {tuple(x.shape)}, which has not {region.local_length} positions in dim "
                 f"{region.dim} as the stream of its block; sp=true cannot follow it; leave sp out"
             )
@@ -82,7 +82,7 @@ class Entry:
             return copy_in(to_compute_type(x), self.channel)
         if self.is_gathered_before:
             # Its gradient would be summed here and again where the parent's input was gathered.
-            raise RunError(
+            raise Refusal(
                 f"{self.path!r} changes its input before projecting it, or projects something that its block was not given; "
                 f"sp=true cannot follow that; leave sp out"
             )
@@ -125,7 +125,7 @@ def leave_split(partial: Tensor, channel: Channel, region: Region | None) -> Ten
     if region is None:
         return sum_out(partial, channel)
     if partial.ndim <= region.dim or partial.shape[region.dim] != region.whole_length:
-        raise RunError(
+        raise Refusal(
             f"the output of a row layer is {tuple(partial.shape)}, which has not {region.whole_length} positions in dim "
             f"{region.dim}; sp=true cannot follow this block; leave sp out"
         )

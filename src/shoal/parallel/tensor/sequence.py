@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.comm.channel import Channel
-from shoal.core.errors import RunError
+from shoal.core.errors import Refusal
 from shoal.parallel.anatomy import Anatomy, SplitKind, Stack
 from shoal.parallel.tensor.crossing import enter_sequence, leave_sequence
 
@@ -95,13 +95,13 @@ class Region:
         """This rank's stretch of the stream.
 
         Raises:
-            RunError: the ranks do not divide its length.
+            Refusal: the ranks do not divide its length.
         """
         degree, length = self.channel.size, x.shape[self.dim]
         if length % degree:
             below = length - length % degree
             lengths = f"{below} or {below + degree}" if below else str(degree)
-            raise RunError(
+            raise Refusal(
                 f"a sequence of {length} cannot be cut into tp={degree} equal stretches, as sp=true needs; "
                 f"use a sequence of {lengths}, or leave sp out"
             )
@@ -168,13 +168,13 @@ def stream_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
     """Where a call has its stream: the first argument, or ``hidden_states``.
 
     Raises:
-        RunError: neither is a tensor.
+        Refusal: neither is a tensor.
     """
     if args and isinstance(args[0], Tensor):
         return 0
     if isinstance(kwargs.get(_STREAM), Tensor):
         return _STREAM
-    raise RunError(
+    raise Refusal(
         f"sp=true cuts the first argument of a block, or the one named {_STREAM}, and neither is a tensor; leave sp out"
     )
 
