@@ -30,9 +30,6 @@ _Set = Annotated[
 _Strict = Annotated[
     bool, typer.Option("--strict", help="Exit 1 also where the numbers are equal and a predicted cost is off.")
 ]
-_Strict = Annotated[
-    bool, typer.Option("--strict", help="Exit 1 also where the numbers are equal and a predicted cost is off.")
-]
 _Markdown = Annotated[
     Path | None, typer.Option("--markdown", metavar="FILE", help="Write the certificate there as a page.")
 ]
