@@ -42,7 +42,9 @@ def only_when_done() -> Iterator[None]:
         trace = asked.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        if os.getpid() != owner or trace is None or _is_ours(trace.tb_frame):
+        # rich leaves like this when whoever read its output has gone.
+        is_unread = isinstance(asked.__context__, BrokenPipeError)
+        if os.getpid() != owner or trace is None or is_unread or _is_ours(trace.tb_frame):
             raise
         raise RunError(_describe(trace.tb_frame, f"sys.exit({asked.code!r})", line=trace.tb_lineno)) from asked
     finally:

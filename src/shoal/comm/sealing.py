@@ -17,7 +17,14 @@ from shoal.comm.packetfilter import CAN_DROP, borrowed_socket, drop_everybody
 
 @contextlib.contextmanager
 def sealed_listeners() -> Iterator[None]:
-    """Seal every TCP socket of this process that began to listen inside the ``with`` block."""
+    """Seal every TCP socket of this process that began to listen inside the ``with`` block, whichever thread opened it.
+
+    Where gloo was told to connect at the first collective (``TORCH_GLOO_LAZY_INIT``), its peers are still to come, and nothing is
+    sealed.
+    """
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in ("", "0", "n", "no", "f", "false", "off"):
+        yield
+        return
     before = _listening_sockets()
     yield
     for descriptor, _ in _listening_sockets() - before:

@@ -137,6 +137,7 @@ def join_world(
     elif store is None:
         # A prefix for every time that this process joins: a second group must not find the addresses of the first.
         store = PrefixStore(f"join-{next(_JOINED)}", _launchers_store(timeout))
+    store.set_timeout(timeout)
     with sealed_listeners():
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
         world.group = dist.group.WORLD

@@ -121,7 +121,8 @@ def _blame_overrides(path: str, overrides: Sequence[str]) -> str:
     touching = []
     for override in overrides:
         key = ".".join(part.strip() for part in override.partition("=")[0].split("."))
-        if f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}."):
+        # A rule over the whole recipe has no path: any override may have broken it.
+        if not path or f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}."):
             touching.append(f"--set {override}")
     return " ".join(touching)
 
@@ -135,7 +136,7 @@ def _too_long(tables: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for value in tables:
             yield from _too_long(value, path)
     elif isinstance(tables, int) and not -(2**63) <= tables < 2**63:
-        yield f"{path}: a whole number of {tables.bit_length()} bits, and the limit is 64", path
+        yield f"{path}: a whole number of {tables.bit_length()} bits, and the limit is 63 and a sign", path
 
 
 def tagged(*members: type[Config], key: str) -> Any:

@@ -18,7 +18,7 @@ from enum import IntEnum
 from functools import partial
 
 from shoal.core.clock import Deadline
-from shoal.elastic.kernel import count_oom_kills, process_state, resident_bytes
+from shoal.elastic.kernel import catches_signal, count_oom_kills, process_state, resident_bytes
 from shoal.elastic.launch import LaunchRequest
 from shoal.elastic.nursery import Nursery
 from shoal.elastic.outcome import GenerationEnd
@@ -246,8 +246,10 @@ class Generation:
 
     def _ask_for_stacks(self, processes: Sequence[RankProcess]) -> None:
         for process in processes:
-            process.stderr.expect_stacks()
-            process.send(STACK_SIGNAL)
+            # One that is still starting would die of the signal, and could not say what it dies of.
+            if process.is_running and catches_signal(process.pid, STACK_SIGNAL):
+                process.stderr.expect_stacks()
+                process.send(STACK_SIGNAL)
 
     def _is_absent(self, process: RankProcess) -> bool:
         """Whether others may have waited for this rank in vain: it runs, does not wait itself and has not said why it fails."""

@@ -15,6 +15,16 @@ def process_state(pid: int) -> str | None:
     return text.rpartition(")")[2].split()[0]
 
 
+def catches_signal(pid: int, number: int) -> bool:
+    """False where a process has no handler for a signal, so that it would die of it; True where that is not known."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return True
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), -1)
+    return bool(caught >> (number - 1) & 1)
+
+
 def resident_bytes(pid: int) -> int | None:
     """Resident memory of a process."""
     try:

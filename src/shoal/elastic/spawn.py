@@ -141,8 +141,10 @@ class RankProcess:
     def reap(self) -> bool:
         """Take its exit code if it has ended; also ends what it left running. False while it runs."""
         self.exit_code = reap(self._process)
+        if self.exit_code is None:
+            return False
         self.ended_at = time.time()
-        return self.exit_code is not None
+        return True
 
     def close(self) -> None:
         """Close every descriptor of this rank."""

@@ -23,7 +23,7 @@ from shoal.telemetry.lines import append_event
 def supervise(request: LaunchRequest) -> Outcome:
     """Start the ranks and stay with them until all have ended.
 
-    Every generation has its own board, its own store on a new port, and empty error reports, so nothing of a dead generation can
+    Every generation has its own board, its own store in a new file, and empty error reports, so nothing of a dead generation can
     be taken for the living one's.
 
     Raises:

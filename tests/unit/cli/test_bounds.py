@@ -47,7 +47,7 @@ def test_tune_asks_for_a_plan_before_it_times_the_machine(shoal, tiny, tmp_path)
 @pytest.mark.parametrize(
     ("plan", "more", "words"),
     [
-        ("dp=8", ("--global-batch", 999999999999999999999), ["global batch is 999999999999999999999; give 1 to 1000000"]),
+        ("dp=8", ("--global-batch", 999999999999999), ["global batch is 999999999999999; give 1 to 1000000"]),
         ("pp=2 microbatches=1000000", ("--global-batch", 1_000_000, "--devices", 2), ["1000000 microb", "give 50000 microb"]),
         ("dp=8", ("--set", "train.micro_batch=1", "--global-batch", 1_000_000), ["125000 microb", "give 100000 microb"]),
         ("dp=8", ("--steps", 10**8, "--jitter", 0.1), ["--steps is 100000000", "give --steps 99"]),

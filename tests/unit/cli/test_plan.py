@@ -149,7 +149,7 @@ def test_the_section_is_in_the_help_and_in_the_schema(shoal):
     assert {"layers", "hidden", "heads", "vocab", "sequence"} <= set(schema["$defs"]["ShapeConfig"]["required"])
     assert "memory_gib" in schema["$defs"]["DeviceConfig"]["properties"]
     for name in ("head_size", "shared_ffn", "dense_layers", "query_rank", "kv_rank"):
-        assert schema["$defs"]["ShapeConfig"]["properties"][name]["description"] and f"\n{name} = " in text
+        assert schema["$defs"]["ShapeConfig"]["properties"][name]["description"] and f"\n# {name} = " in text
 
 
 def test_a_measured_machine_is_a_cluster_of_plan_and_simulate(shoal, tmp_path):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from shoal.core.clock import Deadline
-from shoal.elastic.kernel import count_oom_kills, process_state, resident_bytes, total_memory_bytes
+from shoal.elastic.kernel import catches_signal, count_oom_kills, process_state, resident_bytes, total_memory_bytes
 
 
 def test_state_of_a_stopped_process_and_of_none() -> None:
@@ -35,3 +35,15 @@ def test_kills_are_counted() -> None:
     count = count_oom_kills()
     assert count is not None
     assert count >= 0
+
+
+def test_a_process_without_a_handler_is_known():
+    body = "import signal, sys; {}; print('there', flush=True); sys.stdin.read()"
+    for setup, catches in (("pass", False), ("signal.signal(signal.SIGUSR1, lambda *_: None)", True)):
+        with subprocess.Popen(
+            [sys.executable, "-c", body.format(setup)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout.readline() == "there\n"
+            assert catches_signal(process.pid, signal.SIGUSR1) is catches
+            process.stdin.close()
+    assert catches_signal(process.pid, signal.SIGUSR1), "of one that is gone nothing is known"

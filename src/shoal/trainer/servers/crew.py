@@ -237,7 +237,8 @@ class Crew:
         if hang is None or process is None:
             return
         name, is_stopped = self._places[hang.rank].name, process_state(process.pid) in ("T", "t")
-        more = "the process is stopped" if is_stopped else f"look for its stacks in {self._log(hang.rank)}"
+        advice = f"look for its stacks in {self._log(hang.rank)}; if it was only slow, raise the deadlines of [elastic]"
+        more = "the process is stopped" if is_stopped else advice
         self._request.display.message(f"{name} (process {process.pid}) is killed: {hang.reason}; {more}")
         # Its own signal handler prints them, at once if it can at all.
         with contextlib.suppress(ProcessLookupError):
