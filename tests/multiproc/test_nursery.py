@@ -82,6 +82,18 @@ def test_a_forked_rank_is_a_child_with_its_own_output_environment_and_exit_code(
     assert adopts_orphans() == before and cradles() == []
 
 
+def test_the_end_of_one_rank_is_not_lost_to_the_start_of_another(nursery) -> None:
+    """A rank that had died and was not waited for yet was taken for what dead ranks leave behind when the next one was started:
+    nobody heard of its end, and a run with parameter servers waited for it for ever."""
+    nursery.open()
+    first = start(nursery, "tell", "1")
+    wait_until(lambda: psutil.Process(first.pid).status() == psutil.STATUS_ZOMBIE, "its end")
+    second = start(nursery, "pause")
+    assert first.wait() == 7
+    second.kill()
+    assert second.wait() == -signal.SIGKILL
+
+
 def test_a_kill_is_seen_and_what_a_rank_had_started_is_not_left(nursery) -> None:
     nursery.open()
     process = start(nursery, "leave")

@@ -263,13 +263,16 @@ def _wait_for(descriptors: Sequence[int], seconds: float) -> set[int]:
 
 
 def _reap_left(sessions: set[int]) -> None:
-    """Wait for what ranks had started and left behind: dead by now, and this process's since it was an orphan's parent."""
+    """Wait for what ranks had started and left behind: dead by now, and this process's since it was an orphan's parent.
+
+    Not for the ranks themselves, whose ends others wait for.
+    """
     for pid in _children():
         try:
             words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if words[0] == "Z" and int(words[3]) in sessions:
+        if words[0] == "Z" and int(words[3]) in sessions and pid not in sessions:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
