@@ -170,10 +170,10 @@ ENDINGS = [
     ),
     Mutation(
         promise=STAGE,
-        what="the stage that waited is blamed",
+        what="whoever a signal killed counts as ended by the supervisor",
         file="src/shoal/elastic/verdict.py",
-        old="    first = min(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
-        new="    first = max(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
+        old="self.exit_code is None or (self.exit_code < 0 and -self.exit_code in self.signals_sent)",
+        new="self.exit_code is None or self.exit_code < 0",
         test="tests/multiproc/test_pipeline_failures.py::test_a_stage_that_dies_in_a_step_is_named_and_nothing_hangs[1f1b-0.0]",
         seconds=20,
     ),
