@@ -1,19 +1,16 @@
-"""Mutations of what happens when something dies, stops, lies or is full: the rows of *Failure*."""
+"""Mutations of what happens when disks are full, data is bad, or servers and workers die, stop or lie: more of *Failure*."""
 
 from promises import Mutation
 
-DEAD = "a dead rank ends the run within seconds"
-STOPPED = "a stopped rank (SIGSTOP) is named"
-SUPERVISOR = "`kill -9` of the supervisor leaves no process"
-RESTART = "`--max-restarts N` starts the ranks again"
-SIGNALS = "Ctrl-C and SIGTERM finish the step"
-STAGE = "a rank that dies in the middle of a pipeline's step"
 SAVE = "any rank's failure to save fails that save on all ranks"
+BAD_STEP = "a step with a NaN or infinity in the loss or a gradient"
+RUN_DIR = "a run whose directory is removed"
 BACKUP = "with `backup=1` an update that a parameter server acknowledged"
 CENTER = "the death of a center stops nobody"
 ETCD = "the same where etcd elects"
 WORKER = "the death of a worker loses no sample"
 HANG = "a worker that does not come out of a portion"
+STANDSTILL = "a server or a worker without a sign of life"
 NOT_FINITE = "a gradient with NaN or infinity touches no weight"
 BACK = "when no copy of a shard is left everyone goes back"
 SLOW = "a worker on a slow link"
@@ -22,83 +19,12 @@ LATE = "under `async`, `staleness_aware` and `delay_compensation`"
 NAMES = "of two processes of one role and index"
 GROUP = "of any rank of a worker that is a group"
 MIX = "faults of these kinds one after another"
+OWN = "data, model and loss of your own"
 REQUEST = "a recipe, an override or a plan that is wrong"
 
 HISTORIES = "tests/simulation/test_histories.py::test_histories[harsh]"
 
 FAILURE = [
-    Mutation(
-        promise=DEAD,
-        what="the last rank is blamed, not the first",
-        file="src/shoal/elastic/verdict.py",
-        old="    first = min(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
-        new="    first = max(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
-        test="tests/multiproc/test_supervisor.py::test_exception_is_told_with_its_traceback_and_peers_are_not_blamed",
-        seconds=5,
-    ),
-    Mutation(
-        promise=DEAD,
-        what="the death of one rank does not end the others",
-        file="src/shoal/elastic/generation.py",
-        old="            self._kill_all()  # the cause is known, and nobody else can say more about it",
-        new="            pass",
-        test="tests/multiproc/test_supervisor.py::test_kill_9_of_a_rank_is_named",
-        seconds=15,
-    ),
-    Mutation(
-        promise=STOPPED,
-        what="nobody looks at heartbeats",
-        file="src/shoal/elastic/watch.py",
-        old="    if not ages or max(ages)[0] <= deadline:",
-        new="    if True:",
-        test="tests/multiproc/test_supervisor.py::test_sigstop_is_named_within_the_deadline",
-        seconds=15,
-    ),
-    Mutation(
-        promise=SUPERVISOR,
-        what="ranks do not ask the kernel to die with their parent",
-        file="src/shoal/comm/lifeline.py",
-        old="        _ask_kernel()\n    else:",
-        new="        pass\n    else:",
-        test="tests/multiproc/test_supervisor_death.py::test_kill_9_of_the_supervisor_leaves_no_process",
-        seconds=10,
-    ),
-    Mutation(
-        promise=RESTART,
-        what="a restart begins again from nothing",
-        file="src/shoal/trainer/persist.py",
-        old="return 0 if step is None else step + 1",
-        new="return 0",
-        test="tests/multiproc/test_failures.py::test_a_killed_rank_is_restarted_from_the_newest_checkpoint",
-        seconds=20,
-    ),
-    Mutation(
-        promise=RESTART,
-        what="one restart fewer than was allowed",
-        file="src/shoal/elastic/supervisor.py",
-        old="number < request.config.max_restarts\n",
-        new="number + 1 < request.config.max_restarts\n",
-        test="tests/multiproc/test_supervisor_signals.py::test_restarts_are_given_up_after_n",
-        seconds=10,
-    ),
-    Mutation(
-        promise=SIGNALS,
-        what="a stop saves nothing",
-        file="src/shoal/trainer/loop.py",
-        old="            self.stopped_by = ",
-        new="            self.persistence.saver = None\n            self.stopped_by = ",
-        test="tests/multiproc/test_failures.py::test_a_signal_finishes_the_step_and_writes_a_checkpoint",
-        seconds=15,
-    ),
-    Mutation(
-        promise=STAGE,
-        what="the stage that waited is blamed",
-        file="src/shoal/elastic/verdict.py",
-        old="    first = min(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
-        new="    first = max(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
-        test="tests/multiproc/test_pipeline_failures.py::test_a_stage_that_dies_in_a_step_is_named_and_nothing_hangs[1f1b-0.0]",
-        seconds=20,
-    ),
     Mutation(
         promise=SAVE,
         what="a no is not heard by the others",
@@ -116,6 +42,60 @@ FAILURE = [
         new="        raise\n\n\ndef _begin",
         test="tests/chaos/test_save_faults.py::test_an_fsync_that_fails_on_one_rank_fails_the_save_on_both_and_the_next_one_succeeds",
         seconds=15,
+    ),
+    Mutation(
+        promise=BAD_STEP,
+        what="a step that is not finite is taken",
+        file="src/shoal/trainer/step.py",
+        old="        is_taken = is_finite and loss <= loss_limit",
+        new="        is_taken = loss <= loss_limit",
+        test="tests/chaos/test_bad_steps.py::test_all_ranks_leave_out_the_same_step_and_no_weight_moves",
+        seconds=10,
+    ),
+    Mutation(
+        promise=BAD_STEP,
+        what="a loss that jumped is learnt from",
+        file="src/shoal/trainer/step.py",
+        old="        is_taken = is_finite and loss <= loss_limit",
+        new="        is_taken = is_finite",
+        test="tests/chaos/test_bad_steps.py::test_a_batch_that_is_far_off_teaches_nothing",
+        seconds=5,
+    ),
+    Mutation(
+        promise=BAD_STEP,
+        what="the rate stays the same after a rollback",
+        file="src/shoal/trainer/recovery.py",
+        old="    return config.rollback_rate**state.rollbacks",
+        new="    return 1.0",
+        test="tests/chaos/test_bad_steps.py::test_after_some_steps_in_a_row_the_run_goes_back_with_a_lower_rate",
+        seconds=5,
+    ),
+    Mutation(
+        promise=BAD_STEP,
+        what="a resumed run forgets which steps it left out",
+        file="src/shoal/trainer/state.py",
+        old='            recovery = dict(plain.pop("recovery", {}))',
+        new='            recovery = dict(plain.pop("recovery", {}) and {})',
+        test="tests/chaos/test_bad_steps.py::test_a_run_that_was_stopped_decides_as_one_that_was_not",
+        seconds=5,
+    ),
+    Mutation(
+        promise=RUN_DIR,
+        what="nobody looks whether the directory is still there",
+        file="src/shoal/trainer/persist.py",
+        old="        if self._run_dir is not None and _identity(self._run_dir) != self._place:",
+        new="        if False:",
+        test="tests/chaos/test_broken_run_directories.py::test_a_run_directory_that_is_removed_while_it_runs_fails_the_run",
+        seconds=10,
+    ),
+    Mutation(
+        promise=RUN_DIR,
+        what="links inside a run directory are followed",
+        file="src/shoal/trainer/claim.py",
+        old="        if path.is_symlink():",
+        new="        if False:",
+        test="tests/chaos/test_broken_run_directories.py::test_what_is_in_the_place_of_a_file_or_folder_is_named",
+        seconds=10,
     ),
     Mutation(
         promise=BACKUP,
@@ -206,6 +186,34 @@ FAILURE = [
         new="            pass",
         test="tests/chaos/test_crew_kills.py::test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced",
         seconds=60,
+    ),
+    Mutation(
+        promise=STANDSTILL,
+        what="only workers are held to their heartbeats",
+        file="src/shoal/trainer/servers/standstill.py",
+        old="            [one for _, one in watched], now=now, awake_since=self._awake_since, config=self._silence",
+        new="            workers, now=now, awake_since=self._awake_since, config=self._silence",
+        test="tests/unit/trainer/servers/test_standstill.py::test_a_silent_server_is_ended_and_one_that_is_only_idle_is_not",
+        seconds=5,
+    ),
+    Mutation(
+        promise=STANDSTILL,
+        what="a server that nobody asks is taken for the one that is behind",
+        file="src/shoal/trainer/servers/standstill.py",
+        old="            workers or [one for _, one in watched],",
+        new="            [one for _, one in watched],",
+        test="tests/unit/trainer/servers/test_standstill.py::"
+        "test_workers_that_all_stand_still_are_held_up_by_the_one_that_is_furthest_behind",
+        seconds=5,
+    ),
+    Mutation(
+        promise=STANDSTILL,
+        what="who hangs is ended before it can print its stacks",
+        file="src/shoal/trainer/servers/crew.py",
+        old="            process.send_signal(signal.SIGUSR1)",
+        new="            process.kill()",
+        test="tests/bugs/test_left_without_a_word.py::test_a_worker_that_hangs_in_its_first_portion_is_replaced",
+        seconds=15,
     ),
     Mutation(
         promise=NOT_FINITE,
@@ -305,6 +313,24 @@ FAILURE = [
         new='        if not name.startswith("optimizer/"):\n            target.copy_(tensors[name])\n',
         test="tests/chaos/test_mixed_faults.py::test_a_few_faults_change_no_bit",
         seconds=30,
+    ),
+    Mutation(
+        promise=OWN,
+        what="what failed before the start is left to the run",
+        file="src/shoal/trainer/trial.py",
+        old="        if not _is_excused(error.__cause__):",
+        new="        if False:",
+        test="tests/multiproc/test_own_refusals.py::test_a_wrong_part_is_told_of_once",
+        seconds=15,
+    ),
+    Mutation(
+        promise=OWN,
+        what="the loss is not tried",
+        file="src/shoal/trainer/trial.py",
+        old="    objective.share_of(output, targets, microbatch, 1.0)\n",
+        new="",
+        test="tests/unit/trainer/test_trial.py::test_what_does_not_fit_is_refused",
+        seconds=5,
     ),
     Mutation(
         promise=REQUEST,

@@ -5,10 +5,13 @@ exactly once in its file; ``tests/architecture/test_mutations.py`` checks that i
 guarantees is without a mutation or a reason.
 """
 
+from checkpoint_mutations import CHECKPOINTS
+from ending_mutations import ENDINGS
 from failure_mutations import FAILURE
 from numerics_mutations import NUMERICS
 from promises import Mutation
+from trust_mutations import TRUST
 
-MUTATIONS: list[Mutation] = [*NUMERICS, *FAILURE]
+MUTATIONS: list[Mutation] = [*NUMERICS, *ENDINGS, *FAILURE, *CHECKPOINTS, *TRUST]
 WITHOUT: dict[str, str] = {}
 """Promises without a mutation, each with the reason."""
