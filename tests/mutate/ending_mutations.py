@@ -54,7 +54,7 @@ ENDINGS = [
         promise=LEAVING,
         what="whoever calls sys.exit ends the command",
         file="src/shoal/cli/leaving.py",
-        old="        if os.getpid() != owner or trace is None or _is_ours(trace.tb_frame):",
+        old="        if os.getpid() != owner or trace is None or is_unread or _is_ours(trace.tb_frame):",
         new="        if True:",
         test="tests/unit/cli/test_leaving.py::test_what_the_command_runs_cannot_end_it_with_success",
         seconds=5,

@@ -11,6 +11,12 @@ from shoal.checkpoint.commit import remove
 from shoal.checkpoint.layout import Beside, parse_beside, step_name
 
 
+def is_leftover(name: str) -> bool:
+    """True for a name that a dead save leaves; not for what was set aside on purpose, which is whole."""
+    beside = parse_beside(name)
+    return beside is not None and beside.kind is not Beside.ASIDE
+
+
 def sweep(root: Path) -> list[str]:
     """Remove leftovers and put back what a dead save had set aside; one line for each thing done."""
     if not root.is_dir():
@@ -18,7 +24,7 @@ def sweep(root: Path) -> list[str]:
     done = []
     for name in sorted(os.listdir(root)):
         beside = parse_beside(name)
-        if beside is None or beside.kind is Beside.ASIDE:
+        if beside is None or not is_leftover(name):
             continue
         final = root / step_name(beside.step)
         if beside.kind is Beside.REPLACED and not os.path.lexists(final):

@@ -24,8 +24,7 @@ def doctor(
 ) -> None:
     """Look at versions, machine, network and leftovers of dead runs; exit 1 if something is wrong and was not fixed."""
     # psutil and the checks load when asked for: `shoal --help` has no time for them.
-    from shoal.checkpoint.layout import parse_beside
-    from shoal.checkpoint.sweep import sweep
+    from shoal.checkpoint.sweep import is_leftover, sweep
     from shoal.elastic.doctor import examine, examine_leftovers
     from shoal.elastic.doctor_check import State
     from shoal.elastic.leftovers import Saves
@@ -34,7 +33,7 @@ def doctor(
         raise RequestError(f"there is no folder {runs}; give the folder that holds the runs")
     check_result_file(json)
     place = Path("runs") if runs is None else runs
-    saves = Saves(is_leftover=lambda name: parse_beside(name) is not None, sweep=sweep)
+    saves = Saves(is_leftover=is_leftover, sweep=sweep)
     checks = [*examine(place, quick=quick), *examine_leftovers(place, saves, fix=fix, whole_machine=runs is None)]
     print_table(
         ("check", "state", "found", "what to do"),

@@ -16,6 +16,7 @@ has not ended a moment later is not waited for.
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -52,6 +53,8 @@ _LAST_SECONDS = 10.0
 _FUTILE_DEATHS = 5
 """Deaths of one place in a row, without a step between them, after which starting again is no cure."""
 _TAIL_LINES = 15
+_HEADING = re.compile(r"^--- .*, incarnation \S+ ---$", re.MULTILINE)
+"""What stands in a log before the words of each process."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -291,7 +294,7 @@ class Crew:
     async def _spawn(self, place: Place, incarnation: str) -> Started:
         log = self._log(place.rank)
         with log.open("ab", buffering=0) as file:
-            file.write(f"--- {place.name}, incarnation {incarnation} ---\n".encode())
+            file.write(f"--- {place.name}, incarnation {incarnation} ---\n".encode())  # as _HEADING has it
         arguments = [place.role, "--name", place.name, "--rank", str(place.rank), "--ranks", str(len(self._places))]
         arguments += ["--incarnation", incarnation, "--folder", str(self._folder.path)]
         arguments += ["--run-dir", str(self._request.run_dir)]
@@ -334,7 +337,11 @@ class Crew:
         leader.futile_deaths = leader.futile_deaths + 1 if is_futile else 1
         leader.step_at_death = self._step
         if leader.futile_deaths >= _FUTILE_DEATHS or self._num_deaths > self._request.max_respawns:
-            self._failure = (EXIT_NO, f"{self._too_many(place, how)}:\n{self._tail(place.rank)}")
+            log = f"its log: {self._log(place.rank)}"
+            self._failure = (
+                EXIT_NO,
+                "\n".join(filter(None, (self._too_many(place, how), self._tail(place.rank), log))),
+            )
             return
         message = f"{place.name} (process {process.pid}) died: {how}"
         if self._signals and place.role == "worker":
@@ -378,9 +385,10 @@ class Crew:
 
     def _too_many(self, place: Place, how: str) -> str:
         if self._num_deaths > self._request.max_respawns:
-            return f"paramserver.max_respawns {self._request.max_respawns} processes died, {place.name} last, by {how}"
+            most = self._request.max_respawns
+            return f"{self._num_deaths} processes died, and paramserver.max_respawns is {most}; {place.name} was the last: {how}"
         times = place.leader.futile_deaths
-        return f"{place.name} died {times} times in a row without a step between, the last time by {how}"
+        return f"{place.name} died {times} times in a row without a step between, the last time: {how}"
 
     def _recall_workers(self) -> None:
         """A worker that found nothing more to do may be needed again: without a backup the death of a server undoes work."""
@@ -412,7 +420,8 @@ class Crew:
             self._failure = (EXIT_NO, f"the last checkpoint could not be evaluated:\n{self._tail(rank)}")
 
     def _tail(self, rank: int) -> str:
-        text = self._log(rank).read_text(errors="replace")
+        """The last lines that the last process of a rank wrote."""
+        text = _HEADING.split(self._log(rank).read_text(errors="replace"))[-1].strip("\n")
         return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
     async def _kill_all(self) -> None:
