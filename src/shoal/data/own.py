@@ -126,10 +126,10 @@ def _describe_parts(parts: Mapping[str, Any], described: Any, origin: str) -> Sp
     if not len(first):
         raise RequestError(f"{origin} returned a training set of 0 samples; the data is empty")
     inputs, target = _first_sample(first, origin, "train")
+    # Of the test split training reads nothing, and it may well have no targets.
     with undrawn():
-        for name in _NAMES[1:]:
-            if len(parts[name]):
-                _first_sample(parts[name], origin, name)
+        if len(parts["validation"]):
+            _first_sample(parts["validation"], origin, "validation")
     spec = _describe(described, inputs, target)
     uniform_weight = 1 if target.is_floating_point() else None
     sources = {name: DatasetSource(part, uniform_weight=uniform_weight, name=name) for name, part in parts.items()}
