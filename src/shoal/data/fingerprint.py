@@ -18,9 +18,9 @@ import xxhash
 from shoal.core.clock import Deadline
 from shoal.core.functions import call_own
 from shoal.data.order import permute
-from shoal.data.quiet import random_states, undrawn
 from shoal.data.source import Items, Source
 from shoal.data.splits import Splits
+from shoal.telemetry.draws import keeping_draws, random_states
 from shoal.telemetry.memory import is_out_of_memory
 
 READS = 3
@@ -98,7 +98,7 @@ def take_fingerprint(data: Splits, *, reads: int = READS, seconds: float | None 
         RequestError: a sample cannot be read.
     """
     limit = Deadline(seconds=_SECONDS_PER_READ * reads if seconds is None else seconds)
-    with undrawn():
+    with keeping_draws():
         return Fingerprint(splits={name: _print_split(getattr(data, name), name, reads, limit) for name in _SAMPLES})
 
 

@@ -24,7 +24,6 @@ from shoal.core.functions import call_own
 from shoal.core.plan import Plan
 from shoal.costs.undisturbed import undisturbed
 from shoal.data.order import permute
-from shoal.data.quiet import undrawn
 from shoal.data.source import Items, Source
 from shoal.data.spec import IGNORED
 from shoal.models.build import Loss, by_targets, cross_entropy, squared_error
@@ -72,7 +71,7 @@ def find_other_mean(model: nn.Module, loss: Loss, source: Source, *, plan: Plan,
     num_samples = min(_SAMPLES, len(source), train.global_batch)
     if loss in (cross_entropy, by_targets, squared_error) or num_parts == 1 or num_samples < 2:
         return None
-    with undrawn(), undisturbed(model, training=False), torch.no_grad():
+    with undisturbed(model, training=False), torch.no_grad():
         ids = permute(train.seed, 0, len(source), np.arange(num_samples, dtype=np.int64))
         try:
             found = call_own(
@@ -89,6 +88,7 @@ def _compare(model: nn.Module, loss: Loss, items: Items, uniform: int | None) ->
     inputs = [_cast(tensor, torch.float32) for tensor in items.inputs]
     output = model(*inputs)
     size = len(items.targets)
+    found = None
     if all(_is_by_sample(leaf, size) for leaf in tree_leaves(output)):
         found = _first_difference(loss, items, uniform, lambda start, stop: _rows(output, start, stop))
         if found is None:
@@ -96,7 +96,7 @@ def _compare(model: nn.Module, loss: Loss, items: Items, uniform: int | None) ->
     # Outputs that are not one row per sample, such as a loss that the model computes, have to be made of each part. In float64,
     # because layers round a sample otherwise in another batch.
     if 8 * sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) > _MOST_BYTES:
-        return None
+        return found
     precise = copy.deepcopy(model).double()
     inputs = [_cast(tensor, torch.float64) for tensor in items.inputs]
     return _first_difference(
