@@ -15,6 +15,7 @@ def fits(): return nn.Linear(6, 3)
 def wide(): return nn.Sequential(nn.Linear(7, 3))
 def detached(output, targets): return nn.functional.cross_entropy(output.detach(), targets)
 def summed(output, targets): return nn.functional.cross_entropy(output, targets, reduction="sum")
+def seldom(output, targets): return torch.zeros(()) if targets[0] == 0 else nn.functional.cross_entropy(output, targets)
 """
 
 
@@ -48,3 +49,10 @@ def test_a_loss_that_is_a_sum_is_told_of_and_trained(shoal, recipe):
     done = shoal.run("train", recipe, "--plan", "dp=2", "--run-dir", "run", "--set", 'model.loss="parts:summed"')
     assert done.stderr.count("warning: the loss is not the mean over its items") == 1, done.stderr
     assert "reduction='mean'" in done.stderr
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3"])
+def test_a_loss_that_is_a_constant_for_some_microbatches_is_trained(shoal, recipe, plan):
+    """Such as one over triplets, where there is none: the run was ended, at whichever step it was."""
+    settings = ["--set", 'model.loss="parts:seldom"', "--set", "train.steps=6"]
+    shoal.run("train", recipe, "--plan", plan, "--run-dir", "run", *settings)

@@ -347,8 +347,8 @@ NUMERICS = [
     Mutation(
         promise=RESUME,
         what="a look at another stage's units moves Python's generator",
-        file="src/shoal/costs/undisturbed.py",
-        old="        random.setstate(python_state)\n",
+        file="src/shoal/telemetry/draws.py",
+        old="        random.setstate(of_python)\n",
         new="        pass\n",
         test=f"{RESUMED}[pp=2 microbatches=2]",
         seconds=15,

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from shoal.core.plan import Plan
     from shoal.data.check import DataSummary
     from shoal.trainer.config import Recipe
+    from shoal.trainer.measure import OwnPartsHere
+    from shoal.trainer.request import Prepared
 
 _Recipe = Annotated[Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
 _Plan = Annotated[
@@ -100,9 +103,10 @@ def train(
     changes = _changes(overrides, max_restarts, profile)
     from shoal.trainer.forecasts.deciding import asks_auto, decide, decide_for_run
 
+    own = OwnParts(is_dry=dry_run)
     decision = None
     if asks_auto(recipe, plan, changes):
-        try_before_search(recipe, changes, launched=launched)
+        try_before_search(recipe, changes, launched=launched, own=own)
         plan, decision = decide_for_run(recipe, overrides=changes, num_processes=nproc, run_dir=run_dir, resume=resume)
         nproc = None
     request = TrainRequest(
@@ -123,15 +127,11 @@ def train(
         raise typer.Exit(exit_code)
     if launched and os.environ["RANK"] != "0":
         return  # a dry run is described once
-    prepared = prepare(request, own=OwnParts(is_dry=dry_run))
+    prepared = prepare(request, own=own)
+    # The ranks build their own data; a copy that nobody reads would stay in memory as long as they train.
+    del own
     if dry_run:
-        from shoal.trainer.dryrun import describe_dry_run, dry_run_result
-
-        result = dry_run_result(prepared)
-        print(describe_dry_run(result))
-        for remark in prepared.remarks:
-            print(f"warning: {remark}", file=sys.stderr)
-        write_result(json_file, result)
+        _describe_only(prepared, json_file)
         return
     from shoal.trainer.launch import describe_summary, train_supervised
 
@@ -143,6 +143,16 @@ def train(
         print(describe_summary(ended.summary, prepared.run_dir))
     write_result(json_file, ended.summary)
     raise typer.Exit(ended.exit_code)
+
+
+def _describe_only(prepared: "Prepared", json_file: Path | None) -> None:
+    from shoal.trainer.dryrun import describe_dry_run, dry_run_result
+
+    result = dry_run_result(prepared)
+    print(describe_dry_run(result))
+    for remark in prepared.remarks:
+        print(f"warning: {remark}", file=sys.stderr)
+    write_result(json_file, result)
 
 
 def _changes(overrides: list[str] | None, max_restarts: int | None, profile: str | None) -> list[str]:
@@ -163,7 +173,9 @@ def _check_processes(count: int | None) -> None:
         check_processes(count)
 
 
-def try_before_search(recipe: Path, changes: Sequence[str], *, launched: bool = False) -> None:
+def try_before_search(
+    recipe: Path, changes: Sequence[str], *, launched: bool = False, own: "OwnParts | None" = None
+) -> None:
     """Refuse what no plan can run, and ranks that are there already, before plans are tried for a minute."""
     if launched:
         raise RequestError(_NO_AUTO)
@@ -171,7 +183,7 @@ def try_before_search(recipe: Path, changes: Sequence[str], *, launched: bool = 
     from shoal.trainer.config import load_recipe
     from shoal.trainer.request import try_own_parts
 
-    try_own_parts(load_recipe(recipe, changes), Plan(dp=1), own=OwnParts())
+    try_own_parts(load_recipe(recipe, changes), Plan(dp=1), own=own or OwnParts())
 
 
 class OwnParts:
@@ -180,31 +192,29 @@ class OwnParts:
     def __init__(self, *, is_dry: bool = False) -> None:
         self._is_dry = is_dry
 
-    def measure_data(self, recipe: "Recipe") -> "DataSummary":
-        """See ``shoal.trainer.request.OwnParts``."""
+    @cached_property
+    def _parts(self) -> "OwnPartsHere":
         from shoal.trainer.measure import OwnPartsHere
 
-        return OwnPartsHere().measure_data(recipe)
+        return OwnPartsHere()
+
+    def measure_data(self, recipe: "Recipe") -> "DataSummary":
+        """See ``shoal.trainer.request.OwnParts``."""
+        return self._parts.measure_data(recipe)
 
     def check_optimizer(self, recipe: "Recipe") -> None:
         """See ``shoal.trainer.request.OwnParts``."""
-        from shoal.trainer.measure import OwnPartsHere
-
-        OwnPartsHere().check_optimizer(recipe)
+        self._parts.check_optimizer(recipe)
 
     def check_plan(self, recipe: "Recipe", plan: "Plan") -> None:
         """See ``shoal.trainer.request.OwnParts``."""
-        from shoal.trainer.measure import OwnPartsHere
-
-        OwnPartsHere().check_plan(recipe, plan)
+        self._parts.check_plan(recipe, plan)
 
     def try_parts(self, recipe: "Recipe", plan: "Plan") -> tuple[str, ...]:
         """See ``shoal.trainer.request.OwnParts``. A model that does not fit this machine can be described, and not tried."""
         if self._is_dry:
             return ()
-        from shoal.trainer.measure import OwnPartsHere
-
-        return OwnPartsHere().try_parts(recipe, plan)
+        return self._parts.try_parts(recipe, plan)
 
 
 def _explain_recipe(*, schema: bool, json_file: Path | None) -> None:

@@ -1,27 +1,12 @@
 """A look at a module that leaves nothing behind: its modes, its buffers and the random states are as before."""
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import nn
 
-
-@contextmanager
-def keeping_draws() -> Iterator[None]:
-    """Whatever is drawn inside, the generators of torch, Python and numpy are afterwards as before.
-
-    A look that is taken once per process and moved one of them would make a run that is resumed another one.
-    """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+from shoal.telemetry.draws import keeping_draws
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 Ranks that disagree on the length of the data read some samples twice and others never, and nothing else shows it. Of arrays and
 token files everything is hashed (of very large ones, blocks all over them); of the user's own data a few samples that a pure
-function chooses. Samples that are not the same each time they are read, because something random is done to them, say nothing:
-only their number is compared then.
+function chooses, and of a test split only their number, because training does not read it. Samples that are not the same each
+time they are read, because something random is done to them, say nothing, and so do those that take too long to read: only
+their number is compared then.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +15,19 @@ import numpy as np
 import torch
 import xxhash
 
+from shoal.core.clock import Deadline
 from shoal.core.functions import call_own
 from shoal.data.order import permute
-from shoal.data.quiet import random_states, undrawn
 from shoal.data.source import Items, Source
 from shoal.data.splits import Splits
+from shoal.telemetry.draws import keeping_draws, random_states
 from shoal.telemetry.memory import is_out_of_memory
 
 READS = 3
 """How often a sample is read to see whether it stays the same."""
-_SAMPLES = {"train": 4, "validation": 2, "test": 2}
+_SECONDS_PER_READ = 1.0
+"""Every rank reads at every start: what takes longer holds them all up."""
+_SAMPLES = {"train": 4, "validation": 2, "test": 0}
 _KEYS = ("samples", "form", "contents")
 
 
@@ -82,18 +86,20 @@ class Fingerprint:
 _NAMES = {"samples": "number of samples", "form": "form of a sample", "contents": "hash"}
 
 
-def take_fingerprint(data: Splits, *, reads: int = READS) -> Fingerprint:
+def take_fingerprint(data: Splits, *, reads: int = READS, seconds: float | None = None) -> Fingerprint:
     """The fingerprint of the data as this process has it; no global generator is moved.
 
     Args:
         data: its splits.
-        reads: how often each chosen sample of the user's own data is read.
+        reads: how often each chosen sample of the user's own data is read; those after the first one only while there is time.
+        seconds: how long samples of the user's own are read; a few when left out, more of them for more reads.
 
     Raises:
         RequestError: a sample cannot be read.
     """
-    with undrawn():
-        return Fingerprint(splits={name: _print_split(getattr(data, name), name, reads) for name in _SAMPLES})
+    limit = Deadline(seconds=_SECONDS_PER_READ * reads if seconds is None else seconds)
+    with keeping_draws():
+        return Fingerprint(splits={name: _print_split(getattr(data, name), name, reads, limit) for name in _SAMPLES})
 
 
 def list_differences(ours: Fingerprint, theirs: Fingerprint, *, here: str, there: str) -> list[str]:
@@ -130,27 +136,29 @@ def chosen_ids(num_samples: int, wanted: int) -> list[int]:
     return sorted({0, num_samples - 1, *some[: max(0, wanted - 2)]})
 
 
-def _print_split(source: Source | None, name: str, reads: int) -> SplitPrint:
+def _print_split(source: Source | None, name: str, reads: int, limit: Deadline) -> SplitPrint:
     num_samples = len(source) if source is not None else 0
     if source is None or num_samples == 0:
         return SplitPrint(samples=0)
-    ids = chosen_ids(num_samples, _SAMPLES[name])
     if isinstance(source, Hashed):
-        form, _ = _look(source.collate(ids[:1]))
+        form, _ = _look(source.collate([0]))
         return SplitPrint(samples=num_samples, form=form, contents=source.digest())
-    digest, form, is_fixed = xxhash.xxh3_64(), "", True
-    for number in ids:
-        before = random_states()
-        seen = {_read(source, number, name) for _ in range(reads)}
-        is_fixed = is_fixed and len(seen) == 1 and before == random_states()
-        shown, found = min(seen)
-        form = form or shown
-        digest.update(found.encode())
-    return (
-        SplitPrint(samples=num_samples, form=form, contents=digest.hexdigest())
-        if is_fixed
-        else SplitPrint(samples=num_samples)
-    )
+    number_only = SplitPrint(samples=num_samples)
+    if not _SAMPLES[name]:
+        return number_only
+    first, *others = chosen_ids(num_samples, _SAMPLES[name])
+    seen: dict[int, tuple[str, str]] = {}
+    before = random_states()
+    for place, number in enumerate([first] * reads + others * reads):
+        if limit.is_over:
+            if place < reads + len(others):
+                return number_only
+            break
+        found = _read(source, number, name)
+        if seen.setdefault(number, found) != found or before != random_states():
+            return number_only
+    digest = xxhash.xxh3_64("".join(contents for _, contents in seen.values()).encode())
+    return SplitPrint(samples=num_samples, form=seen[first][0], contents=digest.hexdigest())
 
 
 def _read(source: Source, number: int, name: str) -> tuple[str, str]:

@@ -26,8 +26,8 @@ from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.core.seeding import derive_key
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
 from shoal.data.parcels import Packer, Parcel
-from shoal.data.quiet import random_states
 from shoal.data.source import Items, Source
+from shoal.telemetry.draws import random_states
 
 _ORDER_AHEAD = 4096
 _LOOK_SECONDS = 2.0

@@ -18,11 +18,11 @@ from shoal.core.functions import call_own
 from shoal.data.config import OwnDataConfig
 from shoal.data.named import load_build
 from shoal.data.order import permute
-from shoal.data.quiet import seeded, undrawn
 from shoal.data.shares import split_positions
 from shoal.data.source import Items, SampleIds
 from shoal.data.spec import IGNORED, DataSpec
 from shoal.data.splits import Splits
+from shoal.telemetry.draws import keeping_draws, seeded
 from shoal.telemetry.memory import is_out_of_memory
 
 _NAMES = ("train", "validation", "test")
@@ -126,10 +126,10 @@ def _describe_parts(parts: Mapping[str, Any], described: Any, origin: str) -> Sp
     if not len(first):
         raise RequestError(f"{origin} returned a training set of 0 samples; the data is empty")
     inputs, target = _first_sample(first, origin, "train")
-    with undrawn():
-        for name in _NAMES[1:]:
-            if len(parts[name]):
-                _first_sample(parts[name], origin, name)
+    # Of the test split training reads nothing, and it may well have no targets.
+    with keeping_draws():
+        if len(parts["validation"]):
+            _first_sample(parts["validation"], origin, "validation")
     spec = _describe(described, inputs, target)
     uniform_weight = 1 if target.is_floating_point() else None
     sources = {name: DatasetSource(part, uniform_weight=uniform_weight, name=name) for name, part in parts.items()}

@@ -6,6 +6,7 @@ it by way of ``/proc``: nothing has a name, so nothing is left behind whoever di
 costs the same: the tensors are copied once, into memory that the rank then maps, and a mapped batch holds one descriptor.
 """
 
+import errno
 import mmap
 import os
 import sys
@@ -45,12 +46,16 @@ class Parcel:
         """The items; whoever made them must still have them open.
 
         Raises:
-            RunError: it has ended.
+            RunError: it has ended, or the memory cannot be opened for another reason.
         """
         try:
             descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
+        except (FileNotFoundError, ProcessLookupError) as error:
             raise RunError(f"loader process {self.pid} has ended, and its batch with it: {error}") from error
+        except OSError as error:
+            is_full = error.errno in (errno.EMFILE, errno.ENFILE)
+            fix = "raise the limit of open files (ulimit -n)" if is_full else "set data.workers=0"
+            raise RunError(f"a batch of loader process {self.pid} cannot be opened: {error}; {fix}") from error
         try:
             memory = mmap.mmap(descriptor, self.num_bytes)
         finally:
@@ -69,11 +74,15 @@ class Packer:
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._kept: deque[int] = deque()
+        self._is_open: bool | None = None
+        """Whether the rank can open what this process has; found at the first parcel, when this is the loader process."""
 
     def pack(self, items: Items) -> Parcel | Items:
         """The items as a parcel; as they are where they cannot be one, and torch hands them over in its way."""
         tensors = (*items.inputs, items.targets)
-        if sys.platform != "linux" or not all(_is_plain(tensor) for tensor in tensors):
+        if self._is_open is None:
+            self._is_open = sys.platform == "linux" and _is_open(os.getppid())
+        if not self._is_open or not all(_is_plain(tensor) for tensor in tensors):
             return items
         laid: list[_Laid] = []
         end = 0
@@ -92,6 +101,17 @@ class Packer:
         return Parcel(
             pid=os.getpid(), descriptor=descriptor, num_bytes=num_bytes, tensors=tuple(laid), weight=items.weight
         )
+
+
+def _is_open(pid: int) -> bool:
+    """True where processes of one family may open each other's files: some machines let only root look into ``/proc``.
+
+    Asked of the parent by its child, which is as near as the child can come to being asked by the parent.
+    """
+    try:
+        return os.access(f"/proc/{pid}/fd", os.R_OK | os.X_OK) and bool(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return False
 
 
 def _is_plain(tensor: Tensor) -> bool:

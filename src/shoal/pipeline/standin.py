@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shoal.comm.channel import silent
 from shoal.costs.faked import every_type
-from shoal.costs.undisturbed import keeping_draws
 from shoal.models.dropout import Calls, DropoutKey
+from shoal.telemetry.draws import keeping_draws
 
 
 class StandIns:

@@ -31,9 +31,14 @@ from shoal.trainer.staging import example_of
 from shoal.trainer.state import import_weights
 
 
-def build_parts(recipe: Recipe) -> tuple[nn.Module, Loss, Splits]:
-    """Model, loss and data, the same on every rank: initial weights are what one process builds under the seed."""
-    data = build_splits(recipe.data, recipe.train.seed)
+def build_parts(recipe: Recipe, *, data: Splits | None = None) -> tuple[nn.Module, Loss, Splits]:
+    """Model, loss and data, the same on every rank: initial weights are what one process builds under the seed.
+
+    Args:
+        recipe: names them.
+        data: where they are built already.
+    """
+    data = data or build_splits(recipe.data, recipe.train.seed)
     seed_for_build(recipe.train.seed)
     model = build_model(recipe.model, data.spec)
     return model, build_loss(recipe.model, data.spec), data

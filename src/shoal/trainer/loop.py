@@ -20,7 +20,7 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World, join_world
 from shoal.core.axes import Axis
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, RunError
 from shoal.core.events import Evaluated, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
 from shoal.core.processor import avoid_hidden_tiles
@@ -373,6 +373,9 @@ class Trainer:
     ) -> StepDone:
         """The progress after a step, and the event that says so."""
         before = self.progress
+        why_constant = self.runner.bare_objective.why_constant
+        if before.step == 0 and result.grad_norm == 0 and why_constant is not None:
+            raise RunError(why_constant)
         tokens = batch.num_samples * self.data.spec.tokens_per_sample
         scale = before.loss_scale
         self.progress = replace(

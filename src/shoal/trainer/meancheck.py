@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.core.errors import ShoalError
+from shoal.core.functions import call_own
 from shoal.core.plan import Plan
 from shoal.costs.undisturbed import undisturbed
 from shoal.data.order import permute
-from shoal.data.quiet import undrawn
 from shoal.data.source import Items, Source
 from shoal.data.spec import IGNORED
 from shoal.models.build import Loss, by_targets, cross_entropy, squared_error
@@ -31,6 +31,8 @@ from shoal.trainer.config import TrainConfig
 
 _SAMPLES = 7
 """Odd, so that parts are unequal, and a number that few other dims have."""
+_MOST_BYTES = 1 << 30
+"""Of a copy of the model in float64, twice the bytes of its weights: a model with a larger one is not looked at so closely."""
 _ROUNDINGS = 16
 """Of one item's loss beside the sums over items: an exponential, a sum, a logarithm, a few products, each of a few roundings."""
 
@@ -69,22 +71,14 @@ def find_other_mean(model: nn.Module, loss: Loss, source: Source, *, plan: Plan,
     num_samples = min(_SAMPLES, len(source), train.global_batch)
     if loss in (cross_entropy, by_targets, squared_error) or num_parts == 1 or num_samples < 2:
         return None
-    with undrawn(), undisturbed(model, training=False), torch.no_grad():
+    with undisturbed(model, training=False), torch.no_grad():
         ids = permute(train.seed, 0, len(source), np.arange(num_samples, dtype=np.int64))
         try:
-            items = source.collate(ids)
-            found = _compare(model, loss, items, source.uniform_weight)
-        except (
-            ShoalError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            NotImplementedError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):
-            # What does not run here will say so where it trains; some modules only do in training mode.
+            found = call_own(
+                lambda: _compare(model, loss, source.collate(ids), source.uniform_weight), what="the look at the loss"
+            )
+        except ShoalError:
+            # What does not run here will say so where it trains; some modules only do in training mode, or on one size.
             return None
     return None if found is None else _describe(found, num_samples, plan)
 
@@ -94,12 +88,15 @@ def _compare(model: nn.Module, loss: Loss, items: Items, uniform: int | None) ->
     inputs = [_cast(tensor, torch.float32) for tensor in items.inputs]
     output = model(*inputs)
     size = len(items.targets)
+    found = None
     if all(_is_by_sample(leaf, size) for leaf in tree_leaves(output)):
         found = _first_difference(loss, items, uniform, lambda start, stop: _rows(output, start, stop))
         if found is None:
             return None
     # Outputs that are not one row per sample, such as a loss that the model computes, have to be made of each part. In float64,
     # because layers round a sample otherwise in another batch.
+    if 8 * sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) > _MOST_BYTES:
+        return found
     precise = copy.deepcopy(model).double()
     inputs = [_cast(tensor, torch.float64) for tensor in items.inputs]
     return _first_difference(

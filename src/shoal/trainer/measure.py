@@ -3,6 +3,8 @@
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
+from shoal.data.config import AnyDataConfig
+from shoal.data.splits import Splits
 from shoal.models.tables import make_dense
 from shoal.optim.named import check_named
 from shoal.parallel.rules import describe_facts
@@ -16,11 +18,20 @@ from shoal.trainer.trial import try_first_samples
 
 
 class OwnPartsHere:
-    """Builds them in this process."""
+    """Builds them in this process: the data once, because that may take minutes, and a module anew for every question."""
+
+    def __init__(self) -> None:
+        self._built: tuple[AnyDataConfig, int, Splits] | None = None
+
+    def _data(self, recipe: Recipe) -> Splits:
+        config, seed = recipe.data, recipe.train.seed
+        if self._built is None or self._built[:2] != (config, seed):
+            self._built = config, seed, build_splits(config, seed)
+        return self._built[2]
 
     def measure_data(self, recipe: Recipe) -> DataSummary:
         """Build the data that a recipe names and count its samples."""
-        splits = build_splits(recipe.data, recipe.train.seed)
+        splits = self._data(recipe)
         return DataSummary(
             spec=splits.spec,
             train=len(splits.train),
@@ -43,7 +54,7 @@ class OwnPartsHere:
         Raises:
             RequestError: lists every problem, and the nearest plan that works; or says why it cannot be cut into stages.
         """
-        model, _, data = build_parts(recipe)
+        model, _, data = build_parts(recipe, data=self._data(recipe))
         make_dense(model)
         anatomy = look_at(model, data, recipe.parallel)
         plan.check(describe_facts(anatomy, model))
@@ -59,7 +70,7 @@ class OwnPartsHere:
         Raises:
             RequestError: data, model and loss do not fit one another.
         """
-        model, loss, data = build_parts(recipe)
+        model, loss, data = build_parts(recipe, data=self._data(recipe))
         found = find_other_mean(model, loss, data.train, plan=plan, train=recipe.train)
         try_first_samples(recipe, plan, model, loss, data)
         return () if found is None else (found,)

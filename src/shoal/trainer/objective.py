@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.core.errors import RunError
+from shoal.core.errors import RunError, ShoalError
 from shoal.data.loader import Microbatch
 from shoal.models.dropout import DropoutKey
 from shoal.optim.precision import Precision
@@ -46,6 +46,8 @@ class Objective(nn.Module):
         self.device = device
         self.dropout = dropout
         self.passengers: nn.Parameter | None = None
+        self._has_gradient = False
+        self._why_constant: str | None = None
 
     def board_passengers(self) -> None:
         """Make room for the passengers, before data parallelism looks at the parameters."""
@@ -71,7 +73,7 @@ class Objective(nn.Module):
         """A microbatch's contribution to the global mean, from what the model put out."""
         targets, weight = self.scoring.own_part(targets, microbatch.weight)
         if weight == 0:
-            return _nothing_of(output)
+            return self._nothing_of(output)
         with self.precision.autocast(self.device.type):
             loss = self.call_loss(output, targets)
         # In float32: a loss in float16 would overflow under the scale that is to save its gradients.
@@ -85,7 +87,9 @@ class Objective(nn.Module):
         """The user's loss, or one message that shows both sides when they do not fit."""
         try:
             loss = self.scoring.loss(output, targets)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        except ShoalError:
+            raise
+        except Exception as error:  # It is the user's own, and may raise anything.
             if is_out_of_memory(error):
                 raise
             sides = f"the model put out {_describe(output)} and the targets are {_describe(targets)}"
@@ -95,8 +99,16 @@ class Objective(nn.Module):
                 f"the loss returned {_describe(loss)}; it must return one number as a tensor, the mean over its items"
             )
         if loss.grad_fn is None and torch.is_grad_enabled():
-            raise RunError(_without_gradient(output))
+            # One microbatch may well have nothing to learn from, such as one without a triplet; a whole run may not.
+            self._why_constant = self._why_constant or _without_gradient(output)
+            return loss.detach().reshape(()) + self._nothing_of(output)
+        self._has_gradient = self._has_gradient or torch.is_grad_enabled()
         return loss.reshape(())
+
+    @property
+    def why_constant(self) -> str | None:
+        """Why nothing can be learnt from any loss so far, for people; None as soon as a parameter was behind one."""
+        return None if self._has_gradient else self._why_constant
 
     def prepare(self, microbatch: Microbatch) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Inputs and targets, on the device and in the run's precision."""
@@ -112,6 +124,19 @@ class Objective(nn.Module):
     def _drawing(self) -> AbstractContextManager[None]:
         """Random draws of a training forward pass are by key, those of torch's functions too."""
         return self.dropout.drawing() if self.dropout is not None and self.training else nullcontext()
+
+    def _nothing_of(self, output: Any) -> torch.Tensor:
+        """Zero, by way of every layer: the mean over no item would be NaN, and a layer that waits for its peers must still run.
+
+        Raises:
+            RunError: there is nothing that could be trained.
+        """
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if leaves:
+            return torch.stack([leaf.reshape(-1)[:0].float().sum() for leaf in leaves]).sum()
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise RunError(_without_gradient(output))
+        return self._touch_every_parameter()
 
     def _touch_every_parameter(self) -> torch.Tensor:
         # The sum of an empty slice is zero and its gradient is zeros: exact even where a weight is NaN, unlike 0 * weight.
@@ -143,11 +168,3 @@ def _without_gradient(output: Any) -> str:
         f"the loss depends on no parameter (it has no grad_fn), so nothing would be trained: {what}; look for .detach(), "
         ".item(), argmax, torch.no_grad or numpy between the parameters and the loss"
     )
-
-
-def _nothing_of(output: Any) -> torch.Tensor:
-    """Zero, by way of every layer: the mean over no item would be NaN, and a layer that waits for its peers must still run."""
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if not leaves and torch.is_grad_enabled():
-        raise RunError(_without_gradient(output))
-    return torch.stack([leaf.reshape(-1)[:0].float().sum() for leaf in leaves]).sum()

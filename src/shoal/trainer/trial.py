@@ -19,6 +19,7 @@ from shoal.data.loader import Microbatch
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
 from shoal.data.splits import Splits
 from shoal.optim.precision import Precision
+from shoal.parallel.batchnorm import apply_batchnorm
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.trainer.config import Recipe
 from shoal.trainer.objective import Objective
@@ -44,9 +45,11 @@ def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, d
     Raises:
         RequestError: they do not fit one another; says which layer failed, and on what.
     """
-    ids = first_ids(len(data.train), recipe.train.global_batch, recipe.train.seed, plan)
+    first, *others = _microbatches(len(data.train), recipe.train.global_batch, recipe.train.seed, plan)
+    # As the run has it: a raw one refuses one sample, the run's does not.
+    apply_batchnorm(model, group=None, mode=recipe.train.batch_norm)
     try:
-        whole = _load(data, ids)
+        whole = _load(data, first)
         objective = Objective(
             model.to(dtype=Precision.named(recipe.train.precision).weight_dtype),
             Scoring(loss),
@@ -55,12 +58,19 @@ def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, d
         )
         model.train()
         try:
-            _run(objective, _load(data, ids[:_FEW]))
+            _run(objective, _load(data, first[:_FEW]))
         except ShoalError:
             # Perhaps the module takes batches of one size only; it must at least take the one that it will get.
-            if len(ids) <= _FEW:
+            if len(first) <= _FEW:
                 raise
             _run(objective, whole)
+        # Few samples may have nothing to learn from, such as no triplet; a whole step must.
+        for ids in (first, *others):
+            if objective.why_constant is None:
+                break
+            _run(objective, _load(data, ids))
+        if objective.why_constant is not None:
+            raise RequestError(objective.why_constant)
     except ShoalError as error:
         if not _is_excused(error.__cause__):
             raise RequestError(str(error)) from error
@@ -69,15 +79,16 @@ def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, d
             raise
 
 
-def first_ids(num_samples: int, global_batch: int, seed: int, plan: Plan) -> Ids:
-    """The samples of the first replica's first microbatch of the first step."""
+def _microbatches(num_samples: int, global_batch: int, seed: int, plan: Plan) -> list[Ids]:
+    """The samples of each microbatch of the first step, those of the first replica first."""
     taken, _ = take(Position(), num_samples, global_batch)
     ids = permute(seed, 0, num_samples, np.arange(taken.start, taken.stop, dtype=np.int64))
-    return own_microbatches(ids, 0, plan.num_shares, plan.microbatches or 1)[0]
+    shares = range(plan.num_shares)
+    return [own for share in shares for own in own_microbatches(ids, share, plan.num_shares, plan.microbatches or 1)]
 
 
 def _load(data: Splits, ids: Ids) -> Microbatch:
-    items = data.train.collate(ids)
+    items = call_own(lambda: data.train.collate(ids), what="reading the first samples", is_excused=is_out_of_memory)
     return Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=float(items.weight))
 
 

@@ -99,7 +99,36 @@ def test_no_random_state_moves_and_few_samples_are_read():
     take_fingerprint(data)
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert np.array_equal(np.random.get_state()[1], states[2])
-    assert 0 in dataset.read and 99_999 in dataset.read and len(dataset.read) <= 12
+    assert dataset.read == [0], "what is drawn once says nothing"
+    dataset.noise = None
+    take_fingerprint(data)
+    assert 99_999 in dataset.read and len(dataset.read) <= 1 + 12
+
+
+def test_data_that_is_slow_to_read_is_compared_by_number_and_does_not_hold_up_the_start():
+    dataset = Rows()
+    data = from_datasets(dataset, validation=dataset)
+    dataset.read.clear()
+    found = take_fingerprint(data, seconds=0.0)
+    assert [(split.samples, split.contents) for split in found.splits.values()] == [(32, ""), (32, ""), (0, "")]
+    assert not dataset.read
+
+
+def test_where_time_runs_out_only_the_first_sample_is_read_again():
+    """Each rank read 24 samples before every start, and again after every restart."""
+
+    class Slow(Rows):
+        def __getitem__(self, i):
+            # The sixth read is the last of those that are needed.
+            if len(self.read) == 5:
+                time.sleep(1.0)
+            return super().__getitem__(i)
+
+    dataset = Slow()
+    data = from_datasets(dataset)
+    dataset.read.clear()
+    assert take_fingerprint(data, seconds=1.0) == of()
+    assert dataset.read == [0, 0, 0, *chosen_ids(32, 4)[1:]]
 
 
 def test_chosen_samples_are_within_the_data():

@@ -10,6 +10,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.data.build import build_splits
 from shoal.data.check import check_data
 from shoal.data.config import OwnDataConfig
+from shoal.data.fingerprint import take_fingerprint
 from shoal.data.loader import _Part, _Workers
 from shoal.data.order import Position
 
@@ -60,6 +61,7 @@ def list_target(): return Listed([(one, [1.0, 2.0])] * 9)
 def text_input(): return Listed([("a sentence", 1)] * 9)
 def dict_sample(): return Listed([{"x": one, "y": 1}] * 9)
 def odd_validation(): return {"train": Points(5), "validation": dict_target()}
+def unlabelled_test(): return {"train": Points(5), "test": Listed([(one, None)] * 3)}
 def ragged(): return {"train": Listed([(torch.zeros(3 + i % 2), i) for i in range(9)])}
 def odd_later(): return {"train": Listed([(one, 1)] * 5 + [(one, {"a": one})])}
 class Torn(Points):
@@ -101,6 +103,14 @@ def test_one_dataset_is_cut_by_the_shares() -> None:
 def test_named_datasets_are_taken_as_they_are() -> None:
     splits = build_splits(_config("named"), 0)
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [5, 3, 0]
+
+
+def test_a_test_split_without_labels_is_none_of_trainings_business() -> None:
+    splits = build_splits(_config("unlabelled_test"), 0)
+    found = take_fingerprint(splits).splits["test"]
+    assert (len(splits.test), found.samples, found.contents) == (3, 3, "")
+    with pytest.raises(RunError, match="sample 0 of the test split: its target is a NoneType"):
+        splits.test.collate([0])
 
 
 def test_several_inputs_and_float_targets() -> None:

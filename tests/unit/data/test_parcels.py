@@ -1,6 +1,7 @@
 """A batch through memory without a name: the same bits, of every kind of tensor, as long as the one that made it lives."""
 
 import os
+import resource
 import subprocess
 import sys
 
@@ -55,3 +56,37 @@ def test_the_parcel_of_a_process_that_has_ended_is_an_error_that_says_so() -> No
     ended.wait()
     with pytest.raises(RunError, match=f"loader process {ended.pid} has ended, and its batch with it"):
         Parcel(pid=ended.pid, descriptor=3, num_bytes=64, tensors=(), weight=0).open()
+
+
+def test_a_batch_that_cannot_be_opened_for_another_reason_says_which() -> None:
+    """Every error was told as a loader process that had ended, which sent people to look for a crash."""
+    parcel = packed(Packer(2), torch.zeros(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(RunError, match=r"of loader process \d+ cannot be opened: \[Errno 24\] .*ulimit -n"):
+            parcel.open()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+NOT_TO_BE_LOOKED_INTO = """
+import ctypes, os, torch
+from shoal.data.parcels import Packer
+from shoal.data.source import Items
+
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: from now on only root may look into /proc/PID/fd.
+child = os.fork()
+if child == 0:
+    items = Items(inputs=(torch.zeros(1),), targets=torch.zeros(1), weight=1)
+    os._exit(7 if Packer(2).pack(items) is items else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_where_proc_is_closed_batches_go_torchs_way() -> None:
+    done = subprocess.run([sys.executable, "-c", NOT_TO_BE_LOOKED_INTO], capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr

@@ -175,6 +175,22 @@ def test_what_cannot_be_run_here_is_left_to_the_run():
     assert look(Training(6, 4), summed, whole_numbers) is None
 
 
+def test_a_module_that_asserts_its_size_of_batch_is_left_to_the_run():
+    class Eight(nn.Linear):
+        def forward(self, inputs):
+            assert inputs.shape[0] == 8
+            return super().forward(inputs)
+
+    assert look(Eight(6, 4), summed, whole_numbers) is None
+
+
+def test_no_copy_is_made_of_a_large_model(monkeypatch):
+    assert look(scored(False), lambda out, _: out["loss"], measured) is not None
+    monkeypatch.setattr("shoal.trainer.meancheck._MOST_BYTES", 100)
+    assert look(scored(False), lambda out, _: out["loss"], measured) is None
+    assert look(net(), summed, whole_numbers) is not None, "its output is enough"
+
+
 def train(loss, *, was_tried=False):
     """The weights after a few steps of a script's own trainer, with dropout, batch norm and samples that draw."""
 
@@ -209,3 +225,36 @@ def test_a_loss_that_no_parameter_is_behind_trains_nothing_and_is_refused():
     """Advised to set unused_parameters, such a run trained to its end with a gradient norm of 0."""
     with pytest.raises(RunError, match="the loss depends on no parameter"):
         train(lambda output, targets: F.cross_entropy(output.detach(), targets))
+
+
+@pytest.mark.parametrize("is_weightless", [False, True])
+def test_a_loss_that_is_now_and_then_a_constant_is_trained_on(is_weightless):
+    """Such as one over triplets, of which some microbatches have none: a run of hours ended at the first of them."""
+    calls = []
+
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = by_position()
+
+        def forward(self, inputs):
+            calls.append(len(inputs))
+            scores = self.inner(inputs)
+            return scores.detach() if len(calls) in (3, 5, 6) else scores
+
+    torch.manual_seed(2)
+    inputs, targets = whole_numbers(16)
+    if is_weightless:
+        targets = torch.full_like(targets, -100)
+        targets[0] = 1
+    trainer = Trainer(
+        Sometimes(),
+        from_datasets(TensorDataset(inputs, targets)),
+        loss=entropy,
+        train=TrainConfig(steps=6, global_batch=8),
+        plan=Plan.parse("dp=1 microbatches=2"),
+        was_tried=True,
+    )
+    with trainer:
+        trainer.train()
+        assert trainer.progress.step == 6 and len(calls) == 12

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.cli.train import OwnParts
 from shoal.core.errors import RequestError
 from shoal.trainer.measure import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
@@ -23,7 +24,9 @@ class Rows(Dataset):
     def __len__(self): return 32
     def __getitem__(self, i): return torch.full((self.widths[i % len(self.widths)],), float(i)), i % 3
 
-def rows(widths=(6,)): return {"train": Rows(widths), "validation": Rows(widths)}
+def rows(widths=(6,)):
+    with open("built", "a") as file: file.write("x")
+    return {"train": Rows(widths), "validation": Rows(widths)}
 
 class Net(nn.Module):
     def __init__(self, width, outputs=3):
@@ -49,11 +52,24 @@ class Training(Net):
     def forward(self, inputs): return super().forward(inputs) if self.training else None
 def training(): return Training(8)
 
+def normed(): return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+def normed_alone(): return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
+class Four(Net):
+    def forward(self, inputs):
+        assert len(inputs) == 4
+        return super().forward(inputs)
+def four(): return Four(8)
+
 def mean(output, targets): return F.cross_entropy(output, targets)
 def detached(output, targets): return F.cross_entropy(output.detach(), targets)
 def leaf(output, targets): return F.cross_entropy(output, targets).detach().requires_grad_()
 def rows_of(output, targets): return F.cross_entropy(output, targets, reduction="none")
 def summed(output, targets): return F.cross_entropy(output, targets, reduction="sum")
+def of_four(output, targets):
+    assert len(output) == 4
+    return F.cross_entropy(output, targets)
+def asserts(output, targets): assert False, "never"
+def now_and_then(output, targets): return output.mean() if (targets == 0).all() else torch.zeros(())
 """
 
 
@@ -64,13 +80,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def ask(model="fits", loss="mean", widths="[6]", plan="dp=2"):
+def ask(model="fits", loss="mean", widths="[6]", plan="dp=2", train="", own=None):
     path = Path("recipe.toml")
     path.write_text(
         f'plan = "{plan}"\n[model]\nbuild = "tried_parts:{model}"\nloss = "tried_parts:{loss}"\n'
-        f'[data]\nbuild = "tried_parts:rows"\nargs = {{ widths = {widths} }}\n[train]\nsteps = 2\nglobal_batch = 8\n'
+        f'[data]\nbuild = "tried_parts:rows"\nargs = {{ widths = {widths} }}\n[train]\nsteps = 2\nglobal_batch = 8\n{train}\n'
     )
-    return prepare(TrainRequest(recipe=path), own=OwnPartsHere())
+    return prepare(TrainRequest(recipe=path), own=own or OwnPartsHere())
 
 
 @pytest.mark.parametrize(
@@ -90,6 +106,7 @@ def ask(model="fits", loss="mean", widths="[6]", plan="dp=2"):
         ({"model": "frozen"}, "depends on no parameter .*already the model's output does not"),
         ({"loss": "detached"}, "depends on no parameter .*output depends on parameters and the loss does not"),
         ({"loss": "leaf"}, "depends on no parameter"),
+        ({"loss": "asserts"}, "the loss failed: AssertionError: never; the model put out"),
         ({"loss": "rows_of"}, r"the loss returned \(4,\) float32; it must return one number"),
     ],
 )
@@ -100,7 +117,19 @@ def test_what_does_not_fit_is_refused(changed: dict[str, str], message: str) -> 
 
 
 @pytest.mark.parametrize(
-    "changed", [{}, {"model": "fixed"}, {"model": "training"}, {"model": "rank"}, {"plan": "ps=1 workers=2"}]
+    "changed",
+    [
+        {},
+        {"model": "fixed"},
+        {"model": "training"},
+        {"model": "rank"},
+        {"plan": "ps=1 workers=2"},
+        {"model": "four"},
+        {"loss": "of_four"},
+        {"model": "normed", "train": 'micro_batch = 1\nbatch_norm = "sync"'},
+        {"model": "normed_alone", "train": "micro_batch = 1"},
+        {"loss": "now_and_then", "train": "micro_batch = 1"},
+    ],
 )
 def test_what_fits_is_not(changed: dict[str, str]) -> None:
     """A module that takes one size of batch, works in training mode, or knows its rank, is one that a run can train."""
@@ -110,3 +139,18 @@ def test_what_fits_is_not(changed: dict[str, str]) -> None:
 def test_a_loss_that_is_no_mean_is_remarked_on() -> None:
     assert [remark for remark in ask(loss="summed").remarks if "not the mean over its items" in remark]
     assert not ask(loss="summed", plan="dp=1").remarks
+
+
+@pytest.mark.parametrize("own", [OwnPartsHere, OwnParts])
+def test_the_data_is_built_once_before_a_run(own) -> None:
+    """It was built for its length, for the trial and for the plan: minutes, where a function reads a folder of files."""
+    ask(plan="pp=2 microbatches=2", own=own())
+    assert Path("built").read_text() == "x"
+
+
+def test_another_seed_or_recipe_builds_its_own_data() -> None:
+    own = OwnPartsHere()
+    ask(own=own)
+    ask(own=own, widths="[6, 6]")
+    ask(own=own, widths="[6, 6]", train="seed = 7")
+    assert Path("built").read_text() == "xxx"

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
-from shoal.costs.undisturbed import keeping_draws
 from shoal.parallel.anatomy import Anatomy, SplitKind
 from shoal.parallel.tensor.sequence import is_cut, parent_of, stream_key
+from shoal.telemetry.draws import keeping_draws
 
 _SCORES_PER_TARGET = 3
 

@@ -1,4 +1,4 @@
-"""Building and reading data without a trace: what it draws from the global generators is put back."""
+"""The global random generators: whether something draws from them, and looks at it that leave them as they were."""
 
 import random
 from collections.abc import Iterator
@@ -18,8 +18,11 @@ def random_states() -> tuple[Any, ...]:
 
 
 @contextmanager
-def undrawn() -> Iterator[None]:
-    """Afterwards the global generators are as before."""
+def keeping_draws() -> Iterator[None]:
+    """Whatever is drawn inside, the generators of torch, Python and numpy are afterwards as before.
+
+    A look that is taken once per process and moved one of them would make a run that is resumed another one.
+    """
     of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
     try:
         yield
@@ -32,7 +35,7 @@ def undrawn() -> Iterator[None]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Inside, the global generators begin at a seed; afterwards they are as before."""
-    with undrawn():
+    with keeping_draws():
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
