@@ -20,6 +20,7 @@ CAUGHT = (
     "norm over one shard only",
     "a redundant collective",
     "a weight that has no gradient but noise is updated by more than noise",
+    "a weight that has no gradient but noise goes a whole step",
     "weights not stashed: the backward pass meets newer ones",
     "tied weight not summed over its stages",
 )
