@@ -20,6 +20,7 @@ CAUGHT = (
     "norm over one shard only",
     "a redundant collective",
     "a weight that has no gradient but noise is updated by more than noise",
+    "a weight that has no gradient but noise goes a whole step",
     "weights not stashed: the backward pass meets newer ones",
     "tied weight not summed over its stages",
 )
@@ -68,11 +69,17 @@ def test_pipelines_are_proved_bit_for_bit(shoal, tiny, tmp_path):
         assert plan["sizes"]["measured"] == plan["sizes"]["predicted"]
 
 
-def test_a_plan_that_cannot_run_is_refused_before_anything_starts(shoal, tiny, tmp_path):
+def test_a_plan_that_cannot_run_is_refused_before_anything_starts_and_the_others_are_proved(shoal, tiny, tmp_path):
     written = tmp_path / "certificate.json"
     done = shoal.run("verify", tiny, "--plan", "dp=2", "--plan", "tp=3", "--json", written, expect=2)
     assert "error: plan 'dp=1 tp=3'" in done.stderr and "heads" in done.stderr
-    assert "[1/" not in done.stderr and not written.exists()
+    assert done.stderr.index("refused dp=1 tp=3") < done.stderr.index("[1/1] dp=2 in float32")
+    found = json.loads(written.read_text())
+    assert not found["ok"]
+    assert [(one["plan"], one["status"]) for one in found["plans"]] == [("dp=2", "proven"), ("dp=1 tp=3", "refused")]
+    alone = tmp_path / "alone.json"
+    done = shoal.run("verify", tiny, "--plan", "tp=3", "--json", alone, expect=2)
+    assert "[1/" not in done.stderr and not alone.exists()
 
 
 PARTS = {"PYTHONPATH": str(ROOT / "tests")}

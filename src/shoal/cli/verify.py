@@ -112,6 +112,8 @@ def _judge(certificate: "Certificate", *, strict: bool) -> None:
     if strict and certificate.unpredicted:
         _tell("--strict: the numbers are equal, and a prediction is off")
         raise typer.Exit(EXIT_NO)
+    if strict and certificate.half_predicted:
+        _tell(f"--strict: {len(certificate.half_predicted)} with a cost that was not predicted, and so not compared")
     if not certificate.ok:
         raise RequestError("\n".join(dict.fromkeys(plan.reason for plan in certificate.refused)))
 

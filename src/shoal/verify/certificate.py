@@ -77,6 +77,11 @@ class Certificate:
         """Plans whose cost was predicted and is another."""
         return [plan for plan in self.plans if plan.prediction.ok is False]
 
+    @property
+    def half_predicted(self) -> list[PlanResult]:
+        """Plans whose cost was predicted in part."""
+        return [plan for plan in self.plans if plan.prediction.ok is None and plan.prediction.missing]
+
     def summary(self) -> str:
         """The plans in one line."""
         num_ok = sum(plan.ok for plan in self.plans)
@@ -176,7 +181,12 @@ def _verdict(plan: PlanResult) -> str:
 def remarks_of(plan: PlanResult) -> list[str]:
     """What a reader of the table should know beside: why a plan is not proven, or by what, and what of its cost is off."""
     found = [plan.reason] if not plan.ok or plan.decided_by is not None else []
-    return found + [f"prediction off: {one}" for one in plan.prediction.off]
+    found += [f"prediction off: {one}" for one in plan.prediction.off]
+    # The first line of an error says enough; the rest is in the file.
+    return found + [
+        f"not predicted: bytes of {what}: {(why.splitlines() or [''])[0]}"
+        for what, why in plan.prediction.missing.items()
+    ]
 
 
 def mutant_row(mutant: MutantResult) -> list[str]:
@@ -205,7 +215,7 @@ def find_versions() -> dict[str, str]:
 
 def _plan_values(plan: PlanResult) -> dict[str, Any]:
     values = asdict(plan)
-    values |= {"ok": plan.ok, "noise": list(plan.noise), "prediction": plan.prediction.as_values()}
+    values |= {"ok": plan.ok, "noise": dict(plan.noise), "prediction": plan.prediction.as_values()}
     # A plan that did not run has the contract's keys too.
     values["worst"] = {kind: plan.worst.get(kind) for kind in KINDS}
     values["first_difference"] = None if plan.first_difference is None else _difference_values(plan.first_difference)

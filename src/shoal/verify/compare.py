@@ -31,6 +31,8 @@ class Judged:
     is_bitwise: bool
     is_noise: bool = False
     """It is within what is allowed because rounding of gradients was excused."""
+    apart: float = 0.0
+    """Norm of the difference, with all that is excused."""
 
     @property
     def is_wrong(self) -> bool:
@@ -49,7 +51,8 @@ class Verdict:
     """In the order in which they went wrong."""
     is_amplified: bool = True
     """Whatever is wrong could be rounding that an Adam-like rule made whole steps of; then float64 decides."""
-    noise: set[str] = field(default_factory=set)
+    noise: dict[str, float] = field(default_factory=dict)
+    """Of which rounding was excused: the norm of the difference as it is, at its largest."""
     num_compared: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
     def add(self, judged: Judged) -> None:
@@ -57,7 +60,8 @@ class Verdict:
         self.num_compared[judged.kind] += 1
         error = math.inf if math.isnan(judged.error) else judged.error
         if judged.is_noise:
-            self.noise.add(f"{judged.kind}/{judged.name}")
+            key = f"{judged.kind}/{judged.name}"
+            self.noise[key] = max(self.noise.get(key, 0.0), judged.apart)
         self.worst[judged.kind] = max(self.worst[judged.kind], error)
         if judged.kind not in ("loss", "norm"):
             self.is_bitwise = self.is_bitwise and judged.is_bitwise
@@ -75,15 +79,22 @@ class Comparer:
         """By parameter."""
         self._moved = 0.0
         """How far apart the weights are, at most, that rounding moved and that the next step's buffers are computed with."""
+        self._is_loose = False
+        """Weights that the model reads in float32 are apart, so that the rest of a step is known in float32 as well."""
+        self._rescaled = 0.0
+        """How far apart, relatively, all gradients of this step were clipped."""
 
     def add(self, index: int, reference: Step, found: Step) -> list[Judged]:
         """Compare step number ``index`` (from 0); returns what is wrong in it, in the order of ``KINDS``."""
         whole = _norm_of(reference.tensors, "grad/")
         self._remember_noise(index, reference, found, whole)
-        judged = [self._number(index, "loss", reference.loss, found.loss)]
+        self._rescaled = self._clipped_apart(reference, found)
+        allowed = max(self.tolerance.loss_bound, self._bound(""))
+        judged = [self._number(index, "loss", reference.loss, found.loss, allowed)]
         # A step that both skip overflowed in both, and which kind of overflow came out is an accident.
         if not (reference.skipped and found.skipped):
-            judged.append(self._number(index, "norm", reference.norm, found.norm))
+            allowed = self._norm_bound(reference, whole)
+            judged.append(self._number(index, "norm", reference.norm, found.norm, allowed))
         if reference.skipped != found.skipped:
             judged.append(_missing(index, "grad", "(whether the step is skipped)"))
         for key in sorted(reference.tensors.keys() | found.tensors.keys()):
@@ -101,17 +112,44 @@ class Comparer:
                 key = f"weight/{one.name}"
                 apart = reference.tensors[key].double() - found.tensors[key].double()
                 self._moved = max(self._moved, float(apart.abs().max()))
+        self._is_loose = self._is_loose or any(
+            one.kind == "weight" and one.name in self.tolerance.narrow and not one.is_bitwise for one in judged
+        )
         return [one for one in judged if one.is_wrong]
+
+    def _is_narrow(self, owner: str) -> bool:
+        return self._is_loose or owner in self.tolerance.narrow
+
+    def _bound(self, owner: str) -> float:
+        return self.tolerance.narrow_bound if self._is_narrow(owner) else self.tolerance.bound
+
+    def _limit(self, owner: str, whole: float) -> float:
+        """Up to which a gradient of this parameter is noise."""
+        return NOISE_EPS * whole * (self.tolerance.narrow_eps if self._is_narrow(owner) else self.tolerance.eps)
+
+    def _norm_bound(self, reference: Step, whole: float) -> float:
+        """The whole gradient's norm is known as well as its parts, each by its share."""
+        keys = [f"grad/{name}" for name in self.tolerance.narrow if f"grad/{name}" in reference.tensors]
+        part = _norm_of({key: reference.tensors[key] for key in keys}, "") / whole if whole > 0 else 0.0
+        return max(self.tolerance.loss_bound, self._bound("")) + self.tolerance.narrow_bound * part
+
+    def _clipped_apart(self, reference: Step, found: Step) -> float:
+        """Where the norm is known in float32 only and is clipped by, so is all that follows; squares twice."""
+        limit = self.tolerance.clip
+        if not self.tolerance.narrow or limit is None or not max(reference.norm, found.norm) > limit:
+            return 0.0
+        apart = abs(found.norm - reference.norm) / reference.norm if reference.norm > 0 else 0.0
+        return 2.0 * min(apart, self.tolerance.narrow_bound)
 
     def _remember_noise(self, index: int, reference: Step, found: Step, whole: float) -> None:
         if self.tolerance.is_bitwise:
             return
-        limit = NOISE_EPS * self.tolerance.eps * whole
         for key, tensor in reference.tensors.items():
             other = found.tensors.get(key)
             if key.startswith("grad/") and other is not None and other.shape == tensor.shape:
-                known = self._known.setdefault(key.removeprefix("grad/"), nothing_known(tensor))
-                known.add(index, tensor.double(), other.double(), limit, self.tolerance)
+                name = key.removeprefix("grad/")
+                known = self._known.setdefault(name, nothing_known(tensor))
+                known.add(index, tensor.double(), other.double(), self._limit(name, whole), self.tolerance)
 
     def _is_amplified(self, judged: Judged, reference: Step, found: Step) -> bool:
         """True when what is wrong could come of rounding: not before the rule's first step, and no further than it can go."""
@@ -124,14 +162,14 @@ class Comparer:
         reach = self.tolerance.reach(judged.step - 1) + self.tolerance.bound * theirs.abs()
         return bool(((ours - theirs).abs() <= reach).all())
 
-    def _number(self, index: int, kind: str, reference: float, found: float) -> Judged:
+    def _number(self, index: int, kind: str, reference: float, found: float, allowed: float) -> Judged:
         error = 0.0 if reference == found else abs(found - reference) / max(abs(reference), 1e-300)
         return Judged(
             step=index + 1,
             kind=kind,
             name=kind,
             error=error,
-            allowed=self.tolerance.loss_bound,
+            allowed=allowed,
             is_bitwise=reference == found,
         )
 
@@ -144,7 +182,14 @@ class Comparer:
             )
         error, allowed, is_noise = self._measure(index, kind, name, reference, found, whole)
         return Judged(
-            step=index + 1, kind=kind, name=name, error=error, allowed=allowed, is_bitwise=False, is_noise=is_noise
+            step=index + 1,
+            kind=kind,
+            name=name,
+            error=error,
+            allowed=allowed,
+            is_bitwise=False,
+            is_noise=is_noise,
+            apart=float((found.double() - reference.double()).norm()) if is_noise else 0.0,
         )
 
     def _measure(
@@ -152,15 +197,17 @@ class Comparer:
     ) -> tuple[float, float, bool]:
         """Error, what is allowed, and whether rounding was excused."""
         apart, size = (found.double() - reference.double()), float(reference.double().norm())
-        error, allowed = _relative(apart, size), self.tolerance.bound
+        owner, _, key = name.rpartition("/") if kind == "optimizer" else (name, "", "")
+        error, allowed = _relative(apart, size), self._bound(owner)
         if self.tolerance.is_bitwise or not reference.is_floating_point():
             return error, 0.0, False
         if kind == "grad":
-            floor = NOISE_EPS * self.tolerance.eps * whole
+            floor = self._limit(name, whole)
             is_noise = size <= floor and float(apart.norm()) <= floor
             return (0.0 if is_noise else error), allowed, is_noise
-        owner, _, key = name.rpartition("/") if kind == "optimizer" else (name, "", "")
         allowed += self._slack(index, kind, key, apart.numel(), size)
+        if kind != "buffer":
+            allowed += self._rescaled
         excuse = None if error <= allowed else self._excuse(index, kind, owner, key, apart)
         if excuse is None:
             return error, allowed, False
@@ -170,8 +217,9 @@ class Comparer:
     def _excuse(self, index: int, kind: str, owner: str, key: str, apart: Tensor) -> Tensor | None:
         """How far each element may be apart by rounding alone; None where there is nothing to excuse it by."""
         if kind == "buffer":
-            # The mean that batch norm keeps moves with the bias before it, whose true gradient is zero.
-            return torch.full_like(apart, self._moved) if self._moved > 0 else None
+            # The mean that batch norm keeps moves with the bias before it, whose true gradient is zero; nothing else does.
+            is_mean = owner.rpartition(".")[2] == "running_mean"
+            return torch.full_like(apart, self._moved) if is_mean and self._moved > 0 else None
         known = self._known.get(owner)
         if known is None or known.doubt.shape != apart.shape:
             return None

@@ -193,6 +193,16 @@ _ALL: Sequence[Mutant] = (
         model=_NORMED_MODEL,
         data=_CLASSES,
     ),
+    Mutant(
+        name="a weight that has no gradient but noise goes a whole step",
+        plan="dp=2",
+        by=("weight",),
+        plant=plants.update_further_than_noise,
+        precision="float64",
+        overrides=("train.batch_norm=sync", "optim.name=adamw", "optim.lr=1e-3"),
+        model=_NORMED_MODEL,
+        data=_CLASSES,
+    ),
     Mutant(name="updated weights not published", plan="dp=2 zero=1", by=("loss",), plant=plants.keep_old_weights),
     Mutant(name="every replica reads the same samples", plan="dp=2", by=("loss",), plant=plants.repeat_data),
     Mutant(

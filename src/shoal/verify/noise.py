@@ -11,9 +11,11 @@ their gradients, and no better. Here the difference of both runs' gradients is f
   sum of all gradients, and Nesterov's adds one more;
 * a quotient (``tolerance.py``), by its *doubt* times the longest way that both runs can be from each other. The doubt is 1 where
   the gradient is noise. Elsewhere a rounding ``dg`` changes ``m / sqrt(v)`` by at most ``2 sqrt(t) dg / g`` of its largest value
-  after t steps: both m and sqrt(v) move by at most dg, and of t squares in a mean each counts for about 1/t.
+  after t updates: both m and sqrt(v) move by at most dg, and of t squares in a mean each counts for about 1/t. And nowhere is the
+  doubt more than ``sqrt(t) dg / eps``, because the rule divides by no less than its eps: in float64 a gradient of 1e-15 makes no
+  whole step, but 1e-7 of one. A decay that is added to the gradient makes a dg of how far weights were apart before.
 
-A buffer, which a forward pass computes with weights, may be off by as much as the weights that rounding moved (``compare.py``).
+The mean that batch norm keeps of its features may be off by as much as the weights that rounding moved (``compare.py``).
 
 A difference of gradients counts up to the law's limit of noise, 10 eps of the whole gradient's norm, and not at all where the
 reference's element is noise and the plan's is not: that is no rounding, and what the rule makes of it is judged like the rest.
@@ -47,6 +49,8 @@ class Known:
     """The same of their squares."""
     way: Tensor
     """How far weights may be apart by it under a rule without quotients."""
+    largest: Tensor
+    """The largest difference of what both runs' rules were given in one step."""
 
     def add(self, step: int, reference: Tensor, found: Tensor, limit: float, tolerance: Tolerance) -> None:
         """Enter the gradients of a step, counted from 0.
@@ -64,16 +68,28 @@ class Known:
         # Where a step has several updates the gradients of all but the last are not seen.
         unseen = tolerance.updates > 1
         rounding = torch.full_like(apart, limit) if unseen else apart.clamp(max=limit)
-        doubt = torch.where(size > 0, 2.0 * math.sqrt(step + 1.0) * rounding / size, (rounding > 0).to(size.dtype))
+        root = math.sqrt((step + 1.0) * tolerance.updates)
+        doubt = torch.where(size > 0, 2.0 * root * rounding / size, (rounding > 0).to(size.dtype))
         # Zeros in both runs are no noise: a row that no token touched stays where it is.
         doubt[is_small & (torch.maximum(size, found.abs()) > 0)] = 1.0
         doubt[(size == 0) & (found == 0)] = 0.0
         doubt[is_beyond] = 0.0
-        rounding = torch.where(is_beyond, torch.zeros_like(rounding), rounding) * tolerance.updates
+        rounding = torch.where(is_beyond, torch.zeros_like(rounding), rounding)
+        self.largest = torch.maximum(self.largest, rounding + self._decayed(step, tolerance))
+        if tolerance.divisor > 0:
+            doubt = torch.minimum(doubt, root * self.largest / tolerance.divisor)
         self.doubt = torch.maximum(self.doubt, doubt.clamp_(max=1.0))
+        rounding = rounding * tolerance.updates
         self.linear = self.linear + rounding
         self.square = self.square + rounding * (2.0 * size + rounding)
         self.way = self.way + 2.0 * tolerance.step_sizes[step] * self.linear
+
+    def _decayed(self, step: int, tolerance: Tolerance) -> Tensor:
+        """How far apart the decays are that both runs add to their gradients: as their weights, times its rate."""
+        decay = tolerance.decay if self.doubt.ndim > 1 or tolerance.decays_1d else 0.0
+        # Of several updates in a step the later ones decay what the earlier ones moved.
+        before = tolerance.reach(step if tolerance.updates > 1 else step - 1)
+        return decay * before * self.doubt
 
     def excuse(self, kind: str, key: str, step: int, tolerance: Tolerance) -> Tensor:
         """How far each element of the weight, or of the optimizer state ``key``, may be apart after a step by rounding alone."""
@@ -93,4 +109,4 @@ class Known:
 def nothing_known(like: Tensor) -> Known:
     """Before the first step."""
     zeros = torch.zeros_like(like, dtype=torch.float64)
-    return Known(doubt=zeros, linear=zeros, square=zeros, way=zeros)
+    return Known(doubt=zeros, linear=zeros, square=zeros, way=zeros, largest=zeros)

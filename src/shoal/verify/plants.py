@@ -225,6 +225,22 @@ def update_by_noise_and_more(world: World) -> list[Swap]:
     return [Swap(step, "clip_", clip)]
 
 
+def update_further_than_noise(world: World) -> list[Swap]:
+    """A weight whose true gradient is zero goes as far in a step as one that has a gradient."""
+    honest = replicated.ReplicaReduction.publish
+
+    def publish(self: replicated.ReplicaReduction) -> None:
+        found = [(one, one.grad) for one in self.updated.values() if one.grad is not None]
+        largest = max(float(gradient.norm()) for _, gradient in found)
+        for parameter, gradient in found:
+            if float(gradient.norm()) <= 1e-12 * largest:
+                # Not where no sample reached it: there it should not move at all, which any comparison sees.
+                parameter.data.sub_(1e-3 * gradient.sign())
+        honest(self)
+
+    return [Swap(replicated.ReplicaReduction, "publish", publish)]
+
+
 def keep_old_weights(world: World) -> list[Swap]:
     """What this rank updated never reaches the other replicas' forward passes."""
     return [Swap(zero.ZeroReduction, "publish", lambda self: None)]

@@ -5,7 +5,7 @@ says something about the prediction, or about a collective that nobody needs; it
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _ACTIVATIONS_WITHIN = 0.05
@@ -52,14 +52,20 @@ class Prediction:
     is_made: bool = False
     """There was one, and it was compared."""
     off: tuple[Off, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """What was measured and could not be predicted, such as ``activations``, and why."""
 
     @property
     def ok(self) -> bool | None:
-        """None where nothing was predicted."""
-        return not self.off if self.is_made else None
+        """None where nothing was predicted, or something was not and the rest holds."""
+        if self.off:
+            return False
+        return True if self.is_made and not self.missing else None
 
     def describe(self) -> str:
         """A few words."""
+        if not self.off and self.missing:
+            return "not predicted"
         if not self.off:
             return "holds" if self.is_made else "-"
         percents = [one.percent for one in self.off]
@@ -69,7 +75,7 @@ class Prediction:
 
     def as_values(self) -> dict[str, Any]:
         """JSON."""
-        return {"ok": self.ok, "off": [one.as_values() for one in self.off]}
+        return {"ok": self.ok, "off": [one.as_values() for one in self.off], "missing": dict(self.missing)}
 
 
 def _percent(value: float, sign: str = "") -> str:
@@ -83,7 +89,16 @@ def judge_prediction(answers: Sequence[Mapping[str, Any]]) -> Prediction:
         known = found.get(one.what)
         if known is None or _distance(one) > _distance(known):
             found[one.what] = one
-    return Prediction(is_made=True, off=tuple(found.values()))
+    return Prediction(is_made=True, off=tuple(found.values()), missing=_sizes_missing(answers))
+
+
+def _sizes_missing(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for answer in answers:
+        sizes = answer["sizes"]
+        for what in sorted(sizes.get("measured", {}).keys() - sizes.get("predicted", {}).keys()):
+            found.setdefault(what, sizes.get("missing", {}).get(what, "nothing predicts them here"))
+    return found
 
 
 def _distance(off: Off) -> float:

@@ -31,12 +31,11 @@ from shoal.verify.question import Question, Subject
 from shoal.verify.result import PlanResult, compared, crashed, refused
 from shoal.verify.serverproof import prove_servers
 from shoal.verify.stages import cut_model
-from shoal.verify.tolerance import derive_tolerance
+from shoal.verify.tolerance import derive_tolerance, flat_bound
 
 # A rank that imports torch on a busy machine; what a job takes comes on top of it.
 _START_SECONDS = 180.0
 _LONGEST_SECONDS = 3600.0
-_FLAT_BOUNDS = {"float64": 1e-12, "float32": 1e-5}
 
 
 class Prover:
@@ -168,6 +167,7 @@ class Prover:
         subject, recipe, plan = question.subject, question.recipe, question.plan
         precision, first = recipe.train.precision, answers[0]
         reference = Recording.open(reference_folder, "reference")
+        narrow = reference.facts.get("narrow", ())
         tolerance = derive_tolerance(
             plan,
             precision=precision,
@@ -177,7 +177,7 @@ class Prover:
             optim=recipe.optim,
             total_steps=subject.total_steps,
             steps=question.case.steps,
-            narrow=reference.facts.get("narrow", ()),
+            narrow=narrow,
         )
         where = Layout(
             degrees={**first["degrees"], "microbatches": first["microbatches"]},
@@ -189,7 +189,7 @@ class Prover:
             lambda index: gather_step(ranks, index),
             tolerance=tolerance,
             layout=where,
-            flat_bound=max(_FLAT_BOUNDS.get(precision, 0.1), tolerance.bound),
+            flat_bound=flat_bound(precision, tolerance, narrow),
         )
         return compared(
             question,

@@ -7,7 +7,6 @@ trainer is replaced, except by a mutant, and then only for that job.
 import copy
 import itertools
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,8 +106,10 @@ def _record(trainer: Trainer, survey: TrafficSurvey, steps: int, folder: Path) -
     }
 
 
-def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMeter) -> dict[str, dict[str, int]]:
-    """Predicted and measured bytes of this rank."""
+def _sizes(
+    trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMeter
+) -> dict[str, dict[str, int] | dict[str, str]]:
+    """Predicted and measured bytes of this rank, and why some were not predicted."""
     anatomy, plan, rank = trainer.placed.anatomy, trainer.plan, trainer.world.rank
     cut = trainer.placed.pipeline
     predicted = predict_state(
@@ -120,6 +121,7 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
         precision=trainer.precision,
         part=None if cut is None else cut.part,
     )
+    missing: dict[str, str] = {}
     measured = measure_state(trainer.placed, is_asynchronous=trainer.stream is not None)
     predicted = {what: size for what, size in predicted.items() if what in measured}
     if plan.zero == 0 and "gradients" in predicted:
@@ -141,9 +143,9 @@ def _sizes(trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMete
                 has_passengers=trainer.runner.passengers is not None,
             )
         except Exception as error:
-            # A forward pass that looks at values cannot run without them, and may raise anything; then nothing is predicted.
-            print(f"activations cannot be predicted: {type(error).__name__}: {error}", file=sys.stderr)
-    return {"predicted": predicted, "measured": measured}
+            # A forward pass that looks at values cannot run without them, and may raise anything; the certificate says what.
+            missing["activations"] = f"{type(error).__name__}: {error}"
+    return {"predicted": predicted, "measured": measured, "missing": missing}
 
 
 def adds_in_order(trainer: Trainer) -> bool:

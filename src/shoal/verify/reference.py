@@ -71,7 +71,9 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
         scale = scale.after_step(finite) if parts.precision.scales_loss else scale
     _refuse_odd_dropout(parts, max(flat_errors, default=0.0))
     recorder.close(
-        flat=max(flat_errors, default=None), movement=measure_movement(parts, initial), narrow=narrow_weights(parts)
+        flat=max(flat_errors, default=None),
+        movement=measure_movement(parts, initial),
+        narrow=narrow_weights(parts, tree),
     )
     assert_alone()
     return {"flat": max(flat_errors, default=None)}
@@ -79,10 +81,7 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
 
 def tree_gradients(parts: Parts, step: int, ids: Ids, tree: Tree, scale: float) -> tuple[float, dict[str, Tensor]]:
     """The loss and the gradient of one global batch, added in the plan's tree; still multiplied by ``scale``."""
-    replicas = cut_batch(ids, tree)
-    if parts.case.batch_norm == "sync" and parts.has_batch_norm:
-        # Statistics are those of microbatch i of all replicas together, so these run as one: there is then no tree to keep.
-        replicas = [[np.concatenate(row) for row in zip(*replicas, strict=True)]]
+    replicas = _groups_of(parts, ids, tree)
     total = max(1.0, sum(weigh(parts, cut) for group in replicas for cut in group))
     sums: dict[str, Tensor] = {}
     loss: Tensor | None = None
@@ -93,6 +92,15 @@ def tree_gradients(parts: Parts, step: int, ids: Ids, tree: Tree, scale: float) 
         loss = partial if loss is None else loss + partial
     assert loss is not None
     return float(loss), sums
+
+
+def _groups_of(parts: Parts, ids: Ids, tree: Tree) -> list[list[Ids]]:
+    """The microbatches of each replica."""
+    replicas = cut_batch(ids, tree)
+    if parts.case.batch_norm == "sync" and parts.has_batch_norm:
+        # Statistics are those of microbatch i of all replicas together, so these run as one: there is then no tree to keep.
+        return [[np.concatenate(row) for row in zip(*replicas, strict=True)]]
+    return replicas
 
 
 def flat_gradients(parts: Parts, step: int, ids: Ids, scale: float) -> dict[str, Tensor]:
@@ -119,12 +127,16 @@ def _refuse_odd_dropout(parts: Parts, flat: float) -> None:
         )
 
 
-def narrow_weights(parts: Parts) -> list[str]:
-    """In a float64 proof, the weights that the model reads in a smaller type."""
+def narrow_weights(parts: Parts, tree: Tree) -> list[str]:
+    """In a float64 proof, the weights that the model reads in a smaller type, in any microbatch of the first step."""
     if parts.case.precision != "float64":
         return []
-    ids = next(global_batches(parts))
-    return find_narrow(batch_loss(parts, 0, ids, weigh(parts, ids)), parts.named)
+    found: set[str] = set()
+    for group in _groups_of(parts, next(global_batches(parts)), tree):
+        for cut in group:
+            # One without a target has no weight.
+            found |= set(find_narrow(batch_loss(parts, 0, cut, max(1.0, weigh(parts, cut))), parts.named))
+    return sorted(found)
 
 
 def relative_distance(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:

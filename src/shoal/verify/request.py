@@ -55,7 +55,6 @@ class VerifyRequest:
     subject: Subject
     proposals: tuple[Proposal, ...]
     refusals: tuple[Refusal, ...]
-    """Of the plans that nobody named."""
     model_hash: str
     """SHA-256 of the initial weights."""
     remarks: tuple[str, ...] = ()
@@ -81,7 +80,7 @@ def prepare_verify(
         overrides: ``section.key=value`` for the recipe.
 
     Raises:
-        RequestError: the recipe, or a plan that was named, is wrong; says every one that is, and what to do.
+        RequestError: the recipe is wrong, or none of its plans can be proved; says what is wrong with each, and what to do.
     """
     recipe = load_recipe(path, overrides)
     if num_processes is not None:
@@ -104,7 +103,7 @@ def prepare_verify(
             refusals.append(Refusal(plan=plan, precision=recipe.train.precision, reason=str(error)))
         else:
             proposals += [Proposal(plan=plan, precision=name) for name in names]
-    if refusals and not (takes_all and proposals):
+    if refusals and not proposals:
         raise RequestError("\n".join(dict.fromkeys(refusal.reason for refusal in refusals)))
     # Ranks are kept while the number of processes stays the same.
     proposals.sort(key=lambda proposal: proposal.plan.world_size)

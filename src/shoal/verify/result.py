@@ -34,8 +34,8 @@ class PlanResult:
     """The arithmetic that proved it where this one could not tell rounding from a bug."""
     is_amplified: bool = False
     """What differs could be rounding that the optimizer made whole steps of."""
-    noise: tuple[str, ...] = ()
-    """Tensors of which rounding was excused, or that were bounded absolutely."""
+    noise: Mapping[str, float] = field(default_factory=dict)
+    """Tensors of which rounding was excused, or that were bounded absolutely: the norm of the difference, nothing excused."""
     flat: float | None = None
     """Distance of the reference's tree from one pass over the whole global batch."""
     traffic: Mapping[str, Any] = field(default_factory=dict)
@@ -97,9 +97,9 @@ def compared(question: Question, judged: Judgement, tolerance: Tolerance, **foun
         bitwise=judged.verdict.is_bitwise,
         worst=judged.verdict.worst,
         first_difference=difference,
-        tolerance=tolerance.bound,
+        tolerance=tolerance.widest,
         is_amplified=difference is not None and difference.kind != "flat" and judged.verdict.is_amplified,
-        noise=tuple(sorted(judged.verdict.noise)),
+        noise=dict(sorted(judged.verdict.noise.items())),
         wall_s=time.monotonic() - question.started,
         **values,
     )

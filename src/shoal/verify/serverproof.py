@@ -18,9 +18,7 @@ from shoal.verify.question import Question
 from shoal.verify.result import PlanResult, broke_rule, compared
 from shoal.verify.rules import Promise, find_violation
 from shoal.verify.servers import ServerRun, run_servers
-from shoal.verify.tolerance import derive_tolerance
-
-_FLAT_BOUNDS = {"float64": 1e-12, "float32": 1e-5}
+from shoal.verify.tolerance import derive_tolerance, flat_bound
 
 
 def prove_servers(
@@ -64,6 +62,7 @@ def prove_servers(
         recording = Recording.open(reference(case, question.tree), "reference")
     else:
         recording = Recording.open(replay(case, _log_of(question, promise, run)), "reference")
+    narrow = recording.facts.get("narrow", ())
     tolerance = derive_tolerance(
         plan,
         precision=case.precision,
@@ -73,9 +72,10 @@ def prove_servers(
         optim=question.recipe.optim,
         total_steps=case.total_steps,
         steps=len(run.updates),
+        narrow=narrow,
     )
-    flat_bound = _FLAT_BOUNDS.get(case.precision, 0.1)
-    judged = judge_run(recording, run.gather, tolerance=tolerance, layout=run.layout(plan), flat_bound=flat_bound)
+    bound = flat_bound(case.precision, tolerance, narrow)
+    judged = judge_run(recording, run.gather, tolerance=tolerance, layout=run.layout(plan), flat_bound=bound)
     reason = tolerance.reason
     if not promise.is_plain:
         allowed = "every bit" if tolerance.is_bitwise else tolerance.reason

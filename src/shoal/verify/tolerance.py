@@ -6,7 +6,9 @@
 * Tensor, sequence and context parallelism split single sums, so roundings differ: 1e-5 in float32 and 1e-12 in float64, per
   tensor.
 * A model that reads weights in float32 by itself, as some norms do, sums their gradients in float32 in a float64 proof too. Where
-  a plan splits sums, those are the same sums in another order: 1e-6, for such a model and no other (``narrow.py``).
+  a plan splits sums, those are the same sums in another order: 1e-6 and float32's limit of noise, for these weights
+  (``narrow.py``); and for the rest of the model after a step that left them apart, by however little: the model rounds them to
+  float32, so what the next pass sees is apart by a rounding of float32.
 * bfloat16 rounds to 8 bits, unit roundoff u = 2^-8. Between two plans the roundings of a block are other ones, about R = 8 of
   them (two norms, query-key-value, attention, output, two feed-forward products, residual) forward and as many backward. Each
   perturbs a tensor by a relative error of at most u, independently, so over L blocks they add up as a random walk: ``2 u sqrt(2
@@ -42,11 +44,24 @@ _ROUNDINGS_PER_BLOCK = 8
 _BFLOAT16_UNIT = 2.0**-8
 _FLOAT16_UNIT = 2.0**-11
 _SPLIT = {"float64": 1e-12, "float32": 1e-5}
+_FLAT = {"float64": 1e-12, "float32": 1e-5}
 _REORDERED = {"float64": 1e-14, "float32": 1e-6}
+_NARROW_EPS = float(torch.finfo(torch.float32).eps)
 # A norm that nothing is clipped by comes from one kernel per tensor, in its own type.
 _SHOWN = {"float64": 1e-12, "float32": 1e-6}
 # Optimizers that divide an element's gradient by its own size, in lower case.
 _NORMALISING = ("adam", "adamw", "adagrad", "lamb", "nadam", "radam", "adamax", "rmsprop", "rprop")
+# What they add to the size that they divide by, where nobody says. Not of LAMB, whose trust ratio makes up for it, nor of Rprop,
+# which takes the sign alone.
+_DIVISORS = {
+    "adam": 1e-8,
+    "adamw": 1e-8,
+    "nadam": 1e-8,
+    "radam": 1e-8,
+    "adamax": 1e-8,
+    "rmsprop": 1e-8,
+    "adagrad": 1e-10,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +81,16 @@ class Tolerance:
     """The longest way that an element can go at each step."""
     state_sizes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """The largest that an element of optimizer state which is made of quotients can be after each step, by the state's name."""
+    divisor: float = 0.0
+    """The least that the optimizer divides a gradient by, its eps; 0 where it has none."""
+    decay: float = 0.0
+    """Share of a weight that the optimizer adds to its gradient."""
+    decays_1d: bool = False
+    """It does so of biases and norms too."""
+    clip: float | None = None
+    """Longest gradient; a longer one is shortened to it."""
+    narrow: frozenset[str] = frozenset()
+    """Weights that the model reads in float32 by itself, where that matters."""
     updates: int = 1
     """In a step; the gradient that is compared is the last one's."""
     amplifies: bool = False
@@ -77,6 +102,21 @@ class Tolerance:
     def is_bitwise(self) -> bool:
         """True when every bit must be the reference's."""
         return self.bound == 0.0
+
+    @property
+    def widest(self) -> float:
+        """The bound of those tensors that have the widest."""
+        return self.narrow_bound if self.narrow else self.bound
+
+    @property
+    def narrow_bound(self) -> float:
+        """As ``bound``, of weights that the model reads in float32 by itself."""
+        return max(self.bound, _REORDERED["float32"])
+
+    @property
+    def narrow_eps(self) -> float:
+        """As ``eps``, of these."""
+        return _NARROW_EPS
 
     def reach(self, step: int) -> float:
         """How far apart an element of noise may be after ``step`` + 1 steps: each run may have gone the other way."""
@@ -116,7 +156,7 @@ def derive_tolerance(
     replicas = (plan.dp or 1) * plan.cp
     weight_type = torch.float64 if precision == "float64" else torch.float32
     eps = float(torch.finfo(weight_type).eps)
-    doubtful, updates = 0.0, _updates_per_step(plan)
+    doubtful, updates, is_narrow = 0.0, _updates_per_step(plan), False
     if not splits and (adds_in_order or replicas <= 2):
         bound, reason = 0.0, "the same sums in the same order: every bit"
     elif not splits:
@@ -126,8 +166,11 @@ def derive_tolerance(
         bound = _SPLIT[precision]
         reason = f"sums are split, {precision}: {bound:g}"
         if precision == "float64" and narrow:
-            bound = _REORDERED["float32"]
-            reason = f"sums are split, float64, but the model reads {_listed(narrow)} in float32 by itself: {bound:g}"
+            is_narrow = True
+            reason += (
+                f"; {_REORDERED['float32']:g} for {_listed(narrow)}, which the model reads in float32 by itself, and for the "
+                "rest once these are apart"
+            )
     else:
         unit = _BFLOAT16_UNIT if precision == "bfloat16" else _FLOAT16_UNIT
         bound = 2.0 * unit * math.sqrt(2 * _ROUNDINGS_PER_BLOCK * max(1, depth))
@@ -141,10 +184,21 @@ def derive_tolerance(
         normalises=_normalises(optim),
         step_sizes=tuple(_longest_step(optim, step, total_steps, updates=updates) for step in range(steps)),
         state_sizes=_largest_state(optim, steps, updates=updates),
+        divisor=_least_divisor(optim),
+        decay=optim.weight_decay if _adds_decay(optim) else 0.0,
+        decays_1d=not optim.exempt_1d,
+        clip=optim.clip,
+        narrow=frozenset(narrow) if is_narrow else frozenset(),
         updates=updates,
         amplifies=splits and precision == "float32" and _normalises(optim),
         doubtful=doubtful,
     )
+
+
+def flat_bound(precision: PrecisionName, tolerance: Tolerance, narrow: Sequence[str]) -> float:
+    """How far the reference's own tree of sums may be from one pass over the whole global batch, whatever the plan splits."""
+    own = max(_FLAT.get(precision, 0.1), tolerance.bound)
+    return max(own, _REORDERED["float32"]) if narrow else own
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -220,6 +274,18 @@ def _normalises(optim: OptimConfig) -> bool:
         alpha = optim.args.get("alpha", 0.99)
         return bool(alpha < 1 and (alpha > 0 or not optim.args.get("centered", False)))
     return _rule(optim) in _NORMALISING
+
+
+def _least_divisor(optim: OptimConfig) -> float:
+    kind = _rule(optim)
+    if kind not in _DIVISORS or not _normalises(optim):
+        return 0.0
+    given = optim.args.get("eps", optim.eps)
+    return float(_DIVISORS[kind] if given is None else given)
+
+
+def _adds_decay(optim: OptimConfig) -> bool:
+    return _rule(optim) not in ("adamw", "lamb") and not optim.args.get("decoupled_weight_decay", False)
 
 
 def _rule(optim: OptimConfig) -> str:

@@ -2,7 +2,7 @@
 
 import json
 
-from shoal.verify.certificate import Certificate, MutantResult
+from shoal.verify.certificate import Certificate, MutantResult, remarks_of
 from shoal.verify.judge import Difference
 from shoal.verify.prediction import Off, Prediction
 from shoal.verify.result import PlanResult, settle
@@ -75,8 +75,8 @@ def test_numbers_and_predictions_are_two_verdicts():
     assert values["ok"] and not values["predictions_ok"]
     assert values["plans"][0]["ok"] and values["plans"][0]["status"] == "proven"
     off = {"what": "bytes of activations", "predicted": 1000, "counted": 1080, "percent": 8.0, "where": "rank 0"}
-    assert values["plans"][0]["prediction"] == {"ok": False, "off": [off]}
-    assert values["plans"][1]["prediction"] == {"ok": True, "off": []}
+    assert values["plans"][0]["prediction"] == {"ok": False, "off": [off], "missing": {}}
+    assert values["plans"][1]["prediction"] == {"ok": True, "off": [], "missing": {}}
     page = certificate.as_markdown()
     assert "| dp=2 | float32 | bitwise | off by 8% |" in page and "prediction off: bytes of activations, rank 0" in page
     assert "2 of 2 equal one process, 2 of them bit for bit; 1 with a prediction that is off" in page
@@ -149,3 +149,12 @@ def test_a_plan_that_did_not_run_has_a_row_too():
 def test_a_plan_that_did_not_run_has_the_keys_of_the_contract():
     (plan,) = Certificate(plans=(plan_result(ok=False, worst={}),)).as_values()["plans"]
     assert plan["worst"] == dict.fromkeys(WORST)
+
+
+def test_what_was_not_predicted_is_said_with_its_reason():
+    """A prediction of activations that raised, our own bugs included, was a line on a rank's stderr, and the row held."""
+    half = Prediction(is_made=True, missing={"activations": "RuntimeError: looks at values\nand more"})
+    certificate = Certificate(plans=(plan_result(prediction=half), plan_result()))
+    assert certificate.ok and certificate.half_predicted == [certificate.plans[0]] and not certificate.unpredicted
+    assert remarks_of(certificate.plans[0]) == ["not predicted: bytes of activations: RuntimeError: looks at values"]
+    assert remarks_of(certificate.plans[1]) == []

@@ -10,6 +10,7 @@ from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig
 from shoal.verify.capture import Step
 from shoal.verify.compare import Comparer
+from shoal.verify.noise import nothing_known
 from shoal.verify.tolerance import derive_tolerance
 
 
@@ -106,7 +107,7 @@ def test_a_tiny_gradient_is_noise_and_bounded_absolutely():
     reference = step_of(grad__big=big, grad__tiny=tiny)
     within = step_of(grad__big=big.clone(), grad__tiny=-tiny)
     wrong, verdict = compare(reference, within, tolerance_of("dp=1 tp=2"))
-    assert wrong == [] and verdict.noise == {"grad/tiny"} and verdict.worst["grad"] == 0.0
+    assert wrong == [] and verdict.noise == {"grad/tiny": pytest.approx(4e-8)} and verdict.worst["grad"] == 0.0
     beyond = step_of(grad__big=big.clone(), grad__tiny=torch.full((4,), 1e-3))
     wrong, _ = compare(reference, beyond, tolerance_of("dp=1 tp=2"))
     assert [one.name for one in wrong] == ["tiny"]
@@ -125,26 +126,31 @@ def test_noise_is_no_excuse_for_a_bitwise_plan():
 def test_a_weight_whose_gradient_is_noise_may_go_one_step_the_other_way_and_no_further():
     """The bias of attention's keys: its gradient is zero but for rounding, and Adam makes a whole step of it."""
     grad = torch.ones(100)
-    grad[:10] = 1e-9
+    grad[:10] = 1e-7
+    other = grad.clone()
+    other[:10] *= -1
     weight = torch.zeros(100)
     weight[10:] = 1e-2
     moved, lost = weight.clone(), weight.clone()
     moved[:10] += 1.5e-2
     lost[:10] += 1.0
     tolerance = tolerance_of("dp=1 tp=2")
-    assert compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=grad, weight__a=moved), tolerance)[0] == []
-    wrong, _ = compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=grad, weight__a=lost), tolerance)
+    assert compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=other, weight__a=moved), tolerance)[0] == []
+    wrong, _ = compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=other, weight__a=lost), tolerance)
+    assert [one.kind for one in wrong] == ["weight"]
+    # Of the same gradient every rule makes the same step.
+    wrong, _ = compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=grad, weight__a=moved), tolerance)
     assert [one.kind for one in wrong] == ["weight"]
     # A rule that does not divide by the size of a gradient has no such excuse.
     plain = tolerance_of("dp=1 tp=2", name="sgd")
-    assert len(compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=grad, weight__a=moved), plain)[0]) == 1
+    assert len(compare(step_of(grad__a=grad, weight__a=weight), step_of(grad__a=other, weight__a=moved), plain)[0]) == 1
 
 
 @pytest.mark.parametrize(
     ("name", "args", "key", "size"),
     [
-        ("RMSprop", {"momentum": 0.9}, "momentum_buffer", 10.0),
-        ("RMSprop", {"momentum": 0.9, "centered": True}, "momentum_buffer", 10.0 / math.sqrt(0.99)),
+        ("RMSprop", {"momentum": 0.9, "eps": 1e-12}, "momentum_buffer", 10.0),
+        ("RMSprop", {"momentum": 0.9, "eps": 1e-12, "centered": True}, "momentum_buffer", 10.0 / math.sqrt(0.99)),
         ("Rprop", {}, "step_size", 1.2e-2),
     ],
 )
@@ -152,6 +158,8 @@ def test_state_of_quotients_is_judged_as_weights_are(name, args, key, size):
     """RMSprop was said to differ: the momentum of an element whose gradient is noise is ten in either direction."""
     grad = torch.ones(100)
     grad[:10] = 1e-9
+    noise = grad.clone()
+    noise[:10] *= -1
     state = torch.full((100,), size)
     moved, lost, other, broken = (state.clone() for _ in range(4))
     moved[:10] -= 1.99 * size
@@ -161,14 +169,15 @@ def test_state_of_quotients_is_judged_as_weights_are(name, args, key, size):
     tolerance = tolerance_of("dp=1 tp=2", name=f"torch.optim.{name}", args=args)
     reference = step_of(grad__a=grad, **{f"optimizer__a__{key}": state})
     for found, is_right in ((moved, True), (lost, False), (other, False), (broken, False)):
-        wrong, _ = compare(reference, step_of(grad__a=grad, **{f"optimizer__a__{key}": found}), tolerance)
+        wrong, _ = compare(reference, step_of(grad__a=noise, **{f"optimizer__a__{key}": found}), tolerance)
         assert [one.kind for one in wrong] == ([] if is_right else ["optimizer"])
 
 
 @pytest.mark.parametrize(("kind", "reach"), [("optimizer__a__momentum_buffer", 20.0), ("weight__a", 0.2)])
 def test_a_quotient_is_known_as_well_as_its_gradient_and_no_better(kind, reach):
     """RMSprop was said to differ by 1.2e-12 on one kind of processor: an element's gradient was a few times the noise."""
-    tolerance = tolerance_of("dp=1 tp=2", name="torch.optim.RMSprop", args={"momentum": 0.9}, precision="float64")
+    arguments = {"momentum": 0.9, "eps": 1e-16}
+    tolerance = tolerance_of("dp=1 tp=2", name="torch.optim.RMSprop", args=arguments, precision="float64")
     limit = 10 * torch.finfo(torch.float64).eps * 10
     grad, state = torch.ones(100, dtype=torch.float64), torch.full((100,), 10.0, dtype=torch.float64)
     grad[0] = 50 * limit
@@ -194,10 +203,11 @@ def test_an_element_that_is_zero_by_accident_is_noise_where_the_plan_has_noise()
     noise[1] = 0.0
     other = -noise
     other[1] = 2e-18
-    weight, moved = -1e-2 * noise.sign(), -1e-2 * other.sign()
+    # Adam's first step with its eps.
+    weight, moved = (-1e-2 * one / (one.abs() + 1e-8) for one in (noise, other))
     reference = step_of(grad__a=whole, grad__key=noise, weight__key=weight)
     wrong, verdict = compare(reference, step_of(grad__a=whole, grad__key=other, weight__key=moved), tolerance)
-    assert wrong == [] and verdict.noise == {"grad/key", "weight/key"} and verdict.worst["weight"] == 0.0
+    assert wrong == [] and set(verdict.noise) == {"grad/key", "weight/key"} and verdict.worst["weight"] == 0.0
     # A row that no token touched has zeros in both runs, and its weight stays.
     still = other.clone()
     still[1] = 0.0
@@ -241,15 +251,85 @@ def test_a_buffer_follows_the_weights_that_rounding_moved():
     tolerance = tolerance_of("dp=1 tp=2", precision="float64")
     whole, noise = torch.ones(100, dtype=torch.float64), torch.full((4,), 1e-18, dtype=torch.float64)
     bias, mean = torch.full((4,), 1e-12, dtype=torch.float64), torch.full((4,), 0.1, dtype=torch.float64)
-    for moved, factor, is_right in ((-bias, 0.2, True), (-bias, 20.0, False), (bias, 0.2, False)):
+    cases = [("mean", -1, 0.2, True), ("mean", -1, 20.0, False), ("mean", 1, 0.2, False), ("var", -1, 0.2, False)]
+    for which, sign, factor, is_right in cases:
+        comparer, name = Comparer(tolerance), f"buffer__norm.running_{which}"
         comparer = Comparer(tolerance)
         comparer.add(
             0,
-            step_of(grad__a=whole, grad__bias=noise, weight__bias=bias, buffer__mean=mean),
-            step_of(grad__a=whole, grad__bias=-noise, weight__bias=moved, buffer__mean=mean),
+            step_of(grad__a=whole, grad__bias=noise, weight__bias=bias, **{name: mean}),
+            step_of(grad__a=whole, grad__bias=-noise, weight__bias=sign * bias, **{name: mean}),
         )
-        wrong = comparer.add(1, step_of(buffer__mean=mean), step_of(buffer__mean=mean + factor * 4 * bias))
+        wrong = comparer.add(1, step_of(**{name: mean}), step_of(**{name: mean + factor * 4 * bias}))
         assert ([one.kind for one in wrong] == []) is is_right
+
+
+DIVIDING = ["adam", "adamw", "adagrad", *(f"torch.optim.{name}" for name in ("NAdam", "RAdam", "Adamax", "RMSprop"))]
+
+
+@pytest.mark.parametrize("name", DIVIDING)
+def test_noise_goes_no_further_than_eps_lets_it(name):
+    """A bias before batch norm that went a whole step too far was proven in float64: noise may go a step in either direction. But
+    Adam divides a gradient of 1e-15 by its eps, which leaves 1e-7 of a step."""
+    tolerance = tolerance_of("dp=1 tp=2", precision="float64", name=name)
+    whole, noise = torch.full((100,), 0.1, dtype=torch.float64), torch.full((4,), 1e-18, dtype=torch.float64)
+    found, weight = -noise, torch.ones(4, dtype=torch.float64)
+    # As the rule itself computes it of both gradients.
+    honest = 2 * 1e-2 * noise / tolerance.divisor
+    assert tolerance.divisor == (1e-10 if name == "adagrad" else 1e-8)
+    for apart, is_right in ((honest, True), (100 * honest, False), (1e-2, False)):
+        comparer, unit = Comparer(tolerance), 1e-3 * honest
+        reference = step_of(grad__a=whole, grad__bias=noise, weight__bias=unit * weight)
+        plan = step_of(grad__a=whole, grad__bias=found, weight__bias=unit * weight + apart)
+        wrong = comparer.add(0, reference, plan)
+        assert [one.name for one in wrong] == ([] if is_right else ["bias"])
+        if is_right:
+            assert comparer.verdict.noise["weight/bias"] == pytest.approx(float(honest.norm())), "as it is, unexcused"
+
+
+def test_rules_that_do_not_divide_by_an_eps_have_no_such_limit():
+    for name in ("lamb", "torch.optim.Rprop", "sgd"):
+        assert tolerance_of("dp=1 tp=2", name=name).divisor == 0.0
+    assert tolerance_of("dp=1 tp=2", name="torch.optim.Adam", args={"eps": 1e-4}).divisor == 1e-4
+
+
+def test_a_decay_that_is_added_to_gradients_makes_more_of_noise():
+    """Adam with weight decay: what both runs' weights are apart is in their next gradients, divided by eps again."""
+    weights = [torch.zeros(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    rules = [torch.optim.Adam([weight], lr=1e-2, weight_decay=0.1) for weight in weights]
+    whole = torch.full((100,), 0.1, dtype=torch.float64)
+    for name, is_right in (("adam", True), ("adamw", False)):
+        optim = OptimConfig(name=name, lr=1e-2, weight_decay=0.1)
+        options = {"depth": 1, "adds_in_order": True, "joins_replicas": False, "total_steps": 10, "steps": 3}
+        comparer = Comparer(derive_tolerance(Plan.parse("dp=1 tp=2"), precision="float64", optim=optim, **options))
+        wrong = []
+        for weight, rule in zip(weights, rules, strict=True):
+            weight.data.zero_()
+            rule.state.clear()
+        for index in range(3):
+            steps = []
+            for sign, weight, rule in zip((1, -1), weights, rules, strict=True):
+                weight.grad = torch.full_like(weight, sign * 1e-16)
+                gradient = weight.grad.clone()
+                rule.step()
+                steps.append(step_of(grad__a=whole, grad__w=gradient, weight__w=weight.detach().clone()))
+            wrong += comparer.add(index, *steps)
+        assert (wrong == []) is is_right
+
+
+def test_of_several_updates_in_a_step_each_counts():
+    """PipeDream has as many updates as microbatches: after t of them a rounding counts sqrt(t) times."""
+    plain, delayed = (
+        tolerance_of(f"dp=1 tp=2 pp=2 schedule={name} microbatches=4", precision="float64")
+        for name in ("1f1b", "pipedream")
+    )
+    gradient = torch.full((4,), 1e-6, dtype=torch.float64)
+    found = []
+    for tolerance in (plain, delayed):
+        known = nothing_known(gradient)
+        known.add(0, gradient, gradient + 1e-14, 1e-14, tolerance)
+        found.append(float(known.doubt[0]))
+    assert found[0] > 0 and found[1] / found[0] == pytest.approx(2.0)
 
 
 def test_the_squares_of_noise_are_noise():

@@ -11,7 +11,7 @@ def answer(traffic=None, **measured):
     return {
         "traffic": [good, good if traffic is None else traffic],
         "expected_traffic": [good, good],
-        "sizes": {"predicted": predicted, "measured": {**predicted, **measured}},
+        "sizes": {"predicted": dict(predicted), "measured": {**predicted, **measured}},
     }
 
 
@@ -53,4 +53,16 @@ def test_the_words_name_the_worst():
 
 
 def test_what_was_not_predicted_neither_holds_nor_is_off():
-    assert Prediction().ok is None and Prediction().as_values() == {"ok": None, "off": []}
+    assert Prediction().ok is None and Prediction().as_values() == {"ok": None, "off": [], "missing": {}}
+
+
+def test_what_was_measured_and_not_predicted_does_not_hold():
+    """The activations of a model that looks at its data were `not predicted`, and the prediction held."""
+    blind = answer()
+    del blind["sizes"]["predicted"]["activations"]
+    blind["sizes"]["missing"] = {"activations": "RuntimeError: looks at values"}
+    found = judge_prediction([answer(), blind])
+    assert found.ok is None and found.off == () and found.describe() == "not predicted"
+    assert found.as_values()["missing"] == {"activations": "RuntimeError: looks at values"}
+    blind["sizes"]["measured"]["weights"] = 1
+    assert judge_prediction([blind]).ok is False, "the rest is still compared"

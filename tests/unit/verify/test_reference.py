@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from shoal.core.errors import RequestError
+from shoal.verify import reference
 from shoal.verify.capture import Recording
 from shoal.verify.case import Tree
 from shoal.verify.parts import build_parts
-from shoal.verify.reference import run_reference, tree_gradients
+from shoal.verify.reference import narrow_weights, run_reference, tree_gradients
 from verify_cases import REVERSE, SEQ2SEQ, case_of, run_here
 
 
@@ -91,6 +92,37 @@ class Sparing(nn.Module):
 
     def forward(self, x):
         return self.used(x)
+
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.scale = nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return self.norm(self.inner(x)) * (1.0 + self.scale.float())
+
+
+@pytest.mark.parametrize(("batch_norm", "sizes"), [("local", [2, 2, 2, 2]), ("sync", [4, 4])])
+def test_narrow_weights_are_looked_for_in_microbatches_as_a_step_runs_them(monkeypatch, batch_norm, sizes):
+    """In one pass of the whole global batch, divided by the number of its targets, of which there may be none."""
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: Narrow())
+    classes = {"source": "synthetic", "kind": "classes", "samples": 64}
+    parts = build_parts(
+        case_of(
+            model={"name": "mlp", "layers": 1, "hidden": 16}, data=classes, precision="float64", batch_norm=batch_norm
+        )
+    )
+    honest, seen = reference.batch_loss, []
+
+    def batch_loss(parts, step, ids, weight):
+        seen.append((len(ids), weight))
+        return honest(parts, step, ids, weight)
+
+    monkeypatch.setattr(reference, "batch_loss", batch_loss)
+    monkeypatch.setattr(reference, "weigh", lambda parts, ids: 0.0)
+    assert narrow_weights(parts, Tree(replicas=2, microbatches=2)) == ["scale"]
+    assert seen == [(size, 1.0) for size in sizes]
 
 
 class Noisy(nn.Module):

@@ -110,8 +110,15 @@ def test_a_plan_that_the_arithmetic_does_not_allow_takes_no_other_with_it(tiny):
 
 
 def test_every_plan_that_was_named_and_cannot_run_is_said_at_once(tiny):
-    with pytest.raises(RequestError, match=r"(?s)global_batch 8 is not divisible by dp 3.*tp 3|tp=3"):
-        prepare_verify(tiny, plans=["dp=2", "dp=3", "tp=3"])
+    with pytest.raises(RequestError, match=r"(?s)global_batch 8 is not divisible by dp 3.*(tp 3|tp=3)"):
+        prepare_verify(tiny, plans=["dp=3", "tp=3"])
+
+
+def test_a_named_plan_that_cannot_run_takes_no_other_with_it(tiny):
+    """`--plan dp=1 --plan tp=7` proved nothing and wrote no certificate."""
+    request = prepare_verify(tiny, plans=["dp=2", "dp=3"])
+    assert texts(request) == [("dp=2", "float32")]
+    assert [(str(one.plan), "not divisible by dp 3" in one.reason) for one in request.refusals] == [("dp=3", True)]
 
 
 @pytest.mark.parametrize("trained", ["bfloat16", "float16", "float64"])
