@@ -26,6 +26,8 @@ class Case:
     """Length of the whole run: schedules of the learning rate depend on it."""
     steps: int
     """Steps to run and compare."""
+    needs_every_gradient: bool = False
+    """A plan over replicas cannot run where one of them leaves a parameter without a gradient, and no setting allows it."""
 
     def as_values(self) -> dict[str, Any]:
         """JSON."""

@@ -34,6 +34,7 @@ from shoal.verify.parts import (
     measure_movement,
     norm_of,
     refuse_not_finite,
+    refuse_untouched,
     weigh,
 )
 from shoal.verify.replay import run_replay
@@ -47,7 +48,8 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     """Train ``case.steps`` steps and record each in ``folder``; says what was found on the way.
 
     Raises:
-        RequestError: the model draws random numbers of its own or by no sample, or its loss is not finite even here.
+        RequestError: the model draws random numbers of its own or by no sample, or its loss is not finite even here, or
+            it leaves a parameter without a gradient where the plan needs one.
     """
     parts = build_parts(case)
     recorder = Recorder(folder, "reference")
@@ -88,6 +90,8 @@ def tree_gradients(parts: Parts, step: int, ids: Ids, tree: Tree, scale: float) 
     loss: Tensor | None = None
     for group in replicas:
         partial, own = group_gradients(parts, step, group, tree, total=total, scale=scale)
+        if any(len(cut) for cut in group):
+            refuse_untouched(parts, {name for name, _ in parts.named} - set(own))
         for name, grad in own.items():
             sums[name] = sums[name] + grad if name in sums else grad
         loss = partial if loss is None else loss + partial
