@@ -142,6 +142,28 @@ def test_draws_that_decide_nothing_are_not_refused(tmp_path, monkeypatch):
     assert len(Recording.open(tmp_path, "reference")) == 2
 
 
+class LateNoise(OffLayerDrop):
+    """Begins to draw in earnest after a pass that drew what decides nothing."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = super().forward(x)
+        return self.noise(x) if self.calls > 2 else x
+
+
+def test_draws_that_begin_after_harmless_ones_are_refused(tmp_path, monkeypatch):
+    """The first pass had drawn, so later ones were not looked at, and the plan was blamed for what the model did."""
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: LateNoise())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+    )
+    with pytest.raises(RequestError, match="normal_ in module 'noise'"):
+        run_here(run_reference, case, Tree(replicas=1, microbatches=2), tmp_path)
+
+
 class Stubborn(Noisy):
     def forward(self, x):
         return self.inner(x.float())
