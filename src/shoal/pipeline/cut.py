@@ -173,8 +173,11 @@ class Chain:
         Raises:
             IllegalCut: as ``settle``.
         """
+        # What fails here fails without any cut: its error is the module's own.
+        with undisturbed(self.model, training=False), torch.no_grad():
+            whole = self.model(*example)
         try:
-            self._prove(example)
+            self._prove(example, whole)
             return
         except Exception as error:
             if _is_final(error):
@@ -183,7 +186,7 @@ class Chain:
             self._stand_ins.has_memory = True
             self._free.clear()
         try:
-            self._prove(example)
+            self._prove(example, whole)
         except Exception as error:  # The user's code may raise anything where it meets values that it does not expect.
             if _is_final(error):
                 raise
@@ -194,9 +197,8 @@ class Chain:
                 start=self.starts[stage],
             ) from error
 
-    def _prove(self, example: Sequence[Any]) -> None:
+    def _prove(self, example: Sequence[Any], whole: Any) -> None:
         with undisturbed(self.model, training=False), torch.no_grad():
-            whole = self.model(*example)
             self._find_free(example)
             for stage in range(1, self.num_stages):
                 self.parcels[stage] = self._probe(stage, example)

@@ -313,3 +313,17 @@ def test_a_mistake_of_the_cutting_is_no_place_that_cannot_be_cut():
     chain._stage_of_call = []
     with pytest.raises(IndexError):
         chain.prove(EXAMPLE)
+
+
+class TrainsOnly(Branching):
+    """Fails in evaluation by itself, cut or not."""
+
+    def forward(self, x):
+        if not self.training:
+            raise ValueError("only for training")
+        return self.three(self.two(self.one(x)))
+
+
+def test_a_module_that_fails_uncut_is_not_called_illegal_at_every_place():
+    with pytest.raises(ValueError, match="only for training"):
+        starts_of(TrainsOnly(), line())
