@@ -100,6 +100,8 @@ class FunctionalDraws:
         """It draws numbers from torch's generator that decide nothing."""
         self._unused = UnusedDraws()
         self.odd_shapes: dict[str, tuple[int, ...]] = {}
+        self.off: frozenset[str] = frozenset()
+        """Paths of modules whose functional dropouts drop nothing for now."""
         self._draws: Tensor | None = None
         self._calls: dict[str, int] = {}
         self._paths: list[str] = []
@@ -301,7 +303,7 @@ class FunctionalDraws:
     ) -> Tensor:
         is_training = next((flag for flag in (training, train) if flag is not None), kind.training)
         call = self._count(self._path)
-        if not is_training or p == 0.0:
+        if not is_training or p == 0.0 or self._path in self.off:
             return input
         if not 0.0 <= p <= 1.0:
             raise Refusal(f"{_full_name(function)} in {self._where()}: p is {p}; a probability is between 0 and 1")
@@ -328,6 +330,7 @@ class FunctionalDraws:
         enable_gqa: bool = False,
     ) -> Tensor:
         call = self._count(self._path)
+        dropout_p = 0.0 if self._path in self.off else dropout_p
         options: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
         options |= {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         if dropout_p == 0.0 or self._defers_to_torch(F.scaled_dot_product_attention):

@@ -12,15 +12,13 @@ import numpy as np
 from shoal.core.updates import UpdateRule
 from shoal.data.order import position_of, take
 from shoal.verify.capture import Recording
-from shoal.verify.case import Case, Log, Tree
+from shoal.verify.case import COARSE_FLAT_BOUND, FLAT_BOUNDS, Case, Log, Tree
 from shoal.verify.judge import judge_run
 from shoal.verify.question import Question
 from shoal.verify.result import PlanResult, broke_rule, compared
 from shoal.verify.rules import Promise, find_violation
 from shoal.verify.servers import ServerRun, run_servers
 from shoal.verify.tolerance import derive_tolerance
-
-_FLAT_BOUNDS = {"float64": 1e-12, "float32": 1e-5}
 
 
 def prove_servers(
@@ -74,7 +72,7 @@ def prove_servers(
         total_steps=case.total_steps,
         steps=len(run.updates),
     )
-    flat_bound = _FLAT_BOUNDS.get(case.precision, 0.1)
+    flat_bound = FLAT_BOUNDS.get(case.precision, COARSE_FLAT_BOUND)
     judged = judge_run(recording, run.gather, tolerance=tolerance, layout=run.layout(plan), flat_bound=flat_bound)
     reason = tolerance.reason
     if not promise.is_plain:

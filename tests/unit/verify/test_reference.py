@@ -214,6 +214,32 @@ def test_a_dropout_whose_mask_depends_on_the_microbatch_is_refused_by_name(tmp_p
         run_here(run_reference, case, Tree(replicas=2, microbatches=2), tmp_path)
 
 
+class DropsPlacesInCode(DropsPlaces):
+    def forward(self, x):
+        return self.out(x @ nn.functional.dropout(self.table, 0.5))
+
+
+@pytest.mark.parametrize("build", [DropsPlaces, DropsPlacesInCode])
+def test_such_a_dropout_excuses_nothing_else(tmp_path, monkeypatch, build):
+    """Any difference between a plan's sum and one pass was its fault, and so the model's."""
+    honest = tree_gradients
+
+    def doubled(parts, step, ids, tree, scale):
+        loss, gradients = honest(parts, step, ids, tree, scale)
+        return loss, {name: 2 * gradient for name, gradient in gradients.items()}
+
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: build())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+    )
+    tree = Tree(replicas=2, microbatches=2)
+    with pytest.raises(RequestError, match=r"sees a tensor of shape \(16, 4\)"):
+        run_here(run_reference, case, tree, tmp_path)
+    monkeypatch.setattr("shoal.verify.reference.tree_gradients", doubled)
+    assert run_here(run_reference, case, tree, tmp_path)["flat"] > 0.4
+
+
 def test_a_loss_that_is_not_finite_alone_is_refused(tmp_path):
     case = case_of(optim={"name": "sgd", "lr": 1e30}, steps=3)
     with pytest.raises(RequestError, match="one process alone"):
