@@ -116,6 +116,8 @@ class FunctionalDraws:
         self._is_scanning = False
         self._scans_on = False
         """Every pass is looked at, not the first alone."""
+        self._is_late = False
+        """In the pass that is running a dropout that is new has begun late."""
         self._is_active = False
         self._is_replaying = False
         self._watches = True
@@ -134,6 +136,7 @@ class FunctionalDraws:
 
     def scanning(self) -> AbstractContextManager[None]:
         """Inside ``drawing``: looks at a part of the model that no forward has come to yet."""
+        self._is_late = False
         return nullcontext() if self._is_active or self._is_needed else self._scanning()
 
     @contextmanager
@@ -190,7 +193,7 @@ class FunctionalDraws:
     def _scanning(self) -> Iterator[None]:
         """The first forward: under the mode, to find out whether the model needs it."""
         self._add_hooks()
-        is_late = self._is_scanned and not self._is_needed
+        self._is_late = self._scans_on and not self._is_needed
         with ExitStack() as stack:
             self._is_compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
             if self._is_compiled:
@@ -201,7 +204,7 @@ class FunctionalDraws:
             self._is_scanning = True
             stack.callback(setattr, self, "_is_scanning", False)
             yield
-        if is_late and self._is_needed:
+        if self._is_late and self._is_needed:
             self.foreign[_LATE] = None
         if random.getstate() != before[0]:
             self.foreign["Python's random in the forward pass"] = None

@@ -315,15 +315,20 @@ def test_a_mistake_of_the_cutting_is_no_place_that_cannot_be_cut():
         chain.prove(EXAMPLE)
 
 
-class TrainsOnly(Branching):
-    """Fails in evaluation by itself, cut or not."""
+class Breaks(Branching):
+    """Fails by itself, cut or not."""
+
+    is_broken = False
 
     def forward(self, x):
-        if not self.training:
-            raise ValueError("only for training")
+        if self.is_broken:
+            raise ValueError("broken")
         return self.three(self.two(self.one(x)))
 
 
 def test_a_module_that_fails_uncut_is_not_called_illegal_at_every_place():
-    with pytest.raises(ValueError, match="only for training"):
-        starts_of(TrainsOnly(), line())
+    model = Breaks()
+    chain = Chain(model, find_units(model, EXAMPLE, Anatomy()), (0, 1))
+    model.is_broken = True
+    with pytest.raises(ValueError, match="broken"):
+        chain.prove(EXAMPLE)
