@@ -144,3 +144,19 @@ class Strange(nn.Module):
 
 def build_strange(spec, keeps_more=False, breaks=False):
     return Strange(math.prod(spec.features), spec.classes, keeps_more=keeps_more, breaks=breaks)
+
+
+class Loser(nn.Module):
+    """Has no gradient of one parameter, in several processes or everywhere."""
+
+    def __init__(self, features, classes, everywhere):
+        super().__init__()
+        self.inner, self.scale = nn.Linear(features, classes), nn.Parameter(torch.ones(classes))
+        self.loses = everywhere or int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+    def forward(self, x):
+        return self.inner(x) * (self.scale.detach() if self.loses else self.scale)
+
+
+def build_loser(spec, everywhere=False):
+    return Loser(math.prod(spec.features), spec.classes, everywhere)

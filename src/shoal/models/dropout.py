@@ -11,7 +11,7 @@ microbatch, step, global sample); ``draws.py`` draws it, ``functional.py`` does 
             model(*microbatch.inputs)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -157,6 +157,20 @@ class DropoutKey:
         """By module path, a shape whose batch could only be guessed: which sample an element belongs to is not sure."""
         odd = {module.path: module.odd_shape for module in self._modules if module.odd_shape is not None}
         return self._functional.odd_shapes | odd
+
+    @contextmanager
+    def turned_off(self, paths: Collection[str]) -> Iterator[None]:
+        """Inside, the dropouts of these paths, as ``odd_shapes`` has them, drop nothing."""
+        modules = [(module, module.p) for module in self._modules if module.path in paths]
+        self._functional.off = frozenset(paths)
+        try:
+            for module, _ in modules:
+                module.p = 0.0
+            yield
+        finally:
+            self._functional.off = frozenset()
+            for module, p in modules:
+                module.p = p
 
     def foreign_draws(self) -> list[str]:
         """What the first forward under ``drawing()`` drew beside dropout: each function, and the module that called it.

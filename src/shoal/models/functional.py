@@ -3,7 +3,8 @@
 torch draws these from the generator of the process. Here a ``TorchFunctionMode`` puts keyed masks in their place, by the path of
 the module that calls and the number of the call. A mode costs a microsecond or two per operation, which a small step feels, so
 the first training forward runs under it to find out, and later ones only where the model does draw. A model of ``nn.Dropout``
-modules pays two readings of the generator's state per forward, which notice a model that begins to draw later.
+modules pays two readings of the generator's state per forward, which notice a model that begins to draw later; of one that draws
+what decides nothing, where these say nothing, every forward is looked at as the first is.
 """
 
 import random
@@ -81,6 +82,8 @@ _RANDOM_NAMES = frozenset({
 })
 # fmt: on
 
+_LATE = "a function that drew in a later forward pass than the first"
+
 
 class FunctionalDraws:
     """The functional draws of one model."""
@@ -97,6 +100,8 @@ class FunctionalDraws:
         """It draws numbers from torch's generator that decide nothing."""
         self._unused = UnusedDraws()
         self.odd_shapes: dict[str, tuple[int, ...]] = {}
+        self.off: frozenset[str] = frozenset()
+        """Paths of modules whose functional dropouts drop nothing for now."""
         self._draws: Tensor | None = None
         self._calls: dict[str, int] = {}
         self._paths: list[str] = []
@@ -108,6 +113,11 @@ class FunctionalDraws:
         self._mode = _Mode(self)
         self._is_needed = False
         self._is_scanned = False
+        self._is_scanning = False
+        self._scans_on = False
+        """Every pass is looked at, not the first alone."""
+        self._is_late = False
+        """In the pass that is running a dropout that is new has begun late."""
         self._is_active = False
         self._is_replaying = False
         self._watches = True
@@ -120,12 +130,13 @@ class FunctionalDraws:
 
     def drawing(self) -> AbstractContextManager[None]:
         """Surrounds one training forward."""
-        if self._is_needed:
-            return self._under_mode()
-        return self._scanning() if not self._is_scanned else self._watching()
+        if not self._is_scanned or self._scans_on:
+            return self._scanning()
+        return self._needing() if self._is_needed else self._watching()
 
     def scanning(self) -> AbstractContextManager[None]:
         """Inside ``drawing``: looks at a part of the model that no forward has come to yet."""
+        self._is_late = False
         return nullcontext() if self._is_active or self._is_needed else self._scanning()
 
     @contextmanager
@@ -173,9 +184,16 @@ class FunctionalDraws:
             self._is_active = False
 
     @contextmanager
+    def _needing(self) -> Iterator[None]:
+        # Keyed masks do not move the generator, so what moves it is something else here too.
+        with self._watching(), self._under_mode():
+            yield
+
+    @contextmanager
     def _scanning(self) -> Iterator[None]:
         """The first forward: under the mode, to find out whether the model needs it."""
         self._add_hooks()
+        self._is_late = self._scans_on and not self._is_needed
         with ExitStack() as stack:
             self._is_compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
             if self._is_compiled:
@@ -183,17 +201,22 @@ class FunctionalDraws:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             before = (random.getstate(), _numpy_state())
             stack.enter_context(self._under_mode())
+            self._is_scanning = True
+            stack.callback(setattr, self, "_is_scanning", False)
             yield
+        if self._is_late and self._is_needed:
+            self.foreign[_LATE] = None
         if random.getstate() != before[0]:
             self.foreign["Python's random in the forward pass"] = None
         if _numpy_state() != before[1]:
             self.foreign["numpy.random in the forward pass"] = None
         self.foreign |= dict.fromkeys(self._unused.left())
-        # Its generator moves in every pass from now on, so that says no more whether something else draws.
+        # Its generator moves in every pass from now on, so that says no more whether something else draws: what is drawn does.
         self.draws_unused = self._unused.found > 0
         self._watches = self._watches and not self.draws_unused
+        self._scans_on = self.draws_unused and not self._is_compiled
         self._is_scanned = True
-        if not self._is_needed:
+        if not (self._is_needed or self._scans_on):
             self._remove_hooks()
 
     @contextmanager
@@ -203,7 +226,7 @@ class FunctionalDraws:
         yield
         if before is not None and not self.foreign and not torch.equal(before, torch.get_rng_state()):
             # Late: this forward's bits were torch's own. Look again at the next one, and no more if that shows nothing.
-            self.foreign["a function that drew in a later forward pass than the first"] = None
+            self.foreign[_LATE] = None
             self._is_scanned = self._watches = False
 
     @property
@@ -250,7 +273,7 @@ class FunctionalDraws:
             return self._attention(*args, **kwargs)
         if function is F.multi_head_attention_forward:
             return self._multi_head(function, args, kwargs)
-        if self._is_scanned or is_silent():
+        if not self._is_scanning or is_silent():
             # In silence code is asked for its shapes: without data there are no states of generators to compare.
             return function(*args, **kwargs)
         before = torch.get_rng_state()
@@ -283,7 +306,7 @@ class FunctionalDraws:
     ) -> Tensor:
         is_training = next((flag for flag in (training, train) if flag is not None), kind.training)
         call = self._count(self._path)
-        if not is_training or p == 0.0:
+        if not is_training or p == 0.0 or self._path in self.off:
             return input
         if not 0.0 <= p <= 1.0:
             raise Refusal(f"{_full_name(function)} in {self._where()}: p is {p}; a probability is between 0 and 1")
@@ -310,6 +333,7 @@ class FunctionalDraws:
         enable_gqa: bool = False,
     ) -> Tensor:
         call = self._count(self._path)
+        dropout_p = 0.0 if self._path in self.off else dropout_p
         options: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
         options |= {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         if dropout_p == 0.0 or self._defers_to_torch(F.scaled_dot_product_attention):

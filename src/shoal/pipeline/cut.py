@@ -11,8 +11,10 @@ other names; every technique that finds modules by path would have to be done ag
 
 import functools
 import math
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # what functional_ca
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.comm.channel import silent
-from shoal.core.errors import Refusal, RequestError, RunError
+from shoal.core.errors import RequestError, RunError
 from shoal.costs.undisturbed import undisturbed
 from shoal.models.dropout import DropoutKey
 from shoal.parallel.recompute import surrounding
@@ -43,6 +45,10 @@ class IllegalCut(RequestError):
         super().__init__(message)
         self.start = start
         """The index of that unit, whatever the other stages begin with."""
+
+
+class OtherWay(RunError):
+    """A forward pass calls other units than on the example: by the module's own code, or by a mistake of the stages'."""
 
 
 class Chain:
@@ -138,7 +144,7 @@ class Chain:
             return tuple(arguments[place] for place in self.parcels[stage + 1])
         if stage != self.num_stages - 1:
             unit = self.units[self.starts[stage + 1]].path
-            raise Refusal(
+            raise OtherWay(
                 f"the forward pass ended before it called {unit!r}, where stage {stage + 1} begins; "
                 "a module that is cut must take the same way for every batch"
             )
@@ -167,20 +173,23 @@ class Chain:
         Raises:
             IllegalCut: as ``settle``.
         """
+        # What fails here fails without any cut: its error is the module's own.
+        with undisturbed(self.model, training=False), torch.no_grad():
+            whole = self.model(*example)
         try:
-            self._prove(example)
+            self._prove(example, whole)
             return
-        except (RequestError, RunError):
-            raise
-        except Exception:
+        except Exception as error:
+            if _is_final(error):
+                raise
             # Stand-ins without memory cannot be written to. Whatever else it was comes again.
             self._stand_ins.has_memory = True
             self._free.clear()
         try:
-            self._prove(example)
-        except (RequestError, RunError):
-            raise
+            self._prove(example, whole)
         except Exception as error:  # The user's code may raise anything where it meets values that it does not expect.
+            if _is_final(error):
+                raise
             stage = max(1, self._last_stage)
             raise IllegalCut(
                 f"stage {stage}, from {self.units[self.starts[stage]].path!r} on, cannot go through the code before it without "
@@ -188,9 +197,8 @@ class Chain:
                 start=self.starts[stage],
             ) from error
 
-    def _prove(self, example: Sequence[Any]) -> None:
+    def _prove(self, example: Sequence[Any], whole: Any) -> None:
         with undisturbed(self.model, training=False), torch.no_grad():
-            whole = self.model(*example)
             self._find_free(example)
             for stage in range(1, self.num_stages):
                 self.parcels[stage] = self._probe(stage, example)
@@ -217,7 +225,9 @@ class Chain:
         for value in (math.nan, *_PROBES):
             this = Pass(stage, None)
             arguments = self._filled(value, lambda this=this: self._forward(this, example)[0])  # type: ignore[misc]
-            assert arguments is not None
+            if arguments is None:
+                unit = self.units[self.starts[stage]].path
+                raise OtherWay(f"the forward pass ended before it called {unit!r}")
             found |= {place for place, given in enumerate(arguments) if has_no_value(given, this.stood_in)}
             seen.append(arguments)
         # NaN does not come through a comparison or a rounding; that two values give two results shows it.
@@ -344,7 +354,7 @@ class Chain:
         call, this.call = this.call, this.call + 1
         if call >= len(self.units) or self.units[call].path != path:
             expected = self.units[call].path if call < len(self.units) else "nothing more"
-            raise Refusal(
+            raise OtherWay(
                 f"the forward pass calls {path!r} where it called {expected!r} on the example; "
                 "a module that is cut must take the same way for every batch"
             )
@@ -386,3 +396,16 @@ class Chain:
         flat = [next((new for old, new in this.swapped if old is value), value) for value in flat]
         placed: tuple[Any, Any] = tree_unflatten(flat, form)
         return placed
+
+
+def _is_final(error: Exception) -> bool:
+    """True for an error of the cutting itself, right or wrong; False for one of the code that is cut.
+
+    That code meets values here that it does not expect, and may then raise anything or take another way. An assertion or a name
+    that fails in a line of these files is a mistake of ours, and must not pass for a cut that cannot be.
+    """
+    if isinstance(error, RequestError | RunError):
+        return not isinstance(error, OtherWay)
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    is_here = Path(last.f_code.co_filename).parent == Path(__file__).parent
+    return is_here and isinstance(error, AssertionError | LookupError | AttributeError | NameError)

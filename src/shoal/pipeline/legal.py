@@ -59,8 +59,19 @@ def choose_legal(
         found = find_illegal(model, units, starts, example)
         if found is None:
             return starts
-        assert found.start not in illegal, "a place that was excluded was proposed again"
-        illegal[found.start] = found
+        alone = _illegal_alone(model, units, starts, example) if len(starts) > 2 else {}
+        # Where every place is legal by itself and all together are not, the message's own is the best guess.
+        new = alone or {found.start: found}
+        assert illegal.keys().isdisjoint(new), "a place that was excluded was proposed again"
+        illegal |= new
+
+
+def _illegal_alone(
+    model: nn.Module, units: Sequence[Unit], starts: Sequence[int], example: tuple[Tensor, ...]
+) -> dict[int, IllegalCut]:
+    """The places of a cut that are illegal whatever the others are: an error on the way may come of another than it names."""
+    tried = {place: find_illegal(model, units, (0, place), example) for place in starts[1:]}
+    return {place: found for place, found in tried.items() if found is not None}
 
 
 def _describe(

@@ -5,7 +5,8 @@ shapes and types of a parcel from the first one of its kind and is not told agai
 one, has shapes of its own.
 
 A tensor arrives with its dims in memory in the order in which they were: which way a kernel adds up depends on that, so a
-transposed activation that became a plain one on its way would have other bits from there on than in one process.
+transposed activation that became a plain one on its way would have other bits from there on than in one process. An expanded one,
+as the gradient of a sum is, is sent whole and expanded again on arrival.
 """
 
 from collections import Counter, deque
@@ -37,6 +38,9 @@ _HEADER = 64
 _BASE, _MOST_DIMS = 16, 14
 """Of the number that an order of dims is written as: 14 digits of four bits, and the bit beside it, are a number of 64 bits."""
 
+_DIMS_BASE = 128
+"""More than torch has dims: below it the number of dims is written, above it which of them are expanded."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -47,6 +51,8 @@ class Piece:
     has_gradient: bool
     order: tuple[int, ...] = ()
     """Its dims as they lie in memory, from the outermost to the innermost; empty for a plain tensor."""
+    expanded: tuple[int, ...] = ()
+    """The dims along which it is one slice, shown many times."""
 
     def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Memory for it, which is dense, and the tensor that this memory is."""
@@ -54,7 +60,20 @@ class Piece:
             plain = torch.empty(self.shape, dtype=self.dtype, device=device)
             return plain, plain
         memory = torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype, device=device)
-        return memory, memory.permute([self.order.index(dim) for dim in range(len(self.order))])
+        return memory, self._in_place(memory)
+
+    def expand(self, tensor: Tensor) -> Tensor:
+        """What has arrived, as it lay in memory; a later parcel of its kind need not be expanded, which its values show."""
+        if not self.expanded:
+            return tensor
+        one = _first_of(tensor, self.expanded)
+        one = self._in_place(one.permute(self.order).contiguous()) if self.order else one.contiguous()
+        found = one.expand(self.shape)
+        return found if torch.equal(found, tensor) else tensor
+
+    def _in_place(self, memory: Tensor) -> Tensor:
+        """Dims that are as in memory, in their own order."""
+        return memory.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
 @dataclass(frozen=True)
@@ -94,7 +113,8 @@ class Parcel:
             self._post(self._mail.forms[key])
         for work in self._work:
             self._mail.wait(work, self._lane)
-        return self._tensors, self._mail.forms[key]
+        form = self._mail.forms[key]
+        return [piece.expand(tensor) for piece, tensor in zip(form, self._tensors, strict=True)], form
 
     def _post(self, form: Form) -> None:
         made = [piece.empty(self._mail.device) for piece in form]
@@ -219,7 +239,8 @@ def write_header(tensors: Sequence[Tensor]) -> Tensor:
     numbers = [len(tensors)]
     for tensor in tensors:
         facts = int(tensor.requires_grad) + 2 * _number_of(order_of(tensor))
-        numbers += [_DTYPES.index(tensor.dtype), facts, tensor.ndim, *tensor.shape]
+        dims = tensor.ndim + _DIMS_BASE * sum(1 << dim for dim in expanded_dims(tensor))
+        numbers += [_DTYPES.index(tensor.dtype), facts, dims, *tensor.shape]
     return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
 
 
@@ -228,21 +249,36 @@ def read_header(header: Tensor) -> Form:
     numbers = header.tolist()
     count, at, pieces = numbers[0], 1, []
     for _ in range(count):
-        dtype, facts, ndim = numbers[at : at + 3]
+        dtype, facts, dims = numbers[at : at + 3]
+        expanded, ndim = divmod(dims, _DIMS_BASE)
         shape, order = tuple(numbers[at + 3 : at + 3 + ndim]), _order_of_number(facts // 2)
-        pieces.append(Piece(shape, _DTYPES[dtype], bool(facts % 2), order))
+        along = tuple(dim for dim in range(ndim) if expanded >> dim & 1)
+        pieces.append(Piece(shape, _DTYPES[dtype], bool(facts % 2), order, along))
         at += 3 + ndim
     return tuple(pieces)
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
-    """The dims of a tensor as they lie in memory; empty where that is their own order, or where no order is (an expanded one)."""
+    """The dims of a tensor as they lie in memory, of an expanded one those of its slice; empty where that is their own order."""
     strides = tensor.stride()
-    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True))
-    if tensor.is_contiguous() or is_expanded or tensor.ndim > _MOST_DIMS:
+    if tensor.ndim > _MOST_DIMS or _first_of(tensor, expanded_dims(tensor)).is_contiguous():
         return ()
     order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
     return () if order == tuple(range(tensor.ndim)) else order
+
+
+def expanded_dims(tensor: Tensor) -> tuple[int, ...]:
+    """The dims along which a tensor is one slice, shown many times."""
+    if tensor.ndim > _MOST_DIMS:
+        return ()
+    return tuple(dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0)
+
+
+def _first_of(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+    """The first slice along some dims, which stay."""
+    for dim in dims:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _number_of(order: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
 from shoal.core.axes import Axis
-from shoal.core.errors import Refusal
+from shoal.core.errors import RunError
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.models.dropout import DropoutKey
 from shoal.optim.build import set_rate
@@ -138,12 +138,12 @@ class StepRunner:
         """Refuse a parameter without a gradient: data parallelism would then leave its whole bucket unsummed, and say nothing.
 
         Raises:
-            Refusal: names the parameter and the setting.
+            RunError: names the parameter and the setting. No refusal: a bug of ours may have lost the gradient.
         """
         if self.mesh.replicas.size == 1 or self.allows_untouched:
             return
         for name in self.reduction.untouched():
-            raise Refusal(
+            raise RunError(
                 f"parameter {name!r} got no gradient in this step, so gradients could not be summed over replicas; "
                 "set train.unused_parameters=true, or take the parameter out of the model"
             )

@@ -10,6 +10,11 @@ from typing import Any
 
 from shoal.optim.config import PrecisionName
 
+FLAT_BOUNDS = {"float64": 1e-12, "float32": 1e-5}
+"""How far a flat pass over the whole batch may be from a gradient that is added in a plan's tree."""
+COARSE_FLAT_BOUND = 0.1
+"""In any other precision."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -26,6 +31,8 @@ class Case:
     """Length of the whole run: schedules of the learning rate depend on it."""
     steps: int
     """Steps to run and compare."""
+    needs_every_gradient: bool = False
+    """A plan over replicas cannot run where one of them leaves a parameter without a gradient, and no setting allows it."""
 
     def as_values(self) -> dict[str, Any]:
         """JSON."""

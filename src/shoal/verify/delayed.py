@@ -28,6 +28,7 @@ from shoal.verify.parts import (
     measure_movement,
     norm_of,
     refuse_not_finite,
+    refuse_untouched,
     weigh,
 )
 
@@ -121,6 +122,7 @@ class DelayedTraining:
     def _before_update(self, stage: int, update: int) -> None:
         parts, named = self._parts, self._stages[stage]
         gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+        refuse_untouched(parts, set(named) - set(gradients))
         norm = norm_of(list(gradients.values()))
         self.norms[stage] = norm
         self.gradients |= {name: gradient.clone() for name, gradient in gradients.items()}

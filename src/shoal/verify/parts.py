@@ -7,7 +7,7 @@ shared would be equal on both. The cutting of a batch is written a second time f
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +134,23 @@ def refuse_not_finite(loss: float, norm: float, step: int) -> None:
         raise RequestError(
             f"one process alone has loss {loss} and gradient norm {norm} at step {step + 1}: a proof needs finite numbers; "
             "lower optim.lr, or prove fewer steps"
+        )
+
+
+def refuse_untouched(parts: Parts, names: Collection[str]) -> None:
+    """Refuse a model that leaves a parameter without a gradient here, where nothing is lost on the way, if its plan cannot.
+
+    Args:
+        parts: the model and what its plan needs.
+        names: of the parameters that one replica's samples gave no gradient.
+
+    Raises:
+        RequestError: names the parameter and the setting.
+    """
+    if names and parts.case.needs_every_gradient:
+        raise RequestError(
+            f"parameter {min(names)!r} got no gradient in this step, so gradients could not be summed over replicas; "
+            "set train.unused_parameters=true, or take the parameter out of the model"
         )
 
 

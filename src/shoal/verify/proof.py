@@ -118,7 +118,7 @@ class Prover:
         recipe = subject.recipe.model_copy(update={"train": train})
         derived = derive_layout(train, plan).plan
         recipe, tree = _tree_of(subject, recipe, derived)
-        case = _case_of(recipe, subject, min(self.steps, subject.total_steps))
+        case = _case_of(recipe, subject, derived, min(self.steps, subject.total_steps))
         return Question(
             subject=subject, recipe=recipe, plan=derived, case=case, tree=tree, mutant=mutant, deaths=tuple(deaths)
         )
@@ -221,7 +221,7 @@ def _tree_of(subject: Subject, recipe: Recipe, plan: Plan) -> tuple[Recipe, Tree
     return recipe.model_copy(update={"pipeline": pipeline}), tree
 
 
-def _case_of(recipe: Recipe, subject: Subject, steps: int) -> Case:
+def _case_of(recipe: Recipe, subject: Subject, plan: Plan, steps: int) -> Case:
     values = recipe.model_dump(mode="json")
     return Case(
         model=values["model"],
@@ -233,6 +233,8 @@ def _case_of(recipe: Recipe, subject: Subject, steps: int) -> Case:
         batch_norm=recipe.train.batch_norm,
         total_steps=subject.total_steps,
         steps=steps,
+        # What one process has no gradient of either is refused there; what the ranks alone lack is their failure.
+        needs_every_gradient=not plan.ps and (plan.dp or 1) * plan.cp > 1 and not recipe.train.unused_parameters,
     )
 
 

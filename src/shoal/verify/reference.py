@@ -19,7 +19,7 @@ from shoal.elastic.jobs import serve
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
 from shoal.verify.capture import Recorder, model_tensors, saved_buffers
-from shoal.verify.case import Case, Log, Tree
+from shoal.verify.case import COARSE_FLAT_BOUND, FLAT_BOUNDS, Case, Log, Tree
 from shoal.verify.delayed import run_delayed
 from shoal.verify.narrow import find_narrow
 from shoal.verify.parts import (
@@ -34,20 +34,22 @@ from shoal.verify.parts import (
     measure_movement,
     norm_of,
     refuse_not_finite,
+    refuse_untouched,
     weigh,
 )
 from shoal.verify.replay import run_replay
 from shoal.verify.sums import group_gradients
 
-_ODD_BOUND = 1e-4
-"""More than any order of additions changes a gradient by in float32, and less than any other mask does."""
+_NARROW_BOUND = 1e-6
+"""Where a float64 model reads weights in float32."""
 
 
 def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     """Train ``case.steps`` steps and record each in ``folder``; says what was found on the way.
 
     Raises:
-        RequestError: the model draws random numbers of its own or by no sample, or its loss is not finite even here.
+        RequestError: the model draws random numbers of its own or by no sample, or its loss is not finite even here, or
+            it leaves a parameter without a gradient where the plan needs one.
     """
     parts = build_parts(case)
     recorder = Recorder(folder, "reference")
@@ -69,7 +71,7 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
         captured |= model_tensors(parts.named, parts.optimizer, saved_buffers(parts.model))
         recorder.add(loss=loss, norm=norm, skipped=not finite, tensors=captured)
         scale = scale.after_step(finite) if parts.precision.scales_loss else scale
-    _refuse_odd_dropout(parts, max(flat_errors, default=0.0))
+    _refuse_odd_dropout(parts, tree, max(flat_errors, default=0.0))
     recorder.close(
         flat=max(flat_errors, default=None),
         movement=measure_movement(parts, initial),
@@ -87,6 +89,8 @@ def tree_gradients(parts: Parts, step: int, ids: Ids, tree: Tree, scale: float) 
     loss: Tensor | None = None
     for group in replicas:
         partial, own = group_gradients(parts, step, group, tree, total=total, scale=scale)
+        if any(len(cut) for cut in group):
+            refuse_untouched(parts, {name for name, _ in parts.named} - set(own))
         for name, grad in own.items():
             sums[name] = sums[name] + grad if name in sums else grad
         loss = partial if loss is None else loss + partial
@@ -111,14 +115,23 @@ def flat_gradients(parts: Parts, step: int, ids: Ids, scale: float) -> dict[str,
     return {name: grad for name, parameter in parts.named for grad in gradients_of([parameter])}
 
 
-def _refuse_odd_dropout(parts: Parts, flat: float) -> None:
+def _refuse_odd_dropout(parts: Parts, tree: Tree, flat: float) -> None:
     """Refuse a dropout whose mask depends on how many samples are beside it, where that is seen to change the gradient.
+
+    That is seen by turning it off: what is then still different has another reason, and is no excuse.
 
     Raises:
         RequestError: names the dropout and the shape.
     """
-    odd = parts.dropout.odd_shapes()
-    if odd and flat > _ODD_BOUND:
+    odd, bound = parts.dropout.odd_shapes(), FLAT_BOUNDS.get(parts.case.precision, COARSE_FLAT_BOUND)
+    if not odd or flat <= bound:
+        return
+    ids = next(global_batches(parts))
+    with parts.dropout.turned_off(odd):
+        without = relative_distance(
+            tree_gradients(parts, 0, ids, tree, 1.0)[1], flat_gradients(parts, 0, ids, scale=1.0)
+        )
+    if without <= max(bound, _NARROW_BOUND if narrow_weights(parts, tree) else 0.0):
         path, shape = next(iter(odd.items()))
         raise RequestError(
             f"dropout {path!r} sees a tensor of shape {shape}, in which no dim is known to be the batch, so its mask depends on "

@@ -45,9 +45,7 @@ def group_gradients(
             for number, cut in way:
                 value = batch_loss(parts, step, cut, total)
                 with turns.of(number):
-                    scaled = value if scale == 1.0 else value * scale
-                    scaled.backward(retain_graph=split.is_cut)  # type: ignore[no-untyped-call]
-                    split.finish()
+                    split.backward(value if scale == 1.0 else value * scale)
                 partial = partial + value.detach()
         for name, own in leaves.items():
             terms[name] += turns.sums(name) if name in tree.turns else gradients_of(own)

@@ -38,13 +38,13 @@ import torch
 from shoal.core.plan import Plan
 from shoal.optim.config import TORCH, OptimConfig, PrecisionName
 from shoal.optim.rates import rate
+from shoal.verify.case import COARSE_FLAT_BOUND, FLAT_BOUNDS
 from shoal.verify.oracle import Delay
 
 _ROUNDINGS_PER_BLOCK = 8
 _BFLOAT16_UNIT = 2.0**-8
 _FLOAT16_UNIT = 2.0**-11
 _SPLIT = {"float64": 1e-12, "float32": 1e-5}
-_FLAT = {"float64": 1e-12, "float32": 1e-5}
 _REORDERED = {"float64": 1e-14, "float32": 1e-6}
 _NARROW_EPS = float(torch.finfo(torch.float32).eps)
 # A norm that nothing is clipped by comes from one kernel per tensor, in its own type.
@@ -197,7 +197,7 @@ def derive_tolerance(
 
 def flat_bound(precision: PrecisionName, tolerance: Tolerance, narrow: Sequence[str]) -> float:
     """How far the reference's own tree of sums may be from one pass over the whole global batch, whatever the plan splits."""
-    own = max(_FLAT.get(precision, 0.1), tolerance.bound)
+    own = max(FLAT_BOUNDS.get(precision, COARSE_FLAT_BOUND), tolerance.bound)
     return max(own, _REORDERED["float32"]) if narrow else own
 
 

@@ -5,12 +5,13 @@ over microbatches, and these are added at the end. The difference is a rounding,
 
 Which stage reads a weight is a matter of time: a stage begins when its first unit is called, and what is read from then on is
 read by it. What code outside of every unit made of a weight earlier and hands to a unit of a later stage was, in the pipeline,
-made by that stage for itself: such an argument gets a leaf of its own there, whose gradient is sent on afterwards.
+made by that stage for itself: such an argument gets a leaf of its own there, whose gradient is sent on afterwards and is part of
+what that stage adds for the microbatch.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -49,34 +50,49 @@ class SplitUses:
         self._cuts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """By stage and argument: what code outside of units made, and the leaf that the stage's units were given for it."""
 
-    @property
-    def is_cut(self) -> bool:
-        """The graph of the last forward pass is in pieces: ``finish`` needs it again after its backward pass."""
-        return bool(self._cuts)
+    def backward(self, loss: Tensor) -> None:
+        """A backward pass; every leaf gets one sum of all that its stage's units and code have, as in a pass of that stage."""
+        if not self._cuts:
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
+        every = [leaf for leaves in self.leaves.values() for leaf in leaves]
+        before = [leaf.grad for leaf in every]
+        for leaf in every:
+            leaf.grad = None
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        self._send_on()
+        for leaf, earlier in zip(every, before, strict=True):
+            leaf.grad = _sum(earlier, leaf.grad)
 
-    def finish(self) -> None:
-        """After a backward pass: send the gradients of arguments that have a leaf of their own on to the weights."""
-        for (stage, _), (made, leaf) in sorted(self._cuts.items(), key=lambda entry: entry[0]):
-            if leaf.grad is not None:
+    def _send_on(self) -> None:
+        """Send the gradients of arguments that have a leaf of their own on to the weights, those of a stage together."""
+        for stage in sorted({stage for stage, _ in self._cuts}):
+            cuts = [cut for (of, _), cut in self._cuts.items() if of == stage and cut[1].grad is not None]
+            if cuts:
                 with self._receiving(stage):
-                    torch.autograd.backward([made], [leaf.grad], retain_graph=True)
+                    torch.autograd.backward(
+                        [made for made, _ in cuts], [leaf.grad for _, leaf in cuts], retain_graph=True
+                    )
         self._cuts, self._made = {}, set()
 
     @contextmanager
     def _receiving(self, stage: int) -> Iterator[None]:
         """Inside, what is added to any leaf of a weight is added to the leaf of one stage."""
-        moved = []
-        for first, leaves in self.leaves.items():
-            users = list(self._tree.users[first])
-            own = leaves[users.index(stage)] if stage in users else None
-            moved += [(leaf, own, leaf.grad) for leaf in leaves if own is not None and leaf is not own]
-        for leaf, own, _ in moved:
-            leaf.grad = own.grad
+        groups = [
+            (leaves[users.index(stage)], leaves)
+            for first, leaves in self.leaves.items()
+            if stage in (users := list(self._tree.users[first]))
+        ]
+        kept = {leaf: leaf.grad for _, leaves in groups for leaf in leaves}
+        for leaf in kept:
+            leaf.grad = None
         yield
-        for leaf, own, grad in moved:
-            if leaf.grad is not own.grad:
-                own.grad = leaf.grad
-            leaf.grad = grad
+        for own, leaves in groups:
+            # What was read last is added first, as a backward pass comes by.
+            total = reduce(_sum, [leaf.grad for leaf in reversed(leaves)], kept[own])
+            for leaf in leaves:
+                leaf.grad = kept[leaf]
+            own.grad = total
 
     def watch(self) -> list[Any]:
         """Put the leaves into the model, and follow its forward passes; what is to be removed in the end."""
@@ -205,3 +221,10 @@ def split_uses(model: nn.Module, tree: Tree) -> Iterator[SplitUses]:
         for handle in handles:
             handle.remove()
         split.restore()
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Two gradients, of which neither need be there."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -439,6 +439,39 @@ def test_a_model_that_begins_to_draw_later_is_noticed_and_keyed_from_then_on():
 
 
 @pytest.mark.timeout(300)
+def _harmless(x: Tensor) -> Tensor:
+    return x if torch.rand([]) < 0.0 else x + 1
+
+
+@pytest.mark.parametrize(
+    ("first", "begins"),
+    [
+        (_harmless, lambda x: F.dropout(x, 0.5)),
+        (_harmless, lambda x: x + torch.randn(64)),
+        (_harmless, lambda x: torch.rrelu(-x, training=True)),
+        (lambda x: F.dropout(x, 0.5), lambda x: x + torch.randn(64)),
+        (lambda x: F.dropout(x, 0.5), lambda x: torch.rrelu(-x, training=True)),
+    ],
+)
+def test_a_model_that_draws_already_is_noticed_when_it_begins_to_draw_more(first, begins):
+    """One harmless draw, or one keyed dropout, and nobody looked any more."""
+
+    class Late(nn.Module):
+        is_late = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = first(x)
+            return begins(x) if self.is_late else x
+
+    model, key = _keyed(Late())
+    for _ in range(3):
+        _run(model, key, torch.ones(4, 64))
+    assert not key.foreign_draws()
+    model.is_late = True
+    _run(model, key, torch.ones(4, 64))
+    assert len(key.foreign_draws()) == 1
+
+
 def test_a_compiled_models_functional_draws_are_called_foreign():
     model, key = _keyed(Net())
     model.compile(backend="aot_eager")

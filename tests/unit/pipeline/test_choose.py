@@ -13,6 +13,7 @@ from shoal.pipeline import choose
 from shoal.pipeline.build import Stages, prove_stages
 from shoal.pipeline.choose import choose_starts, stage_memory
 from shoal.pipeline.config import PipelineConfig
+from shoal.pipeline.cut import Chain
 from shoal.pipeline.estimate import estimate_work
 from shoal.pipeline.split import UnitCost
 from shoal.pipeline.units import find_units
@@ -281,5 +282,53 @@ def test_a_place_that_the_recipe_names_and_that_is_not_legal_is_refused_with_tho
         prove_stages(model, EXAMPLE, Stages(units=units, starts=(0, 3), schedule=line()))
 
 
-def test_code_that_raises_on_values_that_are_not_there_is_cut_elsewhere():
-    assert starts_of(Branching(), line()) == (0, 1)
+class Asserting(Branching):
+    """The same, as an assertion."""
+
+    def forward(self, x):
+        x = self.two(self.one(x))
+        assert torch.isfinite(x).all() and x.abs().max() < 1000
+        return self.three(x)
+
+
+class Leaving(Branching):
+    """Takes another way instead."""
+
+    def forward(self, x):
+        x = self.two(self.one(x))
+        if not x.abs().max() < 1000:
+            return x
+        return self.three(x)
+
+
+@pytest.mark.parametrize("build", [Branching, Asserting, Leaving])
+def test_code_that_does_otherwise_on_values_that_are_not_there_is_cut_elsewhere(build):
+    assert starts_of(build(), line()) == (0, 1)
+
+
+def test_a_mistake_of_the_cutting_is_no_place_that_cannot_be_cut():
+    """Any error was said to be the module's, so that a bug of ours was a plan that is refused."""
+    model = model_of(8, 8)
+    chain = Chain(model, find_units(model, EXAMPLE, Anatomy()), (0, 1))
+    chain._stage_of_call = []
+    with pytest.raises(IndexError):
+        chain.prove(EXAMPLE)
+
+
+class Breaks(Branching):
+    """Fails by itself, cut or not."""
+
+    is_broken = False
+
+    def forward(self, x):
+        if self.is_broken:
+            raise ValueError("broken")
+        return self.three(self.two(self.one(x)))
+
+
+def test_a_module_that_fails_uncut_is_not_called_illegal_at_every_place():
+    model = Breaks()
+    chain = Chain(model, find_units(model, EXAMPLE, Anatomy()), (0, 1))
+    model.is_broken = True
+    with pytest.raises(ValueError, match="broken"):
+        chain.prove(EXAMPLE)

@@ -174,6 +174,28 @@ def test_draws_that_decide_nothing_are_not_refused(tmp_path, monkeypatch):
     assert len(Recording.open(tmp_path, "reference")) == 2
 
 
+class LateNoise(OffLayerDrop):
+    """Begins to draw in earnest after a pass that drew what decides nothing."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = super().forward(x)
+        return self.noise(x) if self.calls > 2 else x
+
+
+def test_draws_that_begin_after_harmless_ones_are_refused(tmp_path, monkeypatch):
+    """The first pass had drawn, so later ones were not looked at, and the plan was blamed for what the model did."""
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: LateNoise())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+    )
+    with pytest.raises(RequestError, match="normal_ in module 'noise'"):
+        run_here(run_reference, case, Tree(replicas=1, microbatches=2), tmp_path)
+
+
 class Stubborn(Noisy):
     def forward(self, x):
         return self.inner(x.float())
@@ -222,6 +244,32 @@ def test_a_dropout_whose_mask_depends_on_the_microbatch_is_refused_by_name(tmp_p
     )
     with pytest.raises(RequestError, match=r"dropout 'drop' sees a tensor of shape \(16, 4\)"):
         run_here(run_reference, case, Tree(replicas=2, microbatches=2), tmp_path)
+
+
+class DropsPlacesInCode(DropsPlaces):
+    def forward(self, x):
+        return self.out(x @ nn.functional.dropout(self.table, 0.5))
+
+
+@pytest.mark.parametrize("build", [DropsPlaces, DropsPlacesInCode])
+def test_such_a_dropout_excuses_nothing_else(tmp_path, monkeypatch, build):
+    """Any difference between a plan's sum and one pass was its fault, and so the model's."""
+    honest = tree_gradients
+
+    def doubled(parts, step, ids, tree, scale):
+        loss, gradients = honest(parts, step, ids, tree, scale)
+        return loss, {name: 2 * gradient for name, gradient in gradients.items()}
+
+    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: build())
+    case = case_of(
+        model={"name": "mlp", "layers": 1, "hidden": 16},
+        data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
+    )
+    tree = Tree(replicas=2, microbatches=2)
+    with pytest.raises(RequestError, match=r"sees a tensor of shape \(16, 4\)"):
+        run_here(run_reference, case, tree, tmp_path)
+    monkeypatch.setattr("shoal.verify.reference.tree_gradients", doubled)
+    assert run_here(run_reference, case, tree, tmp_path)["flat"] > 0.4
 
 
 def test_a_loss_that_is_not_finite_alone_is_refused(tmp_path):

@@ -189,13 +189,89 @@ def test_every_stage_that_reads_a_weight_outside_of_units_has_a_gradient_of_its_
     batches = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1))
     with split_uses(model, STAGES) as split:
         for batch in batches:
-            model(batch).square().sum().backward(retain_graph=split.is_cut)
-            split.finish()
+            split.backward(model(batch).square().sum())
             twin(batch).square().sum().backward()
     first, second = split.leaves["table"]
     assert torch.equal(first.grad, twin.table.grad) and torch.equal(second.grad, twin.other.grad)
     assert not torch.equal(first.grad, second.grad) and torch.equal(model.two.weight.grad, twin.two.weight.grad)
     assert model.table.grad is None and isinstance(model.table, nn.Parameter)
+
+
+class Held(nn.Module):
+    """Made of a weight outside of every unit, of which the units have a use of their own too."""
+
+    def __init__(self, twin=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two, self.table = Adds(), Adds(), nn.Parameter(torch.randn(5))
+        self.one.weight = self.table
+        self.two.weight = nn.Parameter(self.table.detach().clone()) if twin else self.table
+
+    def forward(self, x):
+        table = torch.diag(torch.sin(self.table))
+        late = table if self.two.weight is self.table else torch.diag(torch.sin(self.two.weight))
+        return self.two(self.one(x, table), late)
+
+
+def test_what_a_stage_uses_inside_and_outside_of_units_is_one_sum_for_each_microbatch():
+    """They were added to the sum over microbatches one after the other, a rounding away from the stage's own pass."""
+    model, twin = Held(), Held(twin=True)
+    names = [["table", "one.weight"], ["two.weight"]]
+    tree = Tree(
+        replicas=1,
+        microbatches=8,
+        users={"table": [0, 1]},
+        uses={"table": names},
+        places=["two"],
+        units=["one", "two"],
+    )
+    with split_uses(model, tree) as split:
+        for batch in torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(1)):
+            split.backward(model(batch).square().sum())
+            twin(batch).square().sum().backward()
+    first, second = split.leaves["table"]
+    assert torch.equal(first.grad, twin.table.grad) and torch.equal(second.grad, twin.two.weight.grad)
+
+
+class ReadOnTheWay(nn.Module):
+    """The last of three stages is given something that was made of a weight in the time of both stages before it."""
+
+    def __init__(self, twin=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two, self.three, self.table = Adds(), Adds(), Adds(), nn.Parameter(torch.randn(5, 5))
+        self.others = nn.ParameterList([self.table.detach().clone() for _ in range(2)] if twin else [])
+
+    def forward(self, x):
+        early, middle, late = (self.table, *self.others) if len(self.others) else (self.table,) * 3
+        x = self.two(self.one(x, torch.sin(early)), torch.sin(middle))
+        return self.three(x, torch.sin(late) + torch.cos(late))
+
+
+class ReadOnce(ReadOnTheWay):
+    def forward(self, x):
+        table = torch.sin(self.table)
+        x = self.two(self.one(x, table), table)
+        return self.three(x, table + torch.cos(self.table))
+
+
+def test_a_stage_gets_the_gradients_of_all_that_earlier_ones_read_for_it():
+    """Of two leaves that had none yet the second took the first one's place, and a gradient was lost."""
+    model, twin = ReadOnce(), ReadOnTheWay(twin=True)
+    tree = Tree(
+        replicas=1,
+        microbatches=2,
+        users={"table": [0, 1, 2]},
+        uses={"table": [[], [], []]},
+        places=["two", "three"],
+        units=["one", "two", "three"],
+    )
+    with split_uses(model, tree) as split:
+        for batch in torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1)):
+            split.backward(model(batch).square().sum())
+            twin(batch).square().sum().backward()
+    expected = [twin.table.grad, *(other.grad for other in twin.others)]
+    assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(split.leaves["table"], expected, strict=True))
 
 
 def test_uses_that_cannot_be_told_apart_are_refused():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
-from shoal.core.errors import Refusal
+from shoal.core.errors import RunError
 from shoal.parallel.zero.layout import Slot, Unit, ZeroLayout
 from shoal.parallel.zero.pool import Pool
 
@@ -137,7 +137,7 @@ class GradientStore:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if index in self._order[: self._turn]:
-            raise Refusal(
+            raise RunError(
                 f"parameter {slot.name!r} got a gradient after its unit {self.layout.units[index].path!r} had been summed over "
                 "replicas; run one backward pass per microbatch, and recompute with use_reentrant=False"
             )

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.channel import is_silent
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
-from shoal.core.errors import Refusal
+from shoal.core.errors import RunError
 from shoal.parallel.zero.layout import ZeroLayout
 from shoal.parallel.zero.pool import Pool
 
@@ -251,7 +251,7 @@ class WeightStore:
     def _unpack(self, packed: _Packed | _Kept) -> Tensor:
         if isinstance(packed, _Kept):
             if packed.tensor._version != packed.version:
-                raise Refusal(
+                raise RunError(
                     f"a tensor of shape {tuple(packed.tensor.shape)} that the backward pass needs was changed in place: it is at "
                     f"version {packed.tensor._version}, not {packed.version}; take the in-place operation out of the model"
                 )
