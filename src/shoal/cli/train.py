@@ -84,6 +84,7 @@ def train(
 ) -> None:
     """Train the model of RECIPE."""
     # Verbs import what they need when they run: see cli/main.py.
+    from shoal.trainer.claim import choose_run_dir, require_run_dir
     from shoal.trainer.request import TrainRequest, prepare
 
     if help_recipe or schema:
@@ -102,6 +103,8 @@ def train(
 
     decision = None
     if asks_auto(recipe, plan, changes):
+        if resume and not resume_auto:
+            require_run_dir(choose_run_dir(recipe.stem, given=run_dir, resume=True))
         try_before_search(recipe, changes, launched=launched)
         plan, decision = decide_for_run(recipe, overrides=changes, num_processes=nproc, run_dir=run_dir, resume=resume)
         nproc = None
