@@ -106,6 +106,15 @@ def test_where_none_is_known_to_be_good_the_only_one_stays(tmp_path):
     assert f"last good checkpoint: {tmp_path / 'checkpoints' / 'step-00000006'}" in ruin(tmp_path, every=6, steps=12)
 
 
+def test_the_forecast_of_the_disk_counts_the_good_one_and_the_one_being_written(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("shoal.trainer.persist.warn_if_short", lambda path, num_bytes: asked.append(num_bytes))
+    for keep in (1, 2):
+        with build(tmp_path / str(keep), lr=0.1, keep=keep, steps=1) as trainer:
+            trainer.train()
+    assert asked[0] / 3 == asked[1] / 4 > 0
+
+
 def test_a_resume_that_finds_only_what_was_set_aside_says_so(tmp_path):
     with build(tmp_path, lr=0.1, every=3, steps=6) as trainer:
         trainer.train()
