@@ -326,4 +326,6 @@ class Saver:
             if self._newest is not None:
                 expire(self._root, newest=self._newest, keep=keep, keep_every=keep_every, good=self.proven.anchor)
         except OSError as error:
-            self._report(Warned(message=f"cannot mark or delete checkpoints in {self._root}: {error}"))
+            self._report(
+                Warned(message=f"cannot delete expired checkpoints in {self._root}, or mark good ones: {error}")
+            )
