@@ -84,7 +84,6 @@ def train(
 ) -> None:
     """Train the model of RECIPE."""
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.trainer.claim import choose_run_dir, require_run_dir
     from shoal.trainer.request import TrainRequest, prepare
 
     if help_recipe or schema:
@@ -103,9 +102,8 @@ def train(
 
     decision = None
     if asks_auto(recipe, plan, changes):
-        if resume and not resume_auto:
-            require_run_dir(choose_run_dir(recipe.stem, given=run_dir, resume=True))
-        try_before_search(recipe, changes, launched=launched)
+        required = run_dir if resume and not resume_auto else None
+        try_before_search(recipe, changes, launched=launched, required=required)
         plan, decision = decide_for_run(recipe, overrides=changes, num_processes=nproc, run_dir=run_dir, resume=resume)
         nproc = None
     request = TrainRequest(
@@ -166,14 +164,19 @@ def _check_processes(count: int | None) -> None:
         check_processes(count)
 
 
-def try_before_search(recipe: Path, changes: Sequence[str], *, launched: bool = False) -> None:
-    """Refuse what no plan can run, and ranks that are there already, before plans are tried for a minute."""
+def try_before_search(
+    recipe: Path, changes: Sequence[str], *, launched: bool = False, required: Path | None = None
+) -> None:
+    """Refuse what no plan can run, ranks that are there already, and a missing run directory, before plans are tried."""
     if launched:
         raise RequestError(_NO_AUTO)
     from shoal.core.plan import Plan
+    from shoal.trainer.claim import require_run_dir
     from shoal.trainer.config import load_recipe
     from shoal.trainer.request import try_own_parts
 
+    if required is not None:
+        require_run_dir(required)
     try_own_parts(load_recipe(recipe, changes), Plan(dp=1), own=OwnParts())
 
 
