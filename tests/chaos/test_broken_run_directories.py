@@ -143,6 +143,9 @@ def test_a_resume_of_what_does_not_exist_is_refused_and_offers_what_does(shoal, 
     unnamed = shoal.run("train", tiny, "--resume", expect=2)
     assert "runs/tiny does not exist" in unnamed.stderr
     assert not (shoal.folder / "runs" / "smal").exists() and not (shoal.folder / "runs" / "tiny").exists()
+    # Nor is a plan searched for it.
+    searched = shoal.run("train", tiny, "--run-dir", "runs/smal", "--plan", "auto", "--resume", *FEW, expect=2)
+    assert "runs/smal does not exist" in searched.stderr and "plan auto" not in searched.stderr
     # The value belongs to the option and what follows it is the recipe.
     started = shoal.run("train", "--resume=auto", tiny, "--run-dir", "runs/new", *FEW)
     assert "starting at step 0" in started.stderr

@@ -4,6 +4,7 @@
 
     step-00000100/                              a committed checkpoint
         manifest.json  rank-000.safetensors ...
+        good                                    empty, there once a step was taken from this checkpoint
     .tmp-step-00000100-<id>/                    being written, or left by a save that died
     .replaced-step-00000100-<id>/               what had that name before a save took it
     .expired-step-00000050-<id>/                being deleted by retention
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MANIFEST = "manifest.json"
+GOOD = "good"
 
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 _BESIDE = re.compile(r"\.(tmp|replaced|expired|aside)-(step-[0-9]{8,18})-([0-9a-f]{16})", re.ASCII)

@@ -14,9 +14,9 @@ class Proven:
         self._taken = 0
 
     def begin(self, step: int, *, good: int | None) -> None:
-        """The run goes on from this checkpoint; ``good`` is the newest before it that was known to be good."""
-        self._committed = (step,) if good is None else (good, step)
-        self._taken = step
+        """The run goes on from this checkpoint; ``good`` is the newest on the disk, up to this one, that is marked as good."""
+        self._committed = (step,) if good is None or good == step else (good, step)
+        self._taken = step + 1 if good == step else step
 
     def commit(self, step: int) -> None:
         """A checkpoint has got its name."""
@@ -34,6 +34,6 @@ class Proven:
         return max((step for step in self._committed if step < self._taken), default=None)
 
     @property
-    def doubtful(self) -> tuple[int, ...]:
-        """Steps of the checkpoints from which no step has been taken."""
-        return tuple(step for step in self._committed if step >= self._taken)
+    def anchor(self) -> int | None:
+        """The step of the checkpoint that retention must leave: the newest good one, else the oldest that may turn out to be."""
+        return self.good if self.good is not None else min(self._committed, default=None)

@@ -2,8 +2,8 @@
 
 The checkpoint that was just committed is always kept, so something whole is there whatever the state of the others. So is the
 newest *good* one, from which a later step was taken: the state after the update that ruins the weights is saved before anybody
-knows. A folder that a glance does not find whole neither counts nor is deleted: it may be somebody's evidence, or the only copy
-of a part.
+knows. Where none is known to be good, the oldest that may turn out to be is kept in its place. A folder that a glance does not
+find whole neither counts nor is deleted: it may be somebody's evidence, or the only copy of a part.
 """
 
 import os
@@ -27,7 +27,7 @@ def expired(
         newest: the one just committed. Later steps belong to another lineage (a run that went back) and are left alone.
         keep: how many of the newest stay, ``newest`` among them; at least 1.
         keep_every: multiples of this stay for ever.
-        good: the newest that is known to be good, which stays; None where that is not known of any.
+        good: the newest that is known to be good, or what stands in its place, which stays; None where there is none.
     """
     older = sorted(step for step in set(steps) if step < newest)
     candidates = older[: max(0, len(older) - (keep - 1))]
@@ -40,7 +40,7 @@ def expire(root: Path, *, newest: int, keep: int, keep_every: int | None, good: 
     Raises:
         OSError: the disk refused; nothing is half deleted under a committed name.
     """
-    steps = [step for name in os.listdir(root) if (step := parse_step(name)) is not None and _is_committed(root / name)]
+    steps = [step for name in os.listdir(root) if (step := parse_step(name)) is not None and is_committed(root / name)]
     if newest not in steps:
         # Without the anchor nothing is known to be whole, so nothing is deleted.
         return []
@@ -56,27 +56,33 @@ def expire(root: Path, *, newest: int, keep: int, keep_every: int | None, good: 
 def set_aside(root: Path, steps: Iterable[int]) -> list[int]:
     """Take the committed name from checkpoints that nobody should go on from; the steps of those that had it.
 
-    They stay whole, for whoever looks for the cause; those of an earlier time are deleted.
+    They stay whole, for whoever looks for the cause, until the same step is set aside anew.
 
     Raises:
         OSError: the disk refused.
     """
-    if not root.is_dir():
-        return []
-    for name in os.listdir(root):
-        beside = parse_beside(name)
-        if beside is not None and beside.kind is Beside.ASIDE:
-            remove(root / name)
     done = []
     for step in sorted(steps):
         if os.path.lexists(root / step_name(step)):
+            earlier = [path for other, path in list_aside(root) if other == step]
             os.rename(root / step_name(step), root / beside_name(Beside.ASIDE, step, draw_id()))
+            for path in earlier:
+                remove(path)
             done.append(step)
-    sync_folder(root)
+    if done:
+        sync_folder(root)
     return done
 
 
-def _is_committed(path: Path) -> bool:
+def list_aside(root: Path) -> list[tuple[int, Path]]:
+    """The folders that were set aside, oldest step first."""
+    names = sorted(os.listdir(root)) if root.is_dir() else []
+    besides = [(parse_beside(name), root / name) for name in names]
+    return [(beside.step, path) for beside, path in besides if beside is not None and beside.kind is Beside.ASIDE]
+
+
+def is_committed(path: Path) -> bool:
+    """True when a glance finds a whole checkpoint under this name."""
     try:
         glance(path)
     except (NotWhole, RequestError):

@@ -24,6 +24,7 @@ from shoal.checkpoint.attempt import Request, attempt
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.copies import Copies
 from shoal.checkpoint.cutting import list_holdings, view_cuts
+from shoal.checkpoint.goodness import mark_good
 from shoal.checkpoint.holdings import Cut, Listing, cuts_of
 from shoal.checkpoint.proven import Proven
 from shoal.checkpoint.retention import expire
@@ -115,6 +116,7 @@ class Saver:
         self._latest: _Job | None = None
         self.proven = proven or Proven()
         self._newest: int | None = None
+        self._marked: int | None = None
         self._refusal: CheckpointFailed | None = None
         """Of the latest call of ``save``, when it was not even begun."""
         self._gave_up: CheckpointFailed | None = None
@@ -153,19 +155,22 @@ class Saver:
             return
         request = self._request(step, tensors, values, local or {}, placements)
         self._latest = _Job(request=request, stall_seconds=time.perf_counter() - started)
-        if self._thread is None or not self._thread.is_alive():
-            # A daemon: a disk that never answers must not keep the process from ending.
-            self._thread = threading.Thread(target=self._work, name="shoal-saver", daemon=True)
-            self._thread.start()
-        self._jobs.put(self._latest)
+        self._give(self._latest)
         if not self._config.background:
             self.wait()
 
     def take(self, step: int) -> None:
         """Say that step number ``step`` was taken: the checkpoints before it are good, of which the newest stays."""
-        if self.proven.take(step) and self._vote.rank == 0 and self._thread is not None:
+        if self.proven.take(step) and self._vote.rank == 0:
             # In the thread, because deleting takes time.
-            self._jobs.put(_Settle())
+            self._give(_Settle())
+
+    def _give(self, job: _Job | _Settle) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            # A daemon: a disk that never answers must not keep the process from ending.
+            self._thread = threading.Thread(target=self._work, name="shoal-saver", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
 
     def settle(self) -> None:
         """Wait until what has expired is deleted; a save that is being written is waited for as ``wait`` does."""
@@ -266,7 +271,7 @@ class Saver:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             if isinstance(job, _Settle):
-                self._expire()
+                self._tidy()
                 job.done.set()
                 continue
             died = f"rank {self._vote.rank}: the writing thread died"
@@ -298,8 +303,9 @@ class Saver:
         self._lost_touch = saved.lost_touch
         self.proven.commit(step)
         if self._vote.rank == 0 and saved.lost_touch is None:
-            self._newest = step
-            self._expire()
+            # The folder is a new one, also where its step was marked before.
+            self._newest, self._marked = step, None
+            self._tidy()
         return CheckpointSaved(
             step=step,
             path=str(saved.path),
@@ -308,11 +314,18 @@ class Saver:
             write_seconds=time.perf_counter() - started,
         )
 
-    def _expire(self) -> None:
-        if self._newest is None:
+    def _tidy(self) -> None:
+        """Mark the newest good checkpoint, and delete what has expired since."""
+        if self._vote.rank != 0:
             return
-        keep, keep_every = self._config.keep, self._config.keep_every
+        good, keep, keep_every = self.proven.good, self._config.keep, self._config.keep_every
         try:
-            expire(self._root, newest=self._newest, keep=keep, keep_every=keep_every, good=self.proven.good)
+            if good is not None and good != self._marked:
+                mark_good(self._root, good)
+                self._marked = good
+            if self._newest is not None:
+                expire(self._root, newest=self._newest, keep=keep, keep_every=keep_every, good=self.proven.anchor)
         except OSError as error:
-            self._report(Warned(message=f"cannot delete expired checkpoints in {self._root}: {error}"))
+            self._report(
+                Warned(message=f"cannot delete expired checkpoints in {self._root}, or mark good ones: {error}")
+            )

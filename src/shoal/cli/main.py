@@ -32,6 +32,7 @@ from shoal.cli.tune import tune
 from shoal.cli.verify import verify
 from shoal.core.errors import EXIT_NO, EXIT_SIGINT, EXIT_WRONG_REQUEST, ShoalError
 from shoal.core.processor import avoid_hidden_tiles
+from shoal.core.rundir import lies_in_run
 
 _PROGRAM = "shoal"
 
@@ -107,15 +108,15 @@ def _run(arguments: Sequence[str], *, debug: bool) -> NoReturn:
         _fail(str(error), error.exit_code, debug=debug)
     except KeyboardInterrupt:
         sys.exit(EXIT_SIGINT)
-    except PermissionError as error:
-        _fail(
-            f"no permission for {error.filename}; a run directory is its owner's alone, unless its recipe sets "
-            "run.readable_by: ask its owner, or use another",
-            EXIT_WRONG_REQUEST,
-            debug=debug,
-        )
     # The process boundary: whatever it is, the user gets one message, and the traceback on request.
     except Exception as error:
+        if isinstance(error, PermissionError) and lies_in_run(error.filename):
+            _fail(
+                f"no permission for {error.filename}; a run directory is its owner's alone, unless its recipe sets "
+                "run.readable_by: ask its owner, or use another",
+                EXIT_WRONG_REQUEST,
+                debug=debug,
+            )
         hint = "" if debug else "\nThis was not foreseen; run again with --debug to see where it happened."
         _fail(f"{type(error).__name__}: {error}{hint}", EXIT_NO, debug=debug)
     sys.exit(0)

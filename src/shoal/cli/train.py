@@ -106,7 +106,8 @@ def train(
     own = OwnParts(is_dry=dry_run)
     decision = None
     if asks_auto(recipe, plan, changes):
-        try_before_search(recipe, changes, launched=launched, own=own)
+        required = run_dir if resume and not resume_auto else None
+        try_before_search(recipe, changes, launched=launched, own=own, required=required)
         plan, decision = decide_for_run(recipe, overrides=changes, num_processes=nproc, run_dir=run_dir, resume=resume)
         nproc = None
     request = TrainRequest(
@@ -174,15 +175,23 @@ def _check_processes(count: int | None) -> None:
 
 
 def try_before_search(
-    recipe: Path, changes: Sequence[str], *, launched: bool = False, own: "OwnParts | None" = None
+    recipe: Path,
+    changes: Sequence[str],
+    *,
+    launched: bool = False,
+    own: "OwnParts | None" = None,
+    required: Path | None = None,
 ) -> None:
-    """Refuse what no plan can run, and ranks that are there already, before plans are tried for a minute."""
+    """Refuse what no plan can run, ranks that are there already, and a missing run directory, before plans are tried."""
     if launched:
         raise RequestError(_NO_AUTO)
     from shoal.core.plan import Plan
+    from shoal.trainer.claim import require_run_dir
     from shoal.trainer.config import load_recipe
     from shoal.trainer.request import try_own_parts
 
+    if required is not None:
+        require_run_dir(required)
     try_own_parts(load_recipe(recipe, changes), Plan(dp=1), own=own or OwnParts())
 
 

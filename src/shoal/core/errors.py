@@ -34,6 +34,10 @@ class RunError(ShoalError):
     """The request was fine and the run failed: a dead rank, a non-finite loss, a refused checkpoint."""
 
 
+class FinalError(RunError):
+    """The run failed, and starting it again would end the same: the same steps lead to the same loss that is not finite."""
+
+
 class Refusal(RunError):
     """The request cannot be met, and only running it could show that: a module does what its plan does not allow. Has the fix."""
 

@@ -118,3 +118,16 @@ def replace_text(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text)
     os.replace(beside, path)
+
+
+def lies_in_run(filename: object) -> bool:
+    """True when a file that could not be opened is part of a run directory, as far as can be seen from outside."""
+    if not isinstance(filename, str | os.PathLike):
+        return False
+    path = Path(os.fspath(filename))
+    run = RunDir(path.parent)
+    # A folder that is closed to us shows no recipe; what was wanted in it has a name that a run gives.
+    folders = (run.checkpoints, run.errors, run.traces, run.tensorboard, run.events(0).parent, run.log(0).parent)
+    if path in (run.recipe, run.plan, run.summary, run.forecast, run.lock, *folders):
+        return True
+    return any(RunDir(folder).recipe.is_file() for folder in (path, *path.parents[:4]) if os.access(folder, os.X_OK))

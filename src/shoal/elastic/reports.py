@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import FinalError, RequestError
 from shoal.core.rundir import RunDir
 
 _MAX_BYTES = 1 << 20
@@ -33,7 +33,7 @@ class ErrorReport:
     time: float
     """Wall-clock seconds at which it was raised."""
     exit: str
-    """``request`` when the request was wrong, ``run`` otherwise."""
+    """``request`` when the request was wrong, ``final`` when the run would fail again in the same way, ``run`` otherwise."""
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, step: int, phase: str, peer_failure: bool) -> "ErrorReport":
@@ -48,7 +48,7 @@ class ErrorReport:
             traceback="".join(traceback.format_exception(error)),
             peer_failure=peer_failure,
             time=time.time(),
-            exit="request" if isinstance(error, RequestError) else "run",
+            exit="request" if isinstance(error, RequestError) else "final" if isinstance(error, FinalError) else "run",
         )
 
 

@@ -51,7 +51,8 @@ def advice(culprit: Culprit, *, can_resume: bool = True) -> list[str]:
         )
     if culprit.log:
         lines.append(f"read all that rank {culprit.rank} printed: {culprit.log}")
-    if can_resume:
+    # What would end the same again has said itself what to change.
+    if can_resume and culprit.can_restart:
         lines.append("continue from the newest checkpoint with --resume, or let --max-restarts do it")
     return lines
 

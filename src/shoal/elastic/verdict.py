@@ -93,8 +93,9 @@ class Culprit:
 
     @property
     def can_restart(self) -> bool:
-        """False when starting again would find the same wrong request again."""
-        return self.exit_code != EXIT_WRONG_REQUEST
+        """False when starting again would find the same wrong request, or the same steps to the same end."""
+        is_final = self.report is not None and self.report.exit == "final"
+        return self.exit_code != EXIT_WRONG_REQUEST and not is_final
 
 
 def blame(ends: Sequence[RankEnd], *, hang: Hang | None = None, oom_kills: int = 0) -> Culprit | None:

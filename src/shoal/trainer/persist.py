@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from shoal.checkpoint.config import CheckpointConfig
+from shoal.checkpoint.goodness import Fallback, fall_back, newest_good, refuse_only_aside
 from shoal.checkpoint.layout import parse_step, step_name
 from shoal.checkpoint.reader import read, read_local
-from shoal.checkpoint.retention import set_aside
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.space import warn_if_short
 from shoal.checkpoint.sweep import sweep
@@ -27,8 +27,6 @@ from shoal.trainer.rng import export_random_state, import_random_state, seed_pro
 from shoal.trainer.samedata import data_values, refuse_other_data
 from shoal.trainer.state import Held, Progress, import_held, refuse_other_state
 
-_GOOD = "known_good"
-"""The key under which a checkpoint's values have the step of the newest good one before it."""
 _WORDS = 8
 """Of 32 bits: a SHA-256."""
 
@@ -107,7 +105,8 @@ class Persistence:
             for name, tensor in held.tensors.items()
         )
         num_bytes *= num_parts
-        copies = self.config.keep + 1 if self.config.every else 1
+        # Those that are kept, the newest good one, and the one that is being written.
+        copies = self.config.keep + 2 if self.config.every else 1
         message = warn_if_short(self.root.parent, num_bytes * copies)
         if message is not None:
             self.reporter.warn(message)
@@ -134,7 +133,7 @@ class Persistence:
         self.saver.save(
             progress.step,
             held.tensors,
-            {"progress": progress.as_values(), **data_values(self.data), _GOOD: self.saver.proven.good},
+            {"progress": progress.as_values(), **data_values(self.data)},
             export_random_state(self.world.rank),
             placements=held.placements,
         )
@@ -167,26 +166,22 @@ class Persistence:
             self.saver.settle()
 
     def fall_back(self) -> str:
-        """Set aside the checkpoints from which no step was taken, so that the newest is a good one; what to say of it.
+        """Set aside what is newer than the newest good checkpoint, so that ``--resume`` begins there; what to say of it.
 
         All ranks call this together, when a step cannot be taken.
         """
         if self.root is None or self.saver is None:
             return "last good checkpoint: none"
         self.saver.settle()
-        good, doubtful = self.saver.proven.good, self.saver.proven.doubtful
+        done = Fallback(good=None, newest=None)
         if self.world.is_first:
             try:
-                set_aside(self.root, doubtful)
+                done = fall_back(self.root, self.saver.proven.good)
             except OSError as error:
                 self.reporter.warn(f"cannot set checkpoints aside in {self.root}: {error}")
-        # Whoever fails first ends the others.
-        self.world.barrier()
-        said = f"last good checkpoint: {self.root / step_name(good) if good is not None else 'none'}"
-        if not doubtful:
-            return said
-        named = ", ".join(step_name(step) for step in doubtful)
-        return f"{said} ({named} was set aside, because no step could be taken from it)"
+        # What the first rank found, for all: whoever fails first ends the others.
+        good, newest, first, last = self._tell(done.good, done.newest, done.first_aside, done.last_aside)
+        return Fallback(good=good, newest=newest, first_aside=first, last_aside=last).describe(self.root)
 
     def close(self) -> None:
         """Stop the writer."""
@@ -216,16 +211,28 @@ class Persistence:
             return None
         path, manifest = self._agree(self._choose(self.root, step) if self.world.is_first else None)
         if path is None:
+            if step is None:
+                refuse_only_aside(self.root)
             return None
+        good = newest_good(self.root, until=parse_step(path.name)) if self.world.is_first else None
+        (good,) = self._tell(good)
         restored, problem = None, ""
         try:
             restored = self._load(path, manifest, held_at)
+            if self.saver is not None:
+                self.saver.proven.begin(restored.progress.step, good=good)
         except (OSError, ShoalError) as error:
             problem = f"rank {self.world.rank} cannot go on from {path}: {error}"
         failures = int(self.world.sum_(torch.tensor([int(bool(problem))], device=self.world.device)))
         if failures:
             raise RunError(problem or f"{failures} other rank(s) cannot go on from {path}")
         return restored
+
+    def _tell(self, *steps: int | None) -> list[int | None]:
+        """What the first rank says, to all."""
+        told = [0 if step is None or not self.world.is_first else 1 + step for step in steps]
+        heard = self.world.sum_(torch.tensor(told, dtype=torch.int64, device=self.world.device)).tolist()
+        return [None if number == 0 else number - 1 for number in heard]
 
     def _agree(self, chosen: Path | None) -> tuple[Path | None, str]:
         """What the first rank chose, and the hash of its manifest."""
@@ -276,11 +283,6 @@ class Persistence:
         if not (is_same_plan and import_random_state(checkpoint.tensors, self.world.rank)):
             seed_process(self.seed + checkpoint.step, rank=self.replica)
         self.saved_step = progress.step
-        if self.saver is not None:
-            good = checkpoint.values.get(_GOOD)
-            self.saver.proven.begin(
-                progress.step, good=good if type(good) is int and 0 <= good < progress.step else None
-            )
         return Restored(progress=progress, path=path)
 
 

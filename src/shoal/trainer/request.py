@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from shoal.checkpoint.goodness import refuse_only_aside
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
@@ -97,6 +98,8 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     run_dir = choose_run_dir(request.recipe.stem, given=request.run_dir, resume=request.resume)
     if request.resume and not request.may_start:
         require_run_dir(run_dir)
+    if request.resume:
+        refuse_only_aside(RunDir(run_dir).checkpoints)
     check_claim(run_dir, recipe, resume=request.resume)
     prepared = check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own, tries=True)
     return replace(prepared, remarks=(*prepared.remarks, *list_gentler(RunDir(run_dir), recipe), *_odd_files(run_dir)))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.core.errors import RunError
+from shoal.core.errors import FinalError
 from shoal.core.events import LossSpiked, NonFinite, RolledBack
 from shoal.data.loader import StepBatch
 from shoal.trainer.config import TrainConfig
@@ -43,7 +43,7 @@ class Setbacks:
         """Tell of a step that was not taken; ``progress`` is that before it. True when it counts as left out.
 
         Raises:
-            RunError: it is not finite, and ``train.nonfinite`` is stop; names rank and parameter.
+            FinalError: it is not finite, and ``train.nonfinite`` is stop; names rank and parameter.
         """
         step, scale = progress.step + 1, progress.loss_scale
         if result.is_finite:
@@ -63,7 +63,7 @@ class Setbacks:
         if action == "skip":
             self._warn(where, progress)
             return True
-        raise RunError(
+        raise FinalError(
             f"{where} (loss {result.loss}, gradient norm {result.grad_norm}); {self._persistence.fall_back()}. "
             "Resume with a lower optim.lr or with optim.clip, or set train.nonfinite=skip to leave such steps out"
         )
@@ -80,18 +80,18 @@ class Setbacks:
             held_at: what this rank holds of a run that is so far, to be written to.
 
         Raises:
-            RunError: there is no good checkpoint, or the run has gone back often enough.
+            FinalError: there is no good checkpoint, or the run has gone back often enough.
         """
         recovery = progress.recovery
         where = f"step {progress.step}: {recovery.left_out} steps in a row were left out"
         if recovery.rollbacks >= MOST_ROLLBACKS:
-            raise RunError(
+            raise FinalError(
                 f"{where}, after {recovery.rollbacks} rollbacks with a lower rate each; {self._persistence.fall_back()}. "
                 "Look at the data of these steps, or raise train.spike"
             )
         restored = self._persistence.roll_back(held_at)
         if restored is None:
-            raise RunError(
+            raise FinalError(
                 f"{where}, and there is no good checkpoint to go back to; lower optim.lr, or set checkpoint.every so that "
                 "there is one"
             )

@@ -16,7 +16,7 @@ import torch
 
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
-from shoal.core.errors import RunError
+from shoal.core.errors import FinalError
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch, StepBatch
@@ -239,9 +239,9 @@ class Stream:
         return replace(progress, stream=self.signature, stream_start=self.start)
 
 
-def nonfinite(result: StepResult, *, step: int, plan: Plan, fallback: str) -> RunError:
+def nonfinite(result: StepResult, *, step: int, plan: Plan, fallback: str) -> FinalError:
     """The end of a run whose loss or gradient is not a number any more."""
-    return RunError(
+    return FinalError(
         f"step {step}: loss {result.loss}, gradient norm {result.grad_norm} under schedule={plan.schedule}, whose stages update "
         f"before they know of each other; {fallback}. Resume with a lower optim.lr or with optim.clip; "
         "schedule=1f1b names the rank and the parameter"

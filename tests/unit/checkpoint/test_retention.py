@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint_maker import contents, expected, make
+from shoal.checkpoint.goodness import Fallback, fall_back, mark_good, newest_good, refuse_only_aside
 from shoal.checkpoint.proven import Proven
-from shoal.checkpoint.retention import expire, expired, set_aside
+from shoal.checkpoint.retention import expire, expired, list_aside, set_aside
 from shoal.checkpoint.sweep import sweep
 from shoal.checkpoint.whole import newest_whole
+from shoal.core.errors import RequestError
 
 
 def steps_in(root):
@@ -50,18 +52,23 @@ def test_a_checkpoint_is_good_once_a_step_was_taken_from_it():
     proven = Proven()
     assert not proven.take(4) and proven.good is None
     proven.commit(5)
-    assert (proven.good, proven.doubtful) == (None, (5,))
-    assert proven.take(6) and (proven.good, proven.doubtful) == (5, ())
+    assert (proven.good, proven.anchor) == (None, 5)
+    assert proven.take(6) and (proven.good, proven.anchor) == (5, 5)
     # A save that was under way when the next step was taken is good as soon as it is there.
     assert not proven.take(7) and not proven.take(8)
     proven.commit(7)
     proven.commit(8)
-    assert (proven.good, proven.doubtful) == (7, (8,))
+    assert (proven.good, proven.anchor) == (7, 7)
     assert proven.take(9)
-    # A run that goes on from 8 does not know that yet, and knows of 7 by what 8 says.
+    # A run that goes on from 8 knows what the disk says: which of them are marked.
     again = Proven()
     again.begin(8, good=7)
-    assert (again.good, again.doubtful) == (7, (8,))
+    assert again.good == 7 and again.take(9) and again.good == 8
+    again.begin(8, good=8)
+    assert again.good == 8
+    again.begin(8, good=None)
+    again.commit(9)
+    assert (again.good, again.anchor) == (None, 8)
 
 
 def test_what_is_set_aside_is_no_checkpoint_any_more_and_stays_for_a_look(tmp_path):
@@ -70,14 +77,40 @@ def test_what_is_set_aside_is_no_checkpoint_any_more_and_stays_for_a_look(tmp_pa
     assert set_aside(tmp_path, [20, 30, 40]) == [20, 30]
     assert newest_whole(tmp_path).path == tmp_path / "step-00000010"
     assert sweep(tmp_path) == []
-    aside = [path for path in tmp_path.iterdir() if path.name.startswith(".aside-")]
-    assert (
-        sorted(contents(path) == expected(step) for path, step in zip(sorted(aside), (20, 30), strict=True))
-        == [True] * 2
-    )
-    # Only the last time is kept.
-    assert set_aside(tmp_path, [10]) == [10]
-    assert [path.name[:20] for path in tmp_path.iterdir()] == [".aside-step-00000010"]
+    aside = [path for _, path in list_aside(tmp_path)]
+    assert sorted(contents(path) == expected(step) for path, step in zip(aside, (20, 30), strict=True)) == [True] * 2
+    # Of one step the last time is kept, and of other steps all.
+    make(tmp_path, 20)
+    assert set_aside(tmp_path, [10, 20]) == [10, 20]
+    assert [path.name[:20] for _, path in list_aside(tmp_path)] == [
+        f".aside-step-000000{step}" for step in (10, 20, 30)
+    ]
+    assert not aside[0].exists() and aside[1].exists()
+
+
+def test_a_mark_tells_the_next_process_which_one_is_good(tmp_path):
+    for step in (10, 20, 30):
+        make(tmp_path, step)
+    mark_good(tmp_path, 40)
+    assert newest_good(tmp_path) is None and fall_back(tmp_path, None) == Fallback(good=None, newest=30)
+    assert fall_back(tmp_path, 40) == Fallback(good=None, newest=30) and steps_in(tmp_path) == [10, 20, 30]
+    mark_good(tmp_path, 10)
+    mark_good(tmp_path, 20)
+    assert (newest_good(tmp_path), newest_good(tmp_path, until=19)) == (20, 10)
+    assert contents(tmp_path / "step-00000020") == expected(20)
+    (tmp_path / "step-00000020" / "rank-001.safetensors").unlink()
+    assert newest_good(tmp_path) == 10
+    assert fall_back(tmp_path, 10) == Fallback(good=10, newest=20, first_aside=30, last_aside=30)
+    assert steps_in(tmp_path) == [10, 20], "a torn one is left alone"
+
+
+def test_only_what_was_set_aside_is_named_and_not_passed_over(tmp_path):
+    refuse_only_aside(tmp_path / "none")
+    make(tmp_path, 10)
+    refuse_only_aside(tmp_path)
+    set_aside(tmp_path, [10])
+    with pytest.raises(RequestError, match=r"\.aside-step-00000010-.*rename it, such as to step-00000010"):
+        refuse_only_aside(tmp_path)
 
 
 def test_expired_ones_are_deleted_and_the_rest_is_untouched(tmp_path):

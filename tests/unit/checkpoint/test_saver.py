@@ -87,11 +87,20 @@ def test_parameters_that_need_gradients_are_saved_without_them(make_saver):
 def test_saves_follow_each_other_and_the_oldest_expire(make_saver, events, tmp_path):
     saver = make_saver(keep=2, keep_every=20)
     for step in range(10, 70, 10):
+        saver.take(step)
         saver.save(step, {"weights/a": torch.full((4,), float(step))}, {})
     saver.close()
     assert [event.step for event in events] == [10, 20, 30, 40, 50, 60]
     assert steps_in(tmp_path / "checkpoints") == [f"step-000000{step}" for step in (20, 40, 50, 60)]
     assert read(newest_whole(tmp_path / "checkpoints").path).tensors["weights/a"].tolist() == [60.0] * 4
+
+
+def test_where_none_is_known_to_be_good_the_oldest_stays(make_saver, tmp_path):
+    saver = make_saver(keep=1)
+    for step in (10, 20, 30):
+        saver.save(step, {"weights/a": torch.zeros(4)}, {})
+    saver.close()
+    assert steps_in(tmp_path / "checkpoints") == ["step-00000010", "step-00000030"]
 
 
 def test_waiting_and_closing_without_a_save_is_nothing(make_saver):

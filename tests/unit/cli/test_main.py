@@ -44,6 +44,8 @@ def misbehave(how: str) -> None:
         raise RunError("rank 1 died")
     if how == "bug":
         raise ValueError("a bug")
+    if how.startswith("/"):
+        raise PermissionError(13, "Permission denied", how)
     if how == "wait":
         print("up", flush=True)
         sys.stdin.read()
@@ -95,6 +97,18 @@ def test_a_misspelt_option_gets_the_nearest_name(shoal):
 def test_our_errors_are_one_message_and_their_code(how, code, message):
     done = misbehave("misbehave", how)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", f"error: {message}\n")
+
+
+def test_no_permission_is_told_as_a_run_directorys_only_where_it_is_one(tmp_path):
+    run, data = tmp_path / "run", tmp_path / "data"
+    for folder in (run / "events", data):
+        folder.mkdir(parents=True)
+    (run / "recipe.toml").touch()
+    for path in (run / "events" / "rank-000.jsonl", run, tmp_path / "closed" / "checkpoints"):
+        done = misbehave("misbehave", str(path))
+        assert done.returncode == 2 and f"no permission for {path}; a run directory is" in done.stderr
+    done = misbehave("misbehave", str(data / "train.csv"))
+    assert done.returncode == 1 and "run directory" not in done.stderr and str(data / "train.csv") in done.stderr
 
 
 def test_any_other_error_is_short_and_points_to_debug():

@@ -103,6 +103,12 @@ def test_wrong_request_is_exit_2_and_cannot_restart() -> None:
     assert (found.exit_code, found.can_restart, found.cause) == (2, False, "boom")
 
 
+def test_what_would_end_the_same_again_is_exit_1_and_cannot_restart() -> None:
+    found = culprit(end(0, 1, report=report(0, at=1.0, exit="final", kind="shoal.core.errors.FinalError")))
+    assert (found.exit_code, found.can_restart, found.cause) == (1, False, "boom")
+    assert culprit(end(0, 1, report=report(0, at=1.0))).can_restart
+
+
 def test_exit_without_report_and_process_that_would_not_die() -> None:
     assert culprit(end(0, 7), killed_by_us(1)).cause == "exit code 7, without a report"
     assert blame([end(0, None)]) is None

@@ -6,6 +6,7 @@ under any plan, shown, verified and exported.
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.config import CheckpointConfig
+from shoal.checkpoint.goodness import mark_good, newest_good
 from shoal.checkpoint.proven import Proven
 from shoal.checkpoint.reader import read, read_local
 from shoal.checkpoint.saver import Saver
@@ -107,16 +109,22 @@ class CutSaver:
         self._versions[step] = version
         await asyncio.to_thread(self._saver.save, step, tensors, values, None, placements)
 
-    def begin(self, step: int) -> None:
-        """The run goes on from the checkpoint of this step."""
-        self._proven.begin(step, good=None)
-        self._versions.clear()
+    def begin(self, step: int, version: int) -> None:
+        """The run goes on from the checkpoint of this step, whose weights are of this version."""
+        good = newest_good(self._root, until=step)
+        self._proven.begin(step, good=good)
+        self._versions = {} if good == step else {step: version}
 
     def take(self, versions: Sequence[int]) -> None:
         """Finite gradients came from these versions of the weights: a checkpoint that is no newer than all of them is good."""
         good = [step for step, version in self._versions.items() if version <= min(versions, default=-1)]
-        if good and self._saver is not None:
-            self._saver.take(max(good) + 1)
+        if good:
+            if self._saver is not None:
+                self._saver.take(max(good) + 1)
+            elif self._proven.take(max(good) + 1):
+                # That of which the run began. Without the mark it would only be set aside for nothing.
+                with contextlib.suppress(OSError):
+                    mark_good(self._root, max(good))
             self._versions = {step: version for step, version in self._versions.items() if step > max(good)}
 
     async def save_last(self, server: Server, values: Mapping[str, Any], *, step: int, version: int) -> None:

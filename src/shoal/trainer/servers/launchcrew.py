@@ -17,7 +17,7 @@ from shoal.trainer.ended import Ended
 from shoal.trainer.layout import default_threads
 from shoal.trainer.request import Prepared
 from shoal.trainer.servers.crew import CrewEnd, CrewRequest, run_crew
-from shoal.trainer.servers.fallback import fall_back
+from shoal.trainer.servers.fallback import fall_back_if_refused
 from shoal.trainer.servers.tally import count_dropped
 from shoal.trainer.servers.tidings import count_tidings
 from shoal.trainer.summary import summarise_death, summarise_servers, write_summary
@@ -105,6 +105,6 @@ def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, 
         write_summary(prepared.run_dir, summary)
     print(f"error: {end.cause}", file=sys.stderr)
     with contextlib.suppress(OSError):
-        if said := fall_back(prepared.run_dir, since=started):
+        if said := fall_back_if_refused(prepared.run_dir, since=started):
             print(said, file=sys.stderr)
     return Ended(exit_code=end.exit_code, summary=summary, was_orderly=False)

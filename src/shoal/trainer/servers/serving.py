@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shoal.checkpoint.goodness import refuse_only_aside
 from shoal.checkpoint.whole import glance
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.comm.world import Place, World
@@ -28,6 +29,7 @@ from shoal.core.events import (
     UpdateApplied,
     WentBack,
 )
+from shoal.core.rundir import RunDir
 from shoal.data.order import position_of
 from shoal.data.splits import Splits
 from shoal.elastic.view import View
@@ -246,6 +248,9 @@ class ShardSource:
         """Find the checkpoint to go on from; ``again`` when everyone goes back to the newest one, whoever wrote it."""
         found = read_checkpoint(self.place.kept_dir) if self.place.resume or again else None
         self.start = None
+        if found is None and self.place.resume:
+            with ends_the_run():
+                refuse_only_aside(RunDir(self.place.kept_dir).checkpoints)
         if found is not None:
             path, manifest, progress, book = found
             accepted = self.place.recipe.checkpoint.other_data
@@ -342,7 +347,7 @@ class Diary:
             else Progress(position=position_of(0, len(source.data.train), recipe.train.global_batch))
         )
         if source.start is not None:
-            self._saver.begin(source.start.step)
+            self._saver.begin(source.start.step, source.make_ledger().book.closed)
         self._reported = self._progress.step
         self._since = time.monotonic()
         self._losses: list[tuple[float, float]] = []
