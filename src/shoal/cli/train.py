@@ -186,6 +186,12 @@ class OwnParts:
 
         return OwnPartsHere().measure_data(recipe)
 
+    def check_same_data(self, recipe: "Recipe", checkpoints: Path) -> None:
+        """See ``shoal.trainer.request.OwnParts``."""
+        from shoal.trainer.measure import OwnPartsHere
+
+        OwnPartsHere().check_same_data(recipe, checkpoints)
+
     def check_optimizer(self, recipe: "Recipe") -> None:
         """See ``shoal.trainer.request.OwnParts``."""
         from shoal.trainer.measure import OwnPartsHere

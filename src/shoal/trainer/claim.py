@@ -193,12 +193,21 @@ class Claim:
             holder = read_holder(self.run.lock)
             raise RequestError(f"{run_dir} is in use by process {holder}; wait for it, or use another --run-dir")
         self._fd = held
+        self._before: dict[Path, bytes] = {}
 
     def write(self, recipe: Recipe, plan: Plan) -> None:
         """Put down the resolved recipe and the plan that runs, and take away the summary of what ran here before."""
+        written = (self.run.recipe, self.run.plan, self.run.summary)
+        self._before = {path: path.read_bytes() for path in written if path.exists()}
         replace_text(self.run.recipe, dump_recipe(recipe))
         replace_text(self.run.plan, json.dumps({"plan": str(plan), **plan.as_dict()}, indent=2) + "\n")
         self.run.summary.unlink(missing_ok=True)
+
+    def put_back(self) -> None:
+        """Undo ``write``: nothing ran, and what the run before put down here is still what is known of it."""
+        self.run.summary.unlink(missing_ok=True)
+        for path, text in self._before.items():
+            replace_text(path, text.decode(errors="surrogateescape"))
 
     def release(self) -> None:
         """Let go."""

@@ -37,9 +37,9 @@ from shoal.elastic.reports import clear_reports
 from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim, read_plan
-from shoal.trainer.launch import already_finished, describe_summary
+from shoal.trainer.launch import describe_summary
 from shoal.trainer.measure import OwnPartsHere
-from shoal.trainer.request import TrainRequest, prepare
+from shoal.trainer.request import TrainRequest, already_finished, prepare
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
 from shoal.trainer.worker import is_peer_failure, report_failure, run_rank
 
@@ -92,8 +92,11 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
                 wall_seconds=time.time() - started,
                 before=before,
             )
-            with contextlib.suppress(RunError):
-                write_summary(run_dir, dead)
+            if isinstance(error, RequestError) and state.step == 0:
+                claim.put_back()
+            else:
+                with contextlib.suppress(RunError):
+                    write_summary(run_dir, dead)
         if place.rank > 0 and isinstance(error, AgreedError):
             return error.exit_code, None
         raise _tell(error, place.rank, state) from error
