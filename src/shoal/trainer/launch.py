@@ -25,7 +25,7 @@ from shoal.trainer.claim import Claim
 from shoal.trainer.ended import Ended
 from shoal.trainer.forecasts.foretold import describe_forecast, keep_forecast, with_forecast
 from shoal.trainer.layout import check_processes, default_threads
-from shoal.trainer.request import Prepared, already_finished
+from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.servers.launchcrew import train_with_servers
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
 
@@ -45,7 +45,7 @@ def train_supervised(prepared: Prepared, *, debug: bool = False, forecast: Mappi
     run_dir = prepared.run_dir
     finished = already_finished(prepared)
     if finished is not None:
-        print(f"{run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
+        print(say_finished(run_dir, finished["steps"], prepared.total_steps), file=sys.stderr)
         return Ended(exit_code=EXIT_DONE, summary=finished)
     with withheld(prepared.recipe.run.readable_by):
         return _train_in(prepared, debug=debug, forecast=forecast)

@@ -39,9 +39,9 @@ from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim, read_plan
 from shoal.trainer.launch import describe_summary
 from shoal.trainer.measure import OwnPartsHere
-from shoal.trainer.request import TrainRequest, already_finished, prepare
+from shoal.trainer.request import TrainRequest, already_finished, prepare, say_finished
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
-from shoal.trainer.worker import is_peer_failure, report_failure, run_rank
+from shoal.trainer.worker import explain_exit, is_peer_failure, report_failure, run_rank
 
 _START_DEADLINE = timedelta(seconds=120)
 _PROGRESS_SECONDS = 5.0
@@ -99,7 +99,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
                     write_summary(run_dir, dead)
         if place.rank > 0 and isinstance(error, AgreedError):
             return error.exit_code, None
-        raise _tell(error, place.rank, state) from error
+        raise _tell(explain_exit(error), place.rank, state) from error
     finally:
         if progress is not None:
             progress.close()
@@ -134,7 +134,7 @@ def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
             )
         finished = already_finished(prepared)
         if finished is not None:
-            print(f"{prepared.run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
+            print(say_finished(prepared.run_dir, finished["steps"], prepared.total_steps), file=sys.stderr)
             store.set(_START_KEY, json.dumps({"finished": True}))
             return None
         withhold(prepared.recipe.run.readable_by)

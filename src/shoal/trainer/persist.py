@@ -186,7 +186,8 @@ class Persistence:
         if not doubtful:
             return said
         named = ", ".join(step_name(step) for step in doubtful)
-        return f"{said} ({named} was set aside, because no step could be taken from it)"
+        were = "was" if len(doubtful) == 1 else "were"
+        return f"{said} ({named} {were} set aside, because no step could be taken from there)"
 
     def close(self) -> None:
         """Stop the writer."""

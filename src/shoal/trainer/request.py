@@ -123,6 +123,12 @@ def already_finished(prepared: Prepared) -> dict[str, Any] | None:
     return summary if newest is not None and newest.name == step_name(summary["steps"]) else None
 
 
+def say_finished(run_dir: Path, steps: int, wanted: int) -> str:
+    """That a run has nothing left to do; mentions what was asked for where that is less."""
+    asked = f", and {wanted} were asked for" if wanted < steps else ""
+    return f"{run_dir} has completed its {steps} steps{asked}; nothing to do"
+
+
 def check_parts(
     recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, resume: bool, own: OwnParts, tries: bool = False
 ) -> Prepared:

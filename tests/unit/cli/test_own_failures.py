@@ -60,7 +60,8 @@ def test_a_build_that_raises_is_a_wrong_request(shoal, tmp_path, verb):
         ("torn", "data.build = 'mods:torn' failed: KeyError: 'train'", 18),
         (
             "Short",
-            "data.build = 'mods:Short': the first sample of the train split (sample 4 of the dataset) failed: IndexError: torn record",
+            "data.build = 'mods:Short': the first sample of the train split (sample 4 of the dataset) failed: "
+            "IndexError: torn record",
             24,
         ),
     ],

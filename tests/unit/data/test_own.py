@@ -133,7 +133,8 @@ def test_ignored_targets_have_no_weight() -> None:
         ("number", "returned a int, which is no map-style dataset"),
         (
             "triples",
-            r"first sample of the train split \(sample \d+ of the dataset\): a sample is a tuple of 3: Tensor, Tensor, Tensor; return \(input, target\)",
+            r"first sample of the train split \(sample \d+ of the dataset\): a sample is a tuple of 3: Tensor, Tensor, Tensor; "
+            r"return \(input, target\)",
         ),
         (
             "dict_input",

@@ -43,4 +43,5 @@ def fall_back(run_dir: Path, *, since: float) -> str:
     if not doubtful:
         return said
     named = ", ".join(map(step_name, doubtful))
-    return f"{said} ({named} was set aside, because no step could be taken from it). Resume with a lower optim.lr"
+    were = "was" if len(doubtful) == 1 else "were"
+    return f"{said} ({named} {were} set aside, because no step could be taken from there). Resume with a lower optim.lr"
