@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import join_world
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import AgreedError, RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.config import TokensConfig
@@ -162,7 +162,7 @@ def test_a_run_goes_on_with_the_same_data_only(tokens, tmp_path, capsys, how):
         assert train(alone(), token_data(tokens), run_dir=tmp_path / "run", resume=True).progress.step == 4
         return
     with pytest.raises(
-        RunError, match=r"other data: the (train split has|\d+ samples of the train split).*other_data=true"
+        AgreedError, match=r"other data: the (train split has|\d+ samples of the train split).*other_data=true"
     ):
         train(alone(), token_data(tokens), run_dir=tmp_path / "run", resume=True)
     went_on = train(alone(), token_data(tokens), run_dir=tmp_path / "run", resume=True, other_data=True)

@@ -41,7 +41,8 @@ def eval(run: _Run, split: _Split = "validation", samples: _Samples = None, json
             file=sys.stderr,
         )
     for key, value in result.items():
-        print(f"{key}: {value}")
+        if value is not None:
+            print(f"{key}: {value}")
     write_result(json_file, result)
 
 

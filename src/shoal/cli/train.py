@@ -211,6 +211,12 @@ class OwnParts:
         """See ``shoal.trainer.request.OwnParts``."""
         return self._parts.measure_data(recipe)
 
+    def check_same_data(self, recipe: "Recipe", checkpoints: Path) -> None:
+        """See ``shoal.trainer.request.OwnParts``."""
+        from shoal.trainer.measure import OwnPartsHere
+
+        OwnPartsHere().check_same_data(recipe, checkpoints)
+
     def check_optimizer(self, recipe: "Recipe") -> None:
         """See ``shoal.trainer.request.OwnParts``."""
         self._parts.check_optimizer(recipe)

@@ -68,4 +68,4 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     close = nearest(name, options)
     if close is not None:
         return f"did you mean {close!r}?"
-    return "the choices are " + ", ".join(options)
+    return "the choices are " + ", ".join(options) if options else "there is nothing to choose from"

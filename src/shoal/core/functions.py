@@ -86,10 +86,10 @@ def call_own(
     except Exception as error:  # It may raise anything.
         if is_excused is not None and is_excused(error):
             raise
-        raise refusal(f"{what} failed: {type(error).__name__}: {error}{_place(error)}") from error
+        raise refusal(f"{what} failed: {type(error).__name__}: {error}{place_of(error)}") from error
 
 
-def _place(error: Exception) -> str:
+def place_of(error: BaseException) -> str:
     """Where the user's own code was when an error came, as `` (file:line)``; a library's line where there is none of theirs."""
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]

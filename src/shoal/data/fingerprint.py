@@ -125,8 +125,7 @@ def _differences(ours: Fingerprint, theirs: Fingerprint, *, here: str, there: st
         elif own.contents and other.contents and own.contents != other.contents:
             yield (
                 "contents",
-                f"the {own.samples} samples of the {name} split are not the same {here} and {there} "
-                f"(hashes {own.contents} and {other.contents})",
+                f"the {own.samples} samples of the {name} split are not the same {here} and {there}",
             )
 
 

@@ -53,8 +53,14 @@ class DatasetSource:
             RunError: the dataset failed, or its samples cannot be stacked; names them and says what they are.
         """
         numbers = [int(i) for i in ids]
-        where = f"reading sample {', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''}{self._split}"
-        samples = call_own(lambda: self._read(numbers), what=where, is_excused=is_out_of_memory, refusal=RunError)
+        try:
+            samples = self._read(numbers)
+        except Exception as error:  # It may raise anything.
+            if is_out_of_memory(error):
+                raise
+            for number in numbers:
+                self._read_told([number])  # Which of them it is, only reading each by itself can tell.
+            samples = self._read_told(numbers)
         try:
             inputs, targets = default_collate([_parts(sample) for sample in samples])
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
@@ -66,6 +72,16 @@ class DatasetSource:
         weight = len(samples) if self._uniform_weight is not None else int((targets != IGNORED).sum())
         return Items(inputs=tuple(inputs), targets=targets, weight=weight)
 
+    def name_sample(self, number: int) -> str:
+        """How the user finds a sample: by its index in the dataset, from which the splits were cut."""
+        found, is_cut = find_original(self._dataset, number)
+        return f"sample {found} of the dataset" if is_cut else f"sample {number}{self._split}"
+
+    def _read_told(self, numbers: Sequence[int]) -> Any:
+        shown = ", ".join(self.name_sample(number) for number in numbers[:8]) + (", ..." if len(numbers) > 8 else "")
+        what = f"reading {shown}"
+        return call_own(lambda: self._read(numbers), what=what, is_excused=is_out_of_memory, refusal=RunError)
+
     def _read(self, numbers: Sequence[int]) -> Any:
         if hasattr(self._dataset, "__getitems__"):
             return self._dataset.__getitems__(list(numbers))
@@ -76,17 +92,25 @@ class DatasetSource:
         for number, sample in zip(numbers, samples, strict=False):
             problem = find_problem(sample)
             if problem is not None:
-                return f"sample {number}{self._split}: {problem}; {_WANTED}"
+                return f"{self.name_sample(number)}: {problem}; {_WANTED}"
         forms = [describe_sample(sample) for sample in samples]
         for number, form in zip(numbers, forms, strict=False):
             if form != forms[0]:
                 return (
-                    f"samples of one batch must have one shape, and sample {numbers[0]}{self._split} has {forms[0]}, sample "
-                    f"{number} has {form}; pad or cut them to one shape in the dataset (a target of -100 counts for nothing)"
+                    f"samples of one batch must have one shape, and {self.name_sample(numbers[0])} has {forms[0]}, "
+                    f"{self.name_sample(number)} has {form}; pad or cut them to one shape in the dataset (a target of -100 "
+                    "counts for nothing)"
                 )
-        return (
-            f"samples {numbers[:8]}{self._split} cannot be stacked to a batch: {error}; each has {forms[0]}; {_WANTED}"
-        )
+        some = ", ".join(self.name_sample(number) for number in numbers[:2])
+        return f"{some} and the rest cannot be stacked to a batch: {error}; each has {forms[0]}; {_WANTED}"
+
+
+def find_original(dataset: Any, number: int) -> tuple[int, bool]:
+    """The index of a sample in the dataset that this one was cut from, and whether it was."""
+    is_cut = False
+    while isinstance(dataset, Subset):
+        dataset, number, is_cut = dataset.dataset, int(dataset.indices[number]), True
+    return number, is_cut
 
 
 def build_own(config: OwnDataConfig, seed: int) -> Splits:
@@ -176,7 +200,10 @@ def _parts(sample: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 def _first_sample(dataset: Any, origin: str, name: str) -> tuple[Sequence[Any], Tensor]:
-    where = f"{origin}: the first sample of the {name} split"
+    original, is_cut = find_original(dataset, 0)
+    where = f"{origin}: the first sample of the {name} split" + (
+        f" (sample {original} of the dataset)" if is_cut else ""
+    )
     sample = call_own(lambda: dataset[0], what=where, is_excused=is_out_of_memory)
     problem = find_problem(sample)
     if problem is not None:

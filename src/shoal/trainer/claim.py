@@ -64,8 +64,15 @@ def check_claim(run_dir: Path, recipe: Recipe, *, resume: bool) -> None:
         RequestError: it is a file, holds a run and ``--resume`` was not given, or holds another recipe.
     """
     run = RunDir(run_dir)
-    if run_dir.exists() and not run_dir.is_dir():
-        raise RequestError(f"{run_dir} is a file, not a run directory")
+    for path in (run_dir, *run_dir.parents):
+        if path.is_symlink() and not path.exists():
+            raise RequestError(f"{path} is a link to {os.readlink(path)}, which does not exist; use another --run-dir")
+        if path.exists():
+            if not path.is_dir():
+                raise RequestError(
+                    f"{path} is a file, not a {'run directory' if path == run_dir else 'folder'}; use another --run-dir"
+                )
+            break
     check_inside(run)
     if run.is_empty:
         return
@@ -130,7 +137,7 @@ def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
     """Settings that decide the weights and are not those of the run in the directory, as ``key: there, here``."""
     if not run.recipe.exists():
         return []
-    before = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    before = _read_recipe(run)
     theirs, ours = flatten(before.model_dump(mode="json")), flatten(recipe.model_dump(mode="json"))
     found = []
     for key in sorted(theirs.keys() | ours.keys()):
@@ -139,21 +146,33 @@ def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
             may_change = False  # evaluations decide the rate there
         may_change = may_change or (key.startswith("data.") and recipe.checkpoint.other_data)
         if not may_change and theirs.get(key) != ours.get(key) and not _is_gentler(key, theirs.get(key), ours.get(key)):
-            found.append(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here")
+            found.append(f"{key} is {_say(theirs.get(key))} there and {_say(ours.get(key))} here")
     return found
+
+
+def _read_recipe(run: RunDir) -> Recipe:
+    """The recipe of the run in a directory."""
+    try:
+        return validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    except RequestError as error:
+        raise RequestError(f"{error}; the run directory's own recipe cannot be read: use another --run-dir") from error
 
 
 def list_gentler(run: RunDir, recipe: Recipe) -> list[str]:
     """Settings that decide the weights and may yet be changed, because a run that blew up needs it, as ``key: there, here``."""
     if not run.recipe.exists():
         return []
-    before = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    before = _read_recipe(run)
     theirs, ours = flatten(before.model_dump(mode="json")), flatten(recipe.model_dump(mode="json"))
     return [
-        f"{key} was {theirs.get(key)!r} and is {ours.get(key)!r} from here on"
+        f"{key} was {_say(theirs.get(key))} and is {_say(ours.get(key))} from here on"
         for key in ("optim.lr", "optim.clip")
         if theirs.get(key) != ours.get(key) and _is_gentler(key, theirs.get(key), ours.get(key))
     ]
+
+
+def _say(value: Any) -> str:
+    return "unset" if value is None else repr(value)
 
 
 def _is_gentler(key: str, before: Any, now: Any) -> bool:
@@ -188,17 +207,29 @@ class Claim:
             make_run_dir(run_dir, readers)
             held = take_lock(self.run.lock)
         except OSError as error:
-            raise RequestError(f"cannot use {run_dir} as a run directory: {error}") from error
+            reason = error.strerror or str(error)
+            raise RequestError(
+                f"{run_dir} cannot be made or written to as a run directory ({reason}); use another --run-dir"
+            ) from error
         if held is None:
             holder = read_holder(self.run.lock)
             raise RequestError(f"{run_dir} is in use by process {holder}; wait for it, or use another --run-dir")
         self._fd = held
+        self._before: dict[Path, bytes] = {}
 
     def write(self, recipe: Recipe, plan: Plan) -> None:
         """Put down the resolved recipe and the plan that runs, and take away the summary of what ran here before."""
+        written = (self.run.recipe, self.run.plan, self.run.summary)
+        self._before = {path: path.read_bytes() for path in written if path.exists()}
         replace_text(self.run.recipe, dump_recipe(recipe))
         replace_text(self.run.plan, json.dumps({"plan": str(plan), **plan.as_dict()}, indent=2) + "\n")
         self.run.summary.unlink(missing_ok=True)
+
+    def put_back(self) -> None:
+        """Undo ``write``: nothing ran, and what the run before put down here is still what is known of it."""
+        self.run.summary.unlink(missing_ok=True)
+        for path, text in self._before.items():
+            replace_text(path, text.decode(errors="surrogateescape"))
 
     def release(self) -> None:
         """Let go."""

@@ -75,8 +75,8 @@ def trace_nonfinite(runner: StepRunner, batch: StepBatch, *, step: int, scale: f
     found = runner.world.gather(torch.tensor([verdict, when], device=runner.world.device))
     told = sorted((int(when), rank, int(verdict)) for rank, (verdict, when) in enumerate(found) if verdict != _FINE)
     if not told:
-        # Finite on every rank alone: the overflow happened in the sum over ranks.
-        return Origin(rank=0, what="sum over replicas")
+        # Finite on every rank alone: the overflow happened in the sum over ranks, or in the norm over all parameters.
+        return Origin(rank=0, what="sum over replicas" if runner.mesh.replicas.size > 1 else "gradient norm")
     _, rank, place = told[0]
     if place == _LOSS:
         return Origin(rank=rank, what="loss")

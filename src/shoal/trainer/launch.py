@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.layout import step_name
-from shoal.checkpoint.whole import committed_names, newest_whole
+from shoal.checkpoint.whole import committed_names
 from shoal.core.errors import EXIT_DONE, EXIT_WRONG_REQUEST, RunError
 from shoal.core.rundir import RunDir, withheld
 from shoal.core.units import format_bytes, format_count, format_duration
@@ -26,7 +25,7 @@ from shoal.trainer.claim import Claim
 from shoal.trainer.ended import Ended
 from shoal.trainer.forecasts.foretold import describe_forecast, keep_forecast, with_forecast
 from shoal.trainer.layout import check_processes, default_threads
-from shoal.trainer.request import Prepared
+from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.servers.launchcrew import train_with_servers
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
 
@@ -46,7 +45,7 @@ def train_supervised(prepared: Prepared, *, debug: bool = False, forecast: Mappi
     run_dir = prepared.run_dir
     finished = already_finished(prepared)
     if finished is not None:
-        print(f"{run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
+        print(say_finished(run_dir, finished["steps"], prepared.total_steps), file=sys.stderr)
         return Ended(exit_code=EXIT_DONE, summary=finished)
     with withheld(prepared.recipe.run.readable_by):
         return _train_in(prepared, debug=debug, forecast=forecast)
@@ -55,7 +54,7 @@ def train_supervised(prepared: Prepared, *, debug: bool = False, forecast: Mappi
 def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | None) -> Ended:
     """Take the run directory, and run."""
     run_dir = prepared.run_dir
-    was_empty = RunDir(run_dir).is_empty
+    was_empty, saved = RunDir(run_dir).is_empty, committed_names(RunDir(run_dir).checkpoints)
     claim = Claim(run_dir, readers=prepared.recipe.run.readable_by)
     before = read_summary(run_dir)
     try:
@@ -63,25 +62,16 @@ def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | 
         page = keep_forecast(run_dir, forecast, resume=prepared.resume)
         with_servers = prepared.layout.plan.ps > 0
         ended = train_with_servers(prepared, before) if with_servers else _supervise(prepared, before, debug=debug)
-        if ended.exit_code == EXIT_WRONG_REQUEST and was_empty:
-            # Nothing ran, so nothing is left that a later --resume could take for a run.
-            shutil.rmtree(run_dir, ignore_errors=True)
+        # A restart may find the data changed; what was trained before it stays.
+        if ended.exit_code == EXIT_WRONG_REQUEST and committed_names(RunDir(run_dir).checkpoints) == saved:
+            if was_empty:
+                # Nothing ran, so nothing is left that a later --resume could take for a run.
+                shutil.rmtree(run_dir, ignore_errors=True)
+            else:
+                claim.put_back()
         return ended if page is None else with_forecast(ended, page, run_dir)
     finally:
         claim.release()
-
-
-def already_finished(prepared: Prepared) -> dict[str, Any] | None:
-    """The summary of a run that has done all its steps and is asked to go on; None for every other request."""
-    if not prepared.resume:
-        return None
-    summary = read_summary(prepared.run_dir)
-    is_done = summary is not None and summary["status"] == "completed" and summary["steps"] >= prepared.total_steps
-    if summary is None or not is_done:
-        return None
-    # Done is done only if its last checkpoint can still be read; otherwise the steps since the one before are done again.
-    newest = newest_whole(RunDir(prepared.run_dir).checkpoints).path
-    return summary if newest is not None and newest.name == step_name(summary["steps"]) else None
 
 
 def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool) -> Ended:

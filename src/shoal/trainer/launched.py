@@ -37,11 +37,11 @@ from shoal.elastic.reports import clear_reports
 from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim, read_plan
-from shoal.trainer.launch import already_finished, describe_summary
+from shoal.trainer.launch import describe_summary
 from shoal.trainer.measure import OwnPartsHere
-from shoal.trainer.request import TrainRequest, prepare
+from shoal.trainer.request import TrainRequest, already_finished, prepare, say_finished
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
-from shoal.trainer.worker import is_peer_failure, report_failure, run_rank
+from shoal.trainer.worker import explain_exit, is_peer_failure, report_failure, run_rank
 
 _START_DEADLINE = timedelta(seconds=120)
 _PROGRESS_SECONDS = 5.0
@@ -92,11 +92,14 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
                 wall_seconds=time.time() - started,
                 before=before,
             )
-            with contextlib.suppress(RunError):
-                write_summary(run_dir, dead)
+            if isinstance(error, RequestError) and state.step == 0:
+                claim.put_back()
+            else:
+                with contextlib.suppress(RunError):
+                    write_summary(run_dir, dead)
         if place.rank > 0 and isinstance(error, AgreedError):
             return error.exit_code, None
-        raise _tell(error, place.rank, state) from error
+        raise _tell(explain_exit(error), place.rank, state) from error
     finally:
         if progress is not None:
             progress.close()
@@ -131,7 +134,7 @@ def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
             )
         finished = already_finished(prepared)
         if finished is not None:
-            print(f"{prepared.run_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
+            print(say_finished(prepared.run_dir, finished["steps"], prepared.total_steps), file=sys.stderr)
             store.set(_START_KEY, json.dumps({"finished": True}))
             return None
         withhold(prepared.recipe.run.readable_by)

@@ -46,6 +46,8 @@ def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int |
     Raises:
         RequestError: the plan cannot run, or its product is not the number of processes asked for.
     """
+    if plan_text is not None and not plan_text.strip():
+        raise RequestError("--plan is empty; name a plan, such as dp=2, or leave --plan out to use the recipe's")
     text = plan_text if plan_text is not None else recipe_plan
     if text.strip() == "auto":
         raise RequestError(

@@ -168,6 +168,7 @@ class Trainer:
         self.stream = Stream(self.runner, cut, self.plan) if cut is not None and cut.schedule.updates.flows else None
         self.model, self.optimizer = self.placed.model, self.placed.optimizer
         self.objective = self.placed.objective
+        self.objective.name_sample = getattr(self.data.train, "name_sample", None)
 
     def _resume(self) -> None:
         restored = self.persistence.restore(self._held_at)

@@ -1,5 +1,7 @@
 """What only building the user's own data and module can tell: the one thing that the front door cannot know without torch."""
 
+from pathlib import Path
+
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
@@ -13,6 +15,7 @@ from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.laying import look_at
 from shoal.trainer.meancheck import find_other_mean
+from shoal.trainer.samedata import refuse_other_data_early
 from shoal.trainer.staging import example_of, look_at_stages
 from shoal.trainer.trial import try_first_samples
 
@@ -39,6 +42,14 @@ class OwnPartsHere:
             test=len(splits.test),
             description="your own data",
         )
+
+    def check_same_data(self, recipe: Recipe, checkpoints: Path) -> None:
+        """Build the data, and compare it with what the newest checkpoint of a folder was trained on.
+
+        Raises:
+            RequestError: it is other data.
+        """
+        refuse_other_data_early(checkpoints, build_splits(recipe.data, recipe.train.seed))
 
     def check_optimizer(self, recipe: Recipe) -> None:
         """Try the class of torch that a recipe names.

@@ -8,7 +8,7 @@ its wish to stop, as the gradient of a parameter of two zeros. They are summed w
 collective of their own was measured to cost a small step a millisecond.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.core.errors import RunError, ShoalError
 from shoal.data.loader import Microbatch
+from shoal.data.spec import IGNORED
 from shoal.models.dropout import DropoutKey
 from shoal.optim.precision import Precision
 from shoal.telemetry.memory import is_out_of_memory
@@ -46,6 +47,8 @@ class Objective(nn.Module):
         self.device = device
         self.dropout = dropout
         self.passengers: nn.Parameter | None = None
+        self.name_sample: Callable[[int], str] | None = None
+        """How the user calls the sample with this id; None where nobody knows."""
         self._has_gradient = False
         self._why_constant: str | None = None
 
@@ -75,7 +78,7 @@ class Objective(nn.Module):
         if weight == 0:
             return self._nothing_of(output)
         with self.precision.autocast(self.device.type):
-            loss = self.call_loss(output, targets)
+            loss = self.call_loss(output, targets, microbatch)
         # In float32: a loss in float16 would overflow under the scale that is to save its gradients.
         loss = loss if loss.dtype == torch.float64 else loss.float()
         if weight != microbatch.weight:
@@ -83,7 +86,7 @@ class Objective(nn.Module):
         share = share * self.scoring.factor
         return loss if share == 1.0 else loss * share
 
-    def call_loss(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
+    def call_loss(self, output: Any, targets: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
         """The user's loss, or one message that shows both sides when they do not fit."""
         try:
             loss = self.scoring.loss(output, targets)
@@ -93,7 +96,12 @@ class Objective(nn.Module):
             if is_out_of_memory(error):
                 raise
             sides = f"the model put out {_describe(output)} and the targets are {_describe(targets)}"
-            raise RunError(f"the loss failed: {type(error).__name__}: {error}; {sides}; --debug shows where") from error
+            label = ""
+            if microbatch is not None and isinstance(error, IndexError):
+                label = self._name_bad_label(output, microbatch)
+            raise RunError(
+                f"the loss failed: {type(error).__name__}: {error}; {label}{sides}; --debug shows where"
+            ) from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise RunError(
                 f"the loss returned {_describe(loss)}; it must return one number as a tensor, the mean over its items"
@@ -109,6 +117,23 @@ class Objective(nn.Module):
     def why_constant(self) -> str | None:
         """Why nothing can be learnt from any loss so far, for people; None as soon as a parameter was behind one."""
         return None if self._has_gradient else self._why_constant
+
+    def _name_bad_label(self, output: Any, microbatch: Microbatch) -> str:
+        """Which sample's label is none of the classes that the model tells apart; empty where it cannot be seen."""
+        targets = microbatch.targets
+        if not isinstance(output, torch.Tensor) or targets.is_floating_point() or targets.ndim == 0:
+            return ""
+        is_last = output.shape[:-1] == targets.shape
+        if not is_last and (output.ndim < 2 or output.shape[:1] + output.shape[2:] != targets.shape):
+            return ""
+        classes = output.shape[-1 if is_last else 1]
+        wrong = ((targets < 0) | (targets >= classes)) & (targets != IGNORED)
+        places = wrong.nonzero()
+        if not len(places) or len(microbatch.sample_ids) != len(targets):
+            return ""
+        number = int(microbatch.sample_ids[int(places[0][0])])
+        named = self.name_sample(number) if self.name_sample is not None else f"sample {number} of the train split"
+        return f"{named} has the label {int(targets[tuple(places[0])])} and the model {classes} classes, 0 to {classes - 1}; "
 
     def prepare(self, microbatch: Microbatch) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Inputs and targets, on the device and in the run's precision."""

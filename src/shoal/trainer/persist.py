@@ -16,7 +16,7 @@ from shoal.checkpoint.space import warn_if_short
 from shoal.checkpoint.sweep import sweep
 from shoal.checkpoint.whole import Found, committed_names, hash_manifest, newest_whole, verify
 from shoal.comm.world import World
-from shoal.core.errors import RunError, ShoalError
+from shoal.core.errors import AgreedError, RunError, ShoalError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
@@ -205,7 +205,8 @@ class Persistence:
             step: load the checkpoint of this step and no other.
 
         Raises:
-            RunError: a rank cannot read it, or it does not fit this model or this data. All ranks raise together.
+            AgreedError: it was trained on other data. All ranks raise together.
+            RunError: a rank cannot read it, or it does not fit this model. All ranks raise together.
         """
         if self.root is None:
             return None
@@ -217,15 +218,18 @@ class Persistence:
         good = newest_good(self.root, until=parse_step(path.name)) if self.world.is_first else None
         (good,) = self._tell(good)
         restored, problem = None, ""
+        refusal: type[ShoalError] = RunError
         try:
             restored = self._load(path, manifest, held_at)
             if self.saver is not None:
                 self.saver.proven.begin(restored.progress.step, good=good)
+        except AgreedError as error:
+            problem, refusal = f"cannot go on from {path}: {error}", AgreedError
         except (OSError, ShoalError) as error:
             problem = f"rank {self.world.rank} cannot go on from {path}: {error}"
         failures = int(self.world.sum_(torch.tensor([int(bool(problem))], device=self.world.device)))
         if failures:
-            raise RunError(problem or f"{failures} other rank(s) cannot go on from {path}")
+            raise refusal(problem or f"{failures} other rank(s) cannot go on from {path}")
         return restored
 
     def _tell(self, *steps: int | None) -> list[int | None]:

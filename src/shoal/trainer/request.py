@@ -7,9 +7,11 @@ torch, imports them, because that is the only way to know that they can be impor
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal.checkpoint.goodness import refuse_only_aside
+from shoal.checkpoint.layout import step_name
+from shoal.checkpoint.whole import newest_whole
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
@@ -74,6 +76,9 @@ class OwnParts(Protocol):
     def measure_data(self, recipe: Recipe) -> DataSummary:
         """Count the samples of the user's own data; called only where the recipe names such data."""
 
+    def check_same_data(self, recipe: Recipe, checkpoints: Path) -> None:
+        """Refuse to go on with other data than the newest of these checkpoints; called only for the user's own data."""
+
     def check_optimizer(self, recipe: Recipe) -> None:
         """Refuse an optimizer that torch does not have or that cannot be used; called only where a class of torch is named."""
 
@@ -102,7 +107,29 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
         refuse_only_aside(RunDir(run_dir).checkpoints)
     check_claim(run_dir, recipe, resume=request.resume)
     prepared = check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own, tries=True)
+    is_own = isinstance(recipe.data, OwnDataConfig)
+    if is_own and request.resume and not recipe.checkpoint.other_data and already_finished(prepared) is None:
+        own.check_same_data(recipe, RunDir(run_dir).checkpoints)
     return replace(prepared, remarks=(*prepared.remarks, *list_gentler(RunDir(run_dir), recipe), *_odd_files(run_dir)))
+
+
+def already_finished(prepared: Prepared) -> dict[str, Any] | None:
+    """The summary of a run that has done all its steps and is asked to go on; None for every other request."""
+    if not prepared.resume:
+        return None
+    summary = read_summary(prepared.run_dir)
+    is_done = summary is not None and summary["status"] == "completed" and summary["steps"] >= prepared.total_steps
+    if summary is None or not is_done:
+        return None
+    # Done is done only if its last checkpoint can still be read; otherwise the steps since the one before are done again.
+    newest = newest_whole(RunDir(prepared.run_dir).checkpoints).path
+    return summary if newest is not None and newest.name == step_name(summary["steps"]) else None
+
+
+def say_finished(run_dir: Path, steps: int, wanted: int) -> str:
+    """That a run has nothing left to do; mentions what was asked for where that is less."""
+    asked = f", and {wanted} were asked for" if wanted < steps else ""
+    return f"{run_dir} has completed its {steps} steps{asked}; nothing to do"
 
 
 def check_parts(

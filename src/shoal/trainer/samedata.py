@@ -7,12 +7,14 @@ nothing else would ever show it.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoal.checkpoint.whole import committed_names, glance
 from shoal.comm.world import World
-from shoal.core.errors import AgreedError, RunError
+from shoal.core.errors import AgreedError, RunError, ShoalError
 from shoal.data.fingerprint import Fingerprint, differ_in_contents_only, list_differences, take_fingerprint
 from shoal.data.splits import Splits
 
@@ -96,7 +98,8 @@ def refuse_other_data(values: Mapping[str, Any], now: Fingerprint, *, accepted: 
         What is different, where that is accepted, or where it is not what is trained on.
 
     Raises:
-        RunError: it is other data; or the checkpoint says nothing of it that makes sense.
+        AgreedError: it is other data: starting again would find the same.
+        RunError: the checkpoint says nothing of it that makes sense.
     """
     here, there = "in the checkpoint", "now"
     saved = values.get(DATA)
@@ -122,10 +125,37 @@ def refuse_other_data(values: Mapping[str, Any], now: Fingerprint, *, accepted: 
     told = "; ".join(others)
     if accepted:
         return f"{told}; going on because of checkpoint.other_data: some samples of this epoch come again, and some do not come"
-    raise RunError(
-        f"it was trained on other data: {told}. Samples would be repeated and skipped; use the same data, start a new run, or "
-        "set checkpoint.other_data=true to go on all the same"
+    too = len(others) > len(changes)
+    raise AgreedError(
+        f"it was trained on other data: {'; '.join(changes)}{', and other splits differ too' if too else ''}; use the same data, "
+        "or set checkpoint.other_data=true to go on with this"
     )
+
+
+def refuse_other_data_early(checkpoints: Path, data: Splits) -> None:
+    """Compare the data of the newest checkpoint with that of now, before any process starts.
+
+    What cannot be known here is left to the ranks: a checkpoint that is not whole, and data that only a rank can read.
+
+    Args:
+        checkpoints: the folder that has them.
+        data: as this process has it.
+
+    Raises:
+        AgreedError: it is other data.
+    """
+    for _, path in committed_names(checkpoints):
+        try:
+            values, now = glance(path).values, take_fingerprint(data, reads=_MORE_READS)
+        except (OSError, ShoalError):
+            continue
+        try:
+            refuse_other_data(values, now, accepted=False)
+        except AgreedError as error:
+            raise AgreedError(f"cannot go on from {path}: {error}") from None
+        except RunError:
+            continue
+        return
 
 
 def _training(found: Fingerprint) -> Fingerprint:

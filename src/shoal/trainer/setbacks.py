@@ -87,7 +87,8 @@ class Setbacks:
         if recovery.rollbacks >= MOST_ROLLBACKS:
             raise FinalError(
                 f"{where}, after {recovery.rollbacks} rollbacks with a lower rate each; {self._persistence.fall_back()}. "
-                "Look at the data of these steps, or raise train.spike"
+                "Look at the data and the loss of these steps: going on with --resume meets them again. Where they were only "
+                "above train.spike and finite, raise it; where they were not finite, lower optim.lr or set optim.clip"
             )
         restored = self._persistence.roll_back(held_at)
         if restored is None:

@@ -29,6 +29,9 @@ from shoal.telemetry.board import RankSlot
 from shoal.trainer.feed import StepFeed
 from shoal.trainer.objective import Objective
 
+_MOST_NAMED = 5
+"""Parameters that a message names; of more it says the number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -142,10 +145,14 @@ class StepRunner:
         """
         if self.mesh.replicas.size == 1 or self.allows_untouched:
             return
-        for name in self.reduction.untouched():
+        names = list(self.reduction.untouched())
+        if names:
+            many = "s" if len(names) > 1 else ""
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             raise RunError(
-                f"parameter {name!r} got no gradient in this step, so gradients could not be summed over replicas; "
-                "set train.unused_parameters=true, or take the parameter out of the model"
+                f"parameter{many} {', '.join(map(repr, names[:_MOST_NAMED]))}{more} got no gradient in this step, so "
+                f"gradients could not be summed over replicas; set train.unused_parameters=true, or take the "
+                f"parameter{many} out of the model"
             )
 
     def _forget_gradients(self) -> None:

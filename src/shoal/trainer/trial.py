@@ -56,6 +56,7 @@ def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, d
             precision=Precision.named(recipe.train.precision),
             device=torch.device("cpu"),
         )
+        objective.name_sample = getattr(data.train, "name_sample", None)
         model.train()
         try:
             _run(objective, _load(data, first[:_FEW]))

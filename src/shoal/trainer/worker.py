@@ -24,6 +24,7 @@ from shoal.comm.lifeline import end_if_forked
 from shoal.comm.world import Place, join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
+from shoal.core.functions import place_of
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, withhold
 from shoal.elastic.reports import ErrorReport, write_report
@@ -135,6 +136,7 @@ def report_failure(
     run_dir: Path, error: BaseException, environment: Mapping[str, str], *, state: SlotState | None = None
 ) -> None:
     """Put down what this rank knows of its failure, where the supervisor looks for it."""
+    error = explain_exit(error)
     place = Place.read(environment)
     if state is None and "SHOAL_BOARD_FD" in environment:
         state = Board.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).slot(place.rank).read()
@@ -145,6 +147,15 @@ def report_failure(
     except OSError as refusal:
         # A full disk must not keep the story from being told, nor this process from ending.
         print(f"cannot write the error report: {refusal}\n{report.traceback}", file=sys.stderr)
+
+
+def explain_exit(error: BaseException) -> BaseException:
+    """An exit as an error that says what left, and from where; every other error as it is."""
+    if not isinstance(error, SystemExit):
+        return error
+    told = RunError(f"it left: something that it runs called sys.exit({error.code!r}){place_of(error)}")
+    told.__cause__ = error
+    return told
 
 
 def is_peer_failure(error: BaseException) -> bool:

@@ -58,7 +58,12 @@ def test_a_build_that_raises_is_a_wrong_request(shoal, tmp_path, verb):
     ("data", "told", "line"),
     [
         ("torn", "data.build = 'mods:torn' failed: KeyError: 'train'", 18),
-        ("Short", "data.build = 'mods:Short': the first sample of the train split failed: IndexError: torn record", 24),
+        (
+            "Short",
+            "data.build = 'mods:Short': the first sample of the train split (sample 4 of the dataset) failed: "
+            "IndexError: torn record",
+            24,
+        ),
     ],
 )
 @pytest.mark.parametrize("verb", ["plan", "train"])

@@ -13,6 +13,7 @@ from shoal.data.config import OwnDataConfig
 from shoal.data.fingerprint import take_fingerprint
 from shoal.data.loader import _Part, _Workers
 from shoal.data.order import Position
+from shoal.data.own import DatasetSource
 
 torch.set_num_threads(1)
 
@@ -70,6 +71,11 @@ def torn(): return {"train": Torn(5)}
 def made_up():
     drawn = torch.randn(8, 3) + torch.from_numpy(np.random.rand(8, 3)) + random.random()
     return {"train": TensorDataset(drawn, torch.zeros(8))}
+class Records(Points):
+    def __getitem__(self, i):
+        if i == 33: raise ValueError("corrupt")
+        return (torch.zeros(4 if i == 34 else 3), torch.tensor([0.0]))
+def cut(): return Records(60)
 def negative(): return Points(-1)
 def text_long(): return Points("many")
 def part_negative(): return {"train": Points(5), "test": Points(-1)}
@@ -137,7 +143,8 @@ def test_ignored_targets_have_no_weight() -> None:
         ("number", "returned a int, which is no map-style dataset"),
         (
             "triples",
-            r"first sample of the train split: a sample is a tuple of 3: Tensor, Tensor, Tensor; return \(input, target\)",
+            r"first sample of the train split \(sample \d+ of the dataset\): a sample is a tuple of 3: Tensor, Tensor, Tensor; "
+            r"return \(input, target\)",
         ),
         (
             "dict_input",
@@ -180,10 +187,10 @@ def test_too_few_samples_for_the_splits_are_refused() -> None:
         (
             "ragged",
             [2, 4, 5],
-            r"sample 2 of the train split has input \(3,\) float32 .*, sample 5 has input \(4,\) float32",
+            r"sample 2 of the train split has input \(3,\) float32 .*, sample 5 of the train split has input \(4,\) float32",
         ),
         ("odd_later", [1, 5], "sample 5 of the train split: its target is a dict with the keys 'a'"),
-        ("torn", [0, 4], r"reading sample 0, 4 of the train split failed: KeyError: 'gone' \(.*own_data.py:\d+\)"),
+        ("torn", [0, 4], r"^reading sample 4 of the train split failed: KeyError: 'gone' \(.*own_data.py:\d+\)"),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
@@ -199,6 +206,24 @@ def test_samples_that_cannot_be_stacked_are_named(name: str, ids: list[int], mes
         if loaded is not None:
             loaded.close()
     assert "Traceback" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (33, r"^reading sample 33 of the dataset failed: ValueError: corrupt \(.*own_data.py:\d+\)"),
+        (34, r"sample 34 of the dataset has input \(4,\) float32"),
+    ],
+)
+def test_a_sample_of_a_split_is_named_by_its_index_in_the_dataset(index: int, message: str) -> None:
+    """The number was that after the shuffle and the cut, at which the user's dataset has another sample."""
+    source = build_splits(_config("cut", validation=0, test=0), 0).train
+    assert isinstance(source, DatasetSource)
+    order = {source.name_sample(number): number for number in range(len(source))}
+    ids = [order[f"sample {each} of the dataset"] for each in (1, index, 2)]
+    assert ids[1] != index
+    with pytest.raises(RunError, match=message):
+        source.collate(ids)
 
 
 def test_data_that_is_made_up_of_random_numbers_is_the_same_everywhere() -> None:

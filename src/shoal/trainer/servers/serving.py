@@ -18,7 +18,7 @@ from shoal.checkpoint.goodness import refuse_only_aside
 from shoal.checkpoint.whole import glance
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.comm.world import Place, World
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import AgreedError, RequestError, RunError
 from shoal.core.events import (
     CheckpointFailed,
     Event,
@@ -255,7 +255,10 @@ class ShardSource:
             path, manifest, progress, book = found
             accepted = self.place.recipe.checkpoint.other_data
             with ends_the_run():
-                remark = refuse_other_data(glance(path).values, self.same_data.fingerprint, accepted=accepted)
+                try:
+                    remark = refuse_other_data(glance(path).values, self.same_data.fingerprint, accepted=accepted)
+                except AgreedError as error:
+                    raise AgreedError(f"cannot go on from {path}: {error}") from None
             if remark is not None:
                 print(f"warning: {remark}", file=sys.stderr, flush=True)
             self.start = Start(path=path, manifest=manifest, step=progress.step, progress=progress, book=book)

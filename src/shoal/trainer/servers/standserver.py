@@ -13,8 +13,8 @@ from shoal.telemetry.board import Board
 from shoal.telemetry.live import build_display
 from shoal.telemetry.progress import Display
 from shoal.trainer.claim import Claim
-from shoal.trainer.launch import already_finished, describe_summary
-from shoal.trainer.request import Prepared
+from shoal.trainer.launch import describe_summary
+from shoal.trainer.request import Prepared, already_finished
 from shoal.trainer.servers.closing import conclude_run
 from shoal.trainer.servers.member import MemberPlace
 from shoal.trainer.servers.serving import serve
