@@ -106,11 +106,12 @@ class Comparer:
     def _remember_noise(self, index: int, reference: Step, found: Step, whole: float) -> None:
         if self.tolerance.is_bitwise:
             return
-        limit = NOISE_EPS * self.tolerance.eps * whole
         for key, tensor in reference.tensors.items():
             other = found.tensors.get(key)
             if key.startswith("grad/") and other is not None and other.shape == tensor.shape:
-                known = self._known.setdefault(key.removeprefix("grad/"), nothing_known(tensor))
+                name = key.removeprefix("grad/")
+                limit = NOISE_EPS * self.tolerance.eps_of(name) * whole
+                known = self._known.setdefault(name, nothing_known(tensor))
                 known.add(index, tensor.double(), other.double(), limit, self.tolerance)
 
     def _is_amplified(self, judged: Judged, reference: Step, found: Step) -> bool:
@@ -156,7 +157,7 @@ class Comparer:
         if self.tolerance.is_bitwise or not reference.is_floating_point():
             return error, 0.0, False
         if kind == "grad":
-            floor = NOISE_EPS * self.tolerance.eps * whole
+            floor = NOISE_EPS * self.tolerance.eps_of(name) * whole
             is_noise = size <= floor and float(apart.norm()) <= floor
             return (0.0 if is_noise else error), allowed, is_noise
         owner, _, key = name.rpartition("/") if kind == "optimizer" else (name, "", "")

@@ -38,6 +38,7 @@ from shoal.verify.parts import (
 )
 from shoal.verify.replay import run_replay
 from shoal.verify.sums import group_gradients
+from shoal.verify.zeros import find_zeros
 
 _ODD_BOUND = 1e-4
 """More than any order of additions changes a gradient by in float32, and less than any other mask does."""
@@ -71,7 +72,10 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
         scale = scale.after_step(finite) if parts.precision.scales_loss else scale
     _refuse_odd_dropout(parts, max(flat_errors, default=0.0))
     recorder.close(
-        flat=max(flat_errors, default=None), movement=measure_movement(parts, initial), narrow=narrow_weights(parts)
+        flat=max(flat_errors, default=None),
+        movement=measure_movement(parts, initial),
+        narrow=narrow_weights(parts),
+        zeros=find_zeros(parts, lambda other, step, ids: tree_gradients(other, step, ids, tree, 1.0)[1]),
     )
     assert_alone()
     return {"flat": max(flat_errors, default=None)}
