@@ -127,9 +127,14 @@ def _show(certificate: "Certificate") -> None:
 
     if certificate.plans:
         print_table(PLAN_COLUMNS, [plan_row(plan) for plan in certificate.plans])
-        for plan in certificate.plans:
+        remarks: dict[str, list[str]] = {}
+        # Where nothing but refusals came of it the error says them.
+        is_error = not certificate.pending and len(certificate.refused) == len(certificate.plans)
+        for plan in () if is_error else certificate.plans:
             for remark in remarks_of(plan):
-                print(f"{plan.plan} ({plan.dtype}): {remark}")
+                remarks.setdefault(remark, []).append(f"{plan.plan} ({plan.dtype})")
+        for remark, plans in remarks.items():
+            print(f"{', '.join(plans)}: {remark}")
         print(certificate.summary())
     if certificate.mutants:
         print_table(MUTANT_COLUMNS, [mutant_row(mutant) for mutant in certificate.mutants])

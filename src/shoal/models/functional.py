@@ -75,6 +75,13 @@ _KINDS: dict[Any, _Kind] = {
 }
 # Beside whatever moves the generator: these also draw from a generator of the caller's, or of another device.
 # fmt: off
+_RECURRENT = {
+    "lstm": "nn.LSTM(dropout=...)",
+    "gru": "nn.GRU(dropout=...)",
+    "rnn_tanh": "nn.RNN(dropout=...)",
+    "rnn_relu": "nn.RNN(dropout=...)",
+}
+"""What draws in torch's recurrent functions is an argument of the layer."""
 _RANDOM_NAMES = frozenset({
     "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "gumbel_softmax", "log_normal_",
     "multinomial", "native_dropout", "normal", "normal_", "poisson", "rand", "rand_like", "randint",
@@ -281,7 +288,7 @@ class FunctionalDraws:
         name = _name(function)
         self.foreign |= dict.fromkeys(self._unused.use(name, args, kwargs, result))
         if name in _RANDOM_NAMES or not torch.equal(before, torch.get_rng_state()):
-            what = f"{_full_name(function)} in {self._where()}"
+            what = f"{_RECURRENT.get(name, _full_name(function))} in {self._where()}"
             if name not in _RANDOM_NAMES or not self._unused.add(result, what, name, kwargs):
                 self.foreign[what] = None
         return result

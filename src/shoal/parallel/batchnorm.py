@@ -22,6 +22,15 @@ from shoal.comm.channel import is_silent
 from shoal.core.errors import RequestError
 from shoal.parallel.moments import gather_in_order, sync_normalise
 
+# How torch's CPU kernel rounds ``momentum * batch + (1 - momentum) * running``, by the input that it is given: so do we, for its
+# bits. Momentum is rounded to the type of the statistics first, but for the last of these.
+_ROUNDS_SECOND = 0
+"""Contiguous (or channels last), in the statistics' type: both products of the mean, and of the variance the second only."""
+_ROUNDS_BOTH = 1
+"""Contiguous, in 16 bits: both products of both."""
+_ROUNDS_NONE = 2
+"""Anything else, such as what ``transpose`` gave: no product, and in float32 not the batch's variance either."""
+
 
 class ReplicaBatchNorm(_BatchNorm):
     """A batch norm that notes its statistics and leaves the running ones to ``fold``.
@@ -37,7 +46,7 @@ class ReplicaBatchNorm(_BatchNorm):
     index: int
     """Microbatch of this step that runs now."""
     latest: Tensor | None
-    """Note of the newest forward pass: count, means, unbiased variances, (1 + 2 C)."""
+    """Note of the newest forward pass, float64: count, how it is rounded, means, unbiased variances, (2 + 2 C)."""
     notes: dict[int, Tensor]
     """Notes of this step by microbatch."""
 
@@ -68,8 +77,7 @@ class ReplicaBatchNorm(_BatchNorm):
         y = torch.batch_norm(x, self.weight, self.bias, mean, variance, True, 1.0, self.eps, use_cudnn)
         # A layer that is only asked for its shapes has no statistics.
         if mean is not None and variance is not None and not is_silent():
-            count = mean.new_full((1,), x.numel() // x.shape[1])
-            self.latest = torch.cat((count, mean, variance))
+            self.latest = _note(x.detach(), mean, variance)
         return y
 
     def _forward_together(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -77,8 +85,8 @@ class ReplicaBatchNorm(_BatchNorm):
         if self.running_mean is not None and not is_silent():
             unbiased = moments[1 + self.num_features :] / (moments[0] - 1)
             # A new tensor: the backward pass still needs the moments as they are.
-            note = torch.cat((moments[: 1 + self.num_features], unbiased))
-            self.latest = note.to(self.running_mean.dtype)
+            found = torch.cat((moments[1 : 1 + self.num_features], unbiased)).to(self.running_mean.dtype)
+            self.latest = torch.cat((moments[:1], moments.new_full((1,), _ROUNDS_SECOND), found.double()))
         return y
 
     def settle(self) -> None:
@@ -178,7 +186,7 @@ def _layers(model: nn.Module) -> Iterable[ReplicaBatchNorm]:
 
 
 def _global_rows(layers: Sequence[ReplicaBatchNorm]) -> Tensor:
-    """One row per global microbatch, in order: the counts of all layers, then their means, then their variances."""
+    """One row per global microbatch, in order: counts of all layers, how they are rounded, their means, their variances."""
     num_own = max((index + 1 for layer in layers for index in layer.notes), default=0)
     own = _own_rows(layers, num_own)
     group = layers[0].group
@@ -193,13 +201,14 @@ def _global_rows(layers: Sequence[ReplicaBatchNorm]) -> Tensor:
 
 def _own_rows(layers: Sequence[ReplicaBatchNorm], num_rows: int) -> Tensor:
     sizes = [layer.num_features for layer in layers]
-    rows = _mean_of(layers[0]).new_zeros(num_rows, len(layers) + 2 * sum(sizes))
-    start = len(layers)
+    num_layers = len(layers)
+    rows = _mean_of(layers[0]).new_zeros(num_rows, 2 * num_layers + 2 * sum(sizes), dtype=torch.float64)
+    start = 2 * num_layers
     for place, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
         for index, note in layer.notes.items():
-            rows[index, place] = note[0]
-            rows[index, start : start + size] = note[1 : 1 + size]
-            rows[index, start + sum(sizes) : start + sum(sizes) + size] = note[1 + size :]
+            rows[index, place], rows[index, num_layers + place] = note[0], note[1]
+            rows[index, start : start + size] = note[2 : 2 + size]
+            rows[index, start + sum(sizes) : start + sum(sizes) + size] = note[2 + size :]
         start += size
     return rows
 
@@ -216,14 +225,13 @@ def _fold_rows(layers: Sequence[ReplicaBatchNorm], rows: Tensor) -> None:
     variances = torch.cat([_variance_of(layer) for layer in layers])
     for row in rows:
         has_variance = row[:num_layers] > 1
-        batch_means, batch_variances = row[num_layers:].reshape(2, -1)
+        rounding = row[num_layers : 2 * num_layers][owner]
+        batch_means, batch_variances = row[2 * num_layers :].reshape(2, -1)
         tracked = tracked + has_variance
-        factor = torch.where(is_average, 1.0 / tracked.double(), momentum).to(rows.dtype)[owner]
-        # torch's CPU kernel rounds both products of the mean, and of the variance only the second: so do we, to give its bits.
-        moved_means = factor * batch_means + (1 - factor) * means
-        moved_variances = factor.double() * batch_variances.double() + ((1 - factor) * variances).double()
+        factor = torch.where(is_average, 1.0 / tracked.double(), momentum)[owner]
+        moved_means, moved_variances = _move(factor, rounding, batch_means, means, batch_variances, variances)
         means = torch.where(has_variance[owner], moved_means, means)
-        variances = torch.where(has_variance[owner], moved_variances.to(rows.dtype), variances)
+        variances = torch.where(has_variance[owner], moved_variances, variances)
     start = 0
     for layer, count in zip(layers, tracked, strict=True):
         end = start + layer.num_features
@@ -231,6 +239,41 @@ def _fold_rows(layers: Sequence[ReplicaBatchNorm], rows: Tensor) -> None:
         _variance_of(layer).copy_(variances[start:end])
         _count_of(layer).copy_(count)
         start = end
+
+
+def _move(
+    factor: Tensor, rounding: Tensor, batch_means: Tensor, means: Tensor, batch_variances: Tensor, variances: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Running statistics after one microbatch; factor, rounding and the batch's are float64."""
+    dtype, short = means.dtype, factor.to(means.dtype)
+    is_exact = rounding == _ROUNDS_NONE
+    moved_means = torch.where(
+        is_exact,
+        (factor * batch_means + (1 - factor) * means.double()).to(dtype),
+        short * batch_means.to(dtype) + (1 - short) * means,
+    )
+    kept = ((1 - short) * variances).double()
+    product = short.double() * batch_variances
+    product = torch.where(rounding == _ROUNDS_BOTH, product.to(dtype).double(), product)
+    moved_variances = torch.where(
+        is_exact, factor * batch_variances + (1 - factor) * variances.double(), product + kept
+    )
+    return moved_means, moved_variances.to(dtype)
+
+
+def _note(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """What ``fold`` needs of a microbatch; mean and variance are the kernel's, in the type of the running ones."""
+    count, channels = x.numel() // x.shape[1], (1, -1, *[1] * (x.ndim - 2))
+    formats = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(x.ndim, ())
+    found = variance.double()
+    if x.is_contiguous() or any(x.is_contiguous(memory_format=one) for one in formats):
+        rounding = _ROUNDS_SECOND if x.dtype == mean.dtype else _ROUNDS_BOTH
+    else:
+        rounding = _ROUNDS_NONE
+        if x.dtype == torch.float32:
+            spread = (x.double() - mean.double().reshape(channels)).square()
+            found = spread.sum(dim=[dim for dim in range(x.ndim) if dim != 1]) / (count - 1)
+    return torch.cat((found.new_full((1,), count), found.new_full((1,), rounding), mean.double(), found))
 
 
 def _mean_of(layer: ReplicaBatchNorm) -> Tensor:

@@ -125,7 +125,8 @@ class Comparer:
 
     def _limit(self, owner: str, whole: float) -> float:
         """Up to which a gradient of this parameter is noise."""
-        return NOISE_EPS * whole * (self.tolerance.narrow_eps if self._is_narrow(owner) else self.tolerance.eps)
+        eps = self.tolerance.narrow_eps if self._is_narrow(owner) else self.tolerance.eps_of(owner)
+        return NOISE_EPS * eps * whole
 
     def _norm_bound(self, reference: Step, whole: float) -> float:
         """The whole gradient's norm is known as well as its parts, each by its share."""

@@ -49,7 +49,13 @@ class Judgement:
 
 
 def judge_run(
-    reference: Recording, gather: Callable[[int], Gathered], *, tolerance: Tolerance, layout: Layout, flat_bound: float
+    reference: Recording,
+    gather: Callable[[int], Gathered],
+    *,
+    tolerance: Tolerance,
+    layout: Layout,
+    flat_bound: float,
+    explain_flat: Callable[[], str | None] = lambda: None,
 ) -> Judgement:
     """Compare a plan with the reference, step by step.
 
@@ -59,6 +65,7 @@ def judge_run(
         tolerance: what is allowed.
         layout: where the ranks stand.
         flat_bound: how far the reference's tree may be from the flat sum over the global batch.
+        explain_flat: why it is further, where that is known.
     """
     comparer = Comparer(tolerance)
     difference: Difference | None = None
@@ -72,12 +79,13 @@ def judge_run(
         before = theirs
     flat = reference.facts["flat"]
     if difference is None and flat is not None and not flat <= flat_bound:
+        cause = explain_flat()
         difference = Difference(
             kind="flat",
             error=flat,
             allowed=flat_bound,
             pattern=f"one pass over the whole global batch gives another gradient than its microbatches: off by {flat:.3g}, "
-            f"allowed {flat_bound:g}",
+            f"allowed {flat_bound:g}" + (f"; {cause}" if cause else ""),
         )
     return Judgement(verdict=comparer.verdict, difference=difference)
 

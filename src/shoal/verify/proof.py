@@ -17,9 +17,11 @@ from typing import Any
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.plan import Plan
 from shoal.elastic.pool import Pool
+from shoal.models.build import build_loss
 from shoal.optim.config import PrecisionName
 from shoal.trainer.config import Recipe, dump_recipe
 from shoal.trainer.layout import derive_layout
+from shoal.trainer.meancheck import find_other_mean
 from shoal.verify.capture import Recording
 from shoal.verify.case import Case, Log, Tree
 from shoal.verify.gather import gather_step
@@ -178,6 +180,7 @@ class Prover:
             total_steps=subject.total_steps,
             steps=question.case.steps,
             narrow=narrow,
+            zeros=reference.facts.get("zeros", ()),
         )
         where = Layout(
             degrees={**first["degrees"], "microbatches": first["microbatches"]},
@@ -190,6 +193,13 @@ class Prover:
             tolerance=tolerance,
             layout=where,
             flat_bound=flat_bound(precision, tolerance, narrow),
+            explain_flat=lambda: find_other_mean(
+                subject.model,
+                build_loss(recipe.model, subject.data.spec),
+                subject.data.train,
+                plan=plan,
+                train=recipe.train,
+            ),
         )
         return compared(
             question,

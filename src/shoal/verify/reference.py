@@ -39,6 +39,7 @@ from shoal.verify.parts import (
 )
 from shoal.verify.replay import run_replay
 from shoal.verify.sums import group_gradients
+from shoal.verify.zeros import find_zeros
 
 _NARROW_BOUND = 1e-6
 """Where a float64 model reads weights in float32."""
@@ -76,6 +77,7 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
         flat=max(flat_errors, default=None),
         movement=measure_movement(parts, initial),
         narrow=narrow_weights(parts, tree),
+        zeros=find_zeros(parts, lambda other, step, ids: tree_gradients(other, step, ids, tree, 1.0)[1]),
     )
     assert_alone()
     return {"flat": max(flat_errors, default=None)}

@@ -106,9 +106,9 @@ def compared(question: Question, judged: Judgement, tolerance: Tolerance, **foun
 
 
 def settle(results: Sequence[PlanResult]) -> tuple[PlanResult, ...]:
-    """Let float64 decide where float32 cannot: an Adam-like rule makes whole steps of roundings, and there it does not.
+    """Let float64 decide where a coarser type cannot: an Adam-like rule makes whole steps of roundings, and there it does not.
 
-    Only of what rounding can be: the losses and gradients of the first step are within float32's own bound, and no weight is
+    Only of what rounding can be: the losses and gradients of the first step are within that type's own bound, and no weight is
     further off than the rule can go.
     """
     by_float64 = {result.plan: result for result in results if result.dtype == "float64"}

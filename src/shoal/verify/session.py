@@ -66,7 +66,9 @@ def verify_plans(
             tell(f"[{number}/{len(names)}] {names[number - 1]}")
             results.append(prover.prove(request.subject, proposal.plan, proposal.precision))
             if not results[-1].ok:
-                tell(f"    {results[-1].status}: {results[-1].reason}")
+                # Why it is refused is often the same for all plans, and said once, at the end.
+                is_refused = results[-1].status == "refused"
+                tell(f"    {results[-1].status}" + ("" if is_refused else f": {results[-1].reason}"))
             certificate = replace(
                 certificate,
                 plans=(*settle(results), *left_out),

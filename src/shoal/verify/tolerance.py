@@ -44,6 +44,7 @@ from shoal.verify.oracle import Delay
 _ROUNDINGS_PER_BLOCK = 8
 _BFLOAT16_UNIT = 2.0**-8
 _FLOAT16_UNIT = 2.0**-11
+_SHORT_EPS = {"bfloat16": 2 * _BFLOAT16_UNIT, "float16": 2 * _FLOAT16_UNIT}
 _SPLIT = {"float64": 1e-12, "float32": 1e-5}
 _REORDERED = {"float64": 1e-14, "float32": 1e-6}
 _NARROW_EPS = float(torch.finfo(torch.float32).eps)
@@ -97,6 +98,10 @@ class Tolerance:
     """Rounding can exceed the bound because the rule makes whole steps of it; then float64 decides."""
     doubtful: float = 0.0
     """Share of elements whose step's sign is in doubt (16-bit arithmetic)."""
+    short_eps: float = 0.0
+    """Of the 16-bit type that the model computes in, where it does."""
+    zeros: frozenset[str] = frozenset()
+    """Parameters whose true gradient is zero (``zeros.py``): theirs are noise up to ``short_eps``."""
 
     @property
     def is_bitwise(self) -> bool:
@@ -118,6 +123,10 @@ class Tolerance:
         """As ``eps``, of these."""
         return _NARROW_EPS
 
+    def eps_of(self, parameter: str) -> float:
+        """How finely a parameter's gradient is known, where it is noise."""
+        return max(self.eps, self.short_eps) if parameter in self.zeros else self.eps
+
     def reach(self, step: int) -> float:
         """How far apart an element of noise may be after ``step`` + 1 steps: each run may have gone the other way."""
         return 2.0 * sum(self.step_sizes[: step + 1])
@@ -138,6 +147,7 @@ def derive_tolerance(
     total_steps: int,
     steps: int,
     narrow: Sequence[str] = (),
+    zeros: Sequence[str] = (),
 ) -> Tolerance:
     """What is allowed for one plan.
 
@@ -151,6 +161,7 @@ def derive_tolerance(
         total_steps: length of the whole run.
         steps: steps that are compared.
         narrow: weights that the model reads in float32 by itself, where the arithmetic is float64.
+        zeros: parameters whose gradient is zero in float64, where the arithmetic is of 16 bits.
     """
     splits = plan.tp > 1 or plan.cp > 1 or joins_replicas
     replicas = (plan.dp or 1) * plan.cp
@@ -190,8 +201,10 @@ def derive_tolerance(
         clip=optim.clip,
         narrow=frozenset(narrow) if is_narrow else frozenset(),
         updates=updates,
-        amplifies=splits and precision == "float32" and _normalises(optim),
+        amplifies=splits and precision != "float64" and _normalises(optim),
         doubtful=doubtful,
+        short_eps=_SHORT_EPS.get(precision, 0.0),
+        zeros=frozenset(zeros),
     )
 
 

@@ -79,3 +79,13 @@ def test_files_are_there_from_the_first_proof_on(tmp_path):
         each.keep(certificate("proven", "proven"))
     assert [len(json.loads(file.read_text())["plans"]) for file in (path, link)] == [2, 2]
     assert page.read_text().startswith("# Shoal certificate: proved")
+
+
+def test_a_reason_that_plans_share_is_said_once(capsys):
+    """Three plans of a model with ``nn.LSTM(dropout=...)`` were refused with the same paragraph seven times."""
+    for found, times in ((certificate("refused", "refused"), 0), (certificate("proven", "refused", "refused"), 1)):
+        kept = _Kept(None, None)
+        kept.keep(found)
+        kept.show()
+        assert capsys.readouterr().out.count("because") == times
+        assert exit_of(found) == EXIT_WRONG_REQUEST, "the error says it too"

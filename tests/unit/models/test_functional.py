@@ -521,3 +521,13 @@ def test_four_dims_where_only_the_sequence_is_cut_are_refused():
     key.narrow("0", (Window(1, (0,), 2),))
     with pytest.raises(RunError, match=r"\(4, 3, 2, 5\) where the sequence is cut"):
         _run(model, key, torch.ones(4, 3, 2, 5))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layers_own_dropout_is_named_as_what_draws(layer):
+    model = nn.Sequential(layer(3, 4, num_layers=2, batch_first=True, dropout=0.5))
+    key = apply_keyed_dropout(model, 0)
+    key.begin(0, np.arange(2))
+    with key.drawing():
+        model(torch.ones(2, 5, 3))
+    assert key.foreign_draws() == [f"nn.{layer.__name__}(dropout=...) in module '0'"]

@@ -2,6 +2,7 @@
 own rule."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -379,6 +380,8 @@ def test_only_what_an_adam_like_rule_can_make_of_rounding_is_left_to_float64():
     assert not run(grad_off, same), "no rule has made a step yet"
     assert not run(same, step_of(weight__a=one)), "it has no gradient"
     assert not run(same, grad_off, name="sgd")
+    assert run(same, step_of(grad__a=one * 1.5, weight__a=one), precision="bfloat16")
+    assert not run(step_of(grad__a=one * 1.5, weight__a=one), same, precision="bfloat16")
     assert not run(same, step_of(grad__a=one.double() * math.nan, weight__a=one))
 
 
@@ -451,3 +454,14 @@ def test_the_squares_of_a_small_gradient_are_no_noise():
 def test_a_step_that_both_skip_is_not_judged_by_its_norm():
     reference, found = (step_of(norm=norm, skipped=True) for norm in (math.nan, math.inf))
     assert compare(reference, found, tolerance_of("dp=2", "float16"))[0] == []
+
+
+@pytest.mark.parametrize(("zeros", "found", "is_wrong"), [((), 0.0, True), (("b",), 0.0, False), (("b",), 0.2, True)])
+def test_in_16_bits_a_true_zero_is_noise_and_no_other_gradient_is(zeros, found, is_wrong):
+    """The bias before batch norm was said to differ in bfloat16: its limit was float32's."""
+    limits = replace(tolerance_of("dp=2", "bfloat16", joins=True), zeros=frozenset(zeros))
+    reference = step_of(grad__a=torch.ones(4), grad__b=torch.full((4,), 1e-2))
+    other = step_of(grad__a=torch.ones(4), grad__b=torch.full((4,), found))
+    wrong, verdict = compare(reference, other, limits)
+    assert [one.name for one in wrong] == (["b"] if is_wrong else [])
+    assert ("grad/b" in verdict.noise) is not is_wrong

@@ -59,6 +59,7 @@ def judge(tmp_path):
             tolerance=tolerance,
             layout=LAYOUT,
             flat_bound=1e-5,
+            explain_flat=lambda: "the loss is not the mean over its items",
         )
 
     return run
@@ -123,5 +124,6 @@ def test_a_tensor_that_the_plan_lost(judge):
 
 
 def test_a_tree_far_from_the_flat_sum(judge):
-    assert judge(flat=1e-2).difference.kind == "flat"
+    found = judge(flat=1e-2).difference
+    assert found.kind == "flat" and "the loss is not the mean over its items" in str(found)
     assert judge(flat=None).difference is None

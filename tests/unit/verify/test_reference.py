@@ -288,3 +288,25 @@ def test_the_flat_sum_sees_what_the_tree_hides(tmp_path, monkeypatch):
 
     monkeypatch.setattr("shoal.verify.reference.tree_gradients", doubled)
     assert run_here(run_reference, case_of(steps=1), Tree(replicas=2, microbatches=1), tmp_path)["flat"] > 0.4
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_true_zeros_are_told_by_float64_for_16_bits(tmp_path, precision):
+    """The bias of the layer before batch norm, and not the norm's own, which is small and no zero."""
+    model = {"name": "mlp", "layers": 2, "hidden": 16, "batch_norm": True}
+    case = case_of(
+        model=model,
+        data={"source": "synthetic", "kind": "classes", "samples": 64},
+        precision=precision,
+        batch_norm="sync",
+    )
+    run_here(run_reference, case, Tree(replicas=2, microbatches=1), tmp_path)
+    recording = Recording.open(tmp_path, "reference")
+    zeros = recording.facts["zeros"]
+    if precision == "float32":
+        assert zeros == []
+        return
+    trained = {name.removeprefix("grad/") for name in recording.step(0).tensors if name.startswith("grad/")}
+    norms = {name for name, module in build_parts(case).model.named_modules() if isinstance(module, nn.BatchNorm1d)}
+    assert zeros and set(zeros) < trained
+    assert all(name.endswith(".bias") and name.rpartition(".")[0] not in norms for name in zeros)
