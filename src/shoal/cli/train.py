@@ -213,9 +213,7 @@ class OwnParts:
 
     def check_same_data(self, recipe: "Recipe", checkpoints: Path) -> None:
         """See ``shoal.trainer.request.OwnParts``."""
-        from shoal.trainer.measure import OwnPartsHere
-
-        OwnPartsHere().check_same_data(recipe, checkpoints)
+        self._parts.check_same_data(recipe, checkpoints)
 
     def check_optimizer(self, recipe: "Recipe") -> None:
         """See ``shoal.trainer.request.OwnParts``."""

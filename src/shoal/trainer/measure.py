@@ -49,7 +49,7 @@ class OwnPartsHere:
         Raises:
             RequestError: it is other data.
         """
-        refuse_other_data_early(checkpoints, build_splits(recipe.data, recipe.train.seed))
+        refuse_other_data_early(checkpoints, self._data(recipe))
 
     def check_optimizer(self, recipe: Recipe) -> None:
         """Try the class of torch that a recipe names.
