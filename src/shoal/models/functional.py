@@ -221,7 +221,8 @@ class FunctionalDraws:
         # Its generator moves in every pass from now on, so that says no more whether something else draws: what is drawn does.
         self.draws_unused = self._unused.found > 0
         self._watches = self._watches and not self.draws_unused
-        self._scans_on = self.draws_unused and not self._is_compiled
+        # Looking costs a few microseconds for every operation, and is over once there is something to tell.
+        self._scans_on = self.draws_unused and not self._is_compiled and not self.foreign
         self._is_scanned = True
         if not (self._is_needed or self._scans_on):
             self._remove_hooks()

@@ -97,7 +97,10 @@ def ask(model="fits", loss="mean", widths="[6]", plan="dp=2", train="", own=None
             r"mat1 and mat2 .* in layer 'body.2', Linear\(in_features=9.*got \(4, 8\) float32; it was called with \(4, 6\)",
         ),
         ({"widths": "[5]"}, r"in layer 'body.0', Linear\(in_features=6.*got \(4, 5\) float32"),
-        ({"widths": "[6, 7]"}, r"has input \(6,\) float32 and target \(\) int64, sample \d+ has input \(7,\) float32"),
+        (
+            {"widths": "[6, 7]"},
+            r"has input \(6,\) float32 and target \(\) int64, sample \d+ of the train split has input \(7,\) float32",
+        ),
         ({"model": "lazy"}, r"model.build = 'tried_parts:lazy': layer '1' is a LazyLinear, .* nn.Linear\(...\)"),
         (
             {"model": "classes"},
