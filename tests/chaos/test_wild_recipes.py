@@ -114,7 +114,7 @@ def test_the_requests_that_are_changed_are_right_before(folder):
     [
         ("cp=0", (), ["cp=0"]),
         ("pp=2147483648", (), ["pp=2147483648", "1024"]),
-        (None, ("train.global_batch=1" + "0" * 400,), ["train.global_batch", "64"]),
+        (None, ("train.global_batch=1" + "0" * 400,), ["train.global_batch", "1329 bits", "63"]),
         (None, ("train.time_limit=soon",), ["train.time_limit", "'soon'"]),
         (None, ("model.name=gtp",), ["model.name", "'gtp'", "did you mean 'gpt'?"]),
     ],

@@ -34,12 +34,12 @@ def test_the_loop_goes_on_while_the_save_cannot_end(tmp_path):
         sizes = [entry.size for entry in checkpoint.manifest.files.values()]
         assert sizes[0] == sizes[1]
 
-        # Back to back, each waits for the one before; the newest three stay.
+        # Back to back, each waits for the one before; the newest three stay, and the oldest, as none is known to be good.
         for step in (20, 30, 40, 50):
             ranks.ask("fill", step)
             assert ranks.ask("save", step) == ["returned"] * 2
         assert ranks.ask("close") == ["closed"] * 2
-        assert sorted(path.name for path in root.iterdir()) == [f"step-000000{step}" for step in (30, 40, 50)]
+        assert sorted(path.name for path in root.iterdir()) == [f"step-000000{step}" for step in (10, 30, 40, 50)]
         for step in (30, 40, 50):
             loaded = read(root / f"step-000000{step}")
             assert all(loaded.tensors[name].unique().tolist() == [float(step)] for name in WEIGHTS)
