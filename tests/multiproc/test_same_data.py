@@ -50,10 +50,14 @@ def train(world, data, steps=4, run_dir=None, resume=False, plan="", between=Non
         resume=resume,
         world=world,
     )
-    for done in trainer.training_steps():
-        if between is not None:
-            between(done.step)
-    trainer.reporter.close()
+    try:
+        for done in trainer.training_steps():
+            if between is not None:
+                between(done.step)
+    finally:
+        # The world is used again.
+        trainer.persistence.close()
+        trainer.reporter.close()
     return trainer
 
 
