@@ -135,6 +135,14 @@ class Trainer:
         self._looked_for_draws = False
         # By replica, not by rank: the ranks that share a replica must draw alike.
         seed_process(train.seed, rank=self.mesh.coordinate(Axis.DATA))
+        try:
+            self._begin(run_dir, resume=resume)
+        except BaseException:
+            self.reporter.close()  # Its thread is nobody else's to end: there is no trainer to close.
+            raise
+
+    def _begin(self, run_dir: Path | None, *, resume: bool) -> None:
+        """Go on from a checkpoint, or make sure that there is none."""
         if resume:
             self._resume()
         elif self.persistence.has_checkpoints():
