@@ -101,7 +101,7 @@ def require_run_dir(run_dir: Path) -> None:
         return
     beside = [str(path) for path in run_dir.parent.glob("*") if path.is_dir()] if run_dir.parent.is_dir() else []
     raise RequestError(
-        f"--resume: {run_dir} does not exist; {offer(str(run_dir), beside)}To start a run there, leave out --resume, or give "
+        f"--resume: {run_dir} does not exist; {offer(str(run_dir), beside)}to start a run there, leave out --resume, or give "
         "--resume=auto, which goes on where there is a run and starts one where there is none"
     )
 
