@@ -18,16 +18,16 @@ from shoal.comm.wire.node import new_incarnation
 from shoal.core.config import apply_overrides, validate
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
+from shoal.serverrun import serving, working
+from shoal.serverrun.centering import lead
+from shoal.serverrun.closing import read_steps
+from shoal.serverrun.member import MemberPlace
+from shoal.serverrun.serving import serve
+from shoal.serverrun.working import work
 from shoal.trainer.build import build_parts, load_run
 from shoal.trainer.config import Recipe, dump_recipe
 from shoal.trainer.layout import choose_plan
 from shoal.trainer.loop import Trainer
-from shoal.trainer.servers import serving, working
-from shoal.trainer.servers.centering import lead
-from shoal.trainer.servers.closing import read_steps
-from shoal.trainer.servers.member import MemberPlace
-from shoal.trainer.servers.serving import serve
-from shoal.trainer.servers.working import work
 from shoal.trainer.state import hash_weights
 
 DIGITS = {

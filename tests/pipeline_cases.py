@@ -8,15 +8,15 @@ from shoal.comm.ledger import Ledger
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model, cross_entropy
 from shoal.models.config import CnnConfig, GptConfig
-from shoal.models.dropout import apply_keyed_dropout
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.mail import Mail
 from shoal.pipeline.runtime import Runtime
 from shoal.pipeline.share import Shared
 from shoal.pipeline.units import find_units
 from shoal.pipeline.versions import VersionRule, Versions
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.grid import Fold
 from shoal.verify.oracle import Delay, Oracle

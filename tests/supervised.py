@@ -13,16 +13,16 @@ import pytest
 
 from shoal.core.clock import Deadline
 from shoal.elastic.config import ElasticConfig
-from shoal.elastic.launch import LaunchRequest
-from shoal.elastic.outcome import Outcome
-from shoal.elastic.supervisor import supervise
+from shoal.launch.launch import LaunchRequest
+from shoal.launch.outcome import Outcome
+from shoal.launch.supervisor import supervise
 from shoal.telemetry.board import SlotState
 
 PRELUDE = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
 from shoal.comm.lifeline import die_with_parent
-from shoal.elastic.reports import ErrorReport, write_report
+from shoal.launch.reports import ErrorReport, write_report
 from shoal.telemetry.board import Board, Heartbeat
 
 die_with_parent(int(os.environ["SHOAL_SUPERVISOR_PID"]))

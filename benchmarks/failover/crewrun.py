@@ -22,15 +22,15 @@ from shoal.elastic.election.filelease import read_center
 from shoal.elastic.view import View
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import OPERATIONS, Ask, Join, Told
+from shoal.serverrun.agreement import shared_settings
+from shoal.serverrun.flatmodel import describe_model
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
-from shoal.trainer.servers.agreement import shared_settings
-from shoal.trainer.servers.flatmodel import describe_model
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_SECONDS = 60.0
 LOOK_SECONDS = 0.02
-MODULES = {"shoal.trainer.servers.role", "shoal.trainer.servers.centering"}
+MODULES = {"shoal.serverrun.role", "shoal.serverrun.centering"}
 RECIPE = """
 plan = "ps=2 workers=2 update=bsp backup={backup}"
 [model]

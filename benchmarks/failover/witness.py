@@ -24,7 +24,7 @@ from shoal.models.gpt import Gpt
 from shoal.models.shape import DataShape
 from shoal.paramserver.client import Client
 from shoal.paramserver.contact import Contact
-from shoal.trainer.servers.serving import Diary
+from shoal.serverrun.serving import Diary
 
 
 def build(spec: DataShape, log: str) -> nn.Module:

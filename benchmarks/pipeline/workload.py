@@ -14,8 +14,8 @@ from shoal.comm.world import World
 from shoal.models.build import cross_entropy
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.mail import Mail
 from shoal.pipeline.runtime import Runtime

@@ -26,9 +26,9 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.planner.machine import Machine, cpu_name, num_cores, read_machine, torch_version
 from shoal.trainer.config import load_recipe
-from shoal.trainer.forecasts.calibrating import measure_machine
-from shoal.trainer.forecasts.cast import Cast
-from shoal.trainer.forecasts.deciding import pick_from, search
+from shoal.tuning.calibrating import measure_machine
+from shoal.tuning.cast import Cast
+from shoal.tuning.deciding import pick_from, search
 
 ROOT = Path(__file__).resolve().parents[2]
 _FINALISTS = 6

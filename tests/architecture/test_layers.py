@@ -9,11 +9,13 @@ import pytest
 ROWS = (
     ("core",),
     ("comm", "schedules", "telemetry"),
-    ("data", "models", "compression", "optim", "costs"),
-    ("parallel", "elastic", "checkpoint"),
-    ("pipeline", "paramserver", "replicas", "planner"),
-    ("trainer",),
-    ("dashboard", "verify", "testing"),
+    ("data", "models", "randomness", "compression", "optim", "costs"),
+    ("parallel", "launch", "elastic", "checkpoint", "sparsity"),
+    ("pipeline", "paramserver", "replicas", "planner", "doctor"),
+    ("engine",),
+    ("trainer", "library"),
+    ("serverrun", "controller", "serve"),
+    ("dashboard", "verify", "tuning", "testing"),
     ("cli",),
     # `python -m shoal`: a door to the command line, no room of its own.
     ("__main__",),

@@ -9,12 +9,12 @@ import pytest
 from checkpoint_maker import forge, manifest_tree
 from harness import TINY, Shoal, read_summary, wait_for_step
 from shoal.core.errors import RequestError
+from shoal.serverrun.closing import read_steps
+from shoal.serverrun.tidings import count_tidings
 from shoal.telemetry.lines import decode_events
 from shoal.trainer import summary
 from shoal.trainer.claim import check_claim, read_plan
 from shoal.trainer.config import load_recipe
-from shoal.trainer.servers.closing import read_steps
-from shoal.trainer.servers.tidings import count_tidings
 
 FEW = ("--set", "train.steps=2", "--set", "checkpoint.every=1", "--set", "eval.samples=4")
 

@@ -10,8 +10,8 @@ from shoal.core.config import validate
 from shoal.core.plan import Plan
 from shoal.planner.machine import write_machine
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.forecasts.calibrating import measure_machine
-from shoal.trainer.forecasts.cast import Cast, NoRoom
+from shoal.tuning.calibrating import measure_machine
+from shoal.tuning.cast import Cast, NoRoom
 
 # One block with one head is cut neither by tp nor by pp: four plans of dp, one of cp. All are rehearsed, however long it takes;
 # those that are tried have one round.

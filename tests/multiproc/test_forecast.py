@@ -9,9 +9,9 @@ from shoal.core.plan import Plan, all_plans
 from shoal.models.facts import facts_of
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
-from shoal.trainer.forecasts.forecast import account_rows, forecast_ranks, read_trace
-from shoal.trainer.forecasts.rehearsal import build_subject, trace_rank
 from shoal.trainer.layout import derive_layout
+from shoal.tuning.forecast import account_rows, forecast_ranks, read_trace
+from shoal.tuning.rehearsal import build_subject, trace_rank
 
 RECIPE = {
     "plan": "dp=1",

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from shoal.comm.channel import PeerLost
 from shoal.comm.mesh import build_mesh
 from shoal.core.plan import Plan
+from shoal.serverrun.leading import Leader, follow
 from shoal.testing.ranks import run_on_ranks
-from shoal.trainer.servers.leading import Leader, follow
 
 pytestmark = pytest.mark.timeout(120)
 TENSOR = Plan(dp=1, tp=2)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from harness import wait_until
-from shoal.elastic.nursery import ForkedProcess, Nursery, Streams
+from shoal.launch.nursery import ForkedProcess, Nursery, Streams
 
 PR_GET_CHILD_SUBREAPER = 37
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="orphans are adopted on Linux only")
@@ -57,7 +57,7 @@ def start(nursery: Nursery, *arguments: str, output=None, errors=None, descripto
 
 def cradles() -> list[psutil.Process]:
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "shoal.elastic.cradle" in child.cmdline()]
+    return [child for child in alive if "shoal.launch.cradle" in child.cmdline()]
 
 
 def only_cradle() -> psutil.Process:

@@ -12,10 +12,10 @@ from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.csvform import write_csv
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
-from shoal.trainer.forecasts.forecast import account_rows, forecast_ranks, read_trace
-from shoal.trainer.forecasts.rehearsal import build_subject as build_rehearsed
-from shoal.trainer.forecasts.rehearsal import trace_rank
 from shoal.trainer.layout import derive_layout
+from shoal.tuning.forecast import account_rows, forecast_ranks, read_trace
+from shoal.tuning.rehearsal import build_subject as build_rehearsed
+from shoal.tuning.rehearsal import trace_rank
 from shoal.verify.mutants import MUTANTS
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.trainer.servers.spawning import Spawner
+from shoal.serverrun.spawning import Spawner
 
 PR_GET_CHILD_SUBREAPER = 37
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="orphans are adopted on Linux only")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.elastic.config import ElasticConfig
-from shoal.elastic.launch import LaunchRequest
-from shoal.elastic.story import describe
-from shoal.elastic.supervisor import supervise
+from shoal.launch.launch import LaunchRequest
+from shoal.launch.story import describe
+from shoal.launch.supervisor import supervise
 from shoal.telemetry.board import SlotState
 from supervised import Recorder, once, run
 from supervised import nothing_left as nothing_left

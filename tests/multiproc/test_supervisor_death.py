@@ -13,8 +13,8 @@ DRIVER = """
 import sys
 from pathlib import Path
 from shoal.elastic.config import ElasticConfig
-from shoal.elastic.launch import LaunchRequest
-from shoal.elastic.supervisor import supervise
+from shoal.launch.launch import LaunchRequest
+from shoal.launch.supervisor import supervise
 from shoal.telemetry.progress import PlainDisplay
 import threading
 folder = Path(sys.argv[1])

@@ -11,8 +11,8 @@ import pytest
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
-from shoal.elastic.launch import LaunchRequest
-from shoal.elastic.supervisor import supervise
+from shoal.launch.launch import LaunchRequest
+from shoal.launch.supervisor import supervise
 from shoal.telemetry.board import SlotState
 from supervised import Recorder, all_in, assert_gone, make_request, once, run
 from supervised import nothing_left as nothing_left

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from harness import wait_until
-from shoal.elastic.launch import LaunchRequest
-from shoal.elastic.story import describe
-from shoal.elastic.supervisor import supervise
+from shoal.launch.launch import LaunchRequest
+from shoal.launch.story import describe
+from shoal.launch.supervisor import supervise
 from shoal.telemetry.board import SlotState
 from supervised import Recorder, all_in, once, run
 from supervised import nothing_left as nothing_left

@@ -17,7 +17,7 @@ ENDINGS = [
     Mutation(
         promise=DEAD,
         what="the last rank is blamed, not the first",
-        file="src/shoal/elastic/verdict.py",
+        file="src/shoal/launch/verdict.py",
         old="    first = min(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
         new="    first = max(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
         test="tests/multiproc/test_supervisor.py::test_exception_is_told_with_its_traceback_and_peers_are_not_blamed",
@@ -26,7 +26,7 @@ ENDINGS = [
     Mutation(
         promise=DEAD,
         what="the death of one rank does not end the others",
-        file="src/shoal/elastic/generation.py",
+        file="src/shoal/launch/generation.py",
         old="            self._kill_all()  # the cause is known, and nobody else can say more about it",
         new="            pass",
         test="tests/multiproc/test_supervisor.py::test_kill_9_of_a_rank_is_named",
@@ -35,7 +35,7 @@ ENDINGS = [
     Mutation(
         promise=FINISHED,
         what="an exit code of 0 is enough",
-        file="src/shoal/elastic/verdict.py",
+        file="src/shoal/launch/verdict.py",
         old='        return self.exit_code == EXIT_DONE and self.said == "completed"',
         new="        return self.exit_code == EXIT_DONE",
         test="tests/multiproc/test_supervisor.py::test_a_rank_that_ends_with_0_before_it_has_begun_is_named_at_once",
@@ -44,7 +44,7 @@ ENDINGS = [
     Mutation(
         promise=FINISHED,
         what="an exit code of 0 of a role is enough",
-        file="src/shoal/trainer/servers/crew.py",
+        file="src/shoal/serverrun/crew.py",
         old='state.pid == process.pid and state.said == "completed"',
         new="state.pid == process.pid",
         test="tests/bugs/test_left_without_a_word.py::test_a_worker_that_leaves_is_replaced_and_told_of",
@@ -71,7 +71,7 @@ ENDINGS = [
     Mutation(
         promise=HANGS,
         what="nobody is asked for a stack",
-        file="src/shoal/elastic/generation.py",
+        file="src/shoal/launch/generation.py",
         old="        self._ask_for_stacks(self._ranks)\n",
         new="",
         test="tests/multiproc/test_supervisor.py::test_a_rank_that_runs_in_circles_is_named_with_its_stack",
@@ -80,7 +80,7 @@ ENDINGS = [
     Mutation(
         promise=HANGS,
         what="who was waited for is not asked when a peer gives up first",
-        file="src/shoal/elastic/generation.py",
+        file="src/shoal/launch/generation.py",
         old="            if end.report is not None and end.report.peer_failure:",
         new="            if False:",
         test="tests/bugs/test_left_without_a_word.py::"
@@ -99,7 +99,7 @@ ENDINGS = [
     Mutation(
         promise=FORKS,
         what="what a role forked is left running",
-        file="src/shoal/elastic/nursery.py",
+        file="src/shoal/launch/nursery.py",
         old="            kill_group(self.pid)\n",
         new="",
         test="tests/bugs/test_forked_by_the_user.py::test_children_of_a_worker_end_with_the_run",
@@ -108,7 +108,7 @@ ENDINGS = [
     Mutation(
         promise=STOPPED,
         what="nobody looks at heartbeats",
-        file="src/shoal/elastic/watch.py",
+        file="src/shoal/launch/watch.py",
         old="    if not ages or max(ages)[0] <= deadline:",
         new="    if True:",
         test="tests/multiproc/test_supervisor.py::test_sigstop_is_named_within_the_deadline",
@@ -135,10 +135,10 @@ ENDINGS = [
     Mutation(
         promise=SUPERVISOR,
         what="the folder of a killed crew is not found",
-        file="src/shoal/elastic/crewfolder.py",
+        file="src/shoal/launch/crewfolder.py",
         old="        os.close(descriptor)\n    return True",
         new="        os.close(descriptor)\n    return False",
-        test="tests/unit/elastic/test_leftovers.py::test_the_folder_of_a_crew_is_a_leftover_once_the_crew_was_killed",
+        test="tests/unit/launch/test_leftovers.py::test_the_folder_of_a_crew_is_a_leftover_once_the_crew_was_killed",
         seconds=5,
     ),
     Mutation(
@@ -153,7 +153,7 @@ ENDINGS = [
     Mutation(
         promise=RESTART,
         what="one restart fewer than was allowed",
-        file="src/shoal/elastic/supervisor.py",
+        file="src/shoal/launch/supervisor.py",
         old="number < request.config.max_restarts\n",
         new="number + 1 < request.config.max_restarts\n",
         test="tests/multiproc/test_supervisor_signals.py::test_restarts_are_given_up_after_n",
@@ -171,7 +171,7 @@ ENDINGS = [
     Mutation(
         promise=STAGE,
         what="whoever a signal killed counts as ended by the supervisor",
-        file="src/shoal/elastic/verdict.py",
+        file="src/shoal/launch/verdict.py",
         old="self.exit_code is None or (self.exit_code < 0 and -self.exit_code in self.signals_sent)",
         new="self.exit_code is None or self.exit_code < 0",
         test="tests/multiproc/test_pipeline_failures.py::test_a_stage_that_dies_in_a_step_is_named_and_nothing_hangs[1f1b-0.0]",

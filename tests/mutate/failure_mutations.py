@@ -172,16 +172,16 @@ FAILURE = [
     Mutation(
         promise=HANG,
         what="one long portion makes the watch patient",
-        file="src/shoal/trainer/servers/hanging.py",
+        file="src/shoal/serverrun/hanging.py",
         old="_TIMES_LONGEST * max(self.last), least_seconds)",
         new="multiple * max(self.last), least_seconds)",
-        test="tests/unit/trainer/servers/test_hanging.py::test_one_long_portion_makes_nobody_patient_for_many_times_its_length",
+        test="tests/unit/serverrun/test_hanging.py::test_one_long_portion_makes_nobody_patient_for_many_times_its_length",
         seconds=5,
     ),
     Mutation(
         promise=HANG,
         what="a worker that hangs is not ended",
-        file="src/shoal/trainer/servers/hanging.py",
+        file="src/shoal/serverrun/hanging.py",
         old="            os._exit(EXIT_NO)",
         new="            pass",
         test="tests/chaos/test_crew_kills.py::test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced",
@@ -190,26 +190,26 @@ FAILURE = [
     Mutation(
         promise=STANDSTILL,
         what="only workers are held to their heartbeats",
-        file="src/shoal/trainer/servers/standstill.py",
+        file="src/shoal/serverrun/standstill.py",
         old="            [one for _, one in watched], now=now, awake_since=self._awake_since, config=self._silence",
         new="            workers, now=now, awake_since=self._awake_since, config=self._silence",
-        test="tests/unit/trainer/servers/test_standstill.py::test_a_silent_server_is_ended_and_one_that_is_only_idle_is_not",
+        test="tests/unit/serverrun/test_standstill.py::test_a_silent_server_is_ended_and_one_that_is_only_idle_is_not",
         seconds=5,
     ),
     Mutation(
         promise=STANDSTILL,
         what="a server that nobody asks is taken for the one that is behind",
-        file="src/shoal/trainer/servers/standstill.py",
+        file="src/shoal/serverrun/standstill.py",
         old="            workers or [one for _, one in watched],",
         new="            [one for _, one in watched],",
-        test="tests/unit/trainer/servers/test_standstill.py::"
+        test="tests/unit/serverrun/test_standstill.py::"
         "test_workers_that_all_stand_still_are_held_up_by_the_one_that_is_furthest_behind",
         seconds=5,
     ),
     Mutation(
         promise=STANDSTILL,
         what="who hangs is ended before it can print its stacks",
-        file="src/shoal/trainer/servers/crew.py",
+        file="src/shoal/serverrun/crew.py",
         old="            process.send_signal(signal.SIGUSR1)",
         new="            process.kill()",
         test="tests/bugs/test_left_without_a_word.py::test_a_worker_that_hangs_in_its_first_portion_is_replaced",
@@ -236,7 +236,7 @@ FAILURE = [
     Mutation(
         promise=BACK,
         what="servers go on from the checkpoint that they found at their start",
-        file="src/shoal/trainer/servers/serving.py",
+        file="src/shoal/serverrun/serving.py",
         old="self._source.look, again=True",
         new="self._source.look, again=False",
         test="tests/chaos/test_crew_kills.py::test_without_a_backup_everyone_goes_back_to_the_checkpoint[server-0]",
@@ -272,10 +272,10 @@ FAILURE = [
     Mutation(
         promise=MESSAGES,
         what="what was dropped is in no event",
-        file="src/shoal/trainer/servers/tally.py",
+        file="src/shoal/serverrun/tally.py",
         old="        if counts == self._told:\n            return",
         new="        return",
-        test="tests/unit/trainer/servers/test_tally.py::test_what_was_dropped_is_in_the_events_and_counted",
+        test="tests/unit/serverrun/test_tally.py::test_what_was_dropped_is_in_the_events_and_counted",
         seconds=5,
     ),
     Mutation(
@@ -299,7 +299,7 @@ FAILURE = [
     Mutation(
         promise=GROUP,
         what="only the first rank of a worker is started again",
-        file="src/shoal/trainer/servers/crew.py",
+        file="src/shoal/serverrun/crew.py",
         old="            for place in leader.group:\n                place.process = await",
         new="            for place in leader.group[:1]:\n                place.process = await",
         test="tests/chaos/test_group_kills.py::test_a_killed_rank_is_its_workers_death_and_changes_no_bit[worker-0.1]",

@@ -216,19 +216,19 @@ NUMERICS = [
     Mutation(
         promise=DRAWS,
         what="a mask is drawn by a sample's place in its microbatch",
-        file="src/shoal/models/draws.py",
+        file="src/shoal/randomness/draws.py",
         old="            for row, sample in zip(words, samples, strict=True):\n",
         new="            for sample, row in enumerate(words):\n",
-        test="tests/unit/models/test_dropout.py::test_the_split_into_microbatches_changes_no_bit",
+        test="tests/unit/randomness/test_dropout.py::test_the_split_into_microbatches_changes_no_bit",
         seconds=5,
     ),
     Mutation(
         promise=DRAWS,
         what="every module draws the same mask",
-        file="src/shoal/models/draws.py",
+        file="src/shoal/randomness/draws.py",
         old='derive_key("dropout", seed, path)',
         new='derive_key("dropout", seed)',
-        test="tests/unit/models/test_dropout.py::test_seed_step_sample_module_and_call_each_change_the_bits",
+        test="tests/unit/randomness/test_dropout.py::test_seed_step_sample_module_and_call_each_change_the_bits",
         seconds=5,
     ),
     Mutation(
@@ -279,7 +279,7 @@ NUMERICS = [
     Mutation(
         promise=SAME_DATA,
         what="a worker says nothing of its data",
-        file="src/shoal/trainer/servers/working.py",
+        file="src/shoal/serverrun/working.py",
         old="        data=same_data.fingerprint.as_settings(),",
         new="        data={},",
         test="tests/multiproc/test_same_data.py::test_a_worker_of_parameter_servers_with_other_data_is_not_let_in",

@@ -38,10 +38,10 @@ TRUST = [
     Mutation(
         promise=KEYS,
         what="loopback needs no key",
-        file="src/shoal/trainer/servers/cluster.py",
+        file="src/shoal/serverrun/cluster.py",
         old='    if parsed.kind == "tcp" and keys is None:',
         new="    if False:",
-        test="tests/unit/trainer/servers/test_cluster.py::test_only_what_other_users_cannot_open_needs_no_key",
+        test="tests/unit/serverrun/test_cluster.py::test_only_what_other_users_cannot_open_needs_no_key",
         seconds=5,
     ),
     Mutation(

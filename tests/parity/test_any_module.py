@@ -16,12 +16,12 @@ from shoal.core.axes import Axis
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
 from shoal.models.build import cross_entropy
-from shoal.models.dropout import apply_keyed_dropout
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.apply import apply_to_model
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.pieces import box
 from shoal.parallel.rules import describe_facts
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.scoring import Scoring
 

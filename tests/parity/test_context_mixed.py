@@ -14,7 +14,6 @@ from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.models.config import GptConfig
-from shoal.models.dropout import apply_keyed_dropout
 from shoal.models.gpt import Gpt
 from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
 from shoal.parallel.context.apply import apply_context_parallel
@@ -22,6 +21,7 @@ from shoal.parallel.masks import narrow_dropouts
 from shoal.parallel.pieces import take_local
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.tensor.apply import apply_tensor_parallel
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.parity import assert_close
 from shoal.testing.ranks import run_on_ranks
 

@@ -16,9 +16,9 @@ from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.order import Position, permute, take
 from shoal.models.build import build_loss, build_model
-from shoal.models.dropout import apply_keyed_dropout
 from shoal.optim.build import build_optimizer
 from shoal.optim.precision import Precision
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.parity import assert_close, compare
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts

@@ -16,16 +16,16 @@ from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.models.config import GptConfig
-from shoal.models.dropout import DropoutKey, apply_keyed_dropout
 from shoal.models.gpt import Gpt
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.anatomy import Anatomy, SplitKind
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.context.apply import apply_context_parallel
-from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.masks import narrow_dropouts
 from shoal.parallel.pieces import take_local
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.tensor.apply import apply_tensor_parallel
+from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks
 
 BATCH, LENGTH, WIDTH = 3, 16, 16

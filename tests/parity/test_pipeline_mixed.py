@@ -8,10 +8,10 @@ from torch import nn
 
 from shoal.comm.mesh import build_mesh
 from shoal.core.plan import Plan
-from shoal.models.dropout import apply_keyed_dropout
 from shoal.parallel.apply import apply_to_model
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks
 from tensor_cases import BATCH, batch_of, build
 

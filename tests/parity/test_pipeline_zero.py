@@ -11,14 +11,14 @@ from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.models.build import cross_entropy
-from shoal.models.dropout import apply_keyed_dropout
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.zero.apply import apply_zero
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.deferred import Later, deferring
 from shoal.pipeline.units import find_units
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks
 
 # (zero, recompute, each stage in a model of its own that has let go of the other)

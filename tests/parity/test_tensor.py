@@ -14,7 +14,6 @@ from shoal.core.axes import Axis
 from shoal.core.placement import Patch, Placement, place_whole
 from shoal.core.plan import Plan
 from shoal.models.build import cross_entropy
-from shoal.models.dropout import apply_keyed_dropout
 from shoal.parallel.masks import narrow_dropouts
 from shoal.parallel.pieces import put_local
 from shoal.parallel.recompute import apply_recompute
@@ -24,6 +23,7 @@ from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.parallel.tensor.crossing import leave_sequence
 from shoal.parallel.tensor.traffic import expected_traffic, survey_crossings
 from shoal.parallel.tensor.vocabulary import split_cross_entropy
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.parity import compare
 from shoal.testing.ranks import run_on_ranks
 from tensor_cases import BATCH, BUILDERS, STEPS, batch_of, build

@@ -21,13 +21,13 @@ from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.order import Position, permute, take
 from shoal.models.build import build_loss, build_model
-from shoal.models.dropout import apply_keyed_dropout
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.precision import Precision
 from shoal.parallel.anatomy import Anatomy, Stack
 from shoal.parallel.gradnorm import build_norms, clip_, global_norm
 from shoal.parallel.pieces import put_local
 from shoal.parallel.zero.apply import apply_zero
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.parity import assert_close, compare
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe

@@ -47,7 +47,7 @@ def plan(
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.cli.planned import answer_values, print_answer
     from shoal.cli.train import OwnParts
-    from shoal.trainer.forecasts.planning import PlanRequest, plan_for
+    from shoal.tuning.planning import PlanRequest, plan_for
 
     request = PlanRequest(
         recipe=recipe,

@@ -11,7 +11,7 @@ from shoal.planner.search import AS_GOOD
 if TYPE_CHECKING:
     from shoal.planner.estimate import Estimate
     from shoal.planner.search import Found
-    from shoal.trainer.forecasts.planning import Answer, PlanRequest
+    from shoal.tuning.planning import Answer, PlanRequest
 
 _COLUMNS = ("", "plan", "precision", "step", "{items}/s", "MFU", "bubble", "exposed", "memory", "head room")
 _WORTH = 0.005

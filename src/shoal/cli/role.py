@@ -12,7 +12,7 @@ import typer
 from shoal.cli.result import JsonFile, check_result_file, write_result
 
 if TYPE_CHECKING:
-    from shoal.trainer.servers.standalone import PreparedRole
+    from shoal.serverrun.standalone import PreparedRole
 
 app = typer.Typer(
     help="Be one process of a run with parameter servers on several machines.",
@@ -82,8 +82,8 @@ def center(
     etcd: _Etcd = "",
 ) -> None:
     """Stand for the center: one leads, the others take over when it dies."""
-    from shoal.trainer.servers.centering import lead
-    from shoal.trainer.servers.standalone import run_async
+    from shoal.serverrun.centering import lead
+    from shoal.serverrun.standalone import run_async
 
     role = _prepare(
         "center",
@@ -130,7 +130,7 @@ def server(
         resume=resume,
     )
     _keep_threads_quiet()
-    from shoal.trainer.servers.standserver import run_server
+    from shoal.serverrun.standserver import run_server
 
     assert role.prepared is not None
     code, summary = run_server(role.place, role.prepared)
@@ -151,8 +151,8 @@ def worker(
     """Compute gradients until there is nothing left to do; may join and leave at any time."""
     role = _prepare("worker", recipe, centers=centers, index=index, plan=plan, overrides=overrides, keys=keys)
     _keep_threads_quiet()
-    from shoal.trainer.servers.standalone import run_blocking
-    from shoal.trainer.servers.working import work
+    from shoal.serverrun.standalone import run_blocking
+    from shoal.serverrun.working import work
 
     raise typer.Exit(run_blocking(lambda: work(role.place)))
 
@@ -164,8 +164,8 @@ def stop(
     """End a run in order, with a checkpoint: every role ends after what is under way."""
     import asyncio
 
-    from shoal.trainer.servers.cluster import read_cluster
-    from shoal.trainer.servers.stopping import stop_run
+    from shoal.serverrun.cluster import read_cluster
+    from shoal.serverrun.stopping import stop_run
 
     check_result_file(json_file)
     found = asyncio.run(stop_run(read_cluster(centers=centers, keys=keys), reason=reason, seconds=10.0))
@@ -192,7 +192,7 @@ def _prepare(
     import sys
 
     from shoal.cli.train import OwnParts
-    from shoal.trainer.servers.standalone import RoleRequest, prepare_role
+    from shoal.serverrun.standalone import RoleRequest, prepare_role
 
     request = RoleRequest(
         role=role,

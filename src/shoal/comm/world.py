@@ -1,7 +1,7 @@
 """A process's place among the others: who it is, whom it can reach, and how long it will wait for them.
 
 The environment is torchrun's contract, so the same worker runs under Shoal's supervisor, ``torchrun``, SLURM or Kubeflow.
-Under the supervisor the ranks meet in a file that only this user can open (``elastic/spawn.py``): torch's ``TCPStore`` asks
+Under the supervisor the ranks meet in a file that only this user can open (``launch/spawn.py``): torch's ``TCPStore`` asks
 nobody who he is, and every user of the machine could read, change and fill it. What gloo listens on is sealed as soon as a group
 is connected (``sealing.py``).
 """

@@ -1,1 +1,1 @@
-"""Processes that start, watch, stop and restart ranks, and that say which rank failed and why. No torch in any of it."""
+"""Who takes part in a run: membership and its changes as pure state machines, and the election of the center."""

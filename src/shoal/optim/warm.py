@@ -1,4 +1,4 @@
-"""What torch leaves for the first optimizer, done before processes are forked that will all need it (``elastic/cradle.py``)."""
+"""What torch leaves for the first optimizer, done before processes are forked that will all need it (``launch/cradle.py``)."""
 
 from torch import nn
 

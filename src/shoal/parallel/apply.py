@@ -15,7 +15,6 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.placement import Placement
 from shoal.core.plan import Plan
-from shoal.models.dropout import DropoutKey
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.batchnorm import apply_batchnorm
 from shoal.parallel.context.apply import ContextLayout, apply_context_parallel
@@ -26,6 +25,7 @@ from shoal.parallel.reduction import Reduction
 from shoal.parallel.replicated import ReplicaReduction
 from shoal.parallel.tensor.apply import TensorLayout, apply_tensor_parallel
 from shoal.parallel.zero.apply import apply_zero
+from shoal.randomness.dropout import DropoutKey
 
 
 @dataclass(frozen=True, kw_only=True)

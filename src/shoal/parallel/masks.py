@@ -20,11 +20,11 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.models.draws import Window
-from shoal.models.dropout import DropoutKey
 from shoal.parallel.anatomy import Anatomy, Heads, SplitKind, Stack
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.tensor.sequence import is_cut
+from shoal.randomness.draws import Window
+from shoal.randomness.dropout import DropoutKey
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import Refusal, RequestError
 from shoal.costs.saved import measuring
-from shoal.models.dropout import DropoutKey
 from shoal.parallel.anatomy import Anatomy
+from shoal.randomness.dropout import DropoutKey
 
 Mode = Literal["selective", "full"]
 _Kept = dict[Any, deque[list[tuple[Any, int | None]]]]

@@ -16,10 +16,10 @@ from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width, model_facts
 from shoal.core.plan import Plan
 from shoal.costs.rows import is_under
+from shoal.parallel.analysis.search import find_anatomy
+from shoal.parallel.analysis.trace import linear_sizes
 from shoal.parallel.anatomy import Anatomy, SplitKind, Stack
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
-from shoal.parallel.find.trace import linear_sizes
 from shoal.parallel.tensor.sequence import is_cut, why_whole
 
 TABLE_START = (

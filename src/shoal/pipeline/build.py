@@ -10,7 +10,6 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
-from shoal.models.dropout import DropoutKey
 from shoal.parallel.anatomy import Anatomy
 from shoal.pipeline.absent import keep_part
 from shoal.pipeline.choose import Agree, choose_starts
@@ -21,6 +20,7 @@ from shoal.pipeline.mail import Mail
 from shoal.pipeline.rehearse import RehearsedMail, learn_forms
 from shoal.pipeline.share import Shared, places_of
 from shoal.pipeline.units import Unit, find_units
+from shoal.randomness.dropout import DropoutKey
 from shoal.schedules.schedule import Schedule
 
 

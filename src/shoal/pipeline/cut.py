@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shoal.comm.channel import silent
 from shoal.core.errors import RequestError, RunError
 from shoal.costs.undisturbed import undisturbed
-from shoal.models.dropout import DropoutKey
 from shoal.parallel.recompute import surrounding
 from shoal.pipeline.absent import keep_part
 from shoal.pipeline.mail import parcel_problem
 from shoal.pipeline.passing import Gone, Left, Pass, Received, are_same, has_no_value
 from shoal.pipeline.standin import StandIns
 from shoal.pipeline.units import Unit
+from shoal.randomness.dropout import DropoutKey
 
 _PROBES = (1e4, -1e4)
 """Values of stand-ins that every type has and that no comparison takes for each other."""

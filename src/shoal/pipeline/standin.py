@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shoal.comm.channel import silent
 from shoal.costs.faked import every_type
-from shoal.models.dropout import Calls, DropoutKey
+from shoal.randomness.dropout import Calls, DropoutKey
 from shoal.telemetry.draws import keeping_draws
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from shoal.data.loader import Loader
-from shoal.models.dropout import DropoutKey
+from shoal.randomness.dropout import DropoutKey
 
 
 def describe_draws(dropout: DropoutKey, loader: Loader) -> Iterator[str]:

@@ -21,13 +21,13 @@ from shoal.parallel.sizes import predict_sizes
 from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.pipeline.advise import advise_replicas
 from shoal.pipeline.build import Part, Stages, prove_stages
+from shoal.serverrun.dryservers import sizes_with_servers
+from shoal.serverrun.flatmodel import describe_model
+from shoal.serverrun.group import group_plan, share_of
 from shoal.trainer.build import build_parts, build_without_memory
 from shoal.trainer.laying import look_at
 from shoal.trainer.layout import asks_the_model, schedule_of
 from shoal.trainer.request import Prepared
-from shoal.trainer.servers.dryservers import sizes_with_servers
-from shoal.trainer.servers.flatmodel import describe_model
-from shoal.trainer.servers.group import group_plan, share_of
 from shoal.trainer.staging import example_of, look_at_stages
 
 

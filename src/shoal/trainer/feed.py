@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shoal.data.loader import Microbatch
-from shoal.models.dropout import DropoutKey
 from shoal.parallel import batchnorm
+from shoal.randomness.dropout import DropoutKey
 from shoal.trainer.objective import Objective
 
 

@@ -33,7 +33,7 @@ from shoal.core.errors import (
     ShoalError,
 )
 from shoal.core.rundir import withhold
-from shoal.elastic.reports import clear_reports
+from shoal.launch.reports import clear_reports
 from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim, read_plan

@@ -15,16 +15,15 @@ from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch
 from shoal.data.splits import Splits
 from shoal.models.build import refuse_lazy
-from shoal.models.dropout import DropoutKey, apply_keyed_dropout
 from shoal.models.tables import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, decide_groups, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.apply import Laid, apply_to_model, apply_to_objective
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.gradnorm import WholeNorms, build_norms
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.rules import describe_facts
@@ -32,6 +31,7 @@ from shoal.pipeline.build import Pipeline, Stages, build_pipeline
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
+from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 from shoal.telemetry.board import RankSlot
 from shoal.trainer.config import TrainConfig
 from shoal.trainer.layout import asks_the_model, check_settings

@@ -16,8 +16,8 @@ from shoal.core.updates import UpdateRule
 from shoal.optim.config import OptimConfig
 from shoal.schedules.find import fitting_microbatches, schedule_of_plan
 from shoal.schedules.schedule import Schedule
+from shoal.serverrun.sizes import portion_samples
 from shoal.trainer.config import TrainConfig
-from shoal.trainer.servers.sizes import portion_samples
 
 DEFAULT_WORKERS = 2
 """Of parameter servers, when neither the plan nor --nproc says."""

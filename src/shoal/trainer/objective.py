@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from shoal.core.errors import RunError, ShoalError
 from shoal.data.loader import Microbatch
 from shoal.data.spec import IGNORED
-from shoal.models.dropout import DropoutKey
 from shoal.optim.precision import Precision
+from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.trainer.scoring import Scoring
 

@@ -22,6 +22,7 @@ from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
 from shoal.models.config import OwnModelConfig
 from shoal.models.facts import facts_of
+from shoal.serverrun.rulecheck import rule_problems
 from shoal.telemetry.config import parse_window
 from shoal.telemetry.tensorboard import wants_curves
 from shoal.trainer.claim import check_claim, choose_run_dir, list_gentler, require_run_dir
@@ -37,7 +38,6 @@ from shoal.trainer.layout import (
     derive_layout,
     server_settings,
 )
-from shoal.trainer.servers.rulecheck import rule_problems
 from shoal.trainer.summary import read_summary
 
 

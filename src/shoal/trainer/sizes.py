@@ -11,7 +11,6 @@ from torch import nn
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
-from shoal.models.dropout import apply_keyed_dropout
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.parallel.anatomy import Anatomy
@@ -19,6 +18,7 @@ from shoal.parallel.apply import apply_to_model
 from shoal.parallel.sizes import measure_sizes, predict_sizes
 from shoal.pipeline.build import Part
 from shoal.pipeline.reduction import StageReduction
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.trainer.laying import Placed
 
 STATE = ("weights", "gradients", "optimizer")

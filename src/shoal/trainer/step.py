@@ -18,13 +18,13 @@ from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.data.loader import Microbatch, StepBatch
-from shoal.models.dropout import DropoutKey
 from shoal.optim.build import set_rate
 from shoal.optim.precision import LossScale
 from shoal.parallel import batchnorm
 from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
 from shoal.parallel.reduction import Reduction, sum_partial_
 from shoal.pipeline.runtime import Runtime
+from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.board import RankSlot
 from shoal.trainer.feed import StepFeed
 from shoal.trainer.objective import Objective

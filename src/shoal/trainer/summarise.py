@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from shoal.telemetry.memory import peak_rss_bytes
-from shoal.trainer.forecasts.witness import Witness
 from shoal.trainer.loop import Trainer
+from shoal.tuning.witness import Witness
 
 
 def summarise(trainer: Trainer, *, wall_seconds: float, witness: Witness | None = None) -> dict[str, Any]:

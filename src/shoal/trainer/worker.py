@@ -1,6 +1,6 @@
 """One rank of a run, from its first line to its exit code.
 
-``shoal.trainer.worker RUN_DIR`` is what the supervisor starts (``elastic/nursery.py``); under ``torchrun`` the same
+``shoal.trainer.worker RUN_DIR`` is what the supervisor starts (``launch/nursery.py``); under ``torchrun`` the same
 ``run_rank`` is called by ``shoal train``. This is one of the two process boundaries where every exception is caught: what
 failed, where and why is written down for whoever has to name the culprit, and the process ends at once, so that its peers
 notice.
@@ -27,21 +27,21 @@ from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestErr
 from shoal.core.functions import place_of
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, withhold
-from shoal.elastic.reports import ErrorReport, write_report
-from shoal.elastic.verdict import EXIT_INTERRUPTED
+from shoal.launch.reports import ErrorReport, write_report
+from shoal.launch.verdict import EXIT_INTERRUPTED
 from shoal.telemetry.board import Board, Heartbeat, RankSlot, SlotState
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, table
 from shoal.trainer.build import build_trainer
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
-from shoal.trainer.forecasts.witness import Witness
 from shoal.trainer.layout import default_threads
 from shoal.trainer.loop import Trainer
 from shoal.trainer.summarise import summarise
 from shoal.trainer.summary import write_summary
+from shoal.tuning.witness import Witness
 
 LISTENS_BY_ITSELF = True
-"""SIGTERM is held back until ``StopWish`` hears it (``elastic/forked.py``)."""
+"""SIGTERM is held back until ``StopWish`` hears it (``launch/forked.py``)."""
 
 
 def run_rank(
@@ -97,7 +97,7 @@ class StopWish:
         self._listener: Callable[[str], None] | None = None
         for number in (signal.SIGTERM, signal.SIGINT) if listen_to_ctrl_c else (signal.SIGTERM,):
             signal.signal(number, self._hear)
-        # What came before there was somebody to hear it was held back (``elastic/cradle.py``), and is heard now.
+        # What came before there was somebody to hear it was held back (``launch/cradle.py``), and is heard now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _hear(self, number: int, _frame: object) -> None:

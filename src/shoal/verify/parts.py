@@ -26,12 +26,12 @@ from shoal.data.order import Position, permute, take
 from shoal.data.source import Items, Source
 from shoal.models.build import build_loss, build_model
 from shoal.models.config import ModelConfig
-from shoal.models.dropout import DropoutKey, apply_keyed_dropout
 from shoal.models.tables import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.optim.rows import whole_norms
+from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.verify.case import Case, Tree
 

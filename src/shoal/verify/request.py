@@ -15,12 +15,12 @@ from shoal.models.tables import make_dense
 from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.named import check_named
 from shoal.parallel.rules import describe_facts
+from shoal.serverrun.flatmodel import refuse_batch_norm
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.laying import look_at
 from shoal.trainer.layout import check_processes, check_samples, choose_plan, count_steps, derive_layout
 from shoal.trainer.request import refuse_settings
-from shoal.trainer.servers.flatmodel import refuse_batch_norm
 from shoal.trainer.state import hash_weights
 from shoal.verify.question import Subject
 from shoal.verify.tolerance import needs_float64

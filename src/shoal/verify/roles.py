@@ -1,6 +1,6 @@
 """One server or worker of a proof: the real role, with what it computes put down on the way.
 
-``python -m shoal.verify.roles`` takes the place of ``shoal.trainer.servers.role`` in a crew. Servers put down every update of
+``python -m shoal.verify.roles`` takes the place of ``shoal.serverrun.role`` in a crew. Servers put down every update of
 every replica, workers say what each of their gradients was computed from; nothing of either is replaced, except by a mutant.
 What the proof wants of them is in a file of the run directory.
 """
@@ -25,11 +25,11 @@ from shoal.core.errors import RunError
 from shoal.paramserver.answers import Portion
 from shoal.paramserver.rounds import Contribution, Read, Round, round_to_json
 from shoal.paramserver.shard import ShardState
-from shoal.trainer.servers.entry import run_process
-from shoal.trainer.servers.member import MemberPlace
-from shoal.trainer.servers.serving import ShardSource, serve
-from shoal.trainer.servers.working import work
-from shoal.trainer.servers.workline import Line, Worker
+from shoal.serverrun.entry import run_process
+from shoal.serverrun.member import MemberPlace
+from shoal.serverrun.serving import ShardSource, serve
+from shoal.serverrun.working import work
+from shoal.serverrun.workline import Line, Worker
 from shoal.verify.capture import placement_values
 from shoal.verify.mutants import MUTANTS, Death, planted
 

@@ -15,7 +15,7 @@ from shoal.core.updates import UpdateRule
 from shoal.elastic.view import Chain
 from shoal.paramserver import client, consistency, replica, shard, shelf
 from shoal.paramserver.rounds import Contribution, Read, Round
-from shoal.trainer.servers import dealing, flatmodel, serving, workline
+from shoal.serverrun import dealing, flatmodel, serving, workline
 from shoal.verify.plants import Plant, Swap
 
 

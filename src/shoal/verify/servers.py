@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from shoal.core.errors import EXIT_DONE, RunError
 from shoal.core.plan import Plan
+from shoal.serverrun.crew import Crew, CrewEnd, CrewRequest
 from shoal.telemetry.board import SlotState
 from shoal.trainer.claim import Claim
 from shoal.trainer.config import Recipe
-from shoal.trainer.servers.crew import Crew, CrewEnd, CrewRequest
 from shoal.verify.capture import Step
 from shoal.verify.gather import Gathered, Piece, placement_of, put_together
 from shoal.verify.mutants import Death

@@ -17,11 +17,11 @@ from shoal.costs.faked import faked
 from shoal.costs.saved import measure_saved
 from shoal.data.loader import Microbatch
 from shoal.models.build import Loss
-from shoal.models.dropout import apply_keyed_dropout
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.apply import apply_to_model
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.trainer.loop import Trainer
 from shoal.trainer.objective import NUM_PASSENGERS
 from shoal.trainer.scoring import Scoring

@@ -8,9 +8,9 @@ from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig, MlpConfig, Seq2SeqConfig
 from shoal.models.facts import facts_of
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.rules import describe_facts
 from shoal.pipeline.units import find_units
 

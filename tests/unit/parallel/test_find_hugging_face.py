@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.anatomy import Anatomy, Heads, SplitKind, Stack
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.rules import describe_facts
 
 transformers = pytest.importorskip("transformers")

@@ -8,9 +8,9 @@ from shoal.core.errors import RequestError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig, MlpConfig
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 
 
 @pytest.fixture(scope="module")

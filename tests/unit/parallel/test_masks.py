@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.plan import Plan
 from shoal.models.config import GptConfig
-from shoal.models.draws import Window
-from shoal.models.dropout import DropoutKey, apply_keyed_dropout
 from shoal.models.gpt import Gpt
 from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.masks import cut_again, narrow_dropouts, place_of
+from shoal.randomness.draws import Window
+from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 
 torch.set_num_threads(1)
 IDS = [5, 6, 7]

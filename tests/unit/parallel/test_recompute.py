@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from shoal.core.errors import RequestError, RunError
 from shoal.costs.saved import measure_saved
 from shoal.models.config import GptConfig, MlpConfig, Seq2SeqConfig
-from shoal.models.dropout import apply_keyed_dropout
-from shoal.models.functional import FunctionalDraws
 from shoal.models.gpt import Gpt
 from shoal.models.mlp import Mlp
 from shoal.models.seq2seq import Seq2Seq
 from shoal.parallel.anatomy import Anatomy, Stack
 from shoal.parallel.recompute import apply_recompute
+from shoal.randomness.dropout import apply_keyed_dropout
+from shoal.randomness.functional import FunctionalDraws
 
 torch.set_num_threads(1)
 IDS = [5, 6, 7, 8]

@@ -12,10 +12,10 @@ from shoal.core.plan import EXECUTED, Plan
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.describe import describe, shorten
-from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.rules import _TECHNIQUES, TABLE_END, TABLE_START, combination_table, describe_facts, write_table
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "parallelism.md"

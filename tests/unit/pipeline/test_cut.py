@@ -13,8 +13,8 @@ from shoal.core.errors import RequestError, RunError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import MlpConfig
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.models.dropout import apply_keyed_dropout
 from shoal.parallel.anatomy import Anatomy, Stack
 from shoal.parallel.batchnorm import ReplicaBatchNorm, apply_batchnorm, begin_microbatch, fold
 from shoal.parallel.recompute import apply_recompute
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
+from shoal.randomness.dropout import apply_keyed_dropout
 
 D = 4
 BLOCKS = tuple(f"blocks.{index}" for index in range(3))

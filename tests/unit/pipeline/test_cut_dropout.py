@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.models.dropout import apply_keyed_dropout
 from shoal.parallel.anatomy import Anatomy, Stack
 from shoal.parallel.recompute import apply_recompute
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
+from shoal.randomness.dropout import apply_keyed_dropout
 
 D, N = 8, 6
 

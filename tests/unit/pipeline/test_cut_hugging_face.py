@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.core.errors import RequestError
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from cut_cases import D, cut_at, gpt, tokens
 from pipeline_cases import batch
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.zero.layout import lay_out
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.build import Part, Stages

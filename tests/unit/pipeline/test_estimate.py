@@ -14,9 +14,9 @@ from shoal.core.errors import RequestError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig, MlpConfig
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.pipeline.estimate import OPERATIONS_PER_BYTE, OPERATIONS_PER_SECOND, estimate_work
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.units import find_units
@@ -100,7 +100,7 @@ PRINTED = """
 import torch
 from pipeline_cases import batch, build
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.pipeline.estimate import estimate_work
 from shoal.pipeline.units import find_units
 for kind in ("gpt", "cnn"):

@@ -5,13 +5,13 @@ import torch
 
 from pipeline_cases import SEED, batch, build
 from shoal.models.build import cross_entropy
-from shoal.models.dropout import apply_keyed_dropout
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.recompute import apply_recompute
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.deferred import Later, deferring
 from shoal.pipeline.units import find_units
+from shoal.randomness.dropout import apply_keyed_dropout
 
 # The last microbatch is shorter than the others.
 MICROBATCHES = (5, 6, 7)

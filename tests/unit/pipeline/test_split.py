@@ -15,9 +15,9 @@ from shoal.core.errors import RequestError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.split import StageMemory, UnitCost, parse_starts, split, split_replicated
 from shoal.pipeline.units import Unit, find_units

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from pipeline_cases import batch, build
 from shoal.core.errors import RequestError
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.pipeline.units import find_units
 
 

@@ -10,9 +10,9 @@ from shoal.core.plan import Plan
 from shoal.planner.memory import kept_bytes, price_memory
 from shoal.trainer.config import load_recipe
 from shoal.trainer.dryrun import dry_run_result
-from shoal.trainer.forecasts.planning import build_job
 from shoal.trainer.measure import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
+from shoal.tuning.planning import build_job
 
 RECIPE = """
 [model]

@@ -6,8 +6,8 @@ import torch
 from crew_inside import place_in, recipe_of, run_inside
 from shoal.core.plan import Plan
 from shoal.paramserver.aggregation import adasum
-from shoal.trainer.servers.portion import trained_parameters
-from shoal.trainer.servers.working import build_worker
+from shoal.serverrun.portion import trained_parameters
+from shoal.serverrun.working import build_worker
 
 STEPS, LR = 4, 0.1
 

@@ -21,15 +21,15 @@ from shoal.paramserver.programs import GRADIENT, WEIGHTS
 from shoal.paramserver.replica import Replica
 from shoal.paramserver.rounds import Identity
 from shoal.paramserver.vectors import LocalVectors
+from shoal.serverrun.dryservers import sizes_with_servers
+from shoal.serverrun.flatmodel import describe_model
+from shoal.serverrun.serving import ShardSource
+from shoal.serverrun.working import build_worker, pulls_ahead, way_of_working
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import describe_dry_run, dry_run_result
 from shoal.trainer.layout import choose_plan
 from shoal.trainer.measure import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
-from shoal.trainer.servers.dryservers import sizes_with_servers
-from shoal.trainer.servers.flatmodel import describe_model
-from shoal.trainer.servers.serving import ShardSource
-from shoal.trainer.servers.working import build_worker, pulls_ahead, way_of_working
 
 BASE = {**DIGITS, "model": {"name": "mlp", "hidden": 256}}
 SMALL = 0.03

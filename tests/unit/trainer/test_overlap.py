@@ -6,8 +6,8 @@ import pytest
 
 from crew_inside import recipe_of, run_inside
 from shoal.paramserver.client import Client
+from shoal.serverrun.workline import Line
 from shoal.telemetry.lines import decode_events
-from shoal.trainer.servers.workline import Line
 
 STEPS = 12
 OVERLAP = ["paramserver.overlap=true", f"train.steps={STEPS}"]

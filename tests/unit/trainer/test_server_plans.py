@@ -10,11 +10,11 @@ from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import ParamServerConfig
+from shoal.serverrun.hot import match_hot
 from shoal.trainer.config import TrainConfig
 from shoal.trainer.layout import choose_plan, derive_layout, server_settings, updates_per_step
 from shoal.trainer.measure import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
-from shoal.trainer.servers.hot import match_hot
 
 
 def test_hot_parameters_are_named_by_pattern():

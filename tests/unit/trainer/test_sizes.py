@@ -10,8 +10,8 @@ from shoal.core.plan import Plan
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
+from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
-from shoal.parallel.find.search import find_anatomy
 from shoal.parallel.sizes import measure_sizes
 from shoal.parallel.zero.apply import apply_zero
 from shoal.pipeline.build import Part, Stages

@@ -302,7 +302,7 @@ def test_a_module_that_two_stages_call_has_a_gradient_for_each():
 def test_every_part_of_a_tree_goes_to_the_reference(monkeypatch):
     """Two trees that differ in one field have two references; the same tree, read back from JSON, has one."""
     jobs = []
-    monkeypatch.setattr("shoal.elastic.pool.Pool.run", lambda pool, job, **options: jobs.append(job))
+    monkeypatch.setattr("shoal.launch.pool.Pool.run", lambda pool, job, **options: jobs.append(job))
     fields = {
         "directions": 2,
         **TWO,

@@ -1,0 +1,1 @@
+"""Starting, watching, blaming and ending processes."""

@@ -1,0 +1,122 @@
+"""A process's place in a run with parameter servers: what every role is told at its start, and how it meets the others.
+
+On one machine the processes share a folder, which has their sockets, their arenas and the lease of the center. On several they
+have a list of addresses instead (``cluster.py``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.comm.wire.node import Node
+from shoal.core.plan import Plan
+from shoal.core.updates import UpdateRule
+from shoal.elastic.election.elector import Center
+from shoal.elastic.election.filelease import read_center
+from shoal.elastic.election.seeker import Seeker
+from shoal.paramserver.candidate import CLUSTER_OPERATIONS
+from shoal.paramserver.messages import OPERATIONS
+from shoal.serverrun.agreement import shared_settings
+from shoal.serverrun.cluster import Cluster
+from shoal.serverrun.tally import Tally
+from shoal.telemetry.board import Board, RankSlot
+from shoal.trainer.config import Recipe
+from shoal.trainer.layout import default_threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberPlace:
+    """See the module."""
+
+    name: str
+    rank: int
+    num_ranks: int
+    """Of all roles together; the size of the board."""
+    incarnation: str
+    folder: Path | None = None
+    """Sockets, leases and arenas of this run on this machine; None in a cluster."""
+    cluster: Cluster | None = None
+    """None on one machine."""
+    run_dir: Path | None
+    """None for a worker in a cluster, which leaves nothing behind."""
+    resume: bool
+    """Begin with the newest whole checkpoint, if there is one."""
+    recipe: Recipe
+    plan: Plan
+    board_fd: int | None = None
+    origin: str = ""
+    """Names the process over its incarnations, where nobody sees to it that there is one of each name."""
+    group_rank: int = 0
+    """Of a process of a worker that is a group of several: 0 is the worker to everyone else, the others serve it."""
+
+    @property
+    def kept_dir(self) -> Path:
+        """The run directory of a role that cannot do without one."""
+        assert self.run_dir is not None, f"{self.name} needs a run directory"
+        return self.run_dir
+
+    @property
+    def lease_folder(self) -> Path:
+        """Where centers are elected, on one machine."""
+        assert self.folder is not None
+        return self.folder / "lease"
+
+    @property
+    def address(self) -> str:
+        """Where this process listens. In a folder its incarnation is in it: whoever calls the one before must not reach this one.
+        A machine's address stays the same, and there the epoch of a request tells."""
+        if self.cluster is not None:
+            return self.cluster.listen
+        return f"ipc://{self.folder}/{self.name}-{self.incarnation}.sock"
+
+    @property
+    def index(self) -> int:
+        """The number at the end of the name: of a worker, the share that it prefers."""
+        return int(self.name.rpartition("-")[2].partition(".")[0])
+
+    @property
+    def group_store(self) -> Path:
+        """The file through which the ranks of a worker meet. They have one incarnation, so a group that is started again never
+        meets one before it."""
+        assert self.folder is not None, "a group is of one machine"
+        return self.folder / f"group-{self.name.partition('.')[0]}-{self.incarnation}"
+
+    @property
+    def rule(self) -> UpdateRule:
+        """The update rule, resolved."""
+        return UpdateRule.parse(self.plan.update or "bsp").resolve(self.plan.num_shares)
+
+    @property
+    def threads(self) -> int:
+        """Compute threads: the machine's, shared with the others of a crew; a role that starts by itself has them all."""
+        return self.recipe.train.threads or default_threads(self.plan.world_size if self.cluster is None else 1)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What this process's recipe says of everything that all must agree on."""
+        return shared_settings(self.recipe)
+
+
+def open_node(place: MemberPlace) -> Node:
+    """This process on the wire; what it drops is written down until it is closed."""
+    if place.cluster is None:
+        node = Node(incarnation=place.incarnation, operations=OPERATIONS, arena_dir=place.folder)
+    else:
+        node = Node(incarnation=place.incarnation, operations=CLUSTER_OPERATIONS, keys=place.cluster.keys)
+    node.spawn(Tally(node, name=place.name, run_dir=place.run_dir, rank=place.rank).keep())
+    return node
+
+
+def open_finder(place: MemberPlace, node: Node) -> Callable[[], Center | None]:
+    """What tells who is the center; in a cluster it asks in the background, until the node is closed."""
+    if place.cluster is None:
+        folder = place.lease_folder
+        return lambda: read_center(folder)
+    seeker = Seeker(node, place.cluster.centers, patience=place.cluster.patience)
+    seeker.start()
+    return seeker.find
+
+
+def attach_slot(place: MemberPlace) -> RankSlot | None:
+    """This process's slot on the crew's board; None when nobody looks."""
+    return None if place.board_fd is None else Board.attach(place.board_fd, place.num_ranks).slot(place.rank)

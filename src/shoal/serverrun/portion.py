@@ -1,0 +1,158 @@
+"""The gradient of one share of one step, as a replica of a synchronous plan would compute it; in any order of shares and steps.
+
+A worker of parameter servers does not know which share it will be handed next, so there is no loader with a position here: the
+samples of a share are a function of (seed, step, share), and so is its dropout. Whoever computes a share computes the same bits.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.data.loader import Microbatch, StepBatch
+from shoal.data.order import Ids, own_microbatches, permute, position_of, take
+from shoal.data.source import Source
+from shoal.serverrun.sizes import stretch_of
+from shoal.trainer.step import StepRunner
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareResult:
+    """What the forward and backward passes over a share found; its gradient is in the parameters."""
+
+    loss: float
+    """The share's part of the step's mean loss, or the mean over the share itself: as its gradient is."""
+    samples: int
+    weight: float
+    """Items that its mean loss is over."""
+    mean_loss: float
+    """Over the share's own items."""
+
+    @classmethod
+    def joined(cls, parts: "Sequence[ShareResult]") -> "ShareResult":
+        """Of parts of a share, each of which was its own mean."""
+        weight = sum(part.weight for part in parts)
+        loss = sum(part.mean_loss * part.weight for part in parts) / weight if weight else 0.0
+        return cls(loss=loss, samples=sum(part.samples for part in parts), weight=weight, mean_loss=loss)
+
+
+class ShareRunner:
+    """Computes shares of steps on this process's model.
+
+    Args:
+        runner: forward and backward passes; its plan has one replica.
+        source: the training split.
+        seed: of the order of samples.
+        global_batch: samples of a step.
+        num_shares: parts that a step is cut into.
+        num_microbatches: forward passes per share.
+        of_the_step: True: a gradient is its share of the mean over the whole step, and shares are added. False: it is the mean
+            over the share's own items, as one that is an update by itself must be.
+        sizes: of the shares beside each other; None: all alike.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        source: Source,
+        *,
+        seed: int,
+        global_batch: int,
+        num_shares: int,
+        num_microbatches: int,
+        of_the_step: bool,
+        sizes: Sequence[float] | None = None,
+    ) -> None:
+        self.runner = runner
+        self._source = source
+        self._seed = seed
+        self._global_batch = global_batch
+        self._num_shares = num_shares
+        self._num_microbatches = num_microbatches
+        self._of_the_step = of_the_step
+        self._sizes = sizes
+        self._weighed: tuple[bytes, float] | None = None
+        """The last step that was weighed: a worker may do many parts of one."""
+
+    def run(self, step: int, share: int, *, part: int = 0, num_parts: int = 1) -> ShareResult:
+        """Compute a share, or one of so many even parts of it, and leave its gradient in ``.grad`` of the parameters.
+
+        None there means that no sample touched one.
+        """
+        ids = self._ids(step)
+        if self._sizes is None:
+            cut = own_microbatches(ids, share * num_parts + part, self._num_shares * num_parts, self._num_microbatches)
+        else:
+            start, stop = stretch_of(len(ids), share, self._sizes)
+            cut = own_microbatches(ids[start:stop], part, num_parts, self._num_microbatches)
+        batch = self._batch(ids, cut, of_the_step=self._of_the_step)
+        loss, _ = self.runner.compute(batch, step=step)
+        assert batch.total_weight is not None
+        return ShareResult(
+            loss=loss,
+            samples=sum(len(microbatch.sample_ids) for microbatch in batch.microbatches),
+            weight=batch.local_weight,
+            mean_loss=loss * batch.total_weight / batch.local_weight if batch.local_weight else 0.0,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Of the training split."""
+        return len(self._source)
+
+    def end(self) -> None:
+        """There is nothing to end: this process is alone."""
+
+    def run_stretch(self, step: int, start: int, stop: int) -> float:
+        """Compute a stretch of a step's samples; its part of the step's mean loss. The gradient is left as ``run`` leaves it."""
+        ids = self._ids(step)
+        batch = self._batch(ids, self._cut_stretch(ids[start:stop]), of_the_step=True)
+        return self.runner.compute(batch, step=step)[0]
+
+    def _cut_stretch(self, own: Ids) -> list[Ids]:
+        if self.runner.runtime is not None:
+            # A schedule has its number of microbatches, whatever the size of the stretch.
+            return [part for part in np.array_split(own, self._num_microbatches) if len(part)]
+        each = max(1, math.ceil(self._global_batch / self._num_shares / self._num_microbatches))
+        return [own[first : first + each] for first in range(0, len(own), each)]
+
+    def _ids(self, step: int) -> Ids:
+        num_samples = len(self._source)
+        position = position_of(step, num_samples, self._global_batch)
+        stretch, _ = take(position, num_samples, self._global_batch)
+        return permute(self._seed, position.epoch, num_samples, np.arange(stretch.start, stretch.stop, dtype=np.int64))
+
+    def _batch(self, ids: Ids, cut: Iterable[Ids], *, of_the_step: bool) -> StepBatch:
+        """Microbatches of a step whose samples are ``ids``."""
+        loaded = []
+        for own in cut:
+            items = self._source.collate(own)
+            loaded.append(
+                Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=own, weight=float(items.weight))
+            )
+        local = sum(microbatch.weight for microbatch in loaded)
+        return StepBatch(
+            microbatches=tuple(loaded),
+            num_samples=len(ids),
+            position=position_of(0, len(self._source), self._global_batch),
+            total_weight=self._total_weight(ids) if of_the_step else max(1.0, local),
+            local_weight=local,
+        )
+
+    def _total_weight(self, ids: Ids) -> float:
+        uniform = self._source.uniform_weight
+        if uniform is not None:
+            return float(uniform * len(ids))
+        # Where samples weigh differently the others' must be looked at: no worker knows who has the rest of this step.
+        key = ids.tobytes()
+        if self._weighed is None or self._weighed[0] != key:
+            self._weighed = key, max(1.0, float(self._source.collate(ids).weight))
+        return self._weighed[1]
+
+
+def trained_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the servers hold, by name in the order of names."""
+    return dict(sorted((name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad))

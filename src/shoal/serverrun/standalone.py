@@ -1,0 +1,202 @@
+"""A role that starts by itself, on one of several machines: everything that can be known to be wrong, and how its process ends.
+
+No torch: a wrong address or a missing key is answered at once, before anything listens.
+"""
+
+import asyncio
+import faulthandler
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from shoal.checkpoint.whole import committed_names
+from shoal.comm.wire.connections import raise_descriptor_limit
+from shoal.comm.wire.node import new_incarnation
+from shoal.core.errors import EXIT_DONE, RequestError
+from shoal.core.rundir import RunDir
+from shoal.elastic.election.etcdaccess import EtcdAccess
+from shoal.launch.verdict import EXIT_INTERRUPTED
+from shoal.serverrun.cluster import check_candidate, read_cluster
+from shoal.serverrun.member import MemberPlace
+from shoal.trainer.claim import check_claim
+from shoal.trainer.config import Recipe
+from shoal.trainer.request import OwnParts, Prepared, TrainRequest, check_parts, read_request
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleRequest:
+    """What the user asked for, as given."""
+
+    role: Literal["center", "server", "worker"]
+    recipe: Path
+    centers: str
+    plan: str | None = None
+    overrides: tuple[str, ...] = ()
+    index: int = 0
+    """Of a server or a worker among its like; a center's is its place in the list."""
+    listen: str = ""
+    keys: Path | None = None
+    allow: Path | None = None
+    etcd: str = ""
+    """Where a center is elected; empty: among the centers themselves."""
+    run_dir: Path | None = None
+    resume: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRole:
+    """A request that was checked."""
+
+    place: MemberPlace
+    prepared: Prepared | None
+    """Of the whole run, for those who train; None for a center."""
+
+
+def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
+    """Check what a role was asked to be.
+
+    Args:
+        request: what the user asked for.
+        own: builds the user's own data and module where the recipe names them; a center does not ask.
+
+    Raises:
+        RequestError: one message with the numbers and the fix.
+    """
+    asked = TrainRequest(recipe=request.recipe, plan=request.plan, overrides=request.overrides)
+    recipe, plan, layout = read_request(asked)
+    if not plan.ps:
+        raise RequestError(
+            f"plan {str(plan)!r} has no parameter servers, so there is no {request.role}; write --plan 'ps=2 workers=2'"
+        )
+    if plan.ranks_per_replica > 1:
+        raise RequestError(
+            f"plan {str(plan)!r}: a worker is a group of {plan.ranks_per_replica} processes, and roles that start by themselves "
+            f"are one process each; leave tp, cp and pp out, or run it on one machine with shoal train"
+        )
+    cluster = read_cluster(
+        centers=request.centers,
+        listen=request.listen,
+        keys=request.keys,
+        allow=request.allow,
+        etcd=request.etcd,
+        etcd_access=EtcdAccess.of(recipe.elastic),
+        patience=recipe.elastic.start_deadline,
+    )
+    index = request.index
+    if request.role == "center":
+        check_candidate(cluster)
+        index = cluster.seat
+    run_dir = request.run_dir
+    if request.role == "server":
+        assert run_dir is not None, "the command asks for it"
+        check_server_folder(run_dir, recipe, resume=request.resume)
+    prepared = None
+    if request.role != "center":
+        prepared = check_parts(recipe, plan, layout, run_dir=run_dir or Path(), resume=request.resume, own=own)
+    incarnation = new_incarnation()
+    return PreparedRole(
+        place=MemberPlace(
+            name=f"{request.role}-{index}",
+            rank=index,
+            num_ranks=max(layout.plan.world_size, index + 1),
+            incarnation=incarnation,
+            origin=f"process {os.getpid()} on {socket.gethostname()} ({incarnation})",
+            cluster=cluster,
+            run_dir=run_dir,
+            resume=request.resume,
+            recipe=recipe,
+            plan=layout.plan,
+        ),
+        prepared=prepared,
+    )
+
+
+def check_server_folder(run_dir: Path, recipe: Recipe, *, resume: bool) -> None:
+    """Refuse a run directory that holds something else, or something that was not asked to go on.
+
+    The servers of a run come one after the other into the same folder, so one that only has the recipe is as good as empty.
+
+    Raises:
+        RequestError: it is a file, holds another recipe, or a run that has a checkpoint and ``--resume`` was not given.
+    """
+    check_claim(run_dir, recipe, resume=True)
+    run = RunDir(run_dir)
+    if not resume and (run.summary.exists() or committed_names(run.checkpoints)):
+        raise RequestError(
+            f"{run_dir} already holds a run of this recipe; add --resume to go on, or use another --run-dir"
+        )
+
+
+def run_async(work: Callable[[], Coroutine[Any, Any, str]]) -> int:
+    """Do a role's work on an event loop; a first signal ends it in order, a second at once.
+
+    Args:
+        work: returns why the run was stopped, and nothing when it was finished.
+
+    Returns:
+        The exit code.
+    """
+
+    _begin()
+
+    async def go() -> int:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(work())
+        caught: list[int] = []
+
+        def stop(number: int) -> None:
+            caught.append(number)
+            for each in _SIGNALS:
+                loop.remove_signal_handler(each)
+            task.cancel()
+
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, stop, number)
+        try:
+            halt = await task
+        except asyncio.CancelledError:
+            if not caught:
+                raise
+            return 128 + caught[0]
+        return EXIT_INTERRUPTED if halt else EXIT_DONE
+
+    return asyncio.run(go())
+
+
+class Stopped(BaseException):
+    """A signal came; not an error that anybody handles on the way out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def run_blocking(work: Callable[[], str]) -> int:
+    """Do a role's work in this thread; see ``run_async``."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        raise Stopped(number)
+
+    _begin()
+    for number in _SIGNALS:
+        signal.signal(number, stop)
+    try:
+        halt = work()
+    except Stopped as stopped:
+        return 128 + stopped.number
+    return EXIT_INTERRUPTED if halt else EXIT_DONE
+
+
+def _begin() -> None:
+    """A process that hangs on another machine says where on SIGUSR1; and it has as many descriptors as its user may have."""
+    raise_descriptor_limit()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -1,0 +1,157 @@
+"""The processes that play plans of one recipe, seen from the launcher: rehearsals and real steps by the same ones. No torch.
+
+They stay up over many plans (``actor.py``). A plan that needs more memory than there is makes its processes fail or die; the
+plan is then known not to fit, and the next job has fresh ones.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from shoal.core.errors import RequestError, RunError
+from shoal.core.plan import Plan
+from shoal.core.units import format_bytes
+from shoal.launch.pool import Pool
+from shoal.planner.machine import Machine
+from shoal.telemetry.headroom import free_bytes
+from shoal.telemetry.memory import tells_of_memory
+from shoal.trainer.config import Recipe
+from shoal.trainer.layout import default_threads, derive_layout
+from shoal.tuning.localtime import Page, price_plan
+
+WARM = 1
+"""First real steps of a turn, which are not counted; the median takes care of the next, in which DDP cuts its buckets anew."""
+MEMORY_SHARE = 0.9
+"""Of the memory that is free, what the processes of a plan may take together."""
+_TIMED = 4
+_DEADLINE = 300.0
+_KILLED = "ended with code -9"
+
+
+class NoRoom(RequestError):
+    """A plan does not fit the machine's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Some real steps of a plan."""
+
+    seconds: tuple[float, ...]
+    """Of every counted step, on the slowest rank."""
+    answers: tuple[dict[str, Any], ...] = ()
+    """What the ranks said, in their order."""
+
+
+class Cast:
+    """Processes that play plans of one recipe; use it as a context manager, which ends them.
+
+    Args:
+        recipe: as it would be trained.
+        num_processes: ranks of every plan.
+        memory_bytes: what they may take together; most of what is free, when left out.
+    """
+
+    def __init__(self, recipe: Recipe, num_processes: int, *, memory_bytes: int | None = None) -> None:
+        self.recipe = recipe
+        self.num_processes = num_processes
+        self.threads = recipe.train.threads or default_threads(num_processes)
+        self._pool = Pool("shoal.tuning.actor", num_processes, threads=self.threads)
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-cast-")
+        self._memory_bytes = memory_bytes
+        self._num_jobs = 0
+
+    def legal_plans(self, num_processes: int | None = None) -> list[Plan]:
+        """The plans that may be picked, derived; plain ones first.
+
+        Args:
+            num_processes: of every plan; as many as there are here when left out.
+
+        Raises:
+            NoRoom: the model does not fit.
+            RequestError: model or data are wrong.
+        """
+        count = num_processes or self.num_processes
+        return [Plan.parse(text) for text in self._run("the model and its data", kind="legal", count=count)[0]["plans"]]
+
+    def rehearse(self, plan: Plan, machine: Machine, *, steps: int = _TIMED) -> Page:
+        """The predicted step of a plan.
+
+        Args:
+            plan: of as many ranks as there are processes.
+            machine: its constants.
+            steps: to be timed.
+
+        Raises:
+            NoRoom: the plan does not fit the machine's memory.
+            RequestError: it is asynchronous, does not fit the model, or has another number of ranks.
+            RunError: a process failed in another way.
+        """
+        plan = derive_layout(self.recipe.train, plan).plan
+        if plan.world_size != self.num_processes:
+            raise RequestError(
+                f"plan {str(plan)!r} has {plan.world_size} ranks, and {self.num_processes} processes rehearse"
+            )
+        answers = self._run(f"plan {plan}", kind="rehearse", plan=plan, steps=steps)
+        if told := _told(answers, "no_memory"):
+            raise NoRoom(f"plan {plan} does not fit: {told}")
+        if told := _told(answers, "refused"):
+            raise RequestError(told)
+        # Who only left because another did is not the one to listen to.
+        if told := _told(answers, "failed") or _told(answers, "left"):
+            raise RunError(told)
+        return price_plan(plan, answers, machine, threads=self.threads)
+
+    def play(self, plan: Plan, *, steps: int) -> Turn:
+        """So many real steps of a plan, after some that are not counted.
+
+        Raises:
+            NoRoom: the plan does not fit the machine's memory.
+            RunError: a process failed, or hung.
+        """
+        answers = self._run(f"plan {plan}", kind="play", plan=plan, steps=WARM + steps)
+        by_step = zip(*(answer["seconds"][WARM:] for answer in answers), strict=True)
+        return Turn(seconds=tuple(max(seconds) for seconds in by_step), answers=tuple(answers))
+
+    def _run(
+        self, what: str, *, kind: str, plan: Plan | None = None, steps: int = 0, count: int = 0
+    ) -> list[dict[str, Any]]:
+        self._num_jobs += 1
+        free = MEMORY_SHARE * free_bytes() if self._memory_bytes is None else self._memory_bytes
+        job = {
+            "kind": kind,
+            "folder": self._folder.name,
+            "store": f"store-{self._num_jobs}",
+            "recipe": self.recipe.model_dump(mode="json"),
+            "plan": str(plan),
+            "threads": self.threads,
+            "steps": steps,
+            "count": count,
+            "deadline_seconds": _DEADLINE,
+            # Ranks of a pipeline hold what their stages are; all others hold alike.
+            "most_bytes": int(free if plan is not None and plan.pp > 1 else free / self.num_processes),
+        }
+        try:
+            return self._pool.run(job, deadline_seconds=_DEADLINE)
+        except RunError as failure:
+            # Nobody else kills them: the kernel did, which takes these processes first when memory runs out.
+            if tells_of_memory(str(failure)) or _KILLED in str(failure):
+                raise NoRoom(
+                    f"{what} does not fit the memory of this machine, of which {format_bytes(int(free))} can be used: "
+                    f"{str(failure).splitlines()[0]}"
+                ) from failure
+            raise
+
+    def __enter__(self) -> "Cast":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.end()
+        self._folder.cleanup()
+
+
+def _told(answers: Sequence[dict[str, Any]], kind: str) -> str:
+    return next((str(answer[kind]) for answer in answers if kind in answer), "")

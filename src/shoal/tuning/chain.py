@@ -1,0 +1,134 @@
+"""A recipe's model as a chain of layers with their costs, without its weights: what the planner asks of a model.
+
+Nothing is allocated, so a model that no machine here could hold is described in seconds.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import RequestError
+from shoal.core.facts import ModelFacts
+from shoal.costs.chain import Chain, Cut
+from shoal.costs.faked import fake_like, faked
+from shoal.costs.rows import find_rows
+from shoal.costs.trace import trace_module
+from shoal.data.build import build_splits
+from shoal.data.spec import DataSpec
+from shoal.models.build import build_loss
+from shoal.models.config import GptConfig, Seq2SeqConfig
+from shoal.optim.precision import Precision
+from shoal.parallel.analysis.search import find_anatomy
+from shoal.parallel.anatomy import Anatomy, SplitKind
+from shoal.parallel.config import ParallelConfig
+from shoal.parallel.rules import describe_facts
+from shoal.trainer.build import build_without_memory
+from shoal.trainer.config import Recipe
+
+_CUTS = {
+    SplitKind.COLUMN: Cut.COLUMNS,
+    SplitKind.LOGITS: Cut.COLUMNS,
+    SplitKind.ROW: Cut.ROWS,
+    SplitKind.VOCABULARY: Cut.ROWS,
+}
+_FEW = 2
+"""Blocks of a shipped model that are looked at; the others are like the last of them."""
+
+
+def chain_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> Chain:
+    """The recipe's model and loss as a chain, in its precision.
+
+    Args:
+        recipe: names the model; its ``[parallel]`` table corrects what is found in it.
+        spec: the shapes of its data.
+        device: the type of device that it will run on; the kernels of attention differ.
+
+    Raises:
+        RequestError: the model cannot be built, or not be traced without memory; the message says at which operation.
+    """
+    precision = Precision.named(recipe.train.precision)
+    model = build_without_memory(recipe.model, spec).to(dtype=precision.weight_dtype)
+    inputs, targets = _example(recipe, spec)
+    inputs = tuple(precision.cast_input(tensor) for tensor in inputs)
+    anatomy = _anatomy(recipe, spec, model, inputs)
+    found = [block for stack in anatomy.stacks for block in stack.blocks]
+    is_shipped = isinstance(recipe.model, GptConfig | Seq2SeqConfig)
+    blocks = [block for row in find_rows(model) for block in row] if is_shipped else found
+    chain = trace_module(
+        model,
+        inputs,
+        name=type(model).__name__.lower(),
+        blocks=blocks,
+        cuts=dict(_spread(_cuts(anatomy), found, blocks)),
+        compute_dtype=precision.compute_dtype,
+        loss=build_loss(recipe.model, spec),
+        targets=precision.cast_input(targets),
+        device=device,
+    )
+    heads = {(heads.num_heads, heads.num_kv_heads) for heads in anatomy.attentions}
+    if len(heads) == 1:
+        query, key = heads.pop()
+        chain = replace(chain, heads=query, kv_heads=key)
+    return replace(chain, tokens=float(spec.tokens_per_sample)) if spec.kind != "own" else chain
+
+
+def facts_by_looking(recipe: Recipe, spec: DataSpec) -> ModelFacts:
+    """What plans must know of a module that only looking at it can tell, without memory.
+
+    Whether blocks mix positions outside of attention, which rules ``sp`` and ``cp`` out, is asked by values that are not there;
+    it is taken that they do not, and ``shoal train --dry-run`` tells.
+    """
+    precision = Precision.named(recipe.train.precision)
+    model = build_without_memory(recipe.model, spec).to(dtype=precision.weight_dtype)
+    inputs, _ = _example(recipe, spec)
+    anatomy = _anatomy(recipe, spec, model, tuple(precision.cast_input(tensor) for tensor in inputs))
+    stacks = tuple(
+        replace(stack, is_pointwise=stack.is_pointwise or stack.sequence_dim is not None) for stack in anatomy.stacks
+    )
+    return describe_facts(replace(anatomy, stacks=stacks), model)
+
+
+def _anatomy(recipe: Recipe, spec: DataSpec, model: nn.Module, inputs: tuple[Tensor, ...]) -> Anatomy:
+    """What the model is made of; of a shipped one, what a copy with few blocks is made of, for looking takes time for each."""
+    config = recipe.model
+    # The user's corrections may name any block.
+    if isinstance(config, GptConfig | Seq2SeqConfig) and recipe.parallel == ParallelConfig():
+        model = build_without_memory(config.model_copy(update={"layers": min(config.layers, _FEW)}), spec)
+    with faked(model) as mode, mode:
+        return find_anatomy(model, tuple(fake_like(tensor, mode) for tensor in inputs), recipe.parallel)
+
+
+def _cuts(anatomy: Anatomy) -> dict[str, Cut]:
+    pieces = {heads.path: Cut.ALL for heads in anatomy.attentions if heads.is_torch}
+    return {**{split.path: _CUTS[split.kind] for split in anatomy.splits}, **pieces}
+
+
+def _spread(cuts: Mapping[str, Cut], found: list[str], blocks: list[str]) -> Iterator[tuple[str, Cut]]:
+    """The cuts, those of a row's last found block in every later block of the row as well."""
+    yield from cuts.items()
+    rows = {block.rpartition(".")[0]: block for block in found}
+    for block in blocks:
+        like = rows.get(block.rpartition(".")[0])
+        if like is not None and block not in found:
+            for path, cut in cuts.items():
+                if path.startswith(like + "."):
+                    yield block + path.removeprefix(like), cut
+
+
+def _example(recipe: Recipe, spec: DataSpec) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Inputs and targets of two samples, by the shapes of the data; of the user's own data, two real ones."""
+    with torch.device("meta"):
+        if spec.kind in ("tokens", "pairs") and spec.sequence:
+            ids = torch.empty((2, spec.sequence), dtype=torch.int64)
+            return (ids,) if spec.kind == "tokens" else (ids, ids), ids
+        if spec.kind in ("classes", "regression") and spec.features:
+            is_class = spec.kind == "classes"
+            targets = torch.empty(2, dtype=torch.int64) if is_class else torch.empty((2, spec.outputs or 1))
+            return (torch.empty((2, *spec.features)),), targets
+    samples = build_splits(recipe.data, recipe.train.seed).train
+    if len(samples) < 2:
+        raise RequestError(f"the data has {len(samples)} sample(s); a model is looked at with two: give it more")
+    items = samples.collate(range(2))
+    return tuple(items.inputs), items.targets

@@ -1,0 +1,70 @@
+"""What every rank of a plan will move and hold, said before any process starts: calls and bytes by collective, bytes of state.
+
+The numbers are exact. Each rank is rehearsed in this process, one after another (``rehearsal.py``), and the step that is reported
+is one like all that follow: the second, when DDP has cut its buckets by the order in which gradients came. A step with a short
+batch, at the end of an epoch, moves less. Asynchronous schedules and parameter servers cannot be rehearsed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.comm.ledger import Account, Traffic
+from shoal.comm.rehearsal import rehearsed_world
+from shoal.core.plan import Plan
+from shoal.trainer.layout import derive_layout
+from shoal.tuning.rehearsal import RankTrace, Subject, trace_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankForecast:
+    """One rank."""
+
+    traffic: Account
+    """Of one step, by axis and operation."""
+    state: Mapping[str, int]
+    """Bytes of weights, gradients and optimizer state."""
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of all collectives of a step, as the ledger counts them."""
+        return sum(traffic.num_bytes for traffic in self.traffic.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """All that is kept from step to step."""
+        return sum(self.state.values())
+
+
+def forecast_rank(subject: Subject, plan: Plan, rank: int) -> RankForecast:
+    """What one rank of a plan will move and hold.
+
+    Raises:
+        RequestError: the plan is asynchronous or does not fit the model.
+    """
+    plan = derive_layout(subject.recipe.train, plan).plan
+    with rehearsed_world(rank, plan.world_size) as world:
+        return read_trace(trace_rank(subject, plan, world=world))
+
+
+def forecast_ranks(subject: Subject, plan: Plan) -> tuple[RankForecast, ...]:
+    """The same of all ranks, in their order."""
+    plan = derive_layout(subject.recipe.train, plan).plan
+    return tuple(forecast_rank(subject, plan, rank) for rank in range(plan.world_size))
+
+
+def read_trace(trace: RankTrace) -> RankForecast:
+    """What a trace, rehearsed or real, says of every later step."""
+    return RankForecast(traffic=plain_account(trace.steps[-1].account), state=dict(trace.state))
+
+
+def plain_account(account: Mapping[tuple[str, str], Traffic]) -> Account:
+    """The account with plain words for its keys, in their order."""
+    return {(str(axis), str(operation)): traffic for (axis, operation), traffic in sorted(account.items())}
+
+
+def account_rows(account: Mapping[tuple[str, str], Traffic]) -> dict[str, list[int]]:
+    """An account as JSON: ``"tp sum": [calls, bytes]``."""
+    return {
+        f"{axis} {operation}": [traffic.calls, traffic.num_bytes]
+        for (axis, operation), traffic in plain_account(account).items()
+    }

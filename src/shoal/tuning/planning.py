@@ -1,0 +1,268 @@
+"""From a recipe and a cluster to the best plans: the front door of ``shoal plan``."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.core.combine import divisors
+from shoal.core.errors import RequestError
+from shoal.core.facts import ModelFacts
+from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
+from shoal.core.plan import Plan
+from shoal.costs.chain import Chain
+from shoal.data.check import check_data
+from shoal.data.spec import DataSpec
+from shoal.models.check import check_model
+from shoal.models.config import OwnModelConfig
+from shoal.optim.build import num_state_bytes
+from shoal.planner.candidates import Limits
+from shoal.planner.clusters import read_cluster
+from shoal.planner.estimate import Estimate, estimate_by_schedule
+from shoal.planner.explain import explain, why_not
+from shoal.planner.hardware import Cluster
+from shoal.planner.job import Job, check_batch, weight_bytes_of
+from shoal.planner.perlayer import Choices, choose_splits, is_uneven
+from shoal.planner.precisions import EXECUTED_PRECISIONS, check_precisions, faster_precisions
+from shoal.planner.search import Found, merge, search
+from shoal.planner.smallest import refuse_small
+from shoal.planner.stacks import find_software, find_stack
+from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.request import OwnParts
+from shoal.tuning.planned import chain_for, check_experts, facts_for
+
+_MANY = 1_000_000
+_MOST_SPLIT = 256
+"""Devices up to which a split of each layer's own is looked for: beyond them there are too many splits for a few seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What the user asked for, as given."""
+
+    recipe: Path
+    cluster: str
+    global_batch: int | None = None
+    overrides: tuple[str, ...] = ()
+    top: int = 5
+    why_not: str | None = None
+    precisions: tuple[str, ...] = ()
+    """Compute types to rank together; those of ``[planner]``, else the recipe's own, when left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The best plans, and what there is to say about them."""
+
+    job: Job
+    found: Found
+    reasons: tuple[str, ...]
+    remarks: tuple[str, ...]
+    """What could not be asked of the model, and why there is no command that runs it."""
+    why_not: tuple[str, ...]
+    asked: Estimate | None
+    """The plan that was asked about."""
+    choices: Choices | None
+    """The best split of every layer by itself, where layers are not alike."""
+    is_shape: bool = False
+    """A shape was planned for, in place of the recipe's module."""
+    others: tuple[Estimate, ...] = ()
+    """The best in each faster precision, where the user left the precision to the recipe."""
+
+
+def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
+    """Search plans for a request.
+
+    Args:
+        request: what the user asked for.
+        own: measures the user's own data where the recipe names it.
+
+    Raises:
+        RequestError: an unknown device or precision, a model that cannot be traced, a cluster that is too small; each with its
+            fix.
+    """
+    recipe = load_recipe(request.recipe, request.overrides)
+    if request.top < 1:
+        raise RequestError(f"--top is {request.top}; give 1 or more")
+    job, facts = build_job(recipe, request.cluster, global_batch=request.global_batch, own=own)
+    limits = Limits(facts=facts)
+    wanted = request.precisions or tuple(recipe.planner.precisions)
+    device, software = job.cluster.device, job.stack.software
+    precisions = check_precisions(wanted, device, software) or (job.precision,)
+    jobs = [_job_in(recipe, job, precision, own) for precision in precisions]
+    found = merge([search(each, limits, top=request.top) for each in jobs], top=request.top)
+    if not found.ranked:
+        # What needs least may be of any of them, and another one's weights and peak would be said to be its own.
+        nearest = next((each for each in jobs if found.least and each.precision == found.least.precision), jobs[0])
+        raise refuse_small(nearest, found, limits)
+    faster = () if wanted else faster_precisions(job.precision, device, software)
+    others = [
+        one
+        for precision in faster
+        for one in search(_job_in(recipe, job, precision, own), limits, top=1).ranked
+        if one.seconds < found.ranked[0].seconds
+    ]
+    asked: Estimate | None = None
+    because: list[str] = []
+    if request.why_not is not None:
+        asked, because = _ask(jobs[0], facts, request.why_not, found.ranked[0])
+    return Answer(
+        job=job,
+        found=found,
+        reasons=tuple(explain(found.ranked)),
+        remarks=(*job.cluster.remarks, *_remarks(recipe, [*found.ranked, *others])),
+        why_not=tuple(because),
+        asked=asked,
+        choices=choose_splits(job) if is_uneven(job.chain) and job.cluster.num_devices <= _MOST_SPLIT else None,
+        is_shape=recipe.planner.shape is not None,
+        others=tuple(others),
+    )
+
+
+def _remarks(recipe: Recipe, shown: Sequence[Estimate]) -> Iterator[str]:
+    if recipe.planner.shape is not None:
+        yield (
+            "no command runs these: they are for [planner.shape], and `shoal train` trains [model]; leave [planner.shape] out to "
+            "plan for that"
+        )
+    elif recipe.planner.software != "shoal":
+        yield (
+            f"no command runs these: they are priced as {recipe.planner.software} runs them; leave planner.software out to plan "
+            f"for `shoal train`"
+        )
+    is_own = recipe.planner.shape is None and isinstance(recipe.model, OwnModelConfig)
+    if is_own and any(one.plan.sp or one.plan.cp > 1 for one in shown):
+        yield (
+            "sp and cp need blocks that mix positions inside attention alone, which only running the module can tell: "
+            "`shoal train RECIPE --plan PLAN --dry-run` does"
+        )
+
+
+def _job_in(recipe: Recipe, job: Job, precision: str, own: OwnParts) -> Job:
+    """The same job in another precision."""
+    if precision == job.precision:
+        return job
+    # Products in fewer bits than 16 are surrounded by what is computed in 16.
+    traced = precision if precision in EXECUTED_PRECISIONS else "bfloat16"
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": traced})})
+    chain, _ = _model(recipe, own)
+    return replace(job_on(recipe, chain, job.cluster, global_batch=job.global_batch), precision=precision)
+
+
+def build_job(
+    recipe: Recipe, cluster: str, *, global_batch: int | None = None, own: OwnParts
+) -> tuple[Job, ModelFacts]:
+    """The job of a recipe on a cluster, and what plans must know of its model.
+
+    Raises:
+        RequestError: the cluster, the software or the model cannot be understood.
+    """
+    where = read_cluster(cluster, recipe.planner.devices)
+    batch = recipe.train.global_batch if global_batch is None else global_batch
+    check_batch(batch)
+    chain, facts = _model(recipe, own)
+    return job_on(recipe, chain, where, global_batch=batch), facts
+
+
+def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -> Job:
+    """A chain trained as a recipe says, on a cluster.
+
+    Raises:
+        RequestError: the recipe names a software that is not known.
+    """
+    software, precision = find_software(recipe.planner.software), recipe.train.precision
+    stack = find_stack(software, where.device.name)
+    if where.reached is not None:
+        # What was measured is what is reached, whatever other devices reach of their data sheets.
+        stack = replace(stack, constants=where.reached, is_fitted=False, fitted_on=where.device.source, covered=None)
+    weight_bytes = weight_bytes_of(stack.software, precision)
+    # Of a tensor large enough that the few bytes for every tensor do not count; other software is taken to train with Adam.
+    state_bytes = (
+        num_state_bytes(recipe.optim, [_MANY], int(weight_bytes)) / _MANY if software.name == "shoal" else None
+    )
+    return Job(
+        chain=chain,
+        cluster=where,
+        stack=stack,
+        global_batch=global_batch,
+        precision=precision,
+        weight_bytes=weight_bytes,
+        state_bytes=state_bytes,
+    )
+
+
+def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts]:
+    # Nothing is asked of the data where a shape stands in the module's place: they may lie where the cluster is.
+    spec = None if recipe.planner.shape is not None else _spec(recipe, own)
+    return chain_for(recipe, spec), facts_for(recipe, spec)
+
+
+def _spec(recipe: Recipe, own: OwnParts) -> DataSpec:
+    data = check_data(recipe.data)
+    if data.spec is None:
+        data = own.measure_data(recipe)
+    assert data.spec is not None, "data that was measured has a spec"
+    check_model(recipe.model, data.spec)
+    return data.spec
+
+
+def _ask(job: Job, facts: ModelFacts, text: str, best: Estimate) -> tuple[Estimate | None, list[str]]:
+    """The estimate of a plan that somebody asks about; what it leaves open is taken from the best plan."""
+    plan = Plan.parse(text)
+    if plan.ps:
+        raise RequestError(f"--why-not {text!r}: parameter servers (ps={plan.ps}) are not priced; give a plan with dp")
+    devices = job.cluster.num_devices
+    broken = replace(plan, ep=1).problems()
+    if broken:
+        fixes = [*broken, *_instead(job, facts, plan)]
+        raise RequestError(f"--why-not {text!r} is no plan: {'; '.join(fixes)}")
+    if plan.dp is None:
+        if devices % plan.ranks_per_replica:
+            (fix,) = _instead(job, facts, plan) or [f"choose tp, cp and pp whose product divides {devices}"]
+            raise RequestError(
+                f"--why-not {text!r}: {plan.ranks_per_replica} ranks a replica do not divide {devices} devices; {fix}"
+            )
+        plan = replace(plan, dp=devices // plan.ranks_per_replica)
+    wanted = plan
+    if plan.world_size != devices:
+        raise RequestError(
+            f"--why-not {text!r} is for {plan.world_size} devices, and the cluster has {devices}; leave dp out"
+        )
+    if job.global_batch % (plan.dp or 1):
+        enough = job.global_batch + -job.global_batch % (plan.dp or 1)
+        fixes = [f"give --global-batch {enough}", *_instead(job, facts, plan)]
+        raise RequestError(
+            f"--why-not {text!r}: dp={plan.dp} does not divide the global batch of {job.global_batch}; {', or '.join(fixes)}"
+        )
+    if plan.microbatches is None:
+        samples = max(1, job.global_batch // ((best.plan.dp or 1) * (best.plan.microbatches or 1)))
+        per_replica = job.global_batch // (plan.dp or 1)
+        while per_replica % samples:
+            samples -= 1
+        plan = replace(plan, microbatches=max(1, per_replica // samples))
+    if plan.pp > 1:
+        chunks = plan.chunks or schedule_facts(plan.schedule).chunks
+        plan = replace(plan, schedule=plan.schedule or DEFAULT_SCHEDULE, chunks=chunks if chunks > 1 else None)
+    check_experts(plan, job.chain)
+    problems = replace(plan, ep=1).problems(facts)
+    if problems:
+        return None, [*(f"{plan}: {problem}" for problem in problems), *_instead(job, facts, wanted)]
+    found = estimate_by_schedule(job, plan)
+    return found, why_not(found, best)
+
+
+def _instead(job: Job, facts: ModelFacts, asked: Plan) -> list[str]:
+    """What to ask about in place of a plan that cannot be: the nearest with one other degree that has these devices and batch.
+
+    ``nearest_plan`` knows no batch, and dp, which follows from the other degrees here, would be one more of its changes.
+    """
+    devices = job.cluster.num_devices
+    found: list[tuple[int, int, Plan]] = []
+    for axis, degree in itertools.product(("tp", "pp", "cp"), divisors(devices)):
+        degrees = {"tp": asked.tp, "pp": asked.pp, "cp": asked.cp, axis: degree}
+        plan = replace(asked, ep=1, dp=None, tp=degrees["tp"], pp=degrees["pp"], cp=degrees["cp"])
+        dp, rest = divmod(devices, plan.ranks_per_replica) if plan.ranks_per_replica else (1, 1)
+        plan = replace(plan, dp=dp)
+        if rest == 0 and job.global_batch % (dp * (plan.microbatches or 1)) == 0 and not plan.problems(facts):
+            found.append((abs(degree - getattr(asked, axis)), len(found), plan))
+    return [f"the nearest plan that works on {devices} devices is {str(min(found)[-1])!r}"] if found else []

@@ -1,0 +1,100 @@
+"""What a run really did, beside a forecast: looked at while it trains, on every rank, for next to nothing.
+
+One step's ledger is read, every step is timed, and with a pipeline every cell is asked how long it waited. Runs without a
+forecast have none of this.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from shoal.comm.ledger import Account
+from shoal.schedules.action import Action
+from shoal.trainer.loop import Trainer
+from shoal.trainer.sizes import measure_state
+from shoal.trainer.step import StepResult
+from shoal.tuning.forecast import plain_account
+
+_AXES = ("tp", "cp", "dp", "pp", "replicas", "everyone")
+_OPERATIONS = ("sum", "largest", "scatter_sum", "gather", "exchange", "shift", "broadcast", "send", "share")
+_KEYS = [(axis, operation) for axis in _AXES for operation in _OPERATIONS]
+_COUNTED = 2
+"""The step whose ledger is read, from 0: the first of those that are all alike."""
+_STATE = ("weights", "gradients", "optimizer")
+
+
+class Witness:
+    """Sits beside one rank's steps."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._run = trainer.runner.run
+        self._account: Account = {}
+        self._seconds: list[float] = []
+        self._busy: list[float] = []
+        self._spans: list[float] = []
+        self._cells: list[tuple[float, float, float]] = []
+        trainer.runner.__dict__["run"] = self._watch
+        if trainer.placed.runtime is not None:
+            trainer.placed.runtime.observe = self._observe
+
+    def _watch(self, *arguments: Any, **options: Any) -> StepResult:
+        ledger = self._trainer.mesh.ledger
+        counts = len(self._seconds) == _COUNTED
+        self._cells = []
+        started = time.perf_counter()
+        if counts:
+            with ledger.counting() as account:
+                result: StepResult = self._run(*arguments, **options)
+            self._account = plain_account(account)
+        else:
+            result = self._run(*arguments, **options)
+        self._seconds.append(time.perf_counter() - started)
+        if self._cells:
+            self._busy.append(sum(end - begin - waited for begin, waited, end in self._cells))
+            self._spans.append(self._cells[-1][2] - self._cells[0][0])
+        return result
+
+    def _observe(self, action: Action, begin: float, waited: float, end: float) -> None:
+        self._cells.append((begin, waited, end))
+
+    def measured(self) -> dict[str, Any]:
+        """What was seen on all ranks; they call it together, and each gets the same answer."""
+        trainer = self._trainer
+        state = measure_state(trainer.placed)
+        counts = [number for key in _KEYS for number in _numbers(self._account, key)]
+        whole = torch.tensor(
+            [*counts, *(state[name] for name in _STATE)], dtype=torch.int64, device=trainer.world.device
+        )
+        times = [_median(self._seconds[_COUNTED:]), _median(self._busy[_COUNTED:]), _median(self._spans[_COUNTED:])]
+        spent = torch.tensor(times, dtype=torch.float64, device=trainer.world.device)
+        ranks = [tensor.tolist() for tensor in trainer.world.gather(whole)]
+        clocks = [tensor.tolist() for tensor in trainer.world.gather(spent)]
+        span = max(clock[2] for clock in clocks)
+        return {
+            "seconds": max(clock[0] for clock in clocks),
+            "bubble": 1.0 - statistics.mean(clock[1] for clock in clocks) / span if span > 0 else None,
+            "num_steps": len(self._seconds),
+            "ranks": [_page(numbers) for numbers in ranks],
+        }
+
+
+def _numbers(account: Account, key: tuple[str, str]) -> tuple[int, int]:
+    found = account.get(key)
+    return (found.calls, found.num_bytes) if found is not None else (0, 0)
+
+
+def _page(numbers: list[int]) -> dict[str, Any]:
+    traffic = {
+        f"{axis} {operation}": numbers[2 * place : 2 * place + 2]
+        for place, (axis, operation) in enumerate(_KEYS)
+        if numbers[2 * place]
+    }
+    state = dict(zip(_STATE, numbers[-len(_STATE) :], strict=True))
+    return {"state_bytes": state, "traffic": dict(sorted(traffic.items()))}
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,36 @@
+"""A wish to stop that comes before a new process can listen: held back by the cradle, heard by whoever listens by itself."""
+
+import subprocess
+import sys
+
+import pytest
+
+# The state of a rank right after its fork: SIGTERM is blocked, and one has come.
+BEFORE = "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.kill(os.getpid(), signal.SIGTERM); "
+LISTENER = """
+import signal
+LISTENS_BY_ITSELF = {listens}
+def main():
+    heard = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGTERM}})
+    raise SystemExit(7 if heard else 0)
+"""
+
+
+@pytest.mark.parametrize(("listens", "code"), [(True, 7), (False, -15)])
+def test_a_signal_that_came_too_early_waits_for_those_who_listen_by_themselves(tmp_path, listens, code):
+    (tmp_path / "listener.py").write_text(LISTENER.format(listens=listens))
+    program = BEFORE + "from shoal.launch.forked import run_to_end; run_to_end('listener', [])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == code
+
+
+def test_a_rank_listens_before_it_does_anything_else(tmp_path):
+    """``StopWish`` hears what was held back; ranks say that they listen by themselves."""
+    program = BEFORE + (
+        "from shoal.trainer.worker import LISTENS_BY_ITSELF, StopWish; wishes = []; "
+        "StopWish(listen_to_ctrl_c=False).tell(wishes.append); "
+        "raise SystemExit(not (LISTENS_BY_ITSELF and wishes == ['SIGTERM']))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60, check=False).returncode == 0
