@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.comm.ledger import account_rows
 from shoal.comm.world import World
 from shoal.core.config import validate
 from shoal.core.pipelines import schedule_facts
@@ -10,7 +11,7 @@ from shoal.models.facts import facts_of
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
 from shoal.trainer.layout import derive_layout
-from shoal.tuning.forecast import account_rows, forecast_ranks, read_trace
+from shoal.tuning.forecast import forecast_ranks, read_trace
 from shoal.tuning.rehearsal import build_subject, trace_rank
 
 RECIPE = {

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline_runs import recipe_of, train_alone, train_on_ranks
 from shoal.checkpoint.reader import read
+from shoal.comm.ledger import account_rows
 from shoal.core.config import validate
 from shoal.core.plan import Plan
 from shoal.schedules.catalogue import make_schedule
@@ -13,7 +14,7 @@ from shoal.schedules.csvform import write_csv
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
 from shoal.trainer.layout import derive_layout
-from shoal.tuning.forecast import account_rows, forecast_ranks, read_trace
+from shoal.tuning.forecast import forecast_ranks, read_trace
 from shoal.tuning.rehearsal import build_subject as build_rehearsed
 from shoal.tuning.rehearsal import trace_rank
 from shoal.verify.mutants import MUTANTS

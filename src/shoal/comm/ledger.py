@@ -33,6 +33,19 @@ def add_accounts(*accounts: Mapping[tuple[str, str], Traffic]) -> Account:
     return total
 
 
+def plain_account(account: Mapping[tuple[str, str], Traffic]) -> Account:
+    """The account with plain words for its keys, in their order."""
+    return {(str(axis), str(operation)): traffic for (axis, operation), traffic in sorted(account.items())}
+
+
+def account_rows(account: Mapping[tuple[str, str], Traffic]) -> dict[str, list[int]]:
+    """An account as JSON: ``"tp sum": [calls, bytes]``."""
+    return {
+        f"{axis} {operation}": [traffic.calls, traffic.num_bytes]
+        for (axis, operation), traffic in plain_account(account).items()
+    }
+
+
 @dataclass
 class Ledger:
     """Adds up the traffic of one rank; free of cost while it is closed."""

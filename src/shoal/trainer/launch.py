@@ -24,10 +24,10 @@ from shoal.serverrun.launchcrew import train_with_servers
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
 from shoal.trainer.ended import Ended
+from shoal.trainer.forecast_report import describe_forecast, keep_forecast, with_forecast
 from shoal.trainer.layout import check_processes, default_threads
 from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.summary import read_summary, summarise_death, write_summary
-from shoal.tuning.foretold import describe_forecast, keep_forecast, with_forecast
 
 
 def train_supervised(prepared: Prepared, *, debug: bool = False, forecast: Mapping[str, Any] | None = None) -> Ended:

@@ -6,12 +6,12 @@ import torch
 
 from shoal.telemetry.memory import peak_rss_bytes
 from shoal.trainer.loop import Trainer
-from shoal.tuning.witness import Witness
+from shoal.trainer.profiler import RunProfiler
 
 
-def summarise(trainer: Trainer, *, wall_seconds: float, witness: Witness | None = None) -> dict[str, Any]:
+def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | None = None) -> dict[str, Any]:
     """The summary of a run that ended in an orderly way. All ranks call it together; each gets the same answer."""
-    seen = {} if witness is None else {"forecast": {"measured": witness.measured()}}
+    seen = {} if profiler is None else {"forecast": {"measured": profiler.measured()}}
     progress = trainer.progress
     peak = torch.tensor([peak_rss_bytes()], dtype=torch.int64, device=trainer.world.device)
     peaks = [int(tensor) for tensor in trainer.world.gather(peak)]

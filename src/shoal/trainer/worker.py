@@ -36,9 +36,9 @@ from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
 from shoal.trainer.layout import default_threads
 from shoal.trainer.loop import Trainer
+from shoal.trainer.profiler import RunProfiler
 from shoal.trainer.summarise import summarise
 from shoal.trainer.summary import write_summary
-from shoal.tuning.witness import Witness
 
 LISTENS_BY_ITSELF = True
 """SIGTERM is held back until ``StopWish`` hears it (``launch/forked.py``)."""
@@ -74,9 +74,9 @@ def run_rank(
         trainer = build_trainer(recipe, plan=plan, run_dir=run_dir, resume=resume, world=world, slot=slot)
         stack.enter_context(trainer)
         stop_wish.tell(trainer.request_stop)
-        witness = Witness(trainer) if run.forecast.exists() and trainer.stream is None else None
+        profiler = RunProfiler(trainer) if run.forecast.exists() and trainer.stream is None else None
         _train_explaining_memory(trainer)
-        summary = summarise(trainer, wall_seconds=time.monotonic() - started, witness=witness)
+        summary = summarise(trainer, wall_seconds=time.monotonic() - started, profiler=profiler)
         if world.is_first:
             write_summary(run_dir, summary)
         world.barrier()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import FileStore  # torch types this name only there
 
+from shoal.comm.ledger import account_rows
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.launch.jobs import serve
@@ -22,7 +23,7 @@ from shoal.telemetry.headroom import limited_growth, offer_to_the_kernel
 from shoal.telemetry.memory import rss_bytes
 from shoal.trainer.config import Recipe
 from shoal.tuning.company import Company
-from shoal.tuning.forecast import account_rows, read_trace
+from shoal.tuning.forecast import read_trace
 from shoal.tuning.legal import legal_plans
 from shoal.tuning.rehearsal import Subject, build_subject, trace_rank
 

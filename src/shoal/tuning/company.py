@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store  # torch types this name only there
 
+from shoal.comm.ledger import account_rows
 from shoal.comm.rehearsal import rehearsed_world
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.schedules.action import Action, Kind
 from shoal.telemetry.memory import GrowthMeter, is_out_of_memory
-from shoal.tuning.forecast import account_rows, read_trace
+from shoal.tuning.forecast import read_trace
 from shoal.tuning.rehearsal import StepTrace, Subject, replace_stages, trace_rank
 
 _WARM = 1

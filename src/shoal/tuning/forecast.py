@@ -8,7 +8,7 @@ batch, at the end of an epoch, moves less. Asynchronous schedules and parameter 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.comm.ledger import Account, Traffic
+from shoal.comm.ledger import Account, plain_account
 from shoal.comm.rehearsal import rehearsed_world
 from shoal.core.plan import Plan
 from shoal.trainer.layout import derive_layout
@@ -55,16 +55,3 @@ def forecast_ranks(subject: Subject, plan: Plan) -> tuple[RankForecast, ...]:
 def read_trace(trace: RankTrace) -> RankForecast:
     """What a trace, rehearsed or real, says of every later step."""
     return RankForecast(traffic=plain_account(trace.steps[-1].account), state=dict(trace.state))
-
-
-def plain_account(account: Mapping[tuple[str, str], Traffic]) -> Account:
-    """The account with plain words for its keys, in their order."""
-    return {(str(axis), str(operation)): traffic for (axis, operation), traffic in sorted(account.items())}
-
-
-def account_rows(account: Mapping[tuple[str, str], Traffic]) -> dict[str, list[int]]:
-    """An account as JSON: ``"tp sum": [calls, bytes]``."""
-    return {
-        f"{axis} {operation}": [traffic.calls, traffic.num_bytes]
-        for (axis, operation), traffic in plain_account(account).items()
-    }

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.comm.ledger import account_rows
 from shoal.comm.rehearsal import rehearsed_world
 from shoal.core.config import validate
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe
-from shoal.tuning.forecast import account_rows, forecast_rank, forecast_ranks
+from shoal.tuning.forecast import forecast_rank, forecast_ranks
 from shoal.tuning.rehearsal import build_subject, trace_rank
 
 RECIPE = {

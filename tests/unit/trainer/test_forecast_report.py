@@ -3,7 +3,7 @@
 import json
 
 from shoal.trainer.ended import Ended
-from shoal.tuning.foretold import compare, describe_forecast, keep_forecast, with_forecast
+from shoal.trainer.forecast_report import compare, describe_forecast, keep_forecast, with_forecast
 
 
 def page(**changes):

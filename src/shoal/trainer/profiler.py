@@ -1,4 +1,4 @@
-"""What a run really did, beside a forecast: looked at while it trains, on every rank, for next to nothing.
+"""The run profiler: what a run that has a forecast really did, measured on every rank while it trains.
 
 One step's ledger is read, every step is timed, and with a pipeline every cell is asked how long it waited. Runs without a
 forecast have none of this.
@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from shoal.comm.ledger import Account
+from shoal.comm.ledger import Account, plain_account
 from shoal.schedules.action import Action
 from shoal.trainer.loop import Trainer
 from shoal.trainer.sizes import measure_state
 from shoal.trainer.step import StepResult
-from shoal.tuning.forecast import plain_account
 
 _AXES = ("tp", "cp", "dp", "pp", "replicas", "everyone")
 _OPERATIONS = ("sum", "largest", "scatter_sum", "gather", "exchange", "shift", "broadcast", "send", "share")
@@ -25,8 +24,8 @@ _COUNTED = 2
 _STATE = ("weights", "gradients", "optimizer")
 
 
-class Witness:
-    """Sits beside one rank's steps."""
+class RunProfiler:
+    """Measures the steps of one rank."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
