@@ -5,60 +5,49 @@ from collections.abc import Iterator
 
 import pytest
 
-# The rows of the design, lowest first. A room that is not here has no place yet: give it one before it is built.
-ROWS = (
-    ("core",),
-    ("comm", "schedules", "telemetry"),
-    ("data", "models", "randomness", "compression", "optim", "costs"),
-    ("parallel", "launch", "elastic", "checkpoint", "sparsity"),
-    ("pipeline", "paramserver", "replicas", "planner", "doctor"),
-    ("engine",),
-    ("trainer", "library"),
-    ("serverrun", "controller", "serve"),
-    ("dashboard", "verify", "tuning", "testing"),
-    ("cli",),
-    # `python -m shoal`: a door to the command line, no room of its own.
-    ("__main__",),
-)
-ROW_OF = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
+from architecture.rooms import ROW_OF, find_cycle, imported_names, imports_of_ours, place_in_room
 
-
-def imported_names(node: ast.AST, package: str) -> list[str]:
-    """The modules that an import statement, or a call of ``import_module`` with a written name, asks for."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        base = node.module or ""
-        if node.level:
-            parts = package.split(".")
-            base = ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
-        return [f"{base}.{alias.name}" for alias in node.names] if base == "shoal" else [base]
-    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-        function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-            return [node.args[0].value]
-    return []
-
-
-def ours(node: ast.AST, package: str) -> list[str]:
-    return [name for name in imported_names(node, package) if name == "shoal" or name.startswith("shoal.")]
+LEVEL_FILES = 20
 
 
 def layer_problems(module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
-        for name in ours(node, module.package):
-            where = f"{module.path}:{node.lineno}: {module.name} imports {name}"
-            parts = name.split(".")
-            if len(parts) == 1:
-                yield f"{where}, the package's own front door"
-            elif module.room is None:
-                yield f"{where}, but the package itself imports nothing"
-            elif parts[1] not in ROW_OF:
-                yield f"{where}, a room that has no row"
-            elif parts[1] != module.room and ROW_OF[parts[1]] == ROW_OF[module.room]:
-                yield f"{where}, a room on its own row"
-            elif ROW_OF[parts[1]] > ROW_OF[module.room]:
-                yield f"{where}, which is above it"
+    for node, name in imports_of_ours(module):
+        where = f"{module.path}:{node.lineno}: {module.name} imports {name}"
+        parts = name.split(".")
+        if len(parts) == 1:
+            yield f"{where}, the package's own front door"
+        elif module.room is None:
+            yield f"{where}, but the package itself imports nothing"
+        elif parts[1] not in ROW_OF:
+            yield f"{where}, a room that has no row"
+        elif parts[1] != module.room and ROW_OF[parts[1]] == ROW_OF[module.room]:
+            yield f"{where}, a room on its own row"
+        elif ROW_OF[parts[1]] > ROW_OF[module.room]:
+            yield f"{where}, which is above it"
+
+
+def cycles_in_rooms(modules) -> Iterator[str]:
+    """Inside a room, sub-folders and the files beside them stand in an order too: no way of imports leads back."""
+    edges: dict[str, set[str]] = {}
+    for module in modules:
+        if module.room is not None:
+            mine = edges.setdefault(place_in_room(module.name), set())
+            names = {
+                place_in_room(name) for _, name in imports_of_ours(module) if name.startswith(f"shoal.{module.room}.")
+            }
+            mine |= names - {place_in_room(module.name)}
+    if cycle := find_cycle(edges):
+        yield f"imports go round: {' -> '.join([*cycle, cycle[0]])}"
+
+
+def crowded_levels(modules) -> Iterator[str]:
+    files: dict[str, int] = {}
+    for module in modules:
+        if module.path.name != "__init__.py":
+            files[module.package] = files.get(module.package, 0) + 1
+    for package, count in files.items():
+        if count > LEVEL_FILES:
+            yield f"{package} has {count} files on one level; sort them into sub-folders by subject (at most {LEVEL_FILES})"
 
 
 def hidden_import_problems(module) -> Iterator[str]:
@@ -67,8 +56,9 @@ def hidden_import_problems(module) -> Iterator[str]:
     for function in ast.walk(module.tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             for node in ast.walk(function):
-                for name in ours(node, module.package):
-                    yield f"{module.path}:{node.lineno}: imports {name} inside a function"
+                for name in imported_names(node, module.package):
+                    if name == "shoal" or name.startswith("shoal."):
+                        yield f"{module.path}:{node.lineno}: imports {name} inside a function"
 
 
 def test_every_room_has_a_row(modules):
@@ -78,6 +68,33 @@ def test_every_room_has_a_row(modules):
 
 def test_imports_go_down(modules):
     assert [problem for module in modules for problem in layer_problems(module)] == []
+
+
+def test_imports_go_down_inside_rooms(modules):
+    assert list(cycles_in_rooms(modules)) == []
+
+
+def test_no_level_of_a_room_is_crowded(modules):
+    assert list(crowded_levels(modules)) == []
+
+
+def test_a_cycle_between_sub_rooms_is_refused(plant):
+    down = [
+        plant("shoal.planner.search.best", "from shoal.planner.pricing.memory import fit"),
+        plant("shoal.planner.pricing.memory", "from shoal.planner.job import Job"),
+    ]
+    assert list(cycles_in_rooms(down)) == []
+    # No two files make a cycle here, and yet the two folders need each other.
+    for text in ("from shoal.planner.search.best import Best", "from shoal.planner.search import best"):
+        assert len(list(cycles_in_rooms([*down, plant("shoal.planner.pricing.time", text)]))) == 1
+    top = plant("shoal.planner.job", "from shoal.planner import search")
+    assert len(list(cycles_in_rooms([*down, top]))) == 1
+
+
+def test_a_crowded_level_is_refused(plant):
+    files = [plant(f"shoal.planner.pricing.file{number}", '"""A file."""') for number in range(LEVEL_FILES)]
+    assert list(crowded_levels(files)) == []
+    assert len(list(crowded_levels([*files, plant("shoal.planner.pricing.more", '"""A file."""')]))) == 1
 
 
 def test_no_import_of_ours_inside_a_function(modules):
