@@ -41,12 +41,12 @@ def build(**changes):
             Sharing(processes=4, threads=1, slow_down=2.2),
         ],
         "collectives": [
-            collective("sum", 2, 2, 1000, 1e-3),
-            collective("sum", 2, 2, 3000, 2e-3),
-            collective("sum", 4, 4, 1000, 5e-3),
-            collective("sum", 4, 4, 3000, 9e-3),
-            collective("sum", 2, 4, 1000, 1.5e-3),
-            collective("sum", 2, 4, 3000, 3e-3),
+            collective("all_reduce", 2, 2, 1000, 1e-3),
+            collective("all_reduce", 2, 2, 3000, 2e-3),
+            collective("all_reduce", 4, 4, 1000, 5e-3),
+            collective("all_reduce", 4, 4, 3000, 9e-3),
+            collective("all_reduce", 2, 4, 1000, 1.5e-3),
+            collective("all_reduce", 2, 4, 3000, 3e-3),
         ],
         "rank_bytes": 1000,
     }
@@ -77,7 +77,7 @@ def measured(**changes):
         ],
         "copies": [CopyTime(processes=count, num_bytes=4_000_000, seconds=slow * 1e-3) for count, slow in SLOW.items()],
         "collectives": [
-            collective("sum", count, count, size, 1e-4 * count + size / 1e9)
+            collective("all_reduce", count, count, size, 1e-4 * count + size / 1e9)
             for count in (2, 4)
             for size in (4096, 4 << 20)
         ],

@@ -29,12 +29,12 @@ def operations(channel: Channel, num_bytes: int) -> dict[str, Callable[[], objec
     own, counts = torch.zeros(half), [half, half]
     parts, got = [torch.zeros(half), torch.zeros(half)], [torch.zeros(half), torch.zeros(half)]
     return {
-        "sum": lambda: channel.sum_(whole),
-        "largest": lambda: channel.largest_(whole),
-        "scatter_sum": lambda: channel.scatter_sum(whole, own, counts),
-        "gather": lambda: channel.gather(own, whole, counts),
-        "exchange": lambda: channel.exchange(parts, got),
-        "shift": lambda: channel.shift(parts[0], got[0]),
+        "all_reduce": lambda: channel.all_reduce_(whole),
+        "all_reduce_max": lambda: channel.all_reduce_max_(whole),
+        "reduce_scatter": lambda: channel.reduce_scatter(whole, own, counts),
+        "all_gather": lambda: channel.all_gather(own, whole, counts),
+        "all_to_all": lambda: channel.all_to_all(parts, got),
+        "ring_shift": lambda: channel.ring_shift(parts[0], got[0]),
         "broadcast": lambda: channel.broadcast_(whole),
     }
 

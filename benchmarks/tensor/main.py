@@ -96,7 +96,7 @@ def shoal_steps(world: World, *, sequence_parallel: bool, shared: bool = True) -
     def finish() -> None:
         if partial:
             # One call for all of them: each is a few numbers.
-            flat = channel.sum_(
+            flat = channel.all_reduce_(
                 torch.cat([parameter.grad.reshape(-1) for parameter in partial if parameter.grad is not None])
             )
             for parameter, part in zip(partial, flat.split([p.numel() for p in partial]), strict=True):

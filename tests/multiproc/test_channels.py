@@ -58,15 +58,15 @@ def check_sums(channel, wrong):
     size, rank = channel.size, channel.rank
     for number, (dtype, count) in enumerate([(d, 1001) for d in DTYPES] + [(d, 20_003) for d in DTYPES]):
         parts = [draw(r, count, dtype, number) for r in range(size)]
-        if not same(channel.sum_(parts[rank].clone()), in_order(parts)):
-            wrong.append(f"sum {dtype} {count}")
-        if not same(channel.largest_(parts[rank].clone()), in_order(parts, torch.maximum)):
-            wrong.append(f"largest {dtype} {count}")
+        if not same(channel.all_reduce_(parts[rank].clone()), in_order(parts)):
+            wrong.append(f"all_reduce {dtype} {count}")
+        if not same(channel.all_reduce_max_(parts[rank].clone()), in_order(parts, torch.maximum)):
+            wrong.append(f"all_reduce_max {dtype} {count}")
     for count in SIZES:
         parts = [draw(r, count) for r in range(size)]
-        if not same(channel.sum_(parts[rank].clone()), in_order(parts)):
+        if not same(channel.all_reduce_(parts[rank].clone()), in_order(parts)):
             wrong.append(f"sum of {count}")
-    scalar = channel.sum_(torch.tensor(float(rank)))
+    scalar = channel.all_reduce_(torch.tensor(float(rank)))
     if scalar.shape != () or scalar != sum(range(size)):
         wrong.append("sum of a scalar")
 
@@ -87,14 +87,14 @@ def check_scatter_and_gather(channel, wrong, exact=True):
             for alias in (False, True):
                 whole = wholes[rank].clone()
                 own = whole[mine] if alias else torch.empty(counts[rank])
-                channel.scatter_sum(whole, own, counts)
+                channel.reduce_scatter(whole, own, counts)
                 if not (same(own, wanted) if exact else torch.allclose(own, wanted)):
-                    wrong.append(f"scatter_sum {counts} alias={alias}")
+                    wrong.append(f"reduce_scatter {counts} alias={alias}")
                 parts = [draw(r, counts[r], salt=7) for r in range(size)]
                 whole = torch.full((sum(counts),), -1.0)
                 own = whole[mine].copy_(parts[rank]) if alias else parts[rank].clone()
-                if not same(channel.gather(own, whole, counts), torch.cat(parts)):
-                    wrong.append(f"gather {counts} alias={alias}")
+                if not same(channel.all_gather(own, whole, counts), torch.cat(parts)):
+                    wrong.append(f"all_gather {counts} alias={alias}")
 
 
 def check_moves(channel, wrong):
@@ -106,15 +106,15 @@ def check_moves(channel, wrong):
 
         sent = [draw(rank, count(rank, s), salt=s) for s in range(size)]
         received = [torch.full((count(r, rank),), -1.0) for r in range(size)]
-        channel.exchange(sent, received)
+        channel.all_to_all(sent, received)
         for r in range(size):
             if not same(received[r], draw(r, count(r, rank), salt=rank)):
-                wrong.append(f"exchange of {base} from {r}")
+                wrong.append(f"all_to_all of {base} from {r}")
         for by in {1, -1, size - 1}:
             incoming = torch.empty(base)
-            channel.shift(draw(rank, base), incoming, by=by)
+            channel.ring_shift(draw(rank, base), incoming, by=by)
             if not same(incoming, draw((rank - by) % size, base)):
-                wrong.append(f"shift of {base} by {by}")
+                wrong.append(f"ring_shift of {base} by {by}")
         for source in range(size):
             if not same(channel.broadcast_(draw(rank, base), source), draw(source, base)):
                 wrong.append(f"broadcast of {base} from {source}")
@@ -132,7 +132,9 @@ def check_all(world):
     shared_module.SLOT_BYTES = SLOT_BYTES
     real = build_mesh(world, Plan(dp=world.size))
     count = 2 * SLOT_BYTES // 4 + 1
-    if not same(real.replicas.sum_(draw(world.rank, count)), in_order([draw(r, count) for r in range(world.size)])):
+    if not same(
+        real.replicas.all_reduce_(draw(world.rank, count)), in_order([draw(r, count) for r in range(world.size)])
+    ):
         wrong.append("sum with real slots")
     real.close()
     shared_module.SLOT_BYTES = SMALL_SLOT
@@ -150,7 +152,7 @@ def check_all(world):
     if "shoal-group" in Path("/proc/self/maps").read_text():
         wrong.append("memory left mapped by a closed mesh")
     try:
-        channel.sum_(torch.zeros(1))
+        channel.all_reduce_(torch.zeros(1))
         wrong.append("a closed mesh was used")
     except RunError as error:
         if "closed" not in str(error):
@@ -185,7 +187,7 @@ def check_mesh_of_four(world):
         ("everyone", mesh.everyone, [0, 1, 2, 3]),
     ]:
         for count in (5, 50_000):
-            if not same(channel.sum_(draw(world.rank, count)), in_order([draw(r, count) for r in ranks])):
+            if not same(channel.all_reduce_(draw(world.rank, count)), in_order([draw(r, count) for r in ranks])):
                 wrong.append(f"{name} {count}")
     for name in ("tp", "dp", "everyone"):
         # torch types neither; without this a group of some ranks would wait for torch's half an hour.
@@ -211,7 +213,7 @@ def fall_back(world):
     before = set(os.listdir("/proc/self/fd"))
     mesh = build_mesh(world, Plan(dp=world.size))
     left = set(os.listdir("/proc/self/fd")) - before
-    total = mesh.replicas.sum_(torch.ones(3))
+    total = mesh.replicas.all_reduce_(torch.ones(3))
     return [type(mesh.replicas.transport).__name__, total, len(left)]
 
 
@@ -230,15 +232,15 @@ def diverge(world, mine, theirs):
     return ""
 
 
-@pytest.mark.parametrize("theirs", [["largest_", 5], ["sum_", 6]])
+@pytest.mark.parametrize("theirs", [["all_reduce_max_", 5], ["all_reduce_", 6]])
 def test_ranks_that_do_different_things_are_told(theirs):
-    for message in run_on_ranks(diverge, 2, ["sum_", 5], theirs):
-        assert "'sum' of 20 bytes" in message and "same order" in message
+    for message in run_on_ranks(diverge, 2, ["all_reduce_", 5], theirs):
+        assert "'all_reduce' of 20 bytes" in message and "same order" in message
 
 
 def name_files(world):
     mesh = build_mesh(world, Plan(dp=world.size))
-    mesh.replicas.sum_(torch.ones(5))
+    mesh.replicas.all_reduce_(torch.ones(5))
     mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
     return [path for path in mapped if "shoal" in path.rpartition("/")[2] and not path.endswith((".so", ".py"))]
 

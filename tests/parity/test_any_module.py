@@ -152,9 +152,9 @@ def run_job(world, case, text, dropout, mutant):
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if name in laid.partial:
-            mesh.channel(Axis.TENSOR).sum_(gradient)
+            mesh.channel(Axis.TENSOR).all_reduce_(gradient)
         if mesh.has(Axis.CONTEXT):
-            mesh.channel(Axis.CONTEXT).sum_(gradient)
+            mesh.channel(Axis.CONTEXT).all_reduce_(gradient)
         placement = laid.placements.get(name) or place_whole(gradient.shape)
         # Plain tuples, because what ranks send home is read without running code.
         gradients[name] = (
@@ -162,7 +162,7 @@ def run_job(world, case, text, dropout, mutant):
             [(patch.local_start, patch.whole_start, patch.shape) for patch in placement.patches],
         )
     if mesh.has(Axis.CONTEXT):
-        mesh.channel(Axis.CONTEXT).sum_(loss)
+        mesh.channel(Axis.CONTEXT).all_reduce_(loss)
     return loss, gradients
 
 

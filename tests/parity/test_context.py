@@ -215,9 +215,9 @@ def run_context(mesh, plan, case, dtype):
         loss = loss_of(model(*inputs), targets, count) * layout.loss_factor
         loss.backward()
         for parameter in model.parameters():
-            mesh.replicas.sum_(parameter.grad)
+            mesh.replicas.all_reduce_(parameter.grad)
         optimizer.step()
-        found.append(snapshot(model, optimizer, mesh.replicas.sum_(loss.detach().clone())))
+        found.append(snapshot(model, optimizer, mesh.replicas.all_reduce_(loss.detach().clone())))
     return found
 
 

@@ -138,11 +138,11 @@ def run_job(mesh, plan, name):
     with mesh.ledger.counting() as account:
         loss = loss_of(model, tokens, arguments, targets[:, context.positions(LENGTH)])
         loss.backward()
-    found = {"loss": mesh.replicas.sum_(loss.detach().clone()).reshape(1)}
+    found = {"loss": mesh.replicas.all_reduce_(loss.detach().clone()).reshape(1)}
     for key, parameter in model.named_parameters():
-        found[key] = mesh.replicas.sum_(parameter.grad)
+        found[key] = mesh.replicas.all_reduce_(parameter.grad)
         if key in partial:
-            mesh.channel(Axis.TENSOR).sum_(parameter.grad)
+            mesh.channel(Axis.TENSOR).all_reduce_(parameter.grad)
     whole = run_reference(name)
     expected = {key: take_local(whole[key], placements[key]) if key in placements else whole[key] for key in found}
     counted = {key: traffic for key, traffic in account.items() if key[0] == "cp"}

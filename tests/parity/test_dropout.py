@@ -156,9 +156,9 @@ def worst_error(world: World, name: str, text: str, mutant: str = "") -> tuple[f
     for parameter in sorted(found):
         gradient = found[parameter].contiguous()
         if parameter in partial:
-            gradient = mesh.channel(Axis.TENSOR).sum_(gradient)
+            gradient = mesh.channel(Axis.TENSOR).all_reduce_(gradient)
         if context is not None:
-            gradient = mesh.channel(Axis.CONTEXT).sum_(gradient)
+            gradient = mesh.channel(Axis.CONTEXT).all_reduce_(gradient)
         whole = expected[parameter]
         local = take_local(whole, placements[parameter]) if parameter in placements else whole
         # The law's rule: a gradient that is nothing but rounding (a key's bias, to which softmax is blind) is bounded absolutely.

@@ -73,7 +73,7 @@ def run_alone(mesh, numbers):
         cross_entropy(output, targets).backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     for grad in grads.values():
-        mesh.channel(Axis.DATA).sum_(grad)
+        mesh.channel(Axis.DATA).all_reduce_(grad)
     return grads
 
 

@@ -140,7 +140,7 @@ def run_split(mesh, case, dtype, sequence_parallel, recompute="none", skip_parti
             loss.backward()
         for name, parameter in model.named_parameters():
             if name in layout.partial and not skip_partial:
-                channel.sum_(parameter.grad)
+                channel.all_reduce_(parameter.grad)
         optimizer.step()
         found.append(snapshot(model, optimizer, loss))
     placements = {name: pack(placement) for name, placement in layout.placements.items()}

@@ -230,10 +230,10 @@ def run_rank(mesh, case, stage, mutant=None):
             optimizer.step()
             before_publish = dict(account)
             reduction.publish()
-        gathers = account.get(("dp", "gather"))
+        gathers = account.get(("dp", "all_gather"))
         traffic = dict(counted)
-        if gathers is not None and ("dp", "gather") not in before_publish:
-            traffic["dp", "gather"] = gathers
+        if gathers is not None and ("dp", "all_gather") not in before_publish:
+            traffic["dp", "all_gather"] = gathers
         expected = reduction.expected_traffic(count)
         found.append(
             {
@@ -277,7 +277,7 @@ def pieces(reduction, optimizer, name):
 def plant(mutant, reduction, norms):
     """Break the real path of this rank."""
     gradients = reduction.gradients
-    honest = gradients._data.scatter_sum
+    honest = gradients._data.reduce_scatter
     if mutant == "no reduction":
         gradients._data = Broken(
             gradients._data, lambda whole, own, counts: own.copy_(own_part(gradients, whole, counts))
@@ -304,9 +304,9 @@ def plant(mutant, reduction, norms):
 class Broken:
     """A channel of which one operation is replaced."""
 
-    def __init__(self, channel, scatter_sum):
+    def __init__(self, channel, reduce_scatter):
         self.channel = channel
-        self.scatter_sum = scatter_sum
+        self.reduce_scatter = reduce_scatter
 
     def __getattr__(self, name):
         return getattr(self.channel, name)

@@ -4,7 +4,7 @@ A channel checks, counts and keeps the words of this project; a transport moves 
 machine that is shared memory (``shared.py``), which adds in the order of ranks and is several times faster than gloo; everywhere
 else it is a torch process group. Counts may differ from rank to rank, which torch's own reduce-scatter and all-gather refuse.
 
-Bytes in the ledger are those of the whole tensor for sum, largest, scatter_sum and gather, and of what was sent for the others.
+The counted bytes are those of the whole tensor for reductions and all_gather, and of what was sent for the others.
 """
 
 import time
@@ -56,22 +56,22 @@ def is_silent() -> bool:
 class Transport(Protocol):
     """Moves the bytes of one group of ranks. Every tensor is contiguous; every call is collective and in the same order."""
 
-    def sum_(self, tensor: Tensor) -> None:
+    def all_reduce_(self, tensor: Tensor) -> None:
         """Add over ranks, in place."""
 
-    def largest_(self, tensor: Tensor) -> None:
+    def all_reduce_max_(self, tensor: Tensor) -> None:
         """The largest over ranks, elementwise, in place."""
 
-    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+    def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
         """Add the flat ``whole`` over ranks and put this rank's stretch of it into ``own``; ``whole`` is left undefined."""
 
-    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
+    def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
         """Put every rank's flat ``own`` one after another into ``whole``."""
 
-    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Give ``sent[r]`` to rank r, and get ``received[r]`` from it."""
 
-    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+    def ring_shift(self, sent: Tensor, received: Tensor, by: int) -> None:
         """Give ``sent`` to the rank ``by`` places on, around the ring, and get ``received`` from ``by`` places back."""
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
@@ -98,21 +98,21 @@ class Channel:
         # A copy of a model talks to the same ranks.
         return self
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Add over ranks, in place; the tensor must be contiguous."""
         if self.transport is not None and tensor.numel() and not is_silent():
-            self.ledger.note(self.axis, "sum", tensor.nbytes)
-            self.transport.sum_(tensor)
+            self.ledger.note(self.axis, "all_reduce", tensor.nbytes)
+            self.transport.all_reduce_(tensor)
         return tensor
 
-    def largest_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_max_(self, tensor: Tensor) -> Tensor:
         """The largest over ranks, elementwise, in place; the tensor must be contiguous."""
         if self.transport is not None and tensor.numel() and not is_silent():
-            self.ledger.note(self.axis, "largest", tensor.nbytes)
-            self.transport.largest_(tensor)
+            self.ledger.note(self.axis, "all_reduce_max", tensor.nbytes)
+            self.transport.all_reduce_max_(tensor)
         return tensor
 
-    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> Tensor:
+    def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> Tensor:
         """Add the flat ``whole`` over ranks and put this rank's stretch into ``own``; ``whole`` is undefined afterwards.
 
         Args:
@@ -127,11 +127,11 @@ class Channel:
         elif is_silent():
             own.copy_(torch.split(whole, list(counts))[self.rank])
         elif whole.numel():
-            self.ledger.note(self.axis, "scatter_sum", whole.nbytes)
-            self.transport.scatter_sum(whole, own, counts)
+            self.ledger.note(self.axis, "reduce_scatter", whole.nbytes)
+            self.transport.reduce_scatter(whole, own, counts)
         return own
 
-    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> Tensor:
+    def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> Tensor:
         """Put every rank's flat ``own`` one after another into ``whole``; ``own`` may be its stretch of ``whole`` itself."""
         assert whole.numel() == sum(counts) and own.numel() == counts[self.rank]
         if self.transport is None:
@@ -141,11 +141,11 @@ class Channel:
             for part in torch.split(whole, list(counts)):
                 _pretend(own, part)
         elif whole.numel():
-            self.ledger.note(self.axis, "gather", whole.nbytes)
-            self.transport.gather(own, whole, counts)
+            self.ledger.note(self.axis, "all_gather", whole.nbytes)
+            self.transport.all_gather(own, whole, counts)
         return whole
 
-    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Give ``sent[r]`` to rank r and get ``received[r]`` from it (all-to-all); shapes may differ."""
         if self.transport is None:
             received[0].copy_(sent[0])
@@ -154,16 +154,16 @@ class Channel:
             for outgoing, incoming in zip(sent, received, strict=True):
                 _pretend(outgoing, incoming)
             return
-        self.ledger.note(self.axis, "exchange", sum(part.nbytes for part in sent))
-        self.transport.exchange(sent, received)
+        self.ledger.note(self.axis, "all_to_all", sum(part.nbytes for part in sent))
+        self.transport.all_to_all(sent, received)
 
-    def shift(self, sent: Tensor, received: Tensor, *, by: int = 1) -> None:
+    def ring_shift(self, sent: Tensor, received: Tensor, *, by: int = 1) -> None:
         """Give ``sent`` to the rank ``by`` places on around the ring, and get ``received`` from ``by`` places back."""
         if self.transport is None or is_silent():
             received.copy_(sent)
             return
-        self.ledger.note(self.axis, "shift", sent.nbytes)
-        self.transport.shift(sent, received, by)
+        self.ledger.note(self.axis, "ring_shift", sent.nbytes)
+        self.transport.ring_shift(sent, received, by)
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Everyone gets the tensor of rank ``source`` of this channel."""
@@ -191,15 +191,15 @@ class TorchTransport:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
 
-    def sum_(self, tensor: Tensor) -> None:
+    def all_reduce_(self, tensor: Tensor) -> None:
         """See ``Transport``."""
         dist.all_reduce(tensor, group=self.group)
 
-    def largest_(self, tensor: Tensor) -> None:
+    def all_reduce_max_(self, tensor: Tensor) -> None:
         """See ``Transport``."""
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
 
-    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+    def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``. One reduction to each owner: gloo's reduce-scatter is an all-reduce, and wants equal counts."""
         parts = torch.split(whole, list(counts))
         for root, part in enumerate(parts):
@@ -208,7 +208,7 @@ class TorchTransport:
         if own.data_ptr() != parts[self.rank].data_ptr():
             own.copy_(parts[self.rank])
 
-    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
+    def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``. One broadcast from each owner, because gloo wants equal counts."""
         parts = torch.split(whole, list(counts))
         if own.numel() and own.data_ptr() != parts[self.rank].data_ptr():
@@ -217,7 +217,7 @@ class TorchTransport:
             if part.numel():
                 dist.broadcast(part, self.ranks[root], group=self.group)
 
-    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """See ``Transport``."""
         work = []
         for peer, (outgoing, incoming) in enumerate(zip(sent, received, strict=True)):
@@ -231,7 +231,7 @@ class TorchTransport:
         for handle in dist.batch_isend_irecv(work) if work else []:
             handle.wait()
 
-    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+    def ring_shift(self, sent: Tensor, received: Tensor, by: int) -> None:
         """See ``Transport``."""
         size = len(self.ranks)
         work = [
@@ -253,33 +253,33 @@ class EchoTransport:
         self.seconds = 0.0
         """Spent in here so far: what a rank with peers does not compute, but waits for."""
 
-    def sum_(self, tensor: Tensor) -> None:
+    def all_reduce_(self, tensor: Tensor) -> None:
         """See ``Transport``. The sum of equal shares would grow from step to step; one of them is left."""
 
-    def largest_(self, tensor: Tensor) -> None:
+    def all_reduce_max_(self, tensor: Tensor) -> None:
         """See ``Transport``."""
 
-    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+    def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``. Whose stretch it is cannot be told from here; that of the first of its size will do."""
         with self._timed():
             first = next(part for part in torch.split(whole, list(counts)) if part.numel() == own.numel())
             if own.numel() and own.data_ptr() != first.data_ptr() and not _overlap(own, whole):
                 own.copy_(first)
 
-    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
+    def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``."""
         with self._timed():
             kept = own.clone() if _overlap(own, whole) else own
             for part in torch.split(whole, list(counts)):
                 _pretend(kept, part)
 
-    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """See ``Transport``."""
         with self._timed():
             for outgoing, incoming in zip(sent, received, strict=True):
                 _pretend(outgoing, incoming)
 
-    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+    def ring_shift(self, sent: Tensor, received: Tensor, by: int) -> None:
         """See ``Transport``."""
         with self._timed():
             received.copy_(sent)
@@ -301,22 +301,22 @@ def _overlap(part: Tensor, whole: Tensor) -> bool:
 class SilentTransport:
     """Nothing moves: for tracing one rank of a plan on meta tensors, where only shapes matter."""
 
-    def sum_(self, tensor: Tensor) -> None:
+    def all_reduce_(self, tensor: Tensor) -> None:
         """See ``Transport``."""
 
-    def largest_(self, tensor: Tensor) -> None:
+    def all_reduce_max_(self, tensor: Tensor) -> None:
         """See ``Transport``."""
 
-    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+    def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``."""
 
-    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
+    def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``."""
 
-    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """See ``Transport``."""
 
-    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+    def ring_shift(self, sent: Tensor, received: Tensor, by: int) -> None:
         """See ``Transport``."""
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:

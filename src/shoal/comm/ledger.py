@@ -21,7 +21,7 @@ class Traffic:
 
 
 Account = dict[tuple[str, str], Traffic]
-"""Traffic by (axis, operation), such as ``("tp", "sum")``."""
+"""Traffic by (axis, operation), such as ``("tp", "all_reduce")``."""
 
 
 def add_accounts(*accounts: Mapping[tuple[str, str], Traffic]) -> Account:

@@ -36,7 +36,7 @@ _ALIGN = 64
 """Sections and stretches begin at a multiple of this many elements, so that ranks write to different cache lines."""
 
 _Combine: TypeAlias = Callable[..., Tensor]
-_OPERATIONS = ("sum", "largest", "scatter_sum", "gather", "exchange", "shift", "broadcast")
+_OPERATIONS = ("all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "all_to_all", "ring_shift", "broadcast")
 _DTYPES = (
     torch.uint8,
     torch.float32,
@@ -69,20 +69,20 @@ class SharedTransport:
         self._slots: dict[torch.dtype, list[list[Tensor]]] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
 
-    def sum_(self, tensor: Tensor) -> None:
+    def all_reduce_(self, tensor: Tensor) -> None:
         """See ``Transport``."""
-        self._combine(tensor, torch.add, "sum")
+        self._combine(tensor, torch.add, "all_reduce")
 
-    def largest_(self, tensor: Tensor) -> None:
+    def all_reduce_max_(self, tensor: Tensor) -> None:
         """See ``Transport``."""
-        self._combine(tensor, torch.maximum, "largest")
+        self._combine(tensor, torch.maximum, "all_reduce_max")
 
-    def scatter_sum(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+    def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``. In each round a rank's slot holds a section for every other rank; its own part stays where it is."""
         flat, out = _flat(whole), _flat(own)
         starts = _starts(counts)
         width = SLOT_BYTES // flat.itemsize // (self.size - 1) // _ALIGN * _ALIGN
-        self._enter("scatter_sum", flat.dtype, flat.nbytes)
+        self._enter("reduce_scatter", flat.dtype, flat.nbytes)
         for at in range(0, max(counts), width):
             slots = self._next_slots(flat.dtype)
             for place in self._others():
@@ -101,12 +101,12 @@ class SharedTransport:
                 ]
                 self._fold(parts, torch.add, out.narrow(0, at, num))
 
-    def gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
+    def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``."""
         flat, sent = _flat(whole), _flat(own)
         starts = _starts(counts)
         width = SLOT_BYTES // flat.itemsize
-        self._enter("gather", flat.dtype, flat.nbytes)
+        self._enter("all_gather", flat.dtype, flat.nbytes)
         mine = flat.narrow(0, starts[self.rank], counts[self.rank])
         if sent.data_ptr() != mine.data_ptr():
             mine.copy_(sent)
@@ -121,7 +121,7 @@ class SharedTransport:
                 if num > 0:
                     flat.narrow(0, starts[place] + at, num).copy_(slots[place].narrow(0, 0, num))
 
-    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """See ``Transport``. A rank knows its own sizes only, so the first round also tells how many rounds there are."""
         assert len(sent) == len(received) == self.size
         outgoing, incoming = [_flat_bytes(part) for part in sent], [_flat_bytes(part) for part in received]
@@ -130,7 +130,7 @@ class SharedTransport:
         width = SLOT_BYTES // (self.size - 1) // _ALIGN * _ALIGN
         others = self._others()
         most = max(max(outgoing[place].numel(), incoming[place].numel()) for place in others)
-        self._enter("exchange", torch.uint8, most)
+        self._enter("all_to_all", torch.uint8, most)
         at = 0
         while at == 0 or at < most:
             slots = self._next_slots(torch.uint8)
@@ -147,7 +147,7 @@ class SharedTransport:
                     incoming[place].narrow(0, at, num).copy_(slots[place].narrow(0, section, num))
             at += width
 
-    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+    def ring_shift(self, sent: Tensor, received: Tensor, by: int) -> None:
         """See ``Transport``."""
         outgoing, incoming = _flat_bytes(sent), _flat_bytes(received)
         source = (self.rank - by) % self.size
@@ -155,7 +155,7 @@ class SharedTransport:
             incoming.copy_(outgoing)
             return
         most = max(outgoing.numel(), incoming.numel())
-        self._enter("shift", torch.uint8, most)
+        self._enter("ring_shift", torch.uint8, most)
         at = 0
         while at == 0 or at < most:
             slots = self._next_slots(torch.uint8)
@@ -279,7 +279,7 @@ class SharedTransport:
     def _compare(self, place: int, note: int) -> None:
         ours, theirs = _unpack(self._note), _unpack(note)
         # Of these two, each rank sees a part only.
-        if ours[:2] == theirs[:2] and ours[0] in ("exchange", "shift"):
+        if ours[:2] == theirs[:2] and ours[0] in ("all_to_all", "ring_shift"):
             return
         member = self._rounds.member
         raise self._rounds.fail(

@@ -76,13 +76,13 @@ class World:
         """True on the rank that prints and writes what is written once."""
         return self.rank == 0
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a small tensor over all ranks, in place."""
         if self.group is not None:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in the order of ranks; all have the same shape."""
         if self.group is None:
             return [tensor]
@@ -92,7 +92,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.sum_(torch.zeros(1, device=self.device))
+        self.all_reduce_(torch.zeros(1, device=self.device))
 
     def close(self) -> None:
         """Leave the group."""

@@ -123,9 +123,9 @@ class WholeNorms:
         ]
 
     def _sum_(self, entries: Tensor) -> Tensor:
-        self._tensor.sum_(entries)
-        self._pipeline.sum_(entries)
-        return self._data.sum_(entries) if self._is_sharded else entries
+        self._tensor.all_reduce_(entries)
+        self._pipeline.all_reduce_(entries)
+        return self._data.all_reduce_(entries) if self._is_sharded else entries
 
 
 def build_norms(

@@ -34,5 +34,5 @@ def gather_whole(
     if local is not None:
         put_local(local.detach(), whole, placement)
     if whole.numel():
-        mesh.everyone.sum_(whole.reshape(-1).view(torch.uint8))
+        mesh.everyone.all_reduce_(whole.reshape(-1).view(torch.uint8))
     return whole

@@ -56,6 +56,6 @@ def sum_partial_(updated: Mapping[str, nn.Parameter], names: frozenset[str], cha
     if not grads:
         return
     packed = torch.cat([grad.reshape(-1) for grad in grads])
-    channel.sum_(packed)
+    channel.all_reduce_(packed)
     for grad, total in zip(grads, torch.split(packed, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))

@@ -82,13 +82,13 @@ def expected_step_traffic(
                 )
             )
             if microbatch.gathered_scores:
-                accounts.append(_one("tp", "gather", microbatch.gathered_scores))
+                accounts.append(_one("tp", "all_gather", microbatch.gathered_scores))
     if laid.context is not None:
         accounts.append(laid.context.expected_traffic(recomputes=plan.recompute != "none"))
     accounts.append(_gradients(reduction, mesh, step, max(1, len(microbatches)), counted))
     if laid.partial:
         held = [parameter.nbytes for name, parameter in reduction.updated.items() if name in laid.partial]
-        accounts.append(_one("tp", "sum", sum(held)) if held else {})
+        accounts.append(_one("tp", "all_reduce", sum(held)) if held else {})
     accounts.append(_small_sums(plan, mesh, laid, step))
     return add_accounts(*accounts)
 
@@ -102,7 +102,7 @@ def _gradients(
         return {}
     num_bytes = sum(parameter.nbytes for parameter in reduction.updated.values())
     num_bytes += 2 * step.weight_bytes if step.has_passengers else 0
-    key = (mesh.replicas.axis, "sum")
+    key = (mesh.replicas.axis, "all_reduce")
     return {key: Traffic(calls=max(1, counted.get(key, Traffic()).calls), num_bytes=num_bytes)}
 
 
@@ -114,13 +114,13 @@ def _small_sums(plan: Plan, mesh: Mesh, laid: Laid, step: StepShape) -> Account:
         by_row = step.num_rows * _FLOAT64
         sums = [by_row if step.exact_norm else _FLOAT64, *[by_row] * step.num_trust_norms]
         for num_bytes in sums:
-            accounts.append(_one("tp", "sum", num_bytes) if mesh.has(Axis.TENSOR) else {})
-            accounts.append(_one("pp", "sum", num_bytes) if mesh.has(Axis.PIPELINE) else {})
-            accounts.append(_one("dp", "sum", num_bytes) if plan.zero > 0 and mesh.has(Axis.DATA) else {})
+            accounts.append(_one("tp", "all_reduce", num_bytes) if mesh.has(Axis.TENSOR) else {})
+            accounts.append(_one("pp", "all_reduce", num_bytes) if mesh.has(Axis.PIPELINE) else {})
+            accounts.append(_one("dp", "all_reduce", num_bytes) if plan.zero > 0 and mesh.has(Axis.DATA) else {})
     if not step.has_passengers and mesh.everyone.size > 1:
-        accounts.append(_one("everyone", "sum", 2 * step.weight_bytes))
+        accounts.append(_one("everyone", "all_reduce", 2 * step.weight_bytes))
     if step.counts_weight and mesh.has(Axis.DATA):
-        accounts.append(_one("dp", "sum", _FLOAT64))
+        accounts.append(_one("dp", "all_reduce", _FLOAT64))
     return add_accounts(*accounts)
 
 

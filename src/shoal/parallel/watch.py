@@ -84,10 +84,10 @@ def _exchange(rows: Tensor, mesh: Mesh) -> list[Tensor]:
     """Every rank's table; they may be of different lengths, because ZeRO leaves a rank without a row of some tensors."""
     channel = mesh.everyone
     counts = torch.zeros(channel.size, dtype=torch.int64)
-    channel.gather(torch.tensor([len(rows)], dtype=torch.int64), counts, [1] * channel.size)
+    channel.all_gather(torch.tensor([len(rows)], dtype=torch.int64), counts, [1] * channel.size)
     sizes = [int(count) * _WIDTH for count in counts]
     whole = torch.empty(sum(sizes), dtype=torch.int64)
-    channel.gather(rows.reshape(-1), whole, sizes)
+    channel.all_gather(rows.reshape(-1), whole, sizes)
     return [part.reshape(-1, _WIDTH) for part in torch.split(whole, sizes)]
 
 

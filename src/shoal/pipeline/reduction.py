@@ -188,8 +188,8 @@ def _sum_in_buckets(grads: Sequence[Tensor], channel: Channel) -> None:
 
 def _sum_packed(grads: list[Tensor], channel: Channel) -> None:
     if len(grads) == 1 and grads[0].is_contiguous():
-        channel.sum_(grads[0])
+        channel.all_reduce_(grads[0])
         return
-    packed = channel.sum_(torch.cat([grad.reshape(-1) for grad in grads]))
+    packed = channel.all_reduce_(torch.cat([grad.reshape(-1) for grad in grads]))
     for grad, total in zip(grads, torch.split(packed, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))

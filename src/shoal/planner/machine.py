@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from shoal.core.config import Config, validate
 from shoal.core.errors import RequestError
@@ -68,11 +68,24 @@ class CopyTime(Config):
     seconds: float = Field(gt=0)
 
 
+_OLD_NAMES = {
+    "sum": "all_reduce",
+    "largest": "all_reduce_max",
+    "scatter_sum": "reduce_scatter",
+    "gather": "all_gather",
+    "exchange": "all_to_all",
+    "shift": "ring_shift",
+}
+"""Collectives as machine files of earlier versions call them."""
+
+Operation = Annotated[str, AfterValidator(lambda name: _OLD_NAMES.get(name, name))]
+
+
 class CollectiveTime(Config):
     """One operation of a channel, or a message of a pipeline."""
 
-    operation: str
-    """A word of the ledger: sum, scatter_sum, gather, exchange, shift, send."""
+    operation: Operation
+    """As the traffic counter names it: all_reduce, reduce_scatter, all_gather, all_to_all, ring_shift, send."""
     ranks: int = Field(ge=2)
     """Ranks of the channel."""
     processes: int = Field(ge=2)
@@ -98,8 +111,8 @@ class Meeting(Config):
     cache of whoever reads it. An operation then takes ``seconds`` more, and its bytes ``factor`` times as long.
     """
 
-    operation: str
-    """``send`` for messages of a pipeline; ``sum`` for all that a whole channel does."""
+    operation: Operation
+    """``send`` for messages of a pipeline; ``all_reduce`` for all that a whole channel does."""
     ranks: int = Field(ge=2)
     processes: int = Field(ge=2)
     seconds: float = Field(ge=0)
@@ -154,7 +167,7 @@ class Machine(Config):
         """
         if ranks < 2 or num_bytes <= 0:
             return 0.0
-        name = operation if any(time.operation == operation for time in self.collectives) else "sum"
+        name = operation if any(time.operation == operation for time in self.collectives) else "all_reduce"
         known = [time for time in self.collectives if time.operation == name]
         if not known:
             return 0.0
@@ -165,7 +178,7 @@ class Machine(Config):
             # Ranks that outnumber the cores compute while others wait, and what a rank computes was timed with all of them at
             # work: a wait is in it already. Counted again, plans with tp, cp and ZeRO looked 20 to 90% too slow on two cores.
             return alone
-        meeting = self._meeting("send" if operation == "send" else "sum", ranks, processes)
+        meeting = self._meeting("send" if operation == "send" else "all_reduce", ranks, processes)
         return alone if meeting is None else meeting.seconds + meeting.factor * alone
 
     def _meeting(self, operation: str, ranks: int, processes: int) -> Meeting | None:

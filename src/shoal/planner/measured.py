@@ -133,13 +133,13 @@ def _moved(time: MatmulTime) -> float:
 
 def _link(machine: Machine, count: int) -> Tier:
     """What joins the processes, such that a sum over all of them takes what was measured (``collectives.all_reduce``)."""
-    sizes = sorted({time.num_bytes for time in machine.collectives if time.operation == "sum"})
+    sizes = sorted({time.num_bytes for time in machine.collectives if time.operation == "all_reduce"})
     if count == 1 or len(sizes) < 2:
         source = "one process" if count == 1 else "not measured: a copy in memory"
         return Tier(name="memory", devices=count, bandwidth=LINKS["memory"].bandwidth, latency=0.0, source=source)
     first, last = sizes[0], sizes[-1]
     at_first, at_last = (
-        machine.collective_seconds("sum", size, ranks=count, processes=count) * machine.fit.communication
+        machine.collective_seconds("all_reduce", size, ranks=count, processes=count) * machine.fit.communication
         for size in (first, last)
     )
     per_byte = max((at_last - at_first) / (last - first), 1e-15)

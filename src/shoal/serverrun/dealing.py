@@ -119,12 +119,12 @@ class Dealing:
                     for name, patch, place in _stretches(holding.placements):
                         whole = self._weights[name][box(patch.whole_start, patch.shape)]
                         message[place].view(patch.shape).copy_(whole)
-            self._channel.exchange(self._to, [nothing] * self._channel.size)
+            self._channel.all_to_all(self._to, [nothing] * self._channel.size)
             for name, patch, _ in _stretches(self._own.placements):
                 local = self._parameters[name][box(patch.local_start, patch.shape)]
                 local.copy_(self._weights[name][box(patch.whole_start, patch.shape)])
             return
-        self._channel.exchange([nothing] * self._channel.size, self._from_leader(self._received, nothing))
+        self._channel.all_to_all([nothing] * self._channel.size, self._from_leader(self._received, nothing))
         for name, patch, place in _stretches(self._own.placements):
             local = self._parameters[name][box(patch.local_start, patch.shape)]
             local.copy_(self._received[place].view(patch.shape))
@@ -134,7 +134,7 @@ class Dealing:
         """Bring every rank's gradients into the leader's row; what no sample touched is zero."""
         nothing = self._room(None, of_spoken=False)
         if self._channel.rank == LEADER:
-            self._channel.exchange([nothing] * self._channel.size, self._from)
+            self._channel.all_to_all([nothing] * self._channel.size, self._from)
             for name, patch, _ in _stretches(_spoken(self._own)):
                 self._put(name, patch, self._gradient[name][box(patch.whole_start, patch.shape)])
             for holding, message in zip(self._others, self._from, strict=True):
@@ -145,7 +145,7 @@ class Dealing:
             return
         for name, patch, place in _stretches(_spoken(self._own)):
             self._put(name, patch, self._sent[place].view(patch.shape))
-        self._channel.exchange(self._from_leader(self._sent, nothing), [nothing] * self._channel.size)
+        self._channel.all_to_all(self._from_leader(self._sent, nothing), [nothing] * self._channel.size)
 
     def _put(self, name: str, patch: Patch, where: Tensor) -> None:
         grad = self._parameters[name].grad
@@ -183,9 +183,9 @@ def _tell(channel: Channel, own: Holding) -> list[Holding]:
     """What every rank of the group holds, by rank."""
     encoded = own.encode()
     sizes = torch.zeros(channel.size, dtype=torch.int64)
-    channel.gather(torch.tensor([encoded.numel()]), sizes, [1] * channel.size)
+    channel.all_gather(torch.tensor([encoded.numel()]), sizes, [1] * channel.size)
     counts = [int(size) for size in sizes]
-    whole = channel.gather(encoded, torch.empty(sum(counts), dtype=torch.uint8), counts)
+    whole = channel.all_gather(encoded, torch.empty(sum(counts), dtype=torch.uint8), counts)
     return [Holding.decode(part) for part in torch.split(whole, counts)]
 
 

@@ -73,7 +73,7 @@ def evaluate(
         module.training = was_training
     if mesh.coordinate(Axis.TENSOR) > 0:
         sums.zero_()  # Tensor-parallel ranks all found the same; the first one tells it.
-    loss, weight, correct, counted = mesh.everyone.sum_(sums.to(objective.device)).tolist()
+    loss, weight, correct, counted = mesh.everyone.all_reduce_(sums.to(objective.device)).tolist()
     return Evaluation(
         split=split,
         loss=loss / max(weight, 1.0),

@@ -72,7 +72,7 @@ def trace_nonfinite(runner: StepRunner, batch: StepBatch, *, step: int, scale: f
         verdict, when = _LOSS, seen.first_output
     elif seen.name:
         verdict, when = names.index(seen.name), seen.first_gradient
-    found = runner.world.gather(torch.tensor([verdict, when], device=runner.world.device))
+    found = runner.world.all_gather(torch.tensor([verdict, when], device=runner.world.device))
     told = sorted((int(when), rank, int(verdict)) for rank, (verdict, when) in enumerate(found) if verdict != _FINE)
     if not told:
         # Finite on every rank alone: the overflow happened in the sum over ranks, or in the norm over all parameters.

@@ -227,7 +227,7 @@ class Persistence:
             problem, refusal = f"cannot go on from {path}: {error}", AgreedError
         except (OSError, ShoalError) as error:
             problem = f"rank {self.world.rank} cannot go on from {path}: {error}"
-        failures = int(self.world.sum_(torch.tensor([int(bool(problem))], device=self.world.device)))
+        failures = int(self.world.all_reduce_(torch.tensor([int(bool(problem))], device=self.world.device)))
         if failures:
             raise refusal(problem or f"{failures} other rank(s) cannot go on from {path}")
         return restored
@@ -235,7 +235,7 @@ class Persistence:
     def _tell(self, *steps: int | None) -> list[int | None]:
         """What the first rank says, to all."""
         told = [0 if step is None or not self.world.is_first else 1 + step for step in steps]
-        heard = self.world.sum_(torch.tensor(told, dtype=torch.int64, device=self.world.device)).tolist()
+        heard = self.world.all_reduce_(torch.tensor(told, dtype=torch.int64, device=self.world.device)).tolist()
         return [None if number == 0 else number - 1 for number in heard]
 
     def _agree(self, chosen: Path | None) -> tuple[Path | None, str]:
@@ -248,7 +248,7 @@ class Persistence:
             except ShoalError:
                 digest = bytes(4 * _WORDS)  # It went away a moment ago: nobody will find this one.
             told[1:] = torch.tensor([int.from_bytes(digest[4 * word :][:4]) for word in range(_WORDS)])
-        step, *words = self.world.sum_(told).tolist()
+        step, *words = self.world.all_reduce_(told).tolist()
         if step == 0 or self.root is None:
             return None, ""
         return self.root / step_name(step - 1), b"".join(word.to_bytes(4) for word in words).hex()

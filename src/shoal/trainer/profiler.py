@@ -17,7 +17,7 @@ from shoal.trainer.sizes import measure_state
 from shoal.trainer.step import StepResult
 
 _AXES = ("tp", "cp", "dp", "pp", "replicas", "everyone")
-_OPERATIONS = ("sum", "largest", "scatter_sum", "gather", "exchange", "shift", "broadcast", "send", "share")
+_OPERATIONS = ("sum", "largest", "reduce_scatter", "gather", "exchange", "shift", "broadcast", "send", "share")
 _KEYS = [(axis, operation) for axis in _AXES for operation in _OPERATIONS]
 _COUNTED = 2
 """The step whose ledger is read, from 0: the first of those that are all alike."""
@@ -69,8 +69,8 @@ class RunProfiler:
         )
         times = [_median(self._seconds[_COUNTED:]), _median(self._busy[_COUNTED:]), _median(self._spans[_COUNTED:])]
         spent = torch.tensor(times, dtype=torch.float64, device=trainer.world.device)
-        ranks = [tensor.tolist() for tensor in trainer.world.gather(whole)]
-        clocks = [tensor.tolist() for tensor in trainer.world.gather(spent)]
+        ranks = [tensor.tolist() for tensor in trainer.world.all_gather(whole)]
+        clocks = [tensor.tolist() for tensor in trainer.world.all_gather(spent)]
         span = max(clock[2] for clock in clocks)
         return {
             "seconds": max(clock[0] for clock in clocks),

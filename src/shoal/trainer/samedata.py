@@ -180,10 +180,10 @@ def _agree(world: World, data: Splits) -> Fingerprint:
 def _gather(world: World, own: Fingerprint) -> list[Fingerprint]:
     """Every rank's, in the order of ranks."""
     text = json.dumps(own.as_values()).encode()
-    sizes = [int(size) for size in world.gather(torch.tensor([len(text)], device=world.device))]
+    sizes = [int(size) for size in world.all_gather(torch.tensor([len(text)], device=world.device))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = world.gather(padded.to(world.device))
+    rows = world.all_gather(padded.to(world.device))
     return [
         Fingerprint.from_values(json.loads(bytes(row[:size].tolist()))) for row, size in zip(rows, sizes, strict=True)
     ]

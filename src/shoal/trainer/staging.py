@@ -48,7 +48,7 @@ def look_at_stages(
         if world is None or world.size == 1:
             return starts
         told = torch.tensor(starts if world.is_first else [0] * len(starts), device=world.device)
-        return [int(start) for start in world.sum_(told).tolist()]
+        return [int(start) for start in world.all_reduce_(told).tolist()]
 
     return find_stages(
         model,

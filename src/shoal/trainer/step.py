@@ -172,7 +172,7 @@ class StepRunner:
         # In the type that passengers ride in, so that the reported loss has the same bits under every reduction.
         dtype = self.bare_objective.precision.weight_dtype
         packet = torch.tensor([told, float(stop)], dtype=dtype, device=self.world.device)
-        loss, wishes = self.mesh.everyone.sum_(packet).tolist()
+        loss, wishes = self.mesh.everyone.all_reduce_(packet).tolist()
         return loss, wishes > 0
 
     def accumulate(
@@ -244,7 +244,7 @@ class StepRunner:
         if batch.total_weight is not None:
             return batch.total_weight
         weight = torch.tensor([batch.local_weight], dtype=torch.float64, device=self.world.device)
-        return max(1.0, float(self.mesh.channel(Axis.DATA).sum_(weight)))
+        return max(1.0, float(self.mesh.channel(Axis.DATA).all_reduce_(weight)))
 
     def enter(self, phase: str, step: int) -> None:
         """Say what this rank does now, where the supervisor looks."""

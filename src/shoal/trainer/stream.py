@@ -151,7 +151,7 @@ class Stream:
     def _total_weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
         """Of each microbatch, over all replicas."""
         told = torch.tensor([one.weight for one in microbatches], dtype=torch.float64, device=self.runner.world.device)
-        found: list[float] = self._mesh.channel(Axis.DATA).sum_(told).tolist()
+        found: list[float] = self._mesh.channel(Axis.DATA).all_reduce_(told).tolist()
         return found
 
     def _update(self, microbatch: int) -> None:
@@ -190,7 +190,7 @@ class Stream:
             numbers[steps + place] = squares[-1] if speaks else 0.0
             numbers[2 * steps + place] = sum(not math.isfinite(square) for square in squares)
         numbers[-1] = float(stop)
-        told = mesh.everyone.sum_(numbers.to(self.runner.world.device)).tolist()
+        told = mesh.everyone.all_reduce_(numbers.to(self.runner.world.device)).tolist()
         finite = [math.isfinite(told[place]) and told[2 * steps + place] == 0 for place in range(steps)]
         return [
             StepResult(

@@ -14,7 +14,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
     seen = {} if profiler is None else {"forecast": {"measured": profiler.measured()}}
     progress = trainer.progress
     peak = torch.tensor([peak_rss_bytes()], dtype=torch.int64, device=trainer.world.device)
-    peaks = [int(tensor) for tensor in trainer.world.gather(peak)]
+    peaks = [int(tensor) for tensor in trainer.world.all_gather(peak)]
     seconds = progress.trained_seconds
     return {
         "status": trainer.status,

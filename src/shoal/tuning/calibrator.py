@@ -151,12 +151,13 @@ def _time_meetings(world: World, plan: Plan, work: Callable[[], object], seconds
     mesh = build_mesh(world, plan)
     try:
         channel = mesh.channel(Axis.TENSOR if plan.tp > 1 else Axis.DATA)
-        sums = [_operations(channel, num_bytes)["sum"] for num_bytes in MEETING_SIZES]
+        sums = [_operations(channel, num_bytes)["all_reduce"] for num_bytes in MEETING_SIZES]
         yield {
-            "operation": "sum",
+            "operation": "all_reduce",
             "ranks": channel.size,
             "alone": [
-                _timed(world, "sum", channel.size, MEETING_SIZES[k], call)["seconds"] for k, call in enumerate(sums)
+                _timed(world, "all_reduce", channel.size, MEETING_SIZES[k], call)["seconds"]
+                for k, call in enumerate(sums)
             ],
             "between": [_between(world, work, call, seconds) for call in sums],
         }
@@ -225,7 +226,7 @@ def _alternate(
         owns.append(middle - begin if spent is None else spent[0])
     world.barrier()
     told = torch.tensor([_mean(wholes), _mean(owns)], dtype=torch.float64)
-    pages = [tensor.tolist() for tensor in world.gather(told)]
+    pages = [tensor.tolist() for tensor in world.all_gather(told)]
     return [page[0] for page in pages], [page[1] for page in pages]
 
 
@@ -238,7 +239,7 @@ def _num_turns(world: World, work: Callable[[], object], seconds: float) -> int:
     """As many as fit, the same on all ranks."""
     begin = time.perf_counter()
     work()
-    longest = max(float(tensor) for tensor in world.gather(torch.tensor([time.perf_counter() - begin])))
+    longest = max(float(tensor) for tensor in world.all_gather(torch.tensor([time.perf_counter() - begin])))
     return int(min(_MOST_BETWEEN, max(_FEWEST_BETWEEN, seconds / longest)))
 
 
@@ -254,11 +255,11 @@ def _operations(channel: Channel, num_bytes: int) -> dict[str, Callable[[], obje
     even = [part[: count // size] for part in parts]
     evenly = [part[: count // size] for part in received]
     return {
-        "sum": lambda: channel.sum_(whole),
-        "scatter_sum": lambda: channel.scatter_sum(whole, own, counts),
-        "gather": lambda: channel.gather(own, whole, counts),
-        "exchange": lambda: channel.exchange(even, evenly),
-        "shift": lambda: channel.shift(whole, into),
+        "all_reduce": lambda: channel.all_reduce_(whole),
+        "reduce_scatter": lambda: channel.reduce_scatter(whole, own, counts),
+        "all_gather": lambda: channel.all_gather(own, whole, counts),
+        "all_to_all": lambda: channel.all_to_all(even, evenly),
+        "ring_shift": lambda: channel.ring_shift(whole, into),
     }
 
 

@@ -161,7 +161,7 @@ def swap_optimizer_shards(world: World) -> list[Swap]:
             even = [name for name, place in placements.items() if 2 * place.local_shape[0] == place.whole_shape[0]]
             state = self.optimizer.state[self.reduction.updated[even[0]]]["exp_avg"]
             received = torch.empty_like(state)
-            self.mesh.channel(Axis.DATA).shift(state.contiguous(), received)
+            self.mesh.channel(Axis.DATA).ring_shift(state.contiguous(), received)
             state.copy_(received)
         return result
 
@@ -258,7 +258,7 @@ def sum_once_more(world: World) -> list[Swap]:
 
     def summed(self: step.StepRunner, number: int) -> None:
         honest(self, number)
-        self.mesh.everyone.sum_(torch.zeros(16))
+        self.mesh.everyone.all_reduce_(torch.zeros(16))
 
     return [Swap(step.StepRunner, "_sum_gradients", summed)]
 

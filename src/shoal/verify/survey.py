@@ -77,7 +77,7 @@ class TrafficSurvey:
             step=self._step_shape(batch),
             counted=counted,
         )
-        if trainer.plan.pp > 1 and trainer.plan.zero == 3 and (key := (Axis.DATA.value, "gather")) in counted:
+        if trainer.plan.pp > 1 and trainer.plan.zero == 3 and (key := (Axis.DATA.value, "all_gather")) in counted:
             # Which units are still there when they are needed again depends on the schedule; only that is taken from the ledger.
             found[key] = counted[key]
         return add_accounts(found, self._pipeline(batch, counted))
@@ -113,7 +113,7 @@ class TrafficSurvey:
             sent[key] = replace(sent[key], num_bytes=counted[key].num_bytes)
         told = trainer.reduction.num_flag_bytes if isinstance(trainer.reduction, StageReduction) else 0
         # In the last bucket of gradients: no message of their own.
-        flags = {(trainer.mesh.replicas.axis, "sum"): Traffic(calls=0, num_bytes=told)} if told else {}
+        flags = {(trainer.mesh.replicas.axis, "all_reduce"): Traffic(calls=0, num_bytes=told)} if told else {}
         return add_accounts(sent, shared, flags)
 
     def _boundary(self, cut: Pipeline, microbatch: Microbatch) -> Boundaries:
@@ -129,15 +129,15 @@ class TrafficSurvey:
         """Sums of an asynchronous step: gradients of every update, weights of the microbatches, losses and norms."""
         trainer = self._trainer
         mesh, updates = trainer.mesh, updates_per_step(trainer.plan)
-        found: Account = {("everyone", "sum"): Traffic(calls=1, num_bytes=4 * _FLOAT64)}
+        found: Account = {("everyone", "all_reduce"): Traffic(calls=1, num_bytes=4 * _FLOAT64)}
         if mesh.replicas.size > 1:
             own = sum(value.nbytes for value in trainer.reduction.updated.values())
-            calls = max(1, counted.get((mesh.replicas.axis, "sum"), Traffic()).calls)
-            sums: Account = {(mesh.replicas.axis, "sum"): Traffic(calls=calls, num_bytes=updates * own)}
+            calls = max(1, counted.get((mesh.replicas.axis, "all_reduce"), Traffic()).calls)
+            sums: Account = {(mesh.replicas.axis, "all_reduce"): Traffic(calls=calls, num_bytes=updates * own)}
             found = add_accounts(found, sums)
         if mesh.has(Axis.DATA):
             weights = Traffic(calls=1, num_bytes=_FLOAT64 * (trainer.plan.microbatches or 1))
-            found = add_accounts(found, {(Axis.DATA.value, "sum"): weights})
+            found = add_accounts(found, {(Axis.DATA.value, "all_reduce"): weights})
         return found
 
     def _shape(self, index: int, microbatch: Microbatch) -> MicrobatchShape:

@@ -34,14 +34,14 @@ memory = open_memory(Announcement(**told["first"]), num_ranks=len(pids), slot_by
 member = Member(axis="dp", rank=rank, ranks=tuple(10 + r for r in range(len(pids))), pids=tuple(pids))
 rounds = Rounds(memory, Watch(member), member, deadline_seconds=told["deadline"], spin_seconds=0.0)
 transport = SharedTransport(memory, rounds)
-assert transport.sum_(one := torch.ones(1)) is None and one.item() == len(pids)
+assert transport.all_reduce_(one := torch.ones(1)) is None and one.item() == len(pids)
 if rank == 1:
     SharedTransport._fold = lambda *_: os.kill(os.getpid(), told["how"])
 found = []
 for attempt in range(2):
     started = time.monotonic()
     try:
-        transport.sum_(torch.ones(SLOT_BYTES))
+        transport.all_reduce_(torch.ones(SLOT_BYTES))
     except PeerLost as error:
         found.append([str(error), list(error.ranks), time.monotonic() - started])
 print(json.dumps(found), flush=True)
@@ -91,6 +91,6 @@ def test_a_lost_peer_is_named_by_every_other_rank(how, words, longest):
     for rank, found in zip((10, 12), survivors, strict=True):
         (message, ranks, waited), (again, _, waited_again) = found
         assert ranks == [11] and f"rank 11 (pid {pid}) {words}" in message
-        assert "'sum'" in message and "axis dp" in message and f"rank {rank} waited" in message
+        assert "'all_reduce'" in message and "axis dp" in message and f"rank {rank} waited" in message
         assert waited < longest
         assert again == message and waited_again < 0.5, "a group that failed must not be used again"

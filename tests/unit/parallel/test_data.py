@@ -28,11 +28,11 @@ def sum_on_rank(world, shared, is_broken):
     mesh = build_mesh(world, Plan(dp=world.size), shared=shared)
     model, inputs = model_and_loss(world.rank)
     if is_broken:
-        mesh.replicas.transport.sum_ = lambda tensor: None
+        mesh.replicas.transport.all_reduce_ = lambda tensor: None
     wrapped = apply_data_parallel(model, mesh=mesh, device=torch.device("cpu"), unused_parameters=False)
     with mesh.ledger.counting() as account:
         found = gradients_of(model, wrapped, inputs)
-    traffic = account.get(("replicas", "sum"), Traffic())
+    traffic = account.get(("replicas", "all_reduce"), Traffic())
     mesh.close()
     return [found, traffic.num_bytes, len(account)]
 

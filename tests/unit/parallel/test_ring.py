@@ -24,22 +24,22 @@ class Threads:
     def __init__(self, rank, queues):
         self.rank, self.queues, self.size = rank, queues, len(queues)
 
-    def exchange(self, sent, received):
+    def all_to_all(self, sent, received):
         for peer, tensor in enumerate(sent):
             self.queues[self.rank][peer].put(tensor.clone())
         for peer, tensor in enumerate(received):
             tensor.copy_(self.queues[peer][self.rank].get(timeout=DEADLINE_SECONDS))
 
-    def shift(self, sent, received, by):
+    def ring_shift(self, sent, received, by):
         self.queues[self.rank][(self.rank + by) % self.size].put(sent.clone())
         received.copy_(self.queues[(self.rank - by) % self.size][self.rank].get(timeout=DEADLINE_SECONDS))
 
-    def gather(self, own, whole, counts):
-        self.exchange([own] * self.size, list(torch.split(whole, list(counts))))
+    def all_gather(self, own, whole, counts):
+        self.all_to_all([own] * self.size, list(torch.split(whole, list(counts))))
 
-    def scatter_sum(self, whole, own, counts):
+    def reduce_scatter(self, whole, own, counts):
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        self.exchange(list(torch.split(whole, list(counts))), parts)
+        self.all_to_all(list(torch.split(whole, list(counts))), parts)
         own.copy_(torch.stack(parts).sum(0))
 
 

@@ -36,7 +36,7 @@ class _Seat:
     def __init__(self, meeting, rank):
         self.meeting, self.rank = meeting, rank
 
-    def gather(self, own, whole, counts):
+    def all_gather(self, own, whole, counts):
         self.meeting.parts[self.rank] = own.clone()
         self.meeting.barrier.wait()
         whole.copy_(torch.cat(self.meeting.parts))

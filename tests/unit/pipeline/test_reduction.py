@@ -15,7 +15,7 @@ class Adding:
     def __init__(self):
         self.sizes = []
 
-    def sum_(self, tensor):
+    def all_reduce_(self, tensor):
         self.sizes.append(tensor.numel())
         tensor += 1
 
@@ -37,7 +37,7 @@ class AddingTo(Adding):
         super().__init__()
         self.other = torch.tensor(other)
 
-    def sum_(self, tensor):
+    def all_reduce_(self, tensor):
         self.sizes.append(tensor.numel())
         tensor += self.other
 

@@ -14,7 +14,7 @@ def windows(best, *means):
 
 
 def answer(*, alone=1.0, together=1.0, seconds=1.0, rank_bytes=10):
-    timed = {"operation": "sum", "ranks": 2, "num_bytes": 4096, "seconds": seconds}
+    timed = {"operation": "all_reduce", "ranks": 2, "num_bytes": 4096, "seconds": seconds}
     return {
         "rank_bytes": rank_bytes,
         "alone": [alone, 2 * alone, alone],
@@ -67,10 +67,10 @@ def run(compute, communication, measured):
     ],
 )
 def test_what_ranks_that_compute_add_is_a_delay_and_a_factor(alone, between, seconds, factor):
-    timed = {"operation": "sum", "ranks": 2, "alone": alone, "between": between}
+    timed = {"operation": "all_reduce", "ranks": 2, "alone": alone, "between": between}
     meeting = build_meeting(4, timed)
     assert (meeting.seconds, meeting.factor) == (pytest.approx(seconds), pytest.approx(factor))
-    assert (meeting.operation, meeting.ranks, meeting.processes) == ("sum", 2, 4)
+    assert (meeting.operation, meeting.ranks, meeting.processes) == ("all_reduce", 2, 4)
 
 
 def test_runs_give_the_constants_back_that_made_them():

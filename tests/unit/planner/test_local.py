@@ -53,7 +53,7 @@ def test_waiting_is_not_shared():
 
 def test_a_step_without_a_pipeline_by_hand():
     machine = build(fit=Fit(compute=2.0, communication=3.0, fixed_seconds=0.25))
-    work = RankWork(seconds=1.0, cells={}, account={("replicas", "sum"): (2, 4000)})
+    work = RankWork(seconds=1.0, cells={}, account={("replicas", "all_reduce"): (2, 4000)})
     found = predict_step(Plan.parse("dp=2"), None, [work], machine)
     # It was timed with both at once; a call of 2,000 bytes takes 1.5 ms.
     assert found.compute == pytest.approx(1.0 * 2.0)
@@ -73,7 +73,7 @@ def test_a_rank_of_a_pipeline_is_faster_while_the_other_waits(own, alone):
 
 def test_channels_are_as_wide_as_their_axis():
     plan = Plan.parse("dp=2 tp=2")
-    account = {("tp", "sum"): (1, 1000), ("everyone", "sum"): (1, 1000), ("dp", "sum"): (1, 1000)}
+    account = {("tp", "all_reduce"): (1, 1000), ("everyone", "all_reduce"): (1, 1000), ("dp", "all_reduce"): (1, 1000)}
     assert communication(account, plan, build()) == pytest.approx({"tp": 1.5e-3, "everyone": 5e-3, "dp": 1.5e-3})
 
 

@@ -92,12 +92,14 @@ def test_sharing_is_a_line_between_what_was_measured():
     ],
 )
 def test_a_collective_is_a_line_between_sizes(num_bytes, ranks, processes, seconds):
-    assert build().collective_seconds("sum", num_bytes, ranks=ranks, processes=processes) == pytest.approx(seconds)
+    assert build().collective_seconds("all_reduce", num_bytes, ranks=ranks, processes=processes) == pytest.approx(
+        seconds
+    )
 
 
 def test_an_operation_that_was_not_timed_is_taken_for_a_sum():
     machine = build()
-    assert machine.collective_seconds("largest", 2000, ranks=2, processes=2) == pytest.approx(1.5e-3)
+    assert machine.collective_seconds("all_reduce_max", 2000, ranks=2, processes=2) == pytest.approx(1.5e-3)
 
 
 def roomy(machine, *, cores):
@@ -106,9 +108,11 @@ def roomy(machine, *, cores):
 
 def test_ranks_that_outnumber_the_cores_compute_while_others_wait():
     """What a rank computes was timed in their company; only a message, whose wait is played, takes longer."""
-    meetings = [Meeting(operation=word, ranks=2, processes=4, seconds=0.05, factor=2.0) for word in ("sum", "send")]
+    meetings = [
+        Meeting(operation=word, ranks=2, processes=4, seconds=0.05, factor=2.0) for word in ("all_reduce", "send")
+    ]
     bare, met = roomy(build(), cores=2), roomy(build(meetings=meetings), cores=2)
-    for operation in ("sum", "gather"):
+    for operation in ("all_reduce", "all_gather"):
         alone = bare.collective_seconds(operation, 2000, ranks=2, processes=4)
         assert met.collective_seconds(operation, 2000, ranks=2, processes=4) == alone > 0
     message = bare.collective_seconds("send", 2000, ranks=2, processes=4)
@@ -116,14 +120,22 @@ def test_ranks_that_outnumber_the_cores_compute_while_others_wait():
 
 
 def test_ranks_that_compute_take_longer_to_meet():
-    late = Meeting(operation="sum", ranks=2, processes=2, seconds=0.01, factor=2.0)
-    crowded = Meeting(operation="sum", ranks=2, processes=4, seconds=0.05, factor=1.0)
+    late = Meeting(operation="all_reduce", ranks=2, processes=2, seconds=0.01, factor=2.0)
+    crowded = Meeting(operation="all_reduce", ranks=2, processes=4, seconds=0.05, factor=1.0)
     bare, met = roomy(build(), cores=4), roomy(build(meetings=[late, crowded]), cores=4)
-    alone = bare.collective_seconds("sum", 2000, ranks=2, processes=2)
-    assert met.collective_seconds("sum", 2000, ranks=2, processes=2) == pytest.approx(0.01 + 2 * alone)
-    in_four = bare.collective_seconds("sum", 2000, ranks=2, processes=4)
-    assert met.collective_seconds("sum", 2000, ranks=2, processes=4) == pytest.approx(0.05 + in_four)
+    alone = bare.collective_seconds("all_reduce", 2000, ranks=2, processes=2)
+    assert met.collective_seconds("all_reduce", 2000, ranks=2, processes=2) == pytest.approx(0.01 + 2 * alone)
+    in_four = bare.collective_seconds("all_reduce", 2000, ranks=2, processes=4)
+    assert met.collective_seconds("all_reduce", 2000, ranks=2, processes=4) == pytest.approx(0.05 + in_four)
     # A message has a meeting of its own, or none; one rank alone meets nobody.
     message = bare.collective_seconds("send", 2000, ranks=2, processes=2)
     assert met.collective_seconds("send", 2000, ranks=2, processes=2) == message
-    assert met.collective_seconds("sum", 2000, ranks=1, processes=2) == 0.0
+    assert met.collective_seconds("all_reduce", 2000, ranks=1, processes=2) == 0.0
+
+
+def test_a_file_with_the_old_names_of_collectives_is_read(tmp_path):
+    machine, path = build(), tmp_path / "machine.json"
+    old = json.loads(machine.model_dump_json().replace('"all_reduce"', '"sum"'))
+    assert old["collectives"][0]["operation"] == "sum"
+    path.write_text(json.dumps({**old, "sha256": module._checksum(old)}))
+    assert read_machine(path).collectives == machine.collectives

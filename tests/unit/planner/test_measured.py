@@ -99,7 +99,7 @@ def test_what_speaks_against_a_file_is_said(tmp_path):
 
 
 def test_meetings_and_past_runs_count():
-    meeting = Meeting(operation="sum", ranks=2, processes=2, seconds=1e-3, factor=2.0)
+    meeting = Meeting(operation="all_reduce", ranks=2, processes=2, seconds=1e-3, factor=2.0)
     plain, met = (measured_cluster(measured(meetings=each), path="m") for each in ([], [meeting]))
     assert met.tiers[0].bandwidth == pytest.approx(plain.tiers[0].bandwidth / 2)
     assert met.tiers[0].latency == pytest.approx(2 * plain.tiers[0].latency + 1e-3 / 2)

@@ -16,7 +16,7 @@ from shoal.testing.ranks import run_on_ranks
 
 
 def add_ranks(world, tensor):
-    return {"rank": world.rank, "sum": world.sum_(tensor.clone() * (world.rank + 1))}
+    return {"rank": world.rank, "sum": world.all_reduce_(tensor.clone() * (world.rank + 1))}
 
 
 def raise_on_one(world):

@@ -7,7 +7,7 @@ from shoal.verify.prediction import Prediction, judge_prediction
 
 def answer(traffic=None, **measured):
     predicted = {"weights": 1000, "activations": 1000}
-    good = {"dp sum": [1, 100]}
+    good = {"dp all_reduce": [1, 100]}
     return {
         "traffic": [good, good if traffic is None else traffic],
         "expected_traffic": [good, good],
@@ -23,10 +23,14 @@ def test_a_prediction_that_holds():
 @pytest.mark.parametrize(
     ("counted", "whats", "word"),
     [
-        ({"dp sum": [2, 100]}, ["calls of dp sum"], "a collective is redundant"),
-        ({}, ["calls of dp sum", "bytes of dp sum"], "a collective is missing"),
-        ({"dp sum": [1, 90]}, ["bytes of dp sum"], "90 counted, 100 predicted (-10%)"),
-        ({"dp sum": [1, 100], "tp gather": [1, 8]}, ["calls of tp gather", "bytes of tp gather"], "step 2, rank 1"),
+        ({"dp all_reduce": [2, 100]}, ["calls of dp all_reduce"], "a collective is redundant"),
+        ({}, ["calls of dp all_reduce", "bytes of dp all_reduce"], "a collective is missing"),
+        ({"dp all_reduce": [1, 90]}, ["bytes of dp all_reduce"], "90 counted, 100 predicted (-10%)"),
+        (
+            {"dp all_reduce": [1, 100], "tp all_gather": [1, 8]},
+            ["calls of tp all_gather", "bytes of tp all_gather"],
+            "step 2, rank 1",
+        ),
     ],
 )
 def test_traffic_is_compared_to_the_call_and_to_the_byte(counted, whats, word):
@@ -49,7 +53,10 @@ def test_state_agrees_to_the_byte_and_activations_within_a_twentieth():
 def test_the_words_name_the_worst():
     assert judge_prediction([answer(weights=1010, activations=1080)]).describe() == "off by 8%"
     assert judge_prediction([answer(activations=11_000)]).describe() == "off by 1000%"
-    assert judge_prediction([answer({"dp sum": [1, 100], "tp gather": [1, 8]})]).describe() == "off: not foreseen"
+    assert (
+        judge_prediction([answer({"dp all_reduce": [1, 100], "tp all_gather": [1, 8]})]).describe()
+        == "off: not foreseen"
+    )
 
 
 def test_what_was_not_predicted_neither_holds_nor_is_off():

@@ -23,7 +23,7 @@ def _trade(sent: Sequence[Sequence[Tensor]], shapes: Sequence[torch.Size], chann
     outgoing = [torch.cat([tensor.flatten() for tensor in tensors]) for tensors in sent]
     sizes = [shape.numel() for shape in shapes]
     incoming = [outgoing[0].new_empty(sum(sizes)) for _ in range(channel.size)]
-    channel.exchange(outgoing, incoming)
+    channel.all_to_all(outgoing, incoming)
     return [
         [part.view(shape) for part, shape in zip(torch.split(message, sizes), shapes, strict=True)]
         for message in incoming

@@ -85,7 +85,7 @@ class _GatherSequence(torch.autograd.Function):
         """Gather, then put chunks in their order."""
         ctx.dim, ctx.positions, ctx.channel = dim, positions, channel
         whole = local.new_empty((channel.size, *local.shape))
-        channel.gather(local.contiguous().flatten(), whole.flatten(), [local.numel()] * channel.size)
+        channel.all_gather(local.contiguous().flatten(), whole.flatten(), [local.numel()] * channel.size)
         return positions.join(whole.unbind(0), dim)
 
     @staticmethod
@@ -96,7 +96,7 @@ class _GatherSequence(torch.autograd.Function):
         parts = [ctx.positions.of_rank(rank).cut(grad, ctx.dim) for rank in range(channel.size)]
         stacked = torch.stack(parts)
         own = torch.empty_like(stacked[0])
-        channel.scatter_sum(stacked.flatten(), own.flatten(), [own.numel()] * channel.size)
+        channel.reduce_scatter(stacked.flatten(), own.flatten(), [own.numel()] * channel.size)
         return own, None, None, None
 
 

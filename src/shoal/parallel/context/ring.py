@@ -196,7 +196,7 @@ def _unpack(block: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> tu
 
 def _pass_on(channel: Channel, block: Tensor) -> Tensor:
     received = torch.empty_like(block)
-    channel.shift(block, received)
+    channel.ring_shift(block, received)
     return received
 
 

@@ -83,8 +83,8 @@ def expected_traffic(
     for gather in gathers:
         if gather.num_bytes:
             traffic = Traffic(calls=1, num_bytes=gather.num_bytes)
-            accounts.append({(_AXIS, "gather"): traffic})
-            accounts.append({(_AXIS, "scatter_sum"): traffic} if gather.trains else {})
+            accounts.append({(_AXIS, "all_gather"): traffic})
+            accounts.append({(_AXIS, "reduce_scatter"): traffic} if gather.trains else {})
     return add_accounts(*accounts)
 
 
@@ -94,7 +94,7 @@ def _ring_traffic(shape: AttentionShape, degree: int, recomputes: bool) -> Accou
     block = (degree - 1) * num_passes
     gradient = degree if shape.trains else 0
     num_bytes = shape.block_elements * (block * shape.itemsize + gradient * max(4, shape.itemsize))
-    return {(_AXIS, "shift"): Traffic(calls=block + gradient, num_bytes=num_bytes)}
+    return {(_AXIS, "ring_shift"): Traffic(calls=block + gradient, num_bytes=num_bytes)}
 
 
 def _alltoall_traffic(shape: AttentionShape, degree: int, recomputes: bool) -> Account:
@@ -104,4 +104,4 @@ def _alltoall_traffic(shape: AttentionShape, degree: int, recomputes: bool) -> A
     queries = shape.batch * shape.num_heads * shape.local_length * shape.width
     outputs = shape.batch * shape.num_heads * shape.local_length * shape.value_width
     num_bytes = (queries + copies * shape.block_elements + outputs) * shape.itemsize
-    return {(_AXIS, "exchange"): Traffic(calls=2 * num_passes, num_bytes=num_passes * num_bytes)}
+    return {(_AXIS, "all_to_all"): Traffic(calls=2 * num_passes, num_bytes=num_passes * num_bytes)}

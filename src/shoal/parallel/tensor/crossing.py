@@ -3,14 +3,14 @@
 Each function is a pair of collectives, one forward and one backward (Megatron-LM, arXiv 1909.08053, section 3, and arXiv
 2205.05198, section 4.2.2)::
 
-                       forward               backward
-    copy_in            nothing               sum            a whole tensor enters layers that are split
-    sum_out            sum                   nothing        partial sums leave them
-    gather_sequence    gather                scatter_sum    a cut sequence enters layers that are split
-    scatter_sequence   scatter_sum           gather         partial sums leave them, the sequence cut
-    enter_sequence     slice                 gather         a whole stream enters a region with a cut sequence
-    leave_sequence     gather                slice          and leaves it
-    gather_features    gather                slice          split features become whole
+                       forward          backward
+    copy_in            nothing          all_reduce       a whole tensor enters layers that are split
+    sum_out            all_reduce       nothing          partial sums leave them
+    gather_sequence    all_gather       reduce_scatter   a cut sequence enters layers that are split
+    scatter_sequence   reduce_scatter   all_gather       partial sums leave them, the sequence cut
+    enter_sequence     slice            all_gather       a whole sequence enters a region with a cut sequence
+    leave_sequence     all_gather       slice            and leaves it
+    gather_features    all_gather       slice            split features become whole
 
 torch's DTensor has these as redistributions, decided again at every operation; here they are three small autograd functions over
 a ``Channel``, so that they are counted, add in the order of ranks, and cost one call each. All of them work without a gradient,
@@ -87,7 +87,7 @@ class _CopyIn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.channel.sum_(grads[0].contiguous()), None
+        return ctx.channel.all_reduce_(grads[0].contiguous()), None
 
 
 class _SumOut(torch.autograd.Function):
@@ -95,8 +95,8 @@ class _SumOut(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
         if x.is_contiguous() and not _is_watched():
             ctx.mark_dirty(x)
-            return channel.sum_(x)
-        return channel.sum_(x.clone(memory_format=torch.contiguous_format))
+            return channel.all_reduce_(x)
+        return channel.all_reduce_(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     @once_differentiable
@@ -122,7 +122,7 @@ def gather_along(x: Tensor, channel: Channel, dim: int) -> Tensor:
     """Every rank's equal stretch of ``dim``, one after another. No gradient."""
     dim %= x.ndim
     stacked = x.new_empty((channel.size, *x.shape))
-    channel.gather(x.contiguous().view(-1), stacked.view(-1), [x.numel()] * channel.size)
+    channel.all_gather(x.contiguous().view(-1), stacked.view(-1), [x.numel()] * channel.size)
     shape = (*x.shape[:dim], channel.size * x.shape[dim], *x.shape[dim + 1 :])
     # One copy, unless the dim is the outermost: ranks arrive one after another.
     return stacked.movedim(0, dim).reshape(shape)
@@ -134,7 +134,7 @@ def scatter_sum_along(x: Tensor, channel: Channel, dim: int) -> Tensor:
     own = x.shape[dim] // channel.size
     stacked = x.reshape(*x.shape[:dim], channel.size, own, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
     local = x.new_empty(stacked.shape[1:])
-    channel.scatter_sum(stacked.view(-1), local.view(-1), [local.numel()] * channel.size)
+    channel.reduce_scatter(stacked.view(-1), local.view(-1), [local.numel()] * channel.size)
     return local
 
 

@@ -4,7 +4,7 @@ Norms, dropouts and residuals of a stack of blocks work on L / tp positions; col
 and scatter it, so the traffic is that of tensor parallelism alone and the rest of the block is neither computed nor kept tp times
 over (Korthikanti et al., arXiv 2205.05198, section 4.2.2)::
 
-    whole stream -> slice | norm -> gather -> column .. row -> scatter_sum -> dropout, add | ... | gather -> whole stream
+    whole stream -> slice | norm -> gather -> column .. row -> reduce_scatter -> dropout, add | ... | gather -> whole stream
                     first block                                                              last block
 
 A stack's entry and exit are hooks, outside of recompute, so they are not run again. What must hold in a recomputed forward too

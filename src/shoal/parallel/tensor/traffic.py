@@ -3,14 +3,14 @@
 ``survey_crossings`` runs the plain model once on an example and notes what passes where a split model communicates; it knows
 nothing of the code that does. ``expected_traffic`` turns the notes into calls and bytes under a plan::
 
-                            forward                    backward
-    embedding               sum                                          every plan with tp
-    column, whole input                                sum               one for each input, however many layers read it
-    row                     sum
-    column, cut input       gather                     scatter_sum       sp
-    row, cut output         scatter_sum                gather            sp
-    stack                   gather at its exit         gather at entry   sp
-    loss from split scores  gather of 3 numbers per target
+                            forward                  backward
+    embedding               all_reduce                                    every plan with tp
+    column, whole input                              all_reduce           one for each input, however many layers read it
+    row                     all_reduce
+    column, cut input       all_gather               reduce_scatter       sp
+    row, cut output         reduce_scatter           all_gather           sp
+    stack                   all_gather at its exit   all_gather at entry  sp
+    loss from split scores  all_gather of 3 numbers per target
 
 With recompute the forward's calls inside blocks happen twice, up to the last tensor that a block keeps for its backward pass.
 """
@@ -124,7 +124,7 @@ def expected_traffic(
     if num_targets is not None:
         score_bytes = max(weight_bytes, 4)
         num_bytes = plan.tp * _SCORES_PER_TARGET * num_targets * score_bytes
-        accounts.append({(Axis.TENSOR.value, "gather"): Traffic(calls=1, num_bytes=num_bytes)})
+        accounts.append({(Axis.TENSOR.value, "all_gather"): Traffic(calls=1, num_bytes=num_bytes)})
     return add_accounts(*accounts)
 
 
@@ -139,14 +139,14 @@ def _operations(crossing: Crossing, plan: Plan) -> list[tuple[str, int]]:
     """The collectives of one crossing and how often each happens."""
     is_cut_now = plan.sp and crossing.in_cut
     forward, backward = {
-        (CrossingKind.EMBEDDING, False): ("sum", None),
-        (CrossingKind.LOGITS, False): (None, "sum"),
-        (CrossingKind.COLUMN, False): (None, "sum"),
-        (CrossingKind.ROW, False): ("sum", None),
-        (CrossingKind.COLUMN, True): ("gather", "scatter_sum"),
-        (CrossingKind.ROW, True): ("scatter_sum", "gather"),
-        (CrossingKind.ENTRY, True): (None, "gather"),
-        (CrossingKind.EXIT, True): ("gather", None),
+        (CrossingKind.EMBEDDING, False): ("all_reduce", None),
+        (CrossingKind.LOGITS, False): (None, "all_reduce"),
+        (CrossingKind.COLUMN, False): (None, "all_reduce"),
+        (CrossingKind.ROW, False): ("all_reduce", None),
+        (CrossingKind.COLUMN, True): ("all_gather", "reduce_scatter"),
+        (CrossingKind.ROW, True): ("reduce_scatter", "all_gather"),
+        (CrossingKind.ENTRY, True): (None, "all_gather"),
+        (CrossingKind.EXIT, True): ("all_gather", None),
     }.get((crossing.kind, is_cut_now), (None, None))
     found = []
     if forward is not None:

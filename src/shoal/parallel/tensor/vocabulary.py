@@ -162,7 +162,7 @@ def _num_real(vocab: int, rows: int, rank: int) -> int:
 
 def _gather_stacked(own: Tensor, channel: Channel) -> Tensor:
     whole = own.new_empty((channel.size, *own.shape))
-    channel.gather(own.view(-1), whole.view(-1), [own.numel()] * channel.size)
+    channel.all_gather(own.view(-1), whole.view(-1), [own.numel()] * channel.size)
     return whole
 
 

@@ -168,7 +168,7 @@ class ZeroReduction:
         for unit, start in zip(self.layout.units, self._starts, strict=True):
             whole = self.weights[start : start + unit.size]
             own = whole[unit.start(self.rank) : unit.start(self.rank) + unit.counts[self.rank]]
-            channel.gather(own, whole, unit.counts)
+            channel.all_gather(own, whole, unit.counts)
 
     def untouched(self) -> list[str]:
         """Parameters that got no gradient on this rank in this step, in the order of names; they count as zeros."""
@@ -226,13 +226,13 @@ def expected_traffic(
     sizes = [unit.size * itemsize for unit in layout.units]
     account: Account = {}
     if num_context_ranks > 1:
-        account[Axis.CONTEXT.value, "sum"] = Traffic(calls=len(sizes), num_bytes=sum(sizes))
+        account[Axis.CONTEXT.value, "all_reduce"] = Traffic(calls=len(sizes), num_bytes=sum(sizes))
     if layout.num_ranks == 1:
         return account
-    account[Axis.DATA.value, "scatter_sum"] = Traffic(calls=len(sizes), num_bytes=sum(sizes))
+    account[Axis.DATA.value, "reduce_scatter"] = Traffic(calls=len(sizes), num_bytes=sum(sizes))
     gathered = list(range(len(sizes))) if stage < 3 else _gathered_units(layout, num_microbatches, calls)[0]
     num_bytes = sum(sizes[index] for index in gathered)
-    account[Axis.DATA.value, "gather"] = Traffic(calls=len(gathered), num_bytes=num_bytes)
+    account[Axis.DATA.value, "all_gather"] = Traffic(calls=len(gathered), num_bytes=num_bytes)
     return account
 
 

@@ -192,8 +192,8 @@ class GradientStore:
     def _reduce(self, index: int) -> None:
         unit = self.layout.units[index]
         bucket = self._bucket(index)
-        self._context.sum_(bucket)
-        self._data.scatter_sum(bucket, self.shard(index), unit.counts)
+        self._context.all_reduce_(bucket)
+        self._data.reduce_scatter(bucket, self.shard(index), unit.counts)
         self._turn += 1
         if index in self._buckets:
             self._drop_bucket(index)

@@ -184,7 +184,7 @@ class WeightStore:
                 self._add_buffer(self._pool.sizes[place])
             unit = self.layout.units[index]
             if not is_there:
-                self._channel.gather(self._shards[index], self._buffers[place][: unit.size], unit.counts)
+                self._channel.all_gather(self._shards[index], self._buffers[place][: unit.size], unit.counts)
             self._place[index] = place
             self._point(index, self._views_in(index, place))
         self._holds[index] += 1
