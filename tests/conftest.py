@@ -6,8 +6,8 @@ import signal
 import psutil
 import pytest
 
-from harness import TINY, Shoal
 from shoal.core.processor import avoid_hidden_tiles
+from support.processes.command import TINY, Shoal
 
 avoid_hidden_tiles(os.environ)
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness import ROOT
+from support.processes.command import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "mutate"))
 from mutations import MUTATIONS, WITHOUT

@@ -11,8 +11,8 @@ import signal
 
 import pytest
 
-from harness import ranks_of, read_summary, wait_for_step, wait_until
-from supervised import is_alive
+from support.processes.command import ranks_of, read_summary, wait_for_step, wait_until
+from support.processes.supervised_ranks import is_alive
 
 MODEL = """
 import os, sys, time, torch

@@ -10,9 +10,9 @@ import shutil
 
 import pytest
 
-from blowups import build, line, names
-from harness import read_summary
 from shoal.core.errors import RequestError, RunError
+from support.processes.command import read_summary
+from support.training.diverging_runs import build, line, names
 
 RATE = 1e12
 

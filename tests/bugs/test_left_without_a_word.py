@@ -16,7 +16,7 @@ import sys
 import psutil
 import pytest
 
-from harness import ranks_of, read_summary, wait_for_step, wait_until
+from support.processes.command import ranks_of, read_summary, wait_for_step, wait_until
 
 MODEL = """
 import os, sys, torch

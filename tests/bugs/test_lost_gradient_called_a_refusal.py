@@ -6,12 +6,12 @@ and the advice is right; one that one process has a gradient of was lost by the 
 
 import pytest
 
-from harness import ROOT
 from shoal.core.config import validate
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
+from support.processes.command import ROOT
 
 TABLES = {
     "data": {"source": "synthetic", "kind": "classes", "samples": 32, "features": [8], "classes": 4},
@@ -26,7 +26,7 @@ def own_parts(monkeypatch):
 
 @pytest.mark.parametrize(("lost", "status"), [("in ranks", "crashed"), ("everywhere", "refused")])
 def test_a_gradient_that_ranks_alone_lack_is_their_failure(lost, status):
-    model = {"build": "own_parts:build_loser", "args": {"everywhere": lost == "everywhere"}}
+    model = {"build": "support.models.custom_parts:build_loser", "args": {"everywhere": lost == "everywhere"}}
     recipe = validate(Recipe, {**TABLES, "model": model}, origin="test")
     subject, _ = build_subject(recipe)
     with Prover(steps=1) as prover:

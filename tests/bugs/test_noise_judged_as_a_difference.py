@@ -8,15 +8,15 @@ of a bias before batch norm, and of the mean that batch norm keeps.
 
 import pytest
 
-from harness import ROOT
 from shoal.core.config import validate
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
+from support.processes.command import ROOT
 
 ATTENTION = {
-    "model": {"build": "own_parts:build_biased_attention"},
+    "model": {"build": "support.models.custom_parts:build_biased_attention"},
     "data": {"source": "synthetic", "kind": "tokens", "samples": 64, "sequence": 8, "vocab": 16},
     "train": {"steps": 8, "global_batch": 4, "seed": 0},
 }

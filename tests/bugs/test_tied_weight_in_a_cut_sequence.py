@@ -5,10 +5,10 @@ these were then added once more, so `shoal verify` said that a collective was of
 all their weights so, could not be proved with `sp` and `cp` at all.
 """
 
-from pipeline_runs import recipe_of
 from shoal.core.plan import Plan
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
+from support.pipeline.trainer_runs import recipe_of
 
 
 def test_sums_of_shared_weights_are_expected_once():

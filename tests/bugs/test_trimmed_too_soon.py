@@ -10,8 +10,8 @@ import asyncio
 
 import pytest
 
-from inprocess_crew import crewed
 from shoal.paramserver import shelf, steward
+from support.paramserver.job_in_process import crewed
 
 ROUNDS = 20
 

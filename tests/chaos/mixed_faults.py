@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from crewed import RECIPE, CrewRun
-from harness import ranks_of, read_summary, wait_until
+from support.paramserver.server_job import RECIPE, CrewRun
+from support.processes.command import ranks_of, read_summary, wait_until
 
 RANKED = ("dp=2", "dp=2 zero=3", "pp=2 microbatches=2")
 SERVED = ("ps=2 workers=2 update=bsp backup=1",)
@@ -130,7 +130,7 @@ class Struck:
         recipe = RECIPE.replace("steps = 30", f"steps = {steps}").replace("every = 5", f"every = {EVERY}")
         recipe = recipe.replace("seconds = 0.08", f"seconds = {seconds}")
         if "pp=" in plan:
-            recipe = recipe.replace("paced_model:build", "paced_model:build_row")
+            recipe = recipe.replace("support.models.paced:build", "support.models.paced:build_row")
         if not self.is_served:
             recipe = recipe.replace('source = "stdlib"', 'source = "stdlib"\nworkers = 1')
         self.recipe = recipe + "[elastic]\nmax_restarts = 50\nheartbeat_deadline = 60.0\n"

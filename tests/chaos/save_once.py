@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from checkpoint_maker import make
 from shoal.checkpoint.retention import expire
+from support.checkpoint.forged import make
 
 root, step, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 os.access("shoal-save-begins", os.F_OK)

@@ -8,15 +8,15 @@ import signal
 
 import pytest
 
-from crewed import crew as crew
-from harness import wait_until
-from paced_model import allow
+from support.models.paced import allow
+from support.paramserver.server_job import crew as crew
+from support.processes.command import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 8
 RECIPE = """
 [model]
-build = "paced_model:build_rationed_digits"
+build = "support.models.paced:build_rationed_digits"
 args = {{ ration = "{ration}" }}
 [data]
 source = "digits"

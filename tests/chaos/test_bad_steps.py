@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from blowups import build, line, names
-from harness import read_events, read_summary
 from shoal.checkpoint.reader import read
 from shoal.core.errors import RunError
 from shoal.trainer.config import TrainConfig
 from shoal.trainer.recovery import Recovery, after_step, loss_limit
 from shoal.trainer.state import hash_weights
+from support.processes.command import read_events, read_summary
+from support.training.diverging_runs import build, line, names
 
 # On rank 1 a gradient is poisoned at step 6, and the outputs are multiplied by 100 at step 8.
 MINE = """

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from checkpoint_maker import contents, expected, make
 from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.reader import read
 from shoal.checkpoint.whole import newest_whole, verify
+from support.checkpoint.forged import contents, expected, make
 
 NUM_FLIPS = 1000
 

@@ -6,8 +6,6 @@ import stat
 
 import pytest
 
-from checkpoint_maker import forge, manifest_tree
-from harness import TINY, Shoal, read_summary, wait_for_step
 from shoal.core.errors import RequestError
 from shoal.serverrun.closing import read_steps
 from shoal.serverrun.tidings import count_tidings
@@ -15,6 +13,8 @@ from shoal.telemetry.lines import decode_events
 from shoal.trainer import summary
 from shoal.trainer.claim import check_claim, read_plan
 from shoal.trainer.config import load_recipe
+from support.checkpoint.forged import forge, manifest_tree
+from support.processes.command import TINY, Shoal, read_summary, wait_for_step
 
 FEW = ("--set", "train.steps=2", "--set", "checkpoint.every=1", "--set", "eval.samples=4")
 

@@ -23,9 +23,9 @@ from shoal.comm.wire.header import (
 )
 from shoal.comm.wire.message import is_chunk, pack_chunk
 from shoal.comm.wire.operations import LaneOffer, Taken
-from wire_caller import right_payload, start
-from wire_cases import OPERATIONS, Echoed
-from wire_forger import Forger
+from support.wire.caller_process import right_payload, start
+from support.wire.forged_messages import Forger
+from support.wire.operations import OPERATIONS, Echoed
 
 SENDER = "e" * 16
 GROWTH_BYTES = 24 << 20

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_maker import contents, expected, make
 from shoal.checkpoint.sweep import sweep
 from shoal.checkpoint.whole import newest_whole, verify
+from support.checkpoint.forged import contents, expected, make
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from crewed import PLAN, RECIPE, STEPS, CrewRun, _python_path, check_steps, rationed
-from crewed import crew as crew
-from harness import read_summary, wait_until
-from paced_model import allow
+from support.models.paced import allow
+from support.paramserver.server_job import PLAN, RECIPE, STEPS, CrewRun, _python_path, check_steps, rationed
+from support.paramserver.server_job import crew as crew
+from support.processes.command import read_summary, wait_until
 
 soak = pytest.mark.soak
 pytestmark = pytest.mark.timeout(400)
@@ -276,7 +276,7 @@ def test_the_death_of_both_copies_of_a_shard_takes_everyone_back_and_says_so(cre
 @soak
 def test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced(crew, undisturbed, tmp_path):
     """Its heart beats and it answers the center, so nobody else can know; under bsp everyone would wait for it for ever."""
-    recipe = RECIPE.replace("paced_model:build", "paced_model:build_hanging_once").replace(
+    recipe = RECIPE.replace("support.models.paced:build", "support.models.paced:build_hanging_once").replace(
         "args = { seconds = 0.08 }", f'args = {{ seconds = 0.08, mark = "{tmp_path}/mark" }}'
     )
     run = crew(recipe=recipe + "hang_after = 5\nhang_seconds = 5.0\n")
@@ -291,7 +291,7 @@ def test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced(crew, und
 
 def test_a_gradient_that_is_not_finite_is_refused_counted_and_told(crew, undisturbed, tmp_path):
     """Once, of one worker: it is told and ends, another does what it was doing, and no weight has met it."""
-    recipe = RECIPE.replace("paced_model:build", "paced_model:build_poisoned_once").replace(
+    recipe = RECIPE.replace("support.models.paced:build", "support.models.paced:build_poisoned_once").replace(
         "args = { seconds = 0.08 }", f'args = {{ seconds = 0.08, mark = "{tmp_path}/mark" }}'
     )
     run = crew(recipe=recipe)
@@ -415,7 +415,7 @@ def _latest(events):
 
 @soak
 def test_a_gradient_that_is_not_finite_ends_the_run_and_names_it(crew):
-    recipe = RECIPE.replace("paced_model:build", "paced_model:build_poisoned")
+    recipe = RECIPE.replace("support.models.paced:build", "support.models.paced:build_poisoned")
     run = crew(recipe=recipe)
     run.end(expect=1)
     assert "NaN or infinity in the gradient of" in run.output

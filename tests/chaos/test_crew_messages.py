@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inprocess_crew import ATTEMPT_SECONDS, Faults, alone, crewed, gradient_of, install_faults, quicken
 from shoal.comm.wire import header as wire_header
 from shoal.comm.wire.errors import Refused
 from shoal.comm.wire.request import Request
@@ -16,6 +15,15 @@ from shoal.paramserver.client import GradientRefused
 from shoal.paramserver.cutting import TensorSpec
 from shoal.paramserver.messages import Commit, Pulled, Push
 from shoal.paramserver.rounds import Contribution
+from support.paramserver.job_in_process import (
+    ATTEMPT_SECONDS,
+    Faults,
+    alone,
+    crewed,
+    gradient_of,
+    install_faults,
+    quicken,
+)
 
 STEPS, SHARES = 12, 2
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import read_events, read_summary, wait_until
-from saving_ranks import Ranks
 from shoal.checkpoint.reader import newest_whole, verify
 from shoal.checkpoint.space import warn_if_short
+from support.checkpoint.saving_ranks import Ranks
+from support.processes.command import read_events, read_summary, wait_until
 
 DISK_BYTES = 2 * 2**20
 # Four tensors of 64 KiB each: a checkpoint of about 256 KiB.

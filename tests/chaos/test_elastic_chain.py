@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import read_events
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.trainer.build import build_trainer
 from shoal.trainer.config import load_recipe
+from support.processes.command import read_events
 
 SAMPLES, BATCH, STEPS_PER_EPOCH = 50, 12, 5  # the last batch of an epoch has 2 samples: of three replicas one has none
 CHAIN = ((2, 4), (3, 8), (1, 11), (2, 15))

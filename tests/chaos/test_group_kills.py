@@ -9,15 +9,15 @@ import signal
 import psutil
 import pytest
 
-from crewed import RECIPE, STEPS, CrewRun, check_steps, rationed
-from crewed import crew as crew
-from harness import wait_until
-from paced_model import allow
+from support.models.paced import allow
+from support.paramserver.server_job import RECIPE, STEPS, CrewRun, check_steps, rationed
+from support.paramserver.server_job import crew as crew
+from support.processes.command import wait_until
 
 soak = pytest.mark.soak
 pytestmark = pytest.mark.timeout(400)
 PLAN = "ps=1 workers=2 pp=2 microbatches=2 update=bsp"
-ROW = RECIPE.replace("paced_model:build", "paced_model:build_row")
+ROW = RECIPE.replace("support.models.paced:build", "support.models.paced:build_row")
 GROUPS = [["worker-0", "worker-0.1"], ["worker-1", "worker-1.1"]]
 PASSES = 28
 """Of each group, in microbatches, until the test has done what it wants: 14 steps of 30, of two microbatches for each group."""

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from checkpoint_maker import SHARES, forge, forge_shard, make, manifest_tree
-from counted_work import instructions
 from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.manifest import MAX_PIECES, decode
 from shoal.checkpoint.reader import read
 from shoal.checkpoint.shard import lay_out
 from shoal.checkpoint.whole import newest_whole, verify
+from support.checkpoint.forged import SHARES, forge, forge_shard, make, manifest_tree
+from support.processes.instruction_count import instructions
 
 SHARD = "rank-000.safetensors"
 TESTS = Path(__file__).resolve().parents[1]

@@ -11,10 +11,10 @@ import socket
 import psutil
 import pytest
 
-from guarded_server import guarded_server
 from shoal.comm.wire.connectiontable import choose_limits
 from shoal.comm.wire.keys import make_keys
-from wire_cases import DEADLINE, Echo, nodes, noise
+from support.wire.node_process import guarded_server
+from support.wire.operations import DEADLINE, Echo, nodes, noise
 
 DESCRIPTORS = 256
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f" + b"\x03\x01CURVE" + b"\0" * 15 + b"\0" * 32

@@ -6,11 +6,11 @@ import signal
 import psutil
 import pytest
 
-from harness import ROOT, Shoal, read_events, read_summary, wait_until
+from support.processes.command import ROOT, Shoal, read_events, read_summary, wait_until
 
 RECIPE = """
 [model]
-build = "own_parts:build_logistic"
+build = "support.models.custom_parts:build_logistic"
 [data]
 source = "digits"
 [train]

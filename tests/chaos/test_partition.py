@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster_cases import Roles, until
-from harness import read_summary
-from namespaces import Network, built_network
+from support.paramserver.role_commands import Roles, until
+from support.processes.command import read_summary
+from support.processes.network_namespaces import Network, built_network
 
 HOSTS = {"a": "10.78.0.1", "b": "10.78.0.2", "c": "10.78.0.3"}
 SETTINGS = (

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster_cases import Roles, until
-from harness import ROOT, TINY, read_summary, wait_for_step
-from namespaces import Network, built_network
+from support.paramserver.role_commands import Roles, until
+from support.processes.command import ROOT, SUPPORT, TINY, python_of_session, read_summary, wait_for_step
+from support.processes.network_namespaces import Network, built_network
 
+PEER = str(SUPPORT / "wire" / "unauthenticated_peer.py")
 OURS, THEIRS = "10.79.0.1", "10.79.0.2"
 CONTROL = "import socket, sys; s = socket.create_server(('0.0.0.0', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
 
@@ -28,10 +29,9 @@ def network() -> Iterator[Network]:
 
 
 def start(network: Network, where: str, *words: str, **options) -> subprocess.Popen:
-    tied = (str(ROOT / "tests" / "tied.py"), str(os.getpid()))
     path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
     return subprocess.Popen(
-        [*network.enter(where), sys.executable, *tied, *words],
+        [*network.enter(where), *python_of_session(*words)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -51,7 +51,12 @@ def listening(network: Network) -> set[int]:
 
 def scan(network: Network, ports: set[int] | None = None) -> list[int]:
     """What somebody on the other machine finds open, of all ports where none are given."""
-    words = (str(ROOT / "tests" / "stranger.py"), "scan", OURS, *map(str, sorted(ports or ())))
+    words = (
+        PEER,
+        "scan",
+        OURS,
+        *map(str, sorted(ports or ())),
+    )
     said, _ = start(network, "b", *words).communicate(timeout=110)
     return json.loads(said)
 
@@ -103,7 +108,7 @@ def test_every_attempt_on_what_is_open_is_refused_and_changes_no_bit(
         assert listening(network) == {7000, 7001}, "what was asked for, and no other"
         assert scan(network, {7000, 7001}) == [7000, 7001]
         doors = (f"7000:{key}", f"7001:{key}")
-        stranger = start(network, "b", str(ROOT / "tests" / "stranger.py"), "attack", OURS, *doors)
+        stranger = start(network, "b", PEER, "attack", OURS, *doors)
         assert stranger.stdout.readline() == "began\n"
         roles.start("worker-0")
         assert [role.end(120.0) for role in roles.started] == [0, 0, 0], roles.story()

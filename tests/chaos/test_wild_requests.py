@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from inprocess_crew import alone, crewed, quicken
 from shoal.comm.wire.errors import WireError
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt, Join
+from support.paramserver.job_in_process import alone, crewed, quicken
 
 STEPS, SHARES = 40, 2
 NUM_REQUESTS = 1500

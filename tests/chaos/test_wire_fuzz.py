@@ -17,9 +17,9 @@ from shoal.comm.wire.counters import DROPPED
 from shoal.comm.wire.header import TAKEN
 from shoal.comm.wire.message import pack_chunk
 from shoal.comm.wire.operations import Taken
-from wire_cases import DEADLINE, OPERATIONS, Count, Echo, Sum, nodes, noise, raw_dealer
-from wire_forger import Forger
-from wire_server import server
+from support.wire.forged_messages import Forger
+from support.wire.node_process import server
+from support.wire.operations import DEADLINE, OPERATIONS, Count, Echo, Sum, nodes, noise, raw_dealer
 
 EPOCH = 5
 SENDER = "f" * 16

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from harness import ROOT
 from shoal.testing.golden import check_golden
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
+from support.processes.command import ROOT
 
 HERE = Path(__file__).parent
 

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from harness import read_summary
-from machine_cases import build
 from shoal.core.config import validate
 from shoal.core.plan import Plan
 from shoal.planner.machine import write_machine
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.tuning.calibrating import measure_machine
 from shoal.tuning.cast import Cast, NoRoom
+from support.planner.machines import build
+from support.processes.command import read_summary
 
 # One block with one head is cut neither by tp nor by pp: four plans of dp, one of cp. All are rehearsed, however long it takes;
 # those that are tried have one round.

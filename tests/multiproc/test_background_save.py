@@ -2,8 +2,8 @@
 
 import torch
 
-from saving_ranks import Ranks
 from shoal.checkpoint.reader import newest_whole, read
+from support.checkpoint.saving_ranks import Ranks
 
 WEIGHTS = [f"weights/{index}" for index in range(4)]
 

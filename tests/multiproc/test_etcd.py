@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from candidates import Candidate, leader, start_candidate, until
-from cluster_cases import Roles
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
 from shoal.elastic.election.elector import Deposed
 from shoal.elastic.election.etcd import EtcdLease, find_center
+from support.elastic.election_candidates import Candidate, leader, start_candidate, until
+from support.paramserver.role_commands import Roles
 
 LEASE = 1.0
 TIED = """

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import wait_until
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.elastic.election.etcd import EtcdLease, find_center
 from shoal.elastic.election.etcdaccess import EtcdAccess
+from support.processes.command import wait_until
 
 pytestmark = pytest.mark.skipif(
     shutil.which("etcd") is None or shutil.which("openssl") is None, reason="needs the programs etcd and openssl"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from harness import ROOT
+from support.processes.command import ROOT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from harness import listening_inode, ranks_of, read_events, read_summary, wait_for_step, wait_until
+from support.processes.command import listening_inode, ranks_of, read_events, read_summary, wait_for_step, wait_until
 
 LONG = ("--set", "train.steps=100000")
 

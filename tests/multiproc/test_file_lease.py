@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from candidates import Candidate, leader, start_candidate, until
 from shoal.elastic.election.filelease import read_center
 from shoal.elastic.election.leasefile import list_epochs
+from support.elastic.election_candidates import Candidate, leader, start_candidate, until
 
 LEASE = 0.6
 

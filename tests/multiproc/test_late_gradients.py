@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from crewed import crew as crew
-from harness import wait_until
-from paced_model import allow
 from shoal.data.order import own_microbatches, permute, position_of, take
 from shoal.trainer.build import build_parts, load_run
+from support.models.paced import allow
+from support.paramserver.server_job import crew as crew
+from support.processes.command import wait_until
 
 pytestmark = pytest.mark.timeout(200)
 STEPS, BATCH, SHARES, LATE, REMEMBERED = 12, 16, 2, 5, 8
 AGES = [0, 0, 0, 0, 0, LATE, 1, *[0] * 16, 17]
 RECIPE = """
 [model]
-build = "paced_model:build_rationed_digits"
+build = "support.models.paced:build_rationed_digits"
 args = {{ ration = "{ration}" }}
 [data]
 source = "digits"

@@ -9,8 +9,8 @@ import threading
 import psutil
 import pytest
 
-from harness import wait_until
 from shoal.launch.nursery import ForkedProcess, Nursery, Streams
+from support.processes.command import wait_until
 
 PR_GET_CHILD_SUBREAPER = 37
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="orphans are adopted on Linux only")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness import read_summary
+from support.processes.command import read_summary
 
 PARTS = """
 import os

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import TINY, Shoal, wait_for_step
+from support.processes.command import TINY, Shoal, wait_for_step
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 _TRY = """

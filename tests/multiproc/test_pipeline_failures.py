@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from harness import ranks_of, read_events, read_summary, wait_for_step
+from support.processes.command import ranks_of, read_events, read_summary, wait_for_step
 
 PLAN = "pp=2 microbatches=4"
 OWN = """

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline_runs import train_alone, train_on_ranks
 from shoal.checkpoint.reader import read
 from shoal.testing.ranks import run_on_ranks
+from support.pipeline.trainer_runs import train_alone, train_on_ranks
 
 PP, ALONE = "pp=2 microbatches=4", "dp=1 microbatches=4"
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pipeline_runs import train_alone, train_on_ranks
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.csvform import write_csv
 from shoal.testing.ranks import run_on_ranks
+from support.pipeline.trainer_runs import train_alone, train_on_ranks
 
 # Ten samples to train on: the second batch of an epoch has 2, fewer than there are microbatches.
 SHORT = {"data": {"samples": 11, "validation": 0.1, "test": 0.0}, "train": {"epochs": 2}}

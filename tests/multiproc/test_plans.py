@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from harness import ranks_of, read_summary, wait_for_step
+from support.processes.command import ranks_of, read_summary, wait_for_step
 
 POISONED = """
 import os, torch

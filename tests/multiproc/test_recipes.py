@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness import ROOT, read_events, read_summary
+from support.processes.command import ROOT, read_events, read_summary
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline_runs import recipe_of, train_alone, train_on_ranks
 from shoal.checkpoint.reader import read
 from shoal.comm.ledger import account_rows
 from shoal.core.config import validate
@@ -21,6 +20,7 @@ from shoal.verify.mutants import MUTANTS
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
 from shoal.verify.session import try_mutant
+from support.pipeline.trainer_runs import recipe_of, train_alone, train_on_ranks
 
 PLAN, ALONE = "pp=3 replicas=2-1 microbatches=4", "dp=1 microbatches=4"
 MUTANT = "ranks of a replicated stage not summed"

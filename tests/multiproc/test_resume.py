@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, ranks_of, read_events, read_summary, wait_until
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import load_recipe
 from shoal.trainer.loop import Trainer
+from support.processes.command import ROOT, ranks_of, read_events, read_summary, wait_until
 
 PLANS = ("dp=2", "dp=2 zero=3", "pp=2 microbatches=2")
 STEPS, EVERY = 12, 4
 RECIPE = """
 [model]
-build = "held_model:build"
+build = "support.models.pausing:build"
 args = {{ folder = "{folder}", passes = {passes} }}
 [data]
 source = "synthetic"

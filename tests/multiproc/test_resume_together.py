@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import shoal.trainer.persist as persist
-from harness import TINY
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
+from support.processes.command import TINY
 
 
 def build(world, folder, steps, resume, plan=None, seed=1):

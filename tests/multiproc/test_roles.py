@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster_cases import Roles, until
-from harness import read_summary
 from shoal.comm.wire.keys import make_keys
+from support.paramserver.role_commands import Roles, until
+from support.processes.command import read_summary
 
 QUICK = ("paramserver.lease_seconds=1", "paramserver.dead_seconds=3", "elastic.start_deadline=240")
 

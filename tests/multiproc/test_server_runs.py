@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness import ROOT, read_summary
+from support.processes.command import ROOT, read_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("ps_*.toml"))
 

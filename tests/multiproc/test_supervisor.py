@@ -13,8 +13,8 @@ from shoal.launch.launch import LaunchRequest
 from shoal.launch.story import describe
 from shoal.launch.supervisor import supervise
 from shoal.telemetry.board import SlotState
-from supervised import Recorder, once, run
-from supervised import nothing_left as nothing_left
+from support.processes.supervised_ranks import Recorder, once, run
+from support.processes.supervised_ranks import nothing_left as nothing_left
 
 
 def test_success(tmp_path: Path) -> None:

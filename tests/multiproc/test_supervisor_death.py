@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from shoal.core.clock import Deadline
-from supervised import Recorder, assert_gone, is_alive, make_request
-from supervised import nothing_left as nothing_left
+from support.processes.supervised_ranks import Recorder, assert_gone, is_alive, make_request
+from support.processes.supervised_ranks import nothing_left as nothing_left
 
 DRIVER = """
 import sys

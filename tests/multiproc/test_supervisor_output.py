@@ -14,8 +14,8 @@ from shoal.core.errors import RunError
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.supervisor import supervise
 from shoal.telemetry.board import SlotState
-from supervised import Recorder, all_in, assert_gone, make_request, once, run
-from supervised import nothing_left as nothing_left
+from support.processes.supervised_ranks import Recorder, all_in, assert_gone, make_request, once, run
+from support.processes.supervised_ranks import nothing_left as nothing_left
 
 
 def test_any_output_is_taken(tmp_path: Path) -> None:

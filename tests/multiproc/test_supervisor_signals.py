@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from harness import wait_until
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.story import describe
 from shoal.launch.supervisor import supervise
 from shoal.telemetry.board import SlotState
-from supervised import Recorder, all_in, once, run
-from supervised import nothing_left as nothing_left
+from support.processes.command import wait_until
+from support.processes.supervised_ranks import Recorder, all_in, once, run
+from support.processes.supervised_ranks import nothing_left as nothing_left
 
 ORDERLY = """
 stopping = []

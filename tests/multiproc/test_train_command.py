@@ -9,8 +9,8 @@ import tomllib
 import psutil
 import pytest
 
-from harness import ranks_of, read_events, read_summary, wait_for_step, wait_until
 from shoal.trainer.inspect import sample_run
+from support.processes.command import ranks_of, read_events, read_summary, wait_for_step, wait_until
 
 SUMMARY_KEYS = {
     "status", "steps", "first_loss", "final_loss", "validation_loss", "baseline_loss", "tokens_per_s", "wall_s", "world_size",

@@ -6,7 +6,6 @@ import time
 import psutil
 import pytest
 
-from harness import ROOT, TINY
 from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig
 from shoal.trainer.config import load_recipe
@@ -14,6 +13,7 @@ from shoal.verify.mutants import MUTANTS
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
 from shoal.verify.session import try_mutant
+from support.processes.command import ROOT, TINY
 
 CAUGHT = (
     "all-reduce dropped",
@@ -86,7 +86,7 @@ PARTS = {"PYTHONPATH": str(ROOT / "tests")}
 STRANGE = """
 plan = "dp=1"
 [model]
-build = "own_parts:build_strange"
+build = "support.models.custom_parts:build_strange"
 args = { keeps_more = true, breaks = true }
 [data]
 source = "synthetic"
@@ -115,7 +115,7 @@ def test_every_plan_has_its_row(shoal, tmp_path):
     assert refused["status"] == "refused" and "wants 4 stages" in refused["reason"]
     assert refused["first_difference"] is None
     assert crashed["status"] == "crashed" and "cannot do with two processes" in crashed["reason"]
-    assert "own_parts.py" in crashed["traceback"] and "Traceback" not in done.stderr + done.stdout
+    assert "custom_parts.py" in crashed["traceback"] and "Traceback" not in done.stderr + done.stdout
     assert not certificate["ok"] and not certificate["predictions_ok"] and certificate["pending"] == []
     counted = "1 of 2 equal one process, 1 of them bit for bit; 1 with a prediction that is off; 1 refused"
     assert counted in done.stdout and counted in page.read_text() and "CRASHED" in done.stdout

@@ -6,11 +6,11 @@ key-value heads keeps was predicted wrongly, and an encoder-decoder gathered blo
 
 import pytest
 
-from harness import ROOT
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
+from support.processes.command import ROOT
 
 TOKENS = {"source": "synthetic", "kind": "tokens", "samples": 32, "sequence": 16, "vocab": 97}
 PAIRS = {**TOKENS, "kind": "reverse"}
@@ -18,14 +18,14 @@ CLASSES = {"source": "synthetic", "kind": "classes", "samples": 32, "features": 
 
 
 def causal(family, **changes):
-    return {"build": "hugging_face_cases:build_causal", "args": {"family": family, **changes}}, TOKENS
+    return {"build": "support.models.hugging_face:build_causal", "args": {"family": family, **changes}}, TOKENS
 
 
 def recurrent(kind):
-    return {"build": "own_parts:build_recurrent", "args": {"kind": kind}}, TOKENS
+    return {"build": "support.models.custom_parts:build_recurrent", "args": {"kind": kind}}, TOKENS
 
 
-T5 = {"build": "hugging_face_cases:build_t5"}, PAIRS
+T5 = {"build": "support.models.hugging_face:build_t5"}, PAIRS
 LLAMA = causal("Llama", num_key_value_heads=2)
 # Its inputs are float32, of which ranks make float64.
 CNN = {"name": "cnn"}, CLASSES

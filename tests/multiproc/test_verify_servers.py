@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from harness import ROOT, TINY
 from shoal.core.plan import Plan
 from shoal.trainer.config import load_recipe
 from shoal.verify.mutants import MUTANTS, Death
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
 from shoal.verify.session import try_mutant
+from support.processes.command import ROOT, TINY
 
 PLANS = (
     "ps=2 workers=2 update=bsp backup=1",

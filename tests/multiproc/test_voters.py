@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from candidates import Candidate, leader, start_candidate, until
 from shoal.comm.wire.keys import make_keys
+from support.elastic.election_candidates import Candidate, leader, start_candidate, until
 
 LEASE = 0.6
 NAMES = ("a", "b", "c")

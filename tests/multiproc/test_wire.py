@@ -10,8 +10,8 @@ import pytest
 
 from shoal.comm.wire.arena import sweep_arenas
 from shoal.comm.wire.errors import Refused, WireLost, WireTimeout
-from wire_cases import DEADLINE, Count, Echo, Late, Sum, nodes, noise
-from wire_server import server
+from support.wire.node_process import server
+from support.wire.operations import DEADLINE, Count, Echo, Late, Sum, nodes, noise
 
 SIZE = 3 << 20
 

@@ -27,7 +27,7 @@ from shoal.trainer.scoring import Scoring
 
 transformers = pytest.importorskip("transformers")
 
-from hugging_face_cases import bert_config, gpt2_config, llama_config  # noqa: E402  # only where transformers is there
+from support.models.hugging_face import bert_config, gpt2_config, llama_config  # noqa: E402  # only where transformers is there
 
 V, D, H, L, B = 61, 32, 4, 12, 4
 BOUND = 1e-12

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import shoal.pipeline.share as share
-from pipeline_cases import MICROBATCHES, train_all, train_alone, train_delayed, train_in_stages
 from shoal.schedules.catalogue import FAMILIES, make_schedule
 from shoal.testing.ranks import run_on_ranks
+from support.pipeline.stages_on_ranks import MICROBATCHES, train_all, train_alone, train_delayed, train_in_stages
 
 SYNCHRONOUS = [name for name, family in FAMILIES.items() if not family.updates.flows]
 ASYNCHRONOUS = [name for name, family in FAMILIES.items() if family.updates.flows]

@@ -13,7 +13,7 @@ from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks
-from tensor_cases import BATCH, batch_of, build
+from support.models.tensor_parallel import BATCH, batch_of, build
 
 CASES = {
     "tp": ("tp=2 recompute=selective", ["blocks.1", "norm"]),

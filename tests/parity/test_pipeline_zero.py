@@ -6,7 +6,6 @@ Gradients are bit for bit those of replicas that keep everything, and afterwards
 import pytest
 import torch
 
-from pipeline_cases import SEED, batch, build
 from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
@@ -20,6 +19,7 @@ from shoal.pipeline.deferred import Later, deferring
 from shoal.pipeline.units import find_units
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks
+from support.pipeline.stages_on_ranks import SEED, batch, build
 
 # (zero, recompute, each stage in a model of its own that has let go of the other)
 CASES = {

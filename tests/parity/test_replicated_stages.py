@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import shoal.pipeline.share as share
-from pipeline_cases import cut, train_alone, train_in_turns
 from shoal.testing.ranks import run_on_ranks
+from support.pipeline.stages_on_ranks import cut, train_alone, train_in_turns
 
 STEPS = 5
 # By number of ranks and model: schedule and ranks of every stage. 3-1 deals eight microbatches as 3, 3 and 2.

@@ -10,8 +10,8 @@ from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.trainer.state import hash_weights
 
-ROWS, WHOLE = ("own_parts:build_rows", "own_parts:build_bag")
-CALLED = "own_parts:build_called_rows"
+ROWS, WHOLE = ("support.models.custom_parts:build_rows", "support.models.custom_parts:build_bag")
+CALLED = "support.models.custom_parts:build_called_rows"
 # So few that rows repeat in a batch.
 FEW = {"num_words": 20}
 
@@ -20,7 +20,7 @@ def train(world, build, plan):
     recipe = Recipe.model_validate(
         {
             "model": {"build": build, "args": FEW},
-            "data": {"build": "own_parts:build_words", "args": FEW},
+            "data": {"build": "support.models.custom_parts:build_words", "args": FEW},
             "train": {"steps": 4, "global_batch": 8, "threads": 1, "seed": 3},
             "optim": {"name": "adamw", "lr": 0.1, "clip": 0.5},
         }

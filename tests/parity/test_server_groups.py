@@ -9,9 +9,9 @@ import json
 import pytest
 import torch
 
-from harness import TINY, read_summary
 from shoal.testing.parity import assert_close
 from shoal.trainer.build import load_run
+from support.processes.command import TINY, read_summary
 
 RECIPE = TINY.replace("steps = 8", "steps = 4")
 TIED = RECIPE.replace("dropout = 0.1", "dropout = 0.1\ntied = true")

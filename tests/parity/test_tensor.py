@@ -26,7 +26,7 @@ from shoal.parallel.tensor.vocabulary import split_cross_entropy
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.parity import compare
 from shoal.testing.ranks import run_on_ranks
-from tensor_cases import BATCH, BUILDERS, STEPS, batch_of, build
+from support.models.tensor_parallel import BATCH, BUILDERS, STEPS, batch_of, build
 
 # bfloat16 keeps 8 bits, so each rounding is off by at most 2^-8. A value of the two blocks goes through some 16 roundings of
 # activations on its way forward and as many on the way back, and they add up as independent errors do: 2^-8 * sqrt(32) = 2.2%.

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counted_work import instructions
 from shoal.checkpoint.boxes import Box, check_tiling, contains, describe_cut, intersect, subtract, whole_box
+from support.processes.instruction_count import instructions
 
 
 def points(box):

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from checkpoint_maker import contents, expected, make, two_ranks
 from shoal.checkpoint.commit import abandon, begin, write_checkpoint
 from shoal.checkpoint.sweep import sweep
 from shoal.checkpoint.whole import newest_whole, verify
+from support.checkpoint.forged import contents, expected, make, two_ranks
 
 
 def names(root):

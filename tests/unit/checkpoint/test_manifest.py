@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_maker import forge, make, manifest_tree
 from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.layout import draw_id
 from shoal.checkpoint.manifest import Manifest, Part, decode, decode_part, encode, encode_part, merge, whole_tensor
 from shoal.checkpoint.shard import FileEntry, lay_out
 from shoal.checkpoint.values import pack, unpack
+from support.checkpoint.forged import forge, make, manifest_tree
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(),

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_maker import contents, expected, make
 from shoal.checkpoint.goodness import Fallback, fall_back, mark_good, newest_good, refuse_only_aside
 from shoal.checkpoint.proven import Proven
 from shoal.checkpoint.retention import expire, expired, list_aside, set_aside
 from shoal.checkpoint.sweep import sweep
 from shoal.checkpoint.whole import newest_whole
 from shoal.core.errors import RequestError
+from support.checkpoint.forged import contents, expected, make
 
 
 def steps_in(root):

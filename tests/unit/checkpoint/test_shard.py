@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
-from checkpoint_maker import two_ranks
 from shoal.checkpoint.files import NotWhole, folder
 from shoal.checkpoint.shard import Blob, lay_out, read_shard, write_shard
+from support.checkpoint.forged import two_ranks
 
 TENSORS = st.dictionaries(
     st.text(st.characters(codec="utf-8", exclude_categories=("C",)), min_size=1, max_size=8).filter(

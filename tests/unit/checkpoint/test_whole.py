@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from checkpoint_maker import make
 from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.whole import checkpoints_in, glance, locate, newest_whole, verify
 from shoal.core.errors import RequestError
+from support.checkpoint.forged import make
 
 
 def test_the_newest_by_number_is_chosen_and_the_refused_are_named(tmp_path):

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from checkpoint_maker import make
 from shoal.checkpoint.commit import write_checkpoint
 from shoal.checkpoint.tensors import as_blob
 from shoal.cli.ckpt import app
 from shoal.core.errors import RequestError, RunError
+from support.checkpoint.forged import make
 
 
 def run(*arguments):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from harness import TINY
-from machine_cases import measured
 from shoal.planner.machine import write_machine
+from support.planner.machines import measured
+from support.processes.command import TINY
 
 pytestmark = pytest.mark.timeout(240)
 SHAPE = "[planner.shape]\nlayers = 32\nhidden = 4096\nheads = 32\nvocab = 32000\nsequence = 2048\ngated = true\n"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shoal.planner.table import COLUMNS
-from table_rows import write_table
+from support.planner.run_tables import write_table
 
 pytestmark = pytest.mark.timeout(240)
 

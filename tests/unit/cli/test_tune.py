@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import TINY
 from shoal.cli.tune import keep_plan, train_command
 from shoal.core.errors import RunError
 from shoal.trainer.config import load_recipe, with_plan
+from support.processes.command import TINY
 
 PLAN = "dp=1 pp=2 schedule=1f1b microbatches=4"
 COMMENTED = """\

@@ -2,12 +2,12 @@
 
 import pytest
 
-from counted_work import instructions
 from shoal.core.combine import sequence_multiple, setting_problems
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width
 from shoal.core.pipelines import SCHEDULES
 from shoal.core.plan import Plan, all_plans, nearest_plan
+from support.processes.instruction_count import instructions
 
 GPT = ModelFacts(
     name="the gpt",

@@ -159,7 +159,7 @@ def test_constants_cost_no_memory_and_draw_nothing():
 def test_a_model_of_hugging_face(name):
     """Where positions go up one by one the mask is left to the attention kernel, and shared heads are not repeated."""
     transformers = pytest.importorskip("transformers")
-    import hugging_face_cases as cases
+    from support.models import hugging_face as cases
 
     kinds = {
         "llama": transformers.LlamaForCausalLM,

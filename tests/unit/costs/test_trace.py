@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import traced_models
 from shoal.core.errors import RequestError
 from shoal.costs.chain import Chain, Cut, LayerKind, OpKind
 from shoal.costs.saved import measure_saved
 from shoal.costs.trace import trace_module
-from traced_models import CASES, LENGTH, VOCAB, WIDTH, Case
+from support.models import traced as traced_models
+from support.models.traced import CASES, LENGTH, VOCAB, WIDTH, Case
 
 ITEM = 4
 """Bytes of a float32."""

@@ -9,7 +9,7 @@ from shoal.costs.trace import trace_module
 
 transformers = pytest.importorskip("transformers")
 
-from hugging_face_cases import HEADS, VOCAB, WIDTH, bert_config, gpt2_config, llama_config  # noqa: E402  # only where it is there
+from support.models.hugging_face import HEADS, VOCAB, WIDTH, bert_config, gpt2_config, llama_config  # noqa: E402  # only where it is there
 
 LENGTH = 16
 STREAM = LENGTH * WIDTH * 4

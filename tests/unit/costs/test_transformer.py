@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner_cases import shape_of
 from shoal.core.errors import RequestError
 from shoal.costs.chain import LayerKind, OpKind
 from shoal.costs.transformer import TransformerShape, transformer_chain
+from support.planner.jobs import shape_of
 
 GPT3 = TransformerShape(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
 LLAMA_70B = TransformerShape(

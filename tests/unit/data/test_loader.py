@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import shoal.data.loader as loader_module
-from counted_work import instructions
 from shoal.core.errors import RequestError, RunError
 from shoal.data.arrays import ArraySource
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Items, SampleIds, Source
+from support.processes.instruction_count import instructions
 
 torch.set_num_threads(1)
 WAYS = [{"prefetch": 0}, {"prefetch": 2}, {"prefetch": 2, "workers": 2}]

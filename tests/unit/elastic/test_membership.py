@@ -1,8 +1,8 @@
 """Who is there, as the center sees it: the start of a run, workers that come and go, and members that are silent."""
 
-from membership_cases import Center, running
 from shoal.elastic.changes import Joined, Ticked
 from shoal.elastic.view import Member
+from support.elastic.membership_tables import Center, running
 
 
 def test_a_view_when_all_servers_and_a_worker_are_there() -> None:

@@ -1,9 +1,9 @@
 """A center that was just elected: what it makes of what the members tell of the time before."""
 
-from membership_cases import Center, member, old_view, running
 from shoal.elastic.changes import Joined, Report
 from shoal.elastic.membership import State, Wanted, step
 from shoal.elastic.view import Chain
+from support.elastic.membership_tables import Center, member, old_view, running
 
 
 def test_a_new_center_takes_the_newest_view_and_waits_for_all_in_it() -> None:

@@ -1,8 +1,8 @@
 """Two processes that want one name: the first keeps it while it lives, and the second gets it when it is dead."""
 
-from membership_cases import Center, old_view, running
 from shoal.elastic.changes import Joined, Report
 from shoal.elastic.view import Member
+from support.elastic.membership_tables import Center, old_view, running
 
 
 def worker(id: str, origin: str, started: float = 0.0) -> Member:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from membership_cases import running
+from support.elastic.membership_tables import running
 
 
 def test_a_primary_dies() -> None:

@@ -11,10 +11,10 @@ from shoal.parallel.rules import describe_facts
 
 transformers = pytest.importorskip("transformers")
 
-from hugging_face_cases import HEADS as H  # noqa: E402  # only where transformers is there
-from hugging_face_cases import VOCAB as V  # noqa: E402
-from hugging_face_cases import WIDTH as D  # noqa: E402
-from hugging_face_cases import Pairs, bert_config, build_causal, gpt2_config, llama_config, t5_config  # noqa: E402
+from support.models.hugging_face import HEADS as H  # noqa: E402  # only where transformers is there
+from support.models.hugging_face import VOCAB as V  # noqa: E402
+from support.models.hugging_face import WIDTH as D  # noqa: E402
+from support.models.hugging_face import Pairs, bert_config, build_causal, gpt2_config, llama_config, t5_config  # noqa: E402
 
 L = 12
 

@@ -13,7 +13,7 @@ from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
 from shoal.parallel.tensor.apply import apply_tensor_parallel, place_cut
 from shoal.parallel.tensor.sequence import why_whole
 from shoal.parallel.tensor.vocabulary import split_cross_entropy
-from tensor_cases import BATCH, LENGTH, build, encoder, gpt
+from support.models.tensor_parallel import BATCH, LENGTH, build, encoder, gpt
 
 
 def split_on(case_or_pair, tp=2, sp=False, rank=0):

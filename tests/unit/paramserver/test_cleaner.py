@@ -4,11 +4,11 @@ import asyncio
 
 import torch
 
-from inprocess_crew import crewed, quicken
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.elastic.view import Chain, Member, View
 from shoal.paramserver.cleaner import Cleaner
 from shoal.paramserver.messages import OPERATIONS
+from support.paramserver.job_in_process import crewed, quicken
 
 
 def view(epoch, *members):

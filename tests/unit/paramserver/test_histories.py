@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from paramserver_history import History, check_accounting, check_staleness, rate
-from paramserver_oracle import replay, train_alone, train_stepwise
 from shoal.core.errors import RunError
 from shoal.paramserver import consistency
 from shoal.paramserver.book import Book
@@ -13,6 +11,8 @@ from shoal.paramserver.gradients import Gradients
 from shoal.paramserver.members import Member
 from shoal.paramserver.portions import Portions
 from shoal.paramserver.shard import ShardState
+from support.paramserver.fault_history import History, check_accounting, check_staleness, rate
+from support.paramserver.torch_oracle import replay, train_alone, train_stepwise
 
 RULES = ["bsp", "ssp:0", "ssp:1", "ssp:3", "async", "half", "half:2,0", "half:3,2", "downpour:2,3", "downpour:3,1"]
 OPTIMIZERS = ["momentum", "adamw", "adagrad"]

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from lbfgs_cases import Problem, logistic, ridge, rugged, walk, walk_with_torch
 from shoal.core.errors import RequestError, RunError
 from shoal.paramserver.lbfgs import LbfgsSettings, Memory, begin, iterate, resume
 from shoal.paramserver.programs import GRADIENT
+from support.paramserver.lbfgs_problems import Problem, logistic, ridge, rugged, walk, walk_with_torch
 
 CASES = {"ridge": ridge, "logistic": logistic}
 NUM_ITERATIONS = 14

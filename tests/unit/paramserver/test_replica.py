@@ -6,7 +6,6 @@ import contextlib
 import torch
 from torch import nn
 
-from paramserver_rounds import a_round
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.cutting import TensorSpec, cut_model
@@ -15,6 +14,7 @@ from shoal.paramserver.programs import WEIGHTS, Operation, Program
 from shoal.paramserver.replica import Replica, unpack
 from shoal.paramserver.rounds import Identity
 from shoal.paramserver.shard import ShardState
+from support.paramserver.updates import a_round
 
 MODEL = {"weight": TensorSpec((512, 1024), "float32")}
 NUMEL = 512 * 1024

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver_rounds import a_round
 from shoal.core.errors import RequestError, RunError
 from shoal.optim.build import build_optimizer, decide_groups, initialise_state, set_rate
 from shoal.optim.config import OptimConfig
@@ -17,6 +16,7 @@ from shoal.paramserver.gradients import NotFinite, Rows, WorkerGone, WrongGradie
 from shoal.paramserver.members import GONE_KEPT
 from shoal.paramserver.rounds import Identity
 from shoal.paramserver.shard import ShardState
+from support.paramserver.updates import a_round
 
 TORCHS = [f"torch.optim.{name}" for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")]
 """Their kernels are cut without a trace in the types that weights are trained in, and not in bfloat16."""

@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cut_cases import D, cut_at, gpt, run_through, tokens, units_of
-from pipeline_cases import batch, build
 from shoal.core.errors import RequestError, RunError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
@@ -17,6 +15,8 @@ from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
+from support.pipeline.cut_modules import D, cut_at, gpt, run_through, tokens, units_of
+from support.pipeline.stages_on_ranks import batch, build
 
 
 def mlp():

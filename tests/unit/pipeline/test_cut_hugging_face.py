@@ -13,7 +13,7 @@ from shoal.pipeline.units import find_units
 
 transformers = pytest.importorskip("transformers")
 
-from hugging_face_cases import VOCAB, bert_config, gpt2_config, llama_config  # noqa: E402  # only where transformers is there
+from support.models.hugging_face import VOCAB, bert_config, gpt2_config, llama_config  # noqa: E402  # only where transformers is there
 
 L = 12
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cut_cases import D, cut_at, gpt, tokens
-from pipeline_cases import batch
 from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.zero.layout import lay_out
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.build import Part, Stages
 from shoal.schedules.catalogue import make_schedule
+from support.pipeline.cut_modules import D, cut_at, gpt, tokens
+from support.pipeline.stages_on_ranks import batch
 
 
 def stored_bytes(model):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_cases import batch, build
 from shoal.core.errors import RequestError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
@@ -20,6 +19,7 @@ from shoal.parallel.config import ParallelConfig
 from shoal.pipeline.estimate import OPERATIONS_PER_BYTE, OPERATIONS_PER_SECOND, estimate_work
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.units import find_units
+from support.pipeline.stages_on_ranks import batch, build
 
 
 def work_of(model, example):
@@ -87,7 +87,7 @@ def test_what_is_held_is_what_a_measurement_finds(kind):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_hugging_face_models_cost_what_their_blocks_cost(name):
     transformers = pytest.importorskip("transformers")
-    import hugging_face_cases
+    from support.models import hugging_face as hugging_face_cases
 
     make = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM"}[name]
     model = getattr(transformers, make)(getattr(hugging_face_cases, f"{name}_config")())
@@ -98,7 +98,7 @@ def test_hugging_face_models_cost_what_their_blocks_cost(name):
 
 PRINTED = """
 import torch
-from pipeline_cases import batch, build
+from support.pipeline.stages_on_ranks import batch, build
 from shoal.parallel.config import ParallelConfig
 from shoal.parallel.analysis.search import find_anatomy
 from shoal.pipeline.estimate import estimate_work

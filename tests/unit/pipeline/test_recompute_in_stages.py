@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from pipeline_cases import SEED, batch, build
 from shoal.models.build import cross_entropy
 from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.config import ParallelConfig
@@ -12,6 +11,7 @@ from shoal.pipeline.cut import Chain
 from shoal.pipeline.deferred import Later, deferring
 from shoal.pipeline.units import find_units
 from shoal.randomness.dropout import apply_keyed_dropout
+from support.pipeline.stages_on_ranks import SEED, batch, build
 
 # The last microbatch is shorter than the others.
 MICROBATCHES = (5, 6, 7)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from counted_work import instructions
 from shoal.core.errors import RequestError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
@@ -21,6 +20,7 @@ from shoal.parallel.config import ParallelConfig
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.split import StageMemory, UnitCost, parse_starts, split, split_replicated
 from shoal.pipeline.units import Unit, find_units
+from support.processes.instruction_count import instructions
 
 UNIT_COSTS = st.builds(
     UnitCost,

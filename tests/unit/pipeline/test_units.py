@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_cases import batch, build
 from shoal.core.errors import RequestError
 from shoal.parallel.analysis.search import find_anatomy
 from shoal.parallel.anatomy import Anatomy
 from shoal.parallel.config import ParallelConfig
 from shoal.pipeline.units import find_units
+from support.pipeline.stages_on_ranks import batch, build
 
 
 def units(model, *example):

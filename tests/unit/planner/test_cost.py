@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from planner_cases import PLAIN, ROUND, job_of, shape_of, whole
 from shoal.core.plan import Plan
 from shoal.costs.chain import LayerKind
 from shoal.planner.collectives import all_reduce, gather
@@ -13,6 +12,7 @@ from shoal.planner.cost import price_parts, time_one_layer, wires_of
 from shoal.planner.estimate import estimate
 from shoal.planner.kernels import Slice, time_layer
 from shoal.planner.stacks import SOFTWARE
+from support.planner.jobs import PLAIN, ROUND, job_of, shape_of, whole
 
 
 def block_of(job):

@@ -9,7 +9,7 @@ from shoal.planner.predict import fits, fullest, held_memory, job_of, needed_rec
 from shoal.planner.presets import GIB
 from shoal.planner.stacks import SOFTWARE, Covered, find_stack
 from shoal.planner.table import read_table
-from table_rows import write_table
+from support.planner.run_tables import write_table
 
 
 def read(tmp_path, *changes):

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from planner_cases import job_of, shape_of
 from shoal.core.plan import Plan
 from shoal.planner import search as module
 from shoal.planner.candidates import Limits, plans_of
@@ -12,6 +11,7 @@ from shoal.planner.cost import least_seconds
 from shoal.planner.cutoff import Cutoff
 from shoal.planner.estimate import estimate
 from shoal.planner.presets import GIB
+from support.planner.jobs import job_of, shape_of
 
 EXPERTS = {"experts": 8, "chosen_experts": 2, "is_gated": True, "layers": 16, "hidden": 4096, "heads": 32}
 JOBS = {

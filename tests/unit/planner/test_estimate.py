@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner_cases import job_of, shape_of
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.planner.clusters import read_cluster
 from shoal.planner.estimate import estimate, estimate_by_schedule
 from shoal.planner.explain import explain, time_parts, why_not
 from shoal.planner.memory import CONTEXT_BYTES, price_memory
+from support.planner.jobs import job_of, shape_of
 
 PLANS = [
     Plan(dp=16, microbatches=4),

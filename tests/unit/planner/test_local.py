@@ -2,12 +2,12 @@
 
 import pytest
 
-from machine_cases import build
 from shoal.core.plan import Plan
 from shoal.planner.local import RankWork, communication, play, predict_step
 from shoal.planner.machine import Fit
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.pricing import Costs, price
+from support.planner.machines import build
 
 FAMILIES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "chimera", "dualpipev"]
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from machine_cases import build
 from shoal.core.errors import RequestError
 from shoal.planner import machine as module
 from shoal.planner.machine import Fit, Meeting, default_path, read_machine, write_machine
+from support.planner.machines import build
 
 
 def test_a_machine_comes_back_as_it_was(tmp_path):

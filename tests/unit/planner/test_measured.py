@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from machine_cases import GIB, LARGE, SLOW, SMALL, measured, product_seconds
-from planner_cases import job_of, shape_of
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.costs.chain import Layer, LayerKind, Op, OpKind
@@ -18,6 +16,8 @@ from shoal.planner.machine import Fit, Meeting, Sharing, write_machine
 from shoal.planner.measured import BETWEEN, measured_cluster
 from shoal.planner.presets import LINKS
 from shoal.planner.stacks import SOFTWARE, Stack
+from support.planner.jobs import job_of, shape_of
+from support.planner.machines import GIB, LARGE, SLOW, SMALL, measured, product_seconds
 
 
 def write(tmp_path, **changes):

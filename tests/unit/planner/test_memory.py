@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner_cases import PLAIN, job_of, shape_of
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
@@ -19,6 +18,7 @@ from shoal.planner.simulate import schedule_for
 from shoal.planner.table import COLUMNS, Run, read_table
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.pricing import peak_activations
+from support.planner.jobs import PLAIN, job_of, shape_of
 
 FIGURE_1 = [
     # layers, hidden, heads, pp, chunks, micro batch; then GiB: weights and state, activations, activations with sp and selective

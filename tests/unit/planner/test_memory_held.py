@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from planner_cases import job_of, shape_of
 from shoal.core.plan import Plan
 from shoal.pipeline.versions import VersionRule, Versions
 from shoal.planner.cost import price_parts
@@ -14,6 +13,7 @@ from shoal.planner.job import count_ranks
 from shoal.planner.memory import price_memory, version_copies
 from shoal.schedules.action import Kind
 from shoal.schedules.catalogue import make_schedule
+from support.planner.jobs import job_of, shape_of
 
 ASYNCHRONOUS = ("pipedream", "pipedream-vsync", "pipedream-2bw")
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner_cases import job_of, shape_of, whole
 from shoal.core.plan import Plan
 from shoal.planner.collectives import Group, all_reduce, wire_of
 from shoal.planner.cost import price_parts
 from shoal.planner.memory import price_memory
 from shoal.planner.options import as_used, exchanges_heads
 from shoal.planner.stacks import SOFTWARE
+from support.planner.jobs import job_of, shape_of, whole
 
 TITAN, CORE, FSDP, MEGATRON = (SOFTWARE[name] for name in ("torchtitan", "megatron-core", "fsdp", "megatron"))
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from planner_cases import all_assignments, job_of, shape_of
 from shoal.costs.chain import Chain, Cut, Kept, Layer, LayerKind, Op, OpKind
 from shoal.planner.memory import CONTEXT_BYTES
 from shoal.planner.perlayer import choose_splits, is_uneven
 from shoal.planner.splits import Half, Lying, Split, half_of, possible_splits, redistribute
+from support.planner.jobs import all_assignments, job_of, shape_of
 
 
 def convolution(name: str, *, rows: float = 4096.0, channels: float = 128.0) -> Layer:

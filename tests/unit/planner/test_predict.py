@@ -12,7 +12,7 @@ from shoal.planner.cells import find_device
 from shoal.planner.predict import fits, job_of, model_flops, predict_run, step_seconds
 from shoal.planner.score import score
 from shoal.planner.table import COLUMNS, Run, Unread, read_table
-from table_rows import ROW, write_table
+from support.planner.run_tables import ROW, write_table
 
 
 def read(tmp_path, *changes):

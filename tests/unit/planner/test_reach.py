@@ -2,7 +2,6 @@
 
 import pytest
 
-from planner_cases import ROUND, job_of
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.planner.cells import find_device, read_cluster
@@ -10,6 +9,7 @@ from shoal.planner.collectives import Group, exchange_wire, wire_of
 from shoal.planner.config import DeviceConfig
 from shoal.planner.cost import price_parts, wires_of
 from shoal.planner.presets import build_cluster
+from support.planner.jobs import ROUND, job_of
 
 NVLINK, NETWORK = 300e9 * ROUND.link, 25e9 * ROUND.network
 OWN = DeviceConfig(peak_tflops={"bfloat16": 100.0}, memory_gib=24.0, memory_gb_per_s=900.0, link_gb_per_s=20.0)

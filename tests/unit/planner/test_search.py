@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from planner_cases import job_of, shape_of
 from shoal.core.combine import divisors
 from shoal.core.facts import ModelFacts, Width
 from shoal.core.plan import Plan
@@ -18,6 +17,7 @@ from shoal.planner.presets import GIB
 from shoal.planner.search import search
 from shoal.planner.simulate import schedule_for
 from shoal.planner.smallest import refuse_small, smallest_cluster
+from support.planner.jobs import job_of, shape_of
 
 
 def facts_of(shape) -> ModelFacts:

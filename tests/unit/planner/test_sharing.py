@@ -2,12 +2,12 @@
 
 import pytest
 
-from planner_cases import job_of, shape_of
 from shoal.core.plan import Plan
 from shoal.planner.cost import price_parts, wires_of
 from shoal.planner.memory import price_memory
 from shoal.planner.sharing import layer_weights, share_weights
 from shoal.planner.stacks import SOFTWARE
+from support.planner.jobs import job_of, shape_of
 
 EXPERTS = shape_of(experts=8, expert_ffn=1024, is_gated=True)
 

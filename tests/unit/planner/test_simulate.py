@@ -15,7 +15,7 @@ from shoal.planner.simulate import schedule_for, simulate_step, step_times
 from shoal.planner.simulation.conditions import Conditions, Slow, factors_of
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.pricing import Costs, price
-from step_played import play_every_rank
+from support.planner.rank_by_rank_step import play_every_rank
 
 SYNCHRONOUS = [name for name, family in FAMILIES.items() if not family.updates.flows]
 FLOWING = [name for name, family in FAMILIES.items() if family.updates.flows]

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from planner_cases import job_of
 from shoal.core.plan import Plan
 from shoal.planner.cells import read_precision
 from shoal.planner.config import DeviceConfig
@@ -14,6 +13,7 @@ from shoal.planner.job import weight_bytes_of
 from shoal.planner.memory import price_memory
 from shoal.planner.presets import PRESETS, build_cluster, find_preset
 from shoal.planner.stacks import SOFTWARE
+from support.planner.jobs import job_of
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counted_work import instructions
 from shoal.schedules.action import Kind
 from shoal.schedules.families.chimera import CHIMERA
 from shoal.schedules.family import Size
@@ -14,6 +13,7 @@ from shoal.schedules.grid import Grid
 from shoal.schedules.pricing import Costs, peak_activations, price
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Schedule
+from support.processes.instruction_count import instructions
 
 EQUAL = Costs(forward=1, input=0.5, weight=0.5)
 """A forward takes as long as a backward: what the paper's figures are for."""

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counted_work import instructions
 from shoal.schedules.action import Kind
 from shoal.schedules.draw import short
 from shoal.schedules.families.dual import DUALPIPE, DUALPIPEV
@@ -16,6 +15,7 @@ from shoal.schedules.grid import Grid
 from shoal.schedules.pricing import Costs, peak_activations, price
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Schedule
+from support.processes.instruction_count import instructions
 
 BOTH = pytest.mark.parametrize("family", [DUALPIPE, DUALPIPEV], ids=lambda family: family.name)
 SIZES = {

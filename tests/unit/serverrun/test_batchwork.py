@@ -2,12 +2,12 @@
 
 import torch
 
-from crew_inside import recipe_of, run_inside
 from shoal.trainer.build import build_parts
+from support.paramserver.run_in_process import recipe_of, run_inside
 
 STEPS = 8
 LOGISTIC = {
-    "model": {"build": "own_parts:build_logistic"},
+    "model": {"build": "support.models.custom_parts:build_logistic"},
     "data": {"source": "digits"},
     "train": {"steps": STEPS, "global_batch": 2000, "threads": 1, "seed": 3, "precision": "float64"},
     "checkpoint": {"every": 0},

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from crew_inside import place_in, recipe_of, run_alone, run_inside
 from shoal.core.plan import Plan
 from shoal.optim.build import build_optimizer, decide_groups
 from shoal.serverrun.cutsave import read_checkpoint
 from shoal.serverrun.portion import trained_parameters
 from shoal.serverrun.working import build_worker
+from support.paramserver.run_in_process import place_in, recipe_of, run_alone, run_inside
 
 STEPS = 6
 

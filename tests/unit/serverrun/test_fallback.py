@@ -2,12 +2,12 @@
 
 import pytest
 
-from checkpoint_maker import make
 from shoal.checkpoint.goodness import mark_good
 from shoal.core.events import GradientRefused, StepDone
 from shoal.core.rundir import RunDir
 from shoal.serverrun.fallback import fall_back_if_refused
 from shoal.telemetry.lines import encode_event
+from support.checkpoint.forged import make
 
 STARTED = 100.0
 

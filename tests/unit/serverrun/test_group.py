@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from crew_inside import place_in, recipe_of
 from shoal.comm.wire.node import new_incarnation
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.serverrun.group import group_plan, join_group, share_of
+from support.paramserver.run_in_process import place_in, recipe_of
 
 PLAN = Plan.parse("ps=2 workers=2 tp=2 pp=2 microbatches=4 recompute=full update=ssp:1 backup=1")
 

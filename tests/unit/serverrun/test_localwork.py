@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from crew_inside import place_in, recipe_of, run_inside
-from own_parts import build_points
 from shoal.core.plan import Plan
 from shoal.serverrun.portion import trained_parameters
 from shoal.serverrun.working import build_worker
+from support.models.custom_parts import build_points
+from support.paramserver.run_in_process import place_in, recipe_of, run_inside
 
 FEDNOVA = "paramserver.aggregate=fednova"
 POINTS = {
-    "model": {"build": "own_parts:build_centre"},
-    "data": {"build": "own_parts:build_points"},
+    "model": {"build": "support.models.custom_parts:build_centre"},
+    "data": {"build": "support.models.custom_parts:build_points"},
     "train": {"steps": 40, "global_batch": 16, "threads": 1, "seed": 3},
     "optim": {"name": "sgd", "lr": 0.2, "schedule": "linear"},
     "checkpoint": {"every": 0},

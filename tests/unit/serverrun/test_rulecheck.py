@@ -2,9 +2,9 @@
 
 import pytest
 
-from crew_inside import recipe_of
 from shoal.core.plan import Plan
 from shoal.serverrun.rulecheck import rule_problems
+from support.paramserver.run_in_process import recipe_of
 
 CASES = [
     ("bsp", ["paramserver.aggregate=fednova"], "local_steps is not set"),

@@ -3,12 +3,12 @@
 import pytest
 from torch import nn
 
-from crew_inside import place_in, recipe_of
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.paramserver.cutting import cut_model
 from shoal.serverrun.flatmodel import FlatModel, describe_model
 from shoal.serverrun.workline import Line, Worker
+from support.paramserver.run_in_process import place_in, recipe_of
 
 
 def test_a_worker_waits_for_a_center_as_long_as_the_recipe_says(tmp_path):

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from counted_work import instructions
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.telemetry.board import METRICS_BYTES, Board, Heartbeat
+from support.processes.instruction_count import instructions
 
 
 @pytest.fixture

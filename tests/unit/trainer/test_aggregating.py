@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from crew_inside import place_in, recipe_of, run_inside
 from shoal.core.plan import Plan
 from shoal.paramserver.aggregation import adasum
 from shoal.serverrun.portion import trained_parameters
 from shoal.serverrun.working import build_worker
+from support.paramserver.run_in_process import place_in, recipe_of, run_inside
 
 STEPS, LR = 4, 0.1
 

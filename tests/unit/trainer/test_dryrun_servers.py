@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crew_inside import DIGITS, place_in, recipe_of
-from lbfgs_cases import rugged
-from paramserver_rounds import a_round
 from shoal.core.plan import Plan
 from shoal.optim.precision import Precision
 from shoal.paramserver import local
@@ -30,6 +27,9 @@ from shoal.trainer.dryrun import describe_dry_run, dry_run_result
 from shoal.trainer.layout import choose_plan
 from shoal.trainer.measure import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
+from support.paramserver.lbfgs_problems import rugged
+from support.paramserver.run_in_process import DIGITS, place_in, recipe_of
+from support.paramserver.updates import a_round
 
 BASE = {**DIGITS, "model": {"name": "mlp", "hidden": 256}}
 SMALL = 0.03

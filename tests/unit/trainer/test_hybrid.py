@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from crew_inside import recipe_of, run_alone, run_inside
 from shoal.paramserver.client import Client
+from support.paramserver.run_in_process import recipe_of, run_alone, run_inside
 
 WORDS = {
-    "model": {"build": "own_parts:build_bag"},
-    "data": {"build": "own_parts:build_words"},
+    "model": {"build": "support.models.custom_parts:build_bag"},
+    "data": {"build": "support.models.custom_parts:build_words"},
     "train": {"steps": 8, "global_batch": 8, "threads": 1, "seed": 3},
     "optim": {"name": "adagrad", "lr": 0.1},
     "checkpoint": {"every": 0},
@@ -40,7 +40,7 @@ def test_an_embedding_sends_the_rows_it_touched_and_trains_to_the_same_bits(tmp_
 
 def test_an_embedding_whose_gradient_comes_as_rows_trains_in_one_process_too(tmp_path):
     """Everywhere but on a worker of parameter servers it ended a run in the first step."""
-    rows = {**WORDS, "model": {"build": "own_parts:build_rows"}}
+    rows = {**WORDS, "model": {"build": "support.models.custom_parts:build_rows"}}
     alone = run_alone(recipe_of(base=rows))
     assert alone == run_alone(recipe_of(base=WORDS))
     served = run_inside(tmp_path, "ps=2 workers=1 update=async", recipe_of(base=rows))
@@ -53,8 +53,8 @@ def test_an_embedding_whose_gradient_comes_as_rows_trains_in_one_process_too(tmp
 def test_words_that_come_again_in_a_batch_are_added_up_as_in_one_process(tmp_path, microbatches):
     """A worker added torch's rows up, which comes to other bits than the whole gradient where three of a row meet."""
     few = {"num_words": 20}
-    data = {"build": "own_parts:build_words", "args": few}
-    rows = {**WORDS, "model": {"build": "own_parts:build_rows", "args": few}, "data": data}
+    data = {"build": "support.models.custom_parts:build_words", "args": few}
+    rows = {**WORDS, "model": {"build": "support.models.custom_parts:build_rows", "args": few}, "data": data}
     alone = run_alone(recipe_of(base=rows), plan=f"dp=1 microbatches={microbatches}")
     plan = f"ps=2 workers=1 update=async microbatches={microbatches}"
     assert run_inside(tmp_path, plan, recipe_of(base=rows)).sha256 == alone

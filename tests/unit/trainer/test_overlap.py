@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from crew_inside import recipe_of, run_inside
 from shoal.paramserver.client import Client
 from shoal.serverrun.workline import Line
 from shoal.telemetry.lines import decode_events
+from support.paramserver.run_in_process import recipe_of, run_inside
 
 STEPS = 12
 OVERLAP = ["paramserver.overlap=true", f"train.steps={STEPS}"]

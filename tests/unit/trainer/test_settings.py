@@ -7,7 +7,6 @@ import tomllib
 import pytest
 import torch
 
-from harness import TINY, read_events
 from shoal.core.config import apply_overrides
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
@@ -15,6 +14,7 @@ from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.trainer.state import hash_weights
+from support.processes.command import TINY, read_events
 
 BASE = tomllib.loads(TINY)
 
@@ -224,7 +224,7 @@ def test_the_resolved_recipe_reads_back_the_same(tmp_path):
 
 def test_the_schema_accepts_the_shipped_recipes():
     jsonschema = pytest.importorskip("jsonschema")
-    from harness import ROOT
+    from support.processes.command import ROOT
 
     schema = Recipe.model_json_schema()
     for path in sorted((ROOT / "recipes").glob("*.toml")):

@@ -2,8 +2,6 @@
 
 import pytest
 
-from cut_cases import gpt
-from pipeline_cases import batch
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
@@ -19,6 +17,8 @@ from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
 from shoal.schedules.catalogue import make_schedule
 from shoal.trainer.sizes import predict_state
+from support.pipeline.cut_modules import gpt
+from support.pipeline.stages_on_ranks import batch
 
 
 def lay_out_rank(model, plan, rank):

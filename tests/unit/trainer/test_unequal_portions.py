@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from crew_inside import recipe_of, run_inside
+from support.paramserver.run_in_process import recipe_of, run_inside
 
 
 def samples_of(outcome):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from machine_cases import build
 from shoal.core.config import validate
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
@@ -13,6 +12,7 @@ from shoal.tuning.cast import NoRoom
 from shoal.tuning.legal import legal_plans
 from shoal.tuning.localtime import held_bytes
 from shoal.tuning.rehearsal import build_subject
+from support.planner.machines import build
 
 MACHINE = build()
 RECIPE = {

@@ -4,7 +4,6 @@ from typing import get_args
 
 import pytest
 
-from planner_cases import all_assignments
 from shoal.core.errors import RequestError
 from shoal.data.check import DataSummary
 from shoal.planner.precisions import EXECUTED_PRECISIONS
@@ -12,6 +11,7 @@ from shoal.planner.splits import Half, half_of, possible_splits
 from shoal.trainer.config import TrainConfig, load_recipe
 from shoal.tuning.planned import shape_facts
 from shoal.tuning.planning import PlanRequest, build_job, plan_for
+from support.planner.jobs import all_assignments
 
 SHAPE = """
 [planner.shape]

@@ -17,7 +17,7 @@ experts = {experts}
 """
 OWN = """
 [model]
-build = "own_parts:build_logistic"
+build = "support.models.custom_parts:build_logistic"
 [data]
 source = "digits"
 [train]

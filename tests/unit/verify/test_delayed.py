@@ -16,7 +16,7 @@ from shoal.verify.delayed import DelayedTraining, run_delayed
 from shoal.verify.parts import build_parts, global_batches
 from shoal.verify.proof import Prover
 from shoal.verify.reference import tree_gradients
-from verify_cases import GPT, REVERSE, SEQ2SEQ, case_of, run_here
+from support.training.replay_cases import GPT, REVERSE, SEQ2SEQ, case_of, run_here
 
 COSINE = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "schedule": "cosine", "warmup": 3}
 

@@ -3,12 +3,12 @@ line."""
 
 import pytest
 
-from harness import ROOT
 from shoal.comm.world import Place, World
 from shoal.core.plan import Plan
 from shoal.verify.capture import KINDS
 from shoal.verify.mutants import MUTANTS, PREDICTION, own_recipe, planted
 from shoal.verify.request import build_subject, check_plan
+from support.processes.command import ROOT
 
 # The words of the promise, one for each kind.
 PROMISED = (

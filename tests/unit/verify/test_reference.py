@@ -15,7 +15,7 @@ from shoal.verify.capture import Recording
 from shoal.verify.case import Tree
 from shoal.verify.parts import build_parts
 from shoal.verify.reference import narrow_weights, run_reference, tree_gradients
-from verify_cases import REVERSE, SEQ2SEQ, case_of, run_here
+from support.training.replay_cases import REVERSE, SEQ2SEQ, case_of, run_here
 
 
 def test_it_imports_nothing_of_what_it_judges():

@@ -13,7 +13,7 @@ from shoal.verify.case import Log, Tree
 from shoal.verify.parts import build_parts, global_batches
 from shoal.verify.reference import run_reference
 from shoal.verify.replay import run_replay
-from verify_cases import REVERSE, SEQ2SEQ, case_of, run_here
+from support.training.replay_cases import REVERSE, SEQ2SEQ, case_of, run_here
 
 LINEAR = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "schedule": "linear"}
 

@@ -15,7 +15,7 @@ from shoal.verify.parts import build_parts, cut_batch
 from shoal.verify.proof import Prover
 from shoal.verify.reference import tree_gradients
 from shoal.verify.uses import split_uses
-from verify_cases import GPT, case_of
+from support.training.replay_cases import GPT, case_of
 
 TIED = {**GPT, "tied": True}
 TWO = {

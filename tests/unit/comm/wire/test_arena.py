@@ -14,7 +14,7 @@ from shoal.comm.wire.arena import Arenas, Borrowed, identify_folder, sweep_arena
 from shoal.comm.wire.header import Place
 from shoal.comm.wire.verdict import Dropped
 from shoal.core.errors import RequestError
-from wire_cases import DEADLINE, Echo, Echoed, answer, nodes, noise, until
+from support.wire.operations import DEADLINE, Echo, Echoed, answer, nodes, noise, until
 
 SIZE = 300_000
 

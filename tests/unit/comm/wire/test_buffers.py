@@ -8,7 +8,7 @@ import pytest
 
 from shoal.comm.wire import buffers
 from shoal.comm.wire.buffers import copy, see
-from wire_cases import noise
+from support.wire.operations import noise
 
 SIZES = [0, 1, 4096, (2 << 20) - 1, 2 << 20, (5 << 20) + 3]
 

@@ -13,7 +13,7 @@ from shoal.comm.wire.node import Node, new_incarnation
 from shoal.comm.wire.operations import Body, Op, Operations
 from shoal.comm.wire.tensors import as_tensor
 from shoal.core.errors import RequestError, RunError
-from wire_cases import DEADLINE, Echo, Echoed, Late, Sum, answer, make_node, nodes, noise, until
+from support.wire.operations import DEADLINE, Echo, Echoed, Late, Sum, answer, make_node, nodes, noise, until
 
 KINDS = ("inproc", "ipc", "tcp", "arena", "tcp-arena")
 

@@ -6,10 +6,10 @@ import socket
 import msgspec
 import pytest
 
-from lane_cases import converse, echo, ends, lane_of, lanes_of, plain_lane
 from shoal.comm.wire import caller_lane, dock, listener
 from shoal.comm.wire.operations import LaneAsked
-from wire_cases import DEADLINE, nodes, until
+from support.wire.bulk_streams import converse, echo, ends, lane_of, lanes_of, plain_lane
+from support.wire.operations import DEADLINE, nodes, until
 
 
 def test_a_stranger_at_the_dock_is_sent_away(monkeypatch):

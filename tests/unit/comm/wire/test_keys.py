@@ -9,7 +9,7 @@ import pytest
 from shoal.comm.wire.errors import WireTimeout
 from shoal.comm.wire.keys import load_keys, make_keys, read_public_keys
 from shoal.core.errors import RequestError
-from wire_cases import DEADLINE, Echo, Late, answer, make_node, nodes, noise, raw_dealer
+from support.wire.operations import DEADLINE, Echo, Late, answer, make_node, nodes, noise, raw_dealer
 
 SILENT_SECONDS = 0.4
 

@@ -8,14 +8,26 @@ import struct
 import numpy as np
 import pytest
 
-from lane_cases import SIZE, TCP, Deaf, chunks, converse, echo, ends, lane_of, lanes_of, message, plain_lane
 from shoal.comm.wire.buffers import CHUNK_BYTES
 from shoal.comm.wire.counters import DROPPED
 from shoal.comm.wire.errors import Refused, WireLost, WireTimeout
 from shoal.comm.wire.keys import load_keys, make_keys
 from shoal.comm.wire.message import pack_chunk
 from shoal.comm.wire.operations import LaneAsked
-from wire_cases import DEADLINE, Echo, Echoed, answer, nodes, noise, until
+from support.wire.bulk_streams import (
+    SIZE,
+    TCP,
+    Deaf,
+    chunks,
+    converse,
+    echo,
+    ends,
+    lane_of,
+    lanes_of,
+    message,
+    plain_lane,
+)
+from support.wire.operations import DEADLINE, Echo, Echoed, answer, nodes, noise, until
 
 
 def test_long_payloads_cross_beside_the_messages_both_ways():

@@ -1,9 +1,9 @@
 """Somebody on another machine without a key who tries everything.
 
-``stranger.py scan HOST [PORT...]`` prints which ports are open, of all where none is named.
+``unauthenticated_peer.py scan HOST [PORT...]`` prints which ports are open, of all where none is named.
 
-``stranger.py attack HOST PORT:KEY...`` prints ``began`` after each round on every port, goes on until its stdin ends, and prints
-how many attempts there were, and which of them somebody answered.
+``unauthenticated_peer.py attack HOST PORT:KEY...`` prints ``began`` after each round on every port, goes on until its stdin
+ends, and prints how many attempts there were, and which of them somebody answered.
 """
 
 import asyncio

@@ -11,7 +11,7 @@ from shoal.comm.wire.buffers import CHUNK_BYTES
 from shoal.comm.wire.header import PROTOCOL_VERSION, Header
 from shoal.comm.wire.message import pack
 from shoal.comm.wire.operations import LaneAsked
-from wire_cases import DEADLINE, OPERATIONS, Echo, answer, nodes, noise
+from support.wire.operations import DEADLINE, OPERATIONS, Echo, answer, nodes, noise
 
 SIZE = 3 * CHUNK_BYTES + 5
 TCP = "tcp://127.0.0.1:0"

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from paramserver_oracle import SHAPES, Read, gradient, initial_weights, summed
 from shoal.core.updates import UpdateRule
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
@@ -25,6 +24,7 @@ from shoal.paramserver.cutting import TensorSpec, cut_model
 from shoal.paramserver.gradients import WorkerGone
 from shoal.paramserver.rounds import Contribution, Identity, Round
 from shoal.paramserver.shard import ShardState
+from support.paramserver.torch_oracle import SHAPES, Read, gradient, initial_weights, summed
 
 MODEL = {name: TensorSpec(shape, "float32") for name, shape in SHAPES.items()}
 NUM_SHARDS = 2

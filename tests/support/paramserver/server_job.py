@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import ROOT, read_summary, wait_until
+from support.processes.command import ROOT, python_of_session, read_summary, wait_until
 
 RECIPE = """
 plan = "dp=1"
 [model]
-build = "paced_model:build"
+build = "support.models.paced:build"
 args = { seconds = 0.08 }
 [data]
 source = "stdlib"
@@ -47,7 +46,7 @@ END_SECONDS = 240.0
 
 
 def rationed(ration: Path, recipe: str = RECIPE, seconds: float = 0.08) -> str:
-    """The recipe with a ration of passes (``paced_model.Ration``): until it is raised, the run cannot end.
+    """The recipe with a ration of passes (``support.models.paced.Ration``): until it is raised, the run cannot end.
 
     A kill of a run that only lasts a while may come after its end, on a machine where the test is slow or the run is fast. A
     worker without a ration waits in its compute, where it would hang in the eyes of the watch: the watch is off.
@@ -66,7 +65,7 @@ class CrewRun:
         self.run_dir = run_dir or folder / "run"
         path = folder / "recipe.toml"
         path.write_text(recipe)
-        command = [sys.executable, str(ROOT / "tests" / "tied.py"), str(os.getpid()), "-m", "shoal", "train", str(path)]
+        command = python_of_session("-m", "shoal", "train", path)
         command += ["--plan", plan, "--run-dir", str(self.run_dir), *arguments]
         self._log = (folder / f"log-{time.monotonic_ns()}.txt").open("w+")
         self.process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Modules of one's own that recipes of tests name as ``own_parts:function``."""
+"""Modules of one's own that recipes of tests name as ``support.models.custom_parts:function``."""
 
 import math
 import os

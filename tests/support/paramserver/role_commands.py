@@ -4,13 +4,12 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import ROOT, read_events
 from shoal.comm.wire.keys import make_keys
+from support.processes.command import python_of_session, read_events
 
 PLAN = "ps=2 workers=2 backup=1"
 
@@ -95,15 +94,7 @@ class Roles:
         log = self.folder / f"{name}-{len(self.started)}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [
-                    *self.before.get(name, ()),
-                    sys.executable,
-                    str(ROOT / "tests" / "tied.py"),
-                    str(os.getpid()),
-                    "-m",
-                    "shoal",
-                    *words,
-                ],
+                [*self.before.get(name, ()), *python_of_session("-m", "shoal", *words)],
                 cwd=self.folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""``tied.py PID ARGUMENTS`` becomes ``python ARGUMENTS``, and is killed when its parent PID, a test session, is."""
+"""``parent_death.py PID ARGUMENTS`` becomes ``python ARGUMENTS``, and is killed when its parent PID, a test session, is."""
 
 import os
 import sys

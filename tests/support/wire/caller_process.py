@@ -1,6 +1,6 @@
 """A node in a process of its own that calls an address it cannot trust, and says at the end what it was told.
 
-``wire_caller.py ADDRESS ARENAS CALLS`` prints one line of JSON. What a right answer to call N holds is ``right_payload(N)``.
+``caller_process.py ADDRESS ARENAS CALLS`` prints one line of JSON. What a right answer to call N holds is ``right_payload(N)``.
 """
 
 import asyncio
@@ -14,7 +14,8 @@ import numpy as np
 import psutil
 
 from shoal.comm.wire.errors import WireTimeout
-from wire_cases import Echo, make_node, noise
+from support.processes.command import python_of_session
+from support.wire.operations import Echo, make_node, noise
 
 SIZES = (0, 5, 70_000, 0, 5, 300_000, 2_500_000, 40)
 """Bytes of an answer's payload, by the call's number: in the message, and once in chunks."""
@@ -28,13 +29,12 @@ def right_payload(number) -> np.ndarray:
 
 def start(address, *, arenas, num_calls):
     """The process; it is killed with the test session."""
-    tied = Path(__file__).with_name("tied.py")
     return subprocess.Popen(
-        [sys.executable, str(tied), str(os.getpid()), __file__, address, str(arenas), str(num_calls)],
+        python_of_session(__file__, address, arenas, num_calls),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 

@@ -11,7 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = ROOT / "tests" / "support"
+
+
+def python_of_session(*arguments):
+    """The command line of an interpreter that is killed when this test session is."""
+    return [sys.executable, str(SUPPORT / "processes" / "parent_death.py"), str(os.getpid()), *map(str, arguments)]
+
 
 TINY = """
 plan = "dp=1"
@@ -52,7 +59,7 @@ class Shoal:
     def start(self, *arguments, environment=None, **options):
         """Start ``shoal ARGUMENTS`` and return at once."""
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "tied.py"), str(os.getpid()), "-m", "shoal", *map(str, arguments)],
+            python_of_session("-m", "shoal", *arguments),
             cwd=self.folder,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             stdout=subprocess.PIPE,

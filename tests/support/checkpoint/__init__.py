@@ -1,0 +1,1 @@
+"""Checkpoints made without torch, and ranks that save together."""

@@ -1,0 +1,1 @@
+"""Elections and membership."""

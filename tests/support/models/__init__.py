@@ -1,0 +1,1 @@
+"""Models and data that recipes of tests name."""

@@ -1,0 +1,1 @@
+"""Parameter-server runs: as processes, inside one process, as histories, and what they must equal."""

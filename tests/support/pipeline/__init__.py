@@ -1,0 +1,1 @@
+"""Modules cut into stages, on ranks and under the trainer."""

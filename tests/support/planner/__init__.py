@@ -1,0 +1,1 @@
+"""Machines, jobs and tables for the planner, and a step simulated rank by rank."""

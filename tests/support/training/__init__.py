@@ -1,0 +1,1 @@
+"""Runs inside the test's own process."""

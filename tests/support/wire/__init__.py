@@ -1,0 +1,1 @@
+"""Nodes of the wire in processes of their own, right and forged messages."""
