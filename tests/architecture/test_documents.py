@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from architecture.picture import draw
+from architecture.rooms import room_imports
 
 DOCUMENTS = (
     "README.md",
@@ -193,3 +195,10 @@ def test_a_broken_link_is_found(tmp_path):
 def test_a_changelog_without_numerics_is_refused():
     assert unreleased_headings("# C\n## Unreleased\n### Added\n## 1.0\n### Numerics\n") == ["Added"]
     assert unreleased_headings("# C\n## [Unreleased]\n### Added\n- x\n### Numerics\n- none\n") == ["Added", "Numerics"]
+
+
+def test_the_picture_of_the_rooms_is_of_this_source(root, modules):
+    drawn = draw(room_imports(modules))
+    assert (root / "docs" / "rooms.svg").read_text() == drawn, "draw it again: python tests/architecture/picture.py"
+    fewer = {room: below - {"core"} for room, below in room_imports(modules).items()}
+    assert draw(fewer) != drawn
