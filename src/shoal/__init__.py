@@ -18,7 +18,7 @@ _HOMES = {
     "TelemetryConfig": "shoal.telemetry.config",
     "TrainConfig": "shoal.trainer.config",
     "Trainer": "shoal.trainer.loop",
-    "from_datasets": "shoal.data.own",
+    "from_datasets": "shoal.data.sources.own",
 }
 
 __all__ = [

@@ -52,18 +52,18 @@ def draw(imports: dict[str, set[str]]) -> str:
         for place, room in enumerate(row):
             x = left + place * (box + 16)
             places[room] = (x + box / 2, top, top + BOX_HEIGHT)
-            boxes.append(
-                f'<rect x="{x:.0f}" y="{top:.0f}" width="{box:.0f}" height="{BOX_HEIGHT}" rx="6" fill="{COLOURS[number % len(COLOURS)]}" '
-                f'stroke="#55606e"/>\n<text x="{x + box / 2:.0f}" y="{top + BOX_HEIGHT / 2 + 5:.0f}" text-anchor="middle">{room}</text>'
-            )
+            size = f'width="{box:.0f}" height="{BOX_HEIGHT}" rx="6"'
+            colour = COLOURS[number % len(COLOURS)]
+            boxes.append(f'<rect x="{x:.0f}" y="{top:.0f}" {size} fill="{colour}" stroke="#55606e"/>')
+            middle, line = x + box / 2, top + BOX_HEIGHT / 2 + 5
+            boxes.append(f'<text x="{middle:.0f}" y="{line:.0f}" text-anchor="middle">{room}</text>')
     arrows = []
     for room, below in sorted(drawn_imports(imports)):
         if room in places and below in places:
             (x, _, bottom), (to_x, to_top, _) = places[room], places[below]
             bend = (to_top - bottom) / 2
-            arrows.append(
-                f'<path d="M{x:.0f},{bottom:.0f} C{x:.0f},{bottom + bend:.0f} {to_x:.0f},{to_top - bend:.0f} {to_x:.0f},{to_top - 3:.0f}"/>'
-            )
+            points = f"{x:.0f},{bottom + bend:.0f} {to_x:.0f},{to_top - bend:.0f} {to_x:.0f},{to_top - 3:.0f}"
+            arrows.append(f'<path d="M{x:.0f},{bottom:.0f} C{points}"/>')
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="14">',

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from architecture.picture import draw
 from architecture.rooms import room_imports
 

@@ -6,7 +6,7 @@ a fixed shuffle.
 """
 
 from shoal.data.config import OwnDataConfig
-from shoal.data.own import build_own
+from shoal.data.sources.own import build_own
 
 
 def test_every_split_of_a_sorted_dataset_has_both_classes(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from shoal.core.errors import AgreedError, RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.config import TokensConfig
-from shoal.data.own import from_datasets
+from shoal.data.sources.own import from_datasets
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import TrainConfig
 from shoal.trainer.loop import Trainer

@@ -5,8 +5,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from shoal.data.arrays import ArraySource
-from shoal.data.bigram import bigram_entropy
 from shoal.data.check import describe_text
 from shoal.data.config import (
     AnyDataConfig,
@@ -16,15 +14,15 @@ from shoal.data.config import (
     TextConfig,
     TokensConfig,
 )
-from shoal.data.corpus import VOCAB, find_corpus, read_split
-from shoal.data.digits import DIGITS_SPEC, read_digits
-from shoal.data.own import build_own
-from shoal.data.shares import split_positions
+from shoal.data.order import split_positions
+from shoal.data.source import Splits as Splits
+from shoal.data.sources.arrays import ArraySource, WindowSource
+from shoal.data.sources.corpus import VOCAB, bigram_entropy, find_corpus, read_split
+from shoal.data.sources.digits import DIGITS_SPEC, read_digits
+from shoal.data.sources.own import build_own
+from shoal.data.sources.synthetic import describe_synthetic, make_arrays
+from shoal.data.sources.tokens import open_tokens
 from shoal.data.spec import DataSpec
-from shoal.data.splits import Splits as Splits
-from shoal.data.synthetic import describe_synthetic, make_arrays
-from shoal.data.tokens import open_tokens
-from shoal.data.windows import WindowSource
 
 
 def build_splits(config: AnyDataConfig, seed: int) -> Splits:

@@ -7,14 +7,21 @@ from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
 from shoal.core.units import format_bytes
-from shoal.data.config import AnyDataConfig, DigitsConfig, StdlibConfig, SyntheticConfig, TextConfig, TokensConfig
-from shoal.data.corpus import VOCAB, find_corpus
-from shoal.data.digits import DIGITS_SPEC, NUM_DIGITS, require_digits
-from shoal.data.named import load_build
-from shoal.data.shares import split_positions
+from shoal.data.config import (
+    AnyDataConfig,
+    DigitsConfig,
+    StdlibConfig,
+    SyntheticConfig,
+    TextConfig,
+    TokensConfig,
+    load_build,
+)
+from shoal.data.order import split_positions
+from shoal.data.sources.corpus import VOCAB, find_corpus
+from shoal.data.sources.digits import DIGITS_SPEC, NUM_DIGITS, require_digits
+from shoal.data.sources.synthetic import describe_synthetic
+from shoal.data.sources.tokens import open_tokens
 from shoal.data.spec import DataSpec
-from shoal.data.synthetic import describe_synthetic
-from shoal.data.tokens import open_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,12 @@
 """What ``[data]`` of a recipe can say: one frozen config per source, and one for the user's own data. No torch."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from shoal.core.config import Config, tagged
+from shoal.core.functions import bind_arguments, load_function
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -112,3 +114,14 @@ class OwnDataConfig(_Loaded):
 
 AnyDataConfig = StdlibConfig | TextConfig | TokensConfig | SyntheticConfig | DigitsConfig | OwnDataConfig
 DataConfig = tagged(StdlibConfig, TextConfig, TokensConfig, SyntheticConfig, DigitsConfig, OwnDataConfig, key="source")
+
+
+def load_build(config: OwnDataConfig) -> Callable[[], Any]:
+    """The user's function with its arguments bound, ready to be called.
+
+    Raises:
+        RequestError: it cannot be imported, or does not take the arguments of the recipe.
+    """
+    function = load_function(config.build, key="data.build")
+    bind_arguments(function, config.args, key=f"data.build = {config.build!r}")
+    return lambda: function(**config.args)

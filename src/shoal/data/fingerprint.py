@@ -18,8 +18,7 @@ import xxhash
 from shoal.core.clock import Deadline
 from shoal.core.functions import call_own
 from shoal.data.order import permute
-from shoal.data.source import Items, Source
-from shoal.data.splits import Splits
+from shoal.data.source import Items, Source, Splits
 from shoal.telemetry.draws import keeping_draws, random_states
 from shoal.telemetry.memory import is_out_of_memory
 

@@ -25,7 +25,7 @@ from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.core.seeding import derive_key
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
-from shoal.data.parcels import Packer, Parcel
+from shoal.data.sharedmemory import SharedBatch, SharedBatchWriter
 from shoal.data.source import Items, Source
 from shoal.telemetry.draws import random_states
 
@@ -76,7 +76,7 @@ class _Part:
 
 
 class Loader:
-    """An endless row of steps, epoch after epoch. One thread calls ``next()``; ``close()`` when done."""
+    """An endless sequence of steps, epoch after epoch. One thread calls ``next()``; ``close()`` when done."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Loader:
         )
         self._prefetch = 0 if workers else prefetch
         self._num_slow = 0
-        self._ahead: _Ahead | None = None
+        self._prefetcher: _Prefetcher | None = None
         self._is_first = True
         self.draws_random_numbers = False
         """True when loading a batch moved a global generator: such data is never loaded ahead, or it could not be resumed."""
@@ -144,12 +144,12 @@ class Loader:
         """
         if self._is_first and self._prefetch:
             return self._first()
-        if self._ahead is not None:
-            found = self._ahead.next(self._deadline_s)
+        if self._prefetcher is not None:
+            found = self._prefetcher.next(self._deadline_s)
             if found is not None:
                 return found
-            self._ahead.close()
-            self._ahead = None
+            self._prefetcher.close()
+            self._prefetcher = None
         started = time.perf_counter()
         batch = self._load(next(self._parts))
         if self._prefetch:
@@ -157,15 +157,15 @@ class Loader:
             self._num_slow = self._num_slow + 1 if is_slow else 0
             if self._num_slow == _SLOW_IN_A_ROW:
                 self._num_slow = 0
-                self._ahead = self._load_ahead()
+                self._prefetcher = self._start_prefetcher()
         return batch
 
     def close(self) -> None:
         """Stop loading ahead; returns at once even when a load hangs. May be called twice."""
         if os.getpid() != self._owner:
             return  # What a fork of this process ends with is not its to end.
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         if self._workers is not None:
             self._workers.close()
 
@@ -174,18 +174,18 @@ class Loader:
         self._is_first = False
         before = random_states()
         # By a thread all the same, because a source that hangs must not hang its caller.
-        self._ahead = _Ahead(itertools.islice((self._load(part) for part in self._parts), 1), 1)
-        batch = self._ahead.next(self._deadline_s)
+        self._prefetcher = _Prefetcher(itertools.islice((self._load(part) for part in self._parts), 1), 1)
+        batch = self._prefetcher.next(self._deadline_s)
         assert batch is not None, "one load is too few to be called quick"
-        self._ahead.close()
+        self._prefetcher.close()
         self.draws_random_numbers = before != random_states()
         if self.draws_random_numbers:
             self._prefetch = 0
-        self._ahead = self._load_ahead() if self._prefetch else None
+        self._prefetcher = self._start_prefetcher() if self._prefetch else None
         return batch
 
-    def _load_ahead(self) -> "_Ahead":
-        return _Ahead((self._load(part) for part in self._parts), self._prefetch)
+    def _start_prefetcher(self) -> "_Prefetcher":
+        return _Prefetcher((self._load(part) for part in self._parts), self._prefetch)
 
     def _load(self, part: _Part) -> StepBatch:
         loaded = []
@@ -243,7 +243,7 @@ class _Order:
         return self._ids[taken.start - self._start : taken.stop - self._start]
 
 
-class _Ahead:
+class _Prefetcher:
     """A daemon thread that keeps a bounded queue full. What it raises is raised by the caller's ``next()``.
 
     When the first loads are all quick it puts None and ends: whoever takes that can load by himself from the same iterator.
@@ -307,19 +307,19 @@ class _Ahead:
                 continue
 
 
-class _Collated(torch.utils.data.Dataset["Parcel | Items | ShoalError"]):
+class _WorkerDataset(torch.utils.data.Dataset["SharedBatch | Items | ShoalError"]):
     """A source as torch's workers see it: an index is the ids of one microbatch.
 
     An error with a message for people is handed back as a value: torch would raise it with its traceback as the message.
     """
 
-    def __init__(self, source: Source, packer: Packer) -> None:
+    def __init__(self, source: Source, writer: SharedBatchWriter) -> None:
         self._source = source
-        self._packer = packer
+        self._writer = writer
 
-    def __getitem__(self, ids: Ids) -> Parcel | Items | ShoalError:
+    def __getitem__(self, ids: Ids) -> SharedBatch | Items | ShoalError:
         try:
-            return self._packer.pack(self._source.collate(ids))
+            return self._writer.write(self._source.collate(ids))
         except ShoalError as error:
             return error
 
@@ -333,20 +333,20 @@ class _Workers:
         self._deadline_s = deadline_s
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             # Each worker has at most the prefetched ones and the one that is being opened here in its hands.
-            _Collated(source, Packer(keep=max(1, prefetch) + 2)),
+            _WorkerDataset(source, SharedBatchWriter(keep=max(1, prefetch) + 2)),
             batch_size=None,
             sampler=(ids for part in parts for ids in part.microbatches),
             num_workers=workers,
             prefetch_factor=max(1, prefetch),
             collate_fn=_unchanged,  # type: ignore[arg-type]
-            worker_init_fn=_LiveWith(os.getpid()),
+            worker_init_fn=_DieWithParent(os.getpid()),
             # A worker that exits with 0 is only looked for when this has passed.
             timeout=min(_LOOK_SECONDS, deadline_s),
             # Otherwise torch draws the workers' seed from the global generator, which a resumed run has just put back.
             generator=torch.Generator().manual_seed(seed),
         )
         # Made here, not in a thread: a worker dies with the thread that started it.
-        self._iterator: Iterator[Parcel | Items | ShoalError] | None = iter(loader)
+        self._iterator: Iterator[SharedBatch | Items | ShoalError] | None = iter(loader)
 
     def next(self) -> Items:
         if self._iterator is None:
@@ -367,7 +367,7 @@ class _Workers:
                 continue
             if isinstance(found, ShoalError):
                 raise found
-            return found.open() if isinstance(found, Parcel) else found
+            return found.open() if isinstance(found, SharedBatch) else found
 
     def close(self) -> None:
         iterator, self._iterator = self._iterator, None
@@ -375,7 +375,7 @@ class _Workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
-class _LiveWith:
+class _DieWithParent:
     """Ties a worker's life to its rank's; a class, because workers that are not forked have to be able to import it."""
 
     def __init__(self, parent: int) -> None:
@@ -385,5 +385,5 @@ class _LiveWith:
         die_with_parent(self._parent)
 
 
-def _unchanged(items: Parcel | Items | ShoalError) -> Parcel | Items | ShoalError:
+def _unchanged(items: SharedBatch | Items | ShoalError) -> SharedBatch | Items | ShoalError:
     return items

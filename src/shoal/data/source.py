@@ -1,4 +1,4 @@
-"""The one thing the loader asks of data: how many samples, and the tensors of some of them."""
+"""What the loader asks of data: how many samples there are, and the tensors of some of them; and the three splits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from shoal.data.spec import DataSpec, WatchedFile
 
 SampleIds = Sequence[int] | NDArray[np.int64]
 
@@ -33,3 +35,15 @@ class Source(Protocol):
 
     def collate(self, ids: SampleIds) -> Items:
         """The samples with these ids, in this order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """Train, validation and test; a split whose share is 0 has no sample."""
+
+    train: Source
+    validation: Source
+    test: Source
+    spec: DataSpec
+    file: WatchedFile | None = None
+    """Where samples are read from a file while a run trains: that file, as it was when it was opened."""

@@ -31,7 +31,7 @@ from shoal.core.events import (
 )
 from shoal.core.rundir import RunDir
 from shoal.data.order import position_of
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 from shoal.elastic.view import View
 from shoal.optim.build import build_optimizer, decide_groups
 from shoal.optim.precision import Precision

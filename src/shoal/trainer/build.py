@@ -15,8 +15,8 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.data.build import build_splits
+from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
-from shoal.data.splits import Splits
 from shoal.models.build import Loss, build_loss, build_model
 from shoal.models.config import AnyModelConfig
 from shoal.optim.precision import Precision

@@ -13,7 +13,7 @@ from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 from shoal.models.build import refuse_lazy
 from shoal.models.tables import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, decide_groups, initialise_state

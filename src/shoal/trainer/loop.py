@@ -28,7 +28,7 @@ from shoal.core.rundir import make_run_dir
 from shoal.core.units import parse_duration
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 from shoal.elastic.config import ElasticConfig
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision

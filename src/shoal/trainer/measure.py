@@ -6,7 +6,7 @@ from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
 from shoal.data.config import AnyDataConfig
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 from shoal.models.tables import make_dense
 from shoal.optim.named import check_named
 from shoal.parallel.rules import describe_facts

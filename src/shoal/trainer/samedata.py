@@ -16,7 +16,7 @@ from shoal.checkpoint.whole import committed_names, glance
 from shoal.comm.world import World
 from shoal.core.errors import AgreedError, RunError, ShoalError
 from shoal.data.fingerprint import Fingerprint, differ_in_contents_only, list_differences, take_fingerprint
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 
 _MORE_READS = 16
 """Something random that rarely does anything looks like nothing random when a sample is read a few times."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from shoal.comm.world import World
 from shoal.core.plan import Plan
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 from shoal.parallel.anatomy import Anatomy
 from shoal.pipeline.build import Stages, find_stages
 from shoal.pipeline.config import PipelineConfig

@@ -17,7 +17,7 @@ from shoal.core.functions import call_own
 from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 from shoal.optim.precision import Precision
 from shoal.parallel.batchnorm import apply_batchnorm
 from shoal.telemetry.memory import is_out_of_memory

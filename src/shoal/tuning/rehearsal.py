@@ -18,7 +18,7 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.data.loader import Loader, StepBatch
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 from shoal.models.build import Loss
 from shoal.optim.precision import Precision
 from shoal.optim.rates import rate

@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 from shoal.parallel.anatomy import Anatomy
 from shoal.trainer.config import Recipe
 from shoal.verify.case import Case, Tree

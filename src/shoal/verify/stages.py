@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shoal.core.plan import Plan
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 from shoal.parallel.anatomy import Anatomy
 from shoal.pipeline.build import Stages, cut_chain
 from shoal.pipeline.config import PipelineConfig

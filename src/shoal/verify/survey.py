@@ -9,7 +9,7 @@ from torch import nn
 from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
-from shoal.data.splits import Splits
+from shoal.data.source import Splits
 from shoal.models.build import Loss
 from shoal.parallel.tensor.traffic import Survey, survey_crossings
 from shoal.parallel.tensor.vocabulary import rows_per_rank

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.data.order import permute
-from shoal.data.own import from_datasets
+from shoal.data.sources.own import from_datasets
 from shoal.optim.config import OptimConfig
 from shoal.telemetry.config import TelemetryConfig
 from shoal.trainer.config import TrainConfig

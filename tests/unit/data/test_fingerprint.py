@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, TensorDataset
 from shoal.core.errors import ShoalError
 from shoal.data.build import build_splits
 from shoal.data.config import SyntheticConfig, TokensConfig
-from shoal.data.digest import digest_arrays
 from shoal.data.fingerprint import (
     Fingerprint,
     chosen_ids,
@@ -20,7 +19,8 @@ from shoal.data.fingerprint import (
     list_differences,
     take_fingerprint,
 )
-from shoal.data.own import from_datasets
+from shoal.data.sources.arrays import digest_arrays
+from shoal.data.sources.own import from_datasets
 
 torch.set_num_threads(1)
 
@@ -165,9 +165,9 @@ def test_synthetic_data_of_another_seed_is_other_data():
 
 
 def test_of_a_huge_array_blocks_all_over_are_hashed(monkeypatch):
-    monkeypatch.setattr("shoal.data.digest._WHOLE_BYTES", 1 << 16)
-    monkeypatch.setattr("shoal.data.digest._BLOCK", 1 << 8)
-    monkeypatch.setattr("shoal.data.digest._NUM_BLOCKS", 16)
+    monkeypatch.setattr("shoal.data.sources.arrays._WHOLE_BYTES", 1 << 16)
+    monkeypatch.setattr("shoal.data.sources.arrays._BLOCK", 1 << 8)
+    monkeypatch.setattr("shoal.data.sources.arrays._NUM_BLOCKS", 16)
     array = np.zeros(1 << 18, dtype=np.uint8)
     found = digest_arrays(array)
     seen = 0

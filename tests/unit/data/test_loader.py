@@ -17,10 +17,10 @@ import torch
 
 import shoal.data.loader as loader_module
 from shoal.core.errors import RequestError, RunError
-from shoal.data.arrays import ArraySource
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Items, SampleIds, Source
+from shoal.data.sources.arrays import ArraySource
 from support.processes.instruction_count import instructions
 
 torch.set_num_threads(1)
@@ -241,7 +241,7 @@ def test_a_worker_that_ends_is_an_error_long_before_the_deadline(end: Callable[[
 ORPHANS = """
 import os, sys
 import numpy as np
-from shoal.data.arrays import ArraySource
+from shoal.data.sources.arrays import ArraySource
 from shoal.data.loader import Loader
 rows = np.arange(1000)
 loader = Loader(ArraySource((rows,), rows, rows=range(1000), uniform_weight=1), global_batch=2, micro_batch=2, workers=2)

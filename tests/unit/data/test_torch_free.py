@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-FREE = ["config", "spec", "order", "check", "corpus", "tokens", "shares", "synthetic", "digits", "bigram", "named"]
+FREE = ["config", "spec", "order", "check", "sources.corpus", "sources.tokens", "sources.synthetic", "sources.digits"]
 
 
 @pytest.mark.parametrize("modules", [FREE])

@@ -15,13 +15,10 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.functions import call_own
-from shoal.data.config import OwnDataConfig
-from shoal.data.named import load_build
-from shoal.data.order import permute
-from shoal.data.shares import split_positions
-from shoal.data.source import Items, SampleIds
+from shoal.data.config import OwnDataConfig, load_build
+from shoal.data.order import permute, split_positions
+from shoal.data.source import Items, SampleIds, Splits
 from shoal.data.spec import IGNORED, DataSpec
-from shoal.data.splits import Splits
 from shoal.telemetry.draws import keeping_draws, seeded
 from shoal.telemetry.memory import is_out_of_memory
 

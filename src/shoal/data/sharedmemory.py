@@ -23,8 +23,8 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Laid:
-    """Where a tensor lies in a parcel."""
+class _TensorPlace:
+    """Where a tensor lies in a shared batch."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -32,13 +32,13 @@ class _Laid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parcel:
+class SharedBatch:
     """The items of a microbatch, in memory of the process that made them."""
 
     pid: int
     descriptor: int
     num_bytes: int
-    tensors: tuple[_Laid, ...]
+    tensors: tuple[_TensorPlace, ...]
     """The inputs, and the targets last."""
     weight: int
 
@@ -60,12 +60,12 @@ class Parcel:
             memory = mmap.mmap(descriptor, self.num_bytes)
         finally:
             os.close(descriptor)
-        *inputs, targets = (_view(memory, laid) for laid in self.tensors)
+        *inputs, targets = (_view(memory, place) for place in self.tensors)
         return Items(inputs=tuple(inputs), targets=targets, weight=self.weight)
 
 
-class Packer:
-    """Makes parcels and keeps the last ones open, in a loader process.
+class SharedBatchWriter:
+    """Makes shared batches and keeps the last ones open, in a loader process.
 
     Args:
         keep: how many; more than its rank may have asked for and not opened yet.
@@ -75,31 +75,31 @@ class Packer:
         self._keep = keep
         self._kept: deque[int] = deque()
         self._is_open: bool | None = None
-        """Whether the rank can open what this process has; found at the first parcel, when this is the loader process."""
+        """Whether the rank can open what this process has; found at the first batch, when this is the loader process."""
 
-    def pack(self, items: Items) -> Parcel | Items:
-        """The items as a parcel; as they are where they cannot be one, and torch hands them over in its way."""
+    def write(self, items: Items) -> SharedBatch | Items:
+        """The items as a shared batch; as they are where they cannot be one, and torch hands them over in its way."""
         tensors = (*items.inputs, items.targets)
         if self._is_open is None:
             self._is_open = sys.platform == "linux" and _is_open(os.getppid())
         if not self._is_open or not all(_is_plain(tensor) for tensor in tensors):
             return items
-        laid: list[_Laid] = []
+        places: list[_TensorPlace] = []
         end = 0
         for tensor in tensors:
-            laid.append(_Laid(dtype=tensor.dtype, shape=tuple(tensor.shape), start=end))
+            places.append(_TensorPlace(dtype=tensor.dtype, shape=tuple(tensor.shape), start=end))
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
         num_bytes = max(end, _ALIGNED)
         descriptor = os.memfd_create("shoal-batch")
         self._kept.append(descriptor)
         os.ftruncate(descriptor, num_bytes)
         memory = mmap.mmap(descriptor, num_bytes)
-        for tensor, place in zip(tensors, laid, strict=True):
+        for tensor, place in zip(tensors, places, strict=True):
             _view(memory, place).copy_(tensor)
         while len(self._kept) > self._keep:
             os.close(self._kept.popleft())
-        return Parcel(
-            pid=os.getpid(), descriptor=descriptor, num_bytes=num_bytes, tensors=tuple(laid), weight=items.weight
+        return SharedBatch(
+            pid=os.getpid(), descriptor=descriptor, num_bytes=num_bytes, tensors=tuple(places), weight=items.weight
         )
 
 
@@ -123,10 +123,10 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _view(memory: mmap.mmap, laid: _Laid) -> Tensor:
+def _view(memory: mmap.mmap, place: _TensorPlace) -> Tensor:
     count = 1
-    for size in laid.shape:
+    for size in place.shape:
         count *= size
     if count == 0:
-        return torch.empty(laid.shape, dtype=laid.dtype)
-    return torch.frombuffer(memory, dtype=laid.dtype, count=count, offset=laid.start).view(laid.shape)
+        return torch.empty(place.shape, dtype=place.dtype)
+    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.start).view(place.shape)

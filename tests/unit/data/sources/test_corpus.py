@@ -2,14 +2,19 @@
 
 import builtins
 import io
+import math
 import os
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shoal.core.errors import RequestError, RunError
 from shoal.data.config import StdlibConfig, TextConfig
-from shoal.data.corpus import find_corpus, read_split
+from shoal.data.sources import corpus as bigram
+from shoal.data.sources.corpus import bigram_entropy, find_corpus, read_split
 
 
 def _write(folder: Path, texts: dict[str, str]) -> Path:
@@ -130,3 +135,27 @@ def test_large_reads_that_come_in_pieces_are_put_together(tmp_path: Path) -> Non
     path.write_bytes(content)
     split = find_corpus(TextConfig(path=str(path), sequence=64, validation=0, test=0)).train
     assert read_split(split).tobytes() == content + b"\0"
+
+
+def _by_hand(tokens: list[int]) -> float:
+    pairs, firsts = Counter(pairwise(tokens)), Counter(tokens[:-1])
+    return -sum(n * math.log(n / firsts[first]) for (first, _), n in pairs.items()) / (len(tokens) - 1)
+
+
+def test_it_is_the_formula() -> None:
+    tokens = np.random.default_rng(0).integers(0, 5, size=1000).astype(np.uint8)
+    assert bigram_entropy(tokens) == pytest.approx(_by_hand(tokens.tolist()))
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.random.default_rng(0).integers(0, 9, size=1000).astype(np.uint8)
+    whole = bigram_entropy(tokens)
+    monkeypatch.setattr(bigram, "_CHUNK", 7)
+    assert bigram_entropy(tokens) == pytest.approx(whole, abs=1e-12)
+
+
+def test_what_is_certain_has_none_and_what_is_even_has_all() -> None:
+    assert bigram_entropy(np.tile(np.array([1, 2, 3], dtype=np.uint8), 50)) == 0.0
+    assert bigram_entropy(np.zeros(1, dtype=np.uint8)) == 0.0
+    even = np.random.default_rng(0).integers(0, 4, size=200_000).astype(np.uint8)
+    assert bigram_entropy(even) == pytest.approx(math.log(4), abs=1e-3)

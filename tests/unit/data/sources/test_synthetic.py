@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shoal.data.config import SyntheticConfig
-from shoal.data.synthetic import END, IGNORED, PADDING, START, describe_synthetic, make_arrays
+from shoal.data.sources.synthetic import END, IGNORED, PADDING, START, describe_synthetic, make_arrays
 
 KINDS = ["tokens", "classes", "regression", "reverse"]
 

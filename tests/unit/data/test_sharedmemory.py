@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.core.errors import RunError
-from shoal.data.parcels import Packer, Parcel
+from shoal.data.sharedmemory import SharedBatch, SharedBatchWriter
 from shoal.data.source import Items
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc elsewhere")
@@ -22,14 +22,14 @@ TENSORS = (
 )
 
 
-def packed(packer: Packer, *inputs: torch.Tensor) -> Parcel:
-    found = packer.pack(Items(inputs=inputs, targets=torch.arange(3), weight=3))
-    assert isinstance(found, Parcel)
+def packed(writer: SharedBatchWriter, *inputs: torch.Tensor) -> SharedBatch:
+    found = writer.write(Items(inputs=inputs, targets=torch.arange(3), weight=3))
+    assert isinstance(found, SharedBatch)
     return found
 
 
 def test_what_comes_out_is_what_went_in_and_can_be_written_to() -> None:
-    opened = packed(Packer(2), *TENSORS).open()
+    opened = packed(SharedBatchWriter(2), *TENSORS).open()
     for found, wanted in zip((*opened.inputs, opened.targets), (*TENSORS, torch.arange(3)), strict=True):
         assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
         assert torch.equal(found, wanted)
@@ -37,10 +37,10 @@ def test_what_comes_out_is_what_went_in_and_can_be_written_to() -> None:
     assert opened.weight == 3
 
 
-def test_memory_lives_as_long_as_its_tensors_and_only_the_last_parcels_are_kept_open() -> None:
+def test_memory_lives_as_long_as_its_tensors_and_only_the_last_batches_are_kept_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    packer = Packer(2)
-    opened = [packed(packer, torch.full((4,), float(number))).open() for number in range(5)]
+    writer = SharedBatchWriter(2)
+    opened = [packed(writer, torch.full((4,), float(number))).open() for number in range(5)]
     assert [items.inputs[0][0].item() for items in opened] == [0.0, 1.0, 2.0, 3.0, 4.0]
     del opened
     assert len(os.listdir("/proc/self/fd")) == before + 2
@@ -48,31 +48,31 @@ def test_memory_lives_as_long_as_its_tensors_and_only_the_last_parcels_are_kept_
 
 def test_what_is_no_plain_tensor_is_left_to_torch() -> None:
     items = Items(inputs=(torch.eye(3).to_sparse(),), targets=torch.arange(3), weight=3)
-    assert Packer(2).pack(items) is items
+    assert SharedBatchWriter(2).write(items) is items
 
 
-def test_the_parcel_of_a_process_that_has_ended_is_an_error_that_says_so() -> None:
+def test_the_batch_of_a_process_that_has_ended_is_an_error_that_says_so() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     with pytest.raises(RunError, match=f"loader process {ended.pid} has ended, and its batch with it"):
-        Parcel(pid=ended.pid, descriptor=3, num_bytes=64, tensors=(), weight=0).open()
+        SharedBatch(pid=ended.pid, descriptor=3, num_bytes=64, tensors=(), weight=0).open()
 
 
 def test_a_batch_that_cannot_be_opened_for_another_reason_says_which() -> None:
     """Every error was told as a loader process that had ended, which sent people to look for a crash."""
-    parcel = packed(Packer(2), torch.zeros(1))
+    batch = packed(SharedBatchWriter(2), torch.zeros(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
         with pytest.raises(RunError, match=r"of loader process \d+ cannot be opened: \[Errno 24\] .*ulimit -n"):
-            parcel.open()
+            batch.open()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 NOT_TO_BE_LOOKED_INTO = """
 import ctypes, os, torch
-from shoal.data.parcels import Packer
+from shoal.data.sharedmemory import SharedBatchWriter
 from shoal.data.source import Items
 
 if os.getuid() == 0:
@@ -82,7 +82,7 @@ ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: from now on only root
 child = os.fork()
 if child == 0:
     items = Items(inputs=(torch.zeros(1),), targets=torch.zeros(1), weight=1)
-    os._exit(7 if Packer(2).pack(items) is items else 1)
+    os._exit(7 if SharedBatchWriter(2).write(items) is items else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

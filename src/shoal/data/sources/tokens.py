@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shoal.core.errors import RequestError
 from shoal.core.units import format_bytes
 from shoal.data.config import TokensConfig
-from shoal.data.watchedfile import WatchedFile
+from shoal.data.spec import WatchedFile
 
 # Above this a look at every id would take seconds: then ids are sampled here, and every batch is checked as it is read.
 SCANNED_BYTES = 1 << 29
@@ -37,7 +37,7 @@ def open_tokens(config: TokensConfig) -> TokenFile:
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise RequestError(f"data.path: {path.absolute()} {what}; give a .npy or raw file of token ids")
-    file = WatchedFile.look(path.absolute())
+    file = WatchedFile.observe(path.absolute())
     ids = _map_npy(path) if path.suffix == ".npy" else _map_raw(path, config.dtype)
     if ids.size == 0:
         raise RequestError(f"{path} holds 0 token ids; the corpus is empty")

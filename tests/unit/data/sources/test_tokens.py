@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.data import tokens
 from shoal.data.config import TokensConfig
-from shoal.data.tokens import open_tokens
+from shoal.data.sources import tokens
+from shoal.data.sources.tokens import open_tokens
 
 
 def _open(path: Path, **values: object) -> tokens.TokenFile:

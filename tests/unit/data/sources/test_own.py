@@ -13,7 +13,7 @@ from shoal.data.config import OwnDataConfig
 from shoal.data.fingerprint import take_fingerprint
 from shoal.data.loader import _Part, _Workers
 from shoal.data.order import Position
-from shoal.data.own import DatasetSource
+from shoal.data.sources.own import DatasetSource
 
 torch.set_num_threads(1)
 

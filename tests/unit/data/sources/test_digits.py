@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shoal.data.digits import DIGITS_SPEC, NUM_DIGITS, read_digits
+from shoal.data.sources.digits import DIGITS_SPEC, NUM_DIGITS, read_digits
 
 
 def test_they_are_scikit_learns_in_another_order() -> None:

@@ -1,0 +1,1 @@
+"""Where samples come from: text, token files, arrays in memory, and the user's own datasets."""
