@@ -24,7 +24,7 @@ READY = b"ready"
 """What a cradle says when it has imported everything."""
 ROOM = "-" * 1024
 """An argument that means nothing: its memory holds the command line of a fork, for those who look from outside."""
-WARM_OPTIMIZER = "shoal.optim.warm:warm_up"
+WARM_OPTIMIZER = "shoal.optim.build:warm_up"
 """For a cradle of those who will make an optimizer."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _WARM_SECONDS, _FORK_SECONDS = 120.0, 20.0

@@ -1,26 +1,25 @@
-"""Builds the optimizer of a run, with its state, from the ``[optim]`` section.
+"""Builds the optimizer of a run, with its state, from the ``[optim]`` section, and names its state for checkpoints.
 
 torch's own optimizers are used in their fused form, which runs the same kernel for every tensor whatever else is stepped with it.
 What that kernel promises about shards is in ``flat.CUT_MULTIPLE``. LARS and LAMB are ours, because torch has neither. Any other
-class of torch is named by the recipe (``optim/named.py``).
+class of torch is named by the recipe (``optim/torchclass.py``).
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, RunError
 from shoal.optim.config import OptimConfig
 from shoal.optim.flat import CUT_MULTIPLE as CUT_MULTIPLE
 from shoal.optim.flat import FlatState, flat_sizes, is_flat
-from shoal.optim.lamb import Lamb
-from shoal.optim.lars import Lars
-from shoal.optim.named import build_named, early_state, holding_of
-from shoal.optim.trust import Norms
+from shoal.optim.layerwise import Lamb, Lars, Norms
+from shoal.optim.torchclass import build_named, early_state, holding_of
 
 _DEFAULT_EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10, "lamb": 1e-6}
 # Tensors of the parameter's shape that each keeps, and whether it counts its steps.
@@ -192,7 +191,7 @@ def _exempt_names(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> set[
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """True when the elements fill one stretch of memory, in whatever order of dims."""
+    """True when the elements fill one contiguous range of memory, in whatever order of dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -200,3 +199,57 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def export_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+    """Every state tensor as ``<parameter name>/<state key>``, in the order of names; the live tensors, not copies.
+
+    torch's ``state_dict`` numbers parameters by their place in a group; a group that changes (another exemption, another order)
+    would then give a parameter its neighbour's moments without a word. Here every tensor is named after its parameter.
+
+    Args:
+        optimizer: one from ``build_optimizer``; state that does not exist yet is made, as zeros.
+        names: what each of its parameters is called in the model.
+    """
+    initialise_state(optimizer)
+    found = {
+        f"{names[parameter]}/{key}": value
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, value in optimizer.state[parameter].items()
+    }
+    return dict(sorted(found.items()))
+
+
+@torch.no_grad()
+def import_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str], tensors: Mapping[str, Tensor]) -> None:
+    """Copy named tensors into the optimizer's state, bit for bit; nothing is changed when one does not fit.
+
+    Raises:
+        RunError: a tensor is missing, is not this optimizer's, or has another shape or type.
+    """
+    own = export_state(optimizer, names)
+    missing, foreign = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing or foreign:
+        raise RunError(
+            f"the saved optimizer state does not fit: {len(missing)} tensors are missing ({_first(missing)}) and {len(foreign)} "
+            f"are not of this {type(optimizer).__name__} ({_first(foreign)}); resume with the optimizer and model of the save"
+        )
+    for name, target in own.items():
+        saved = tensors[name]
+        if saved.shape != target.shape or saved.dtype != target.dtype:
+            raise RunError(
+                f"saved optimizer state {name!r} is {saved.dtype} {tuple(saved.shape)}, and the run needs {target.dtype} "
+                f"{tuple(target.shape)}; resume with the model and precision it was saved with"
+            )
+    for name, target in own.items():
+        target.copy_(tensors[name])
+
+
+def _first(names: list[str]) -> str:
+    return f"first {names[0]!r}" if names else "none"
+
+
+def warm_up() -> None:
+    """Make an optimizer before processes are forked: torch then imports its compiler, which takes more than a second."""
+    build_optimizer(OptimConfig(), nn.Linear(1, 1))

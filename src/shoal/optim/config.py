@@ -55,7 +55,7 @@ class OptimConfig(Config):
 
     @property
     def is_torch_class(self) -> bool:
-        """True when the optimizer is named by its class in torch (``optim/named.py``)."""
+        """True when the optimizer is named by its class in torch (``optim/torchclass.py``)."""
         return self.name.startswith(TORCH)
 
     @field_validator("name")

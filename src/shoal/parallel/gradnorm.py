@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.placement import Placement, Shape, place_whole
-from shoal.optim.rows import square_sums, whole_norms
+from shoal.optim.norms import square_sums, whole_norms
 from shoal.parallel.pieces import box
 
 _STRETCH = 512

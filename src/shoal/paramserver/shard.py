@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.placement import Placement, place_whole
-from shoal.optim.build import Groups, build_optimizer, initialise_state, set_rate
+from shoal.optim.build import Groups, build_optimizer, export_state, import_state, initialise_state, set_rate
 from shoal.optim.config import OptimConfig
-from shoal.optim.state import export_state, import_state
 from shoal.paramserver.aggregation import adasum, compensate_delay
 from shoal.paramserver.cutting import NORM_OPTIMIZERS, Model, Piece, Shard
 from shoal.paramserver.gradients import Gradients, Rows, Stored

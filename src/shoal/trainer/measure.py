@@ -8,7 +8,7 @@ from shoal.data.check import DataSummary
 from shoal.data.config import AnyDataConfig
 from shoal.data.source import Splits
 from shoal.models.tables import make_dense
-from shoal.optim.named import check_named
+from shoal.optim.torchclass import check_named
 from shoal.parallel.rules import describe_facts
 from shoal.pipeline.build import prove_stages
 from shoal.trainer.build import build_parts

@@ -19,9 +19,9 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.core.placement import Placement, place_whole
 from shoal.data.order import Position
+from shoal.optim.build import export_state
 from shoal.optim.precision import LossScale
 from shoal.optim.rates import PlateauState
-from shoal.optim.state import export_state
 from shoal.parallel.apply import Laid
 from shoal.parallel.owners import gather_whole, is_spokesman
 from shoal.parallel.reduction import Reduction

@@ -29,8 +29,8 @@ from shoal.models.config import ModelConfig
 from shoal.models.tables import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
+from shoal.optim.norms import whole_norms
 from shoal.optim.precision import Precision
-from shoal.optim.rows import whole_norms
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.verify.case import Case, Tree

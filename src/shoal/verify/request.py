@@ -13,7 +13,7 @@ from shoal.core.plan import Plan, all_plans
 from shoal.core.updates import UpdateRule
 from shoal.models.tables import make_dense
 from shoal.optim.config import OptimConfig, PrecisionName
-from shoal.optim.named import check_named
+from shoal.optim.torchclass import check_named
 from shoal.parallel.rules import describe_facts
 from shoal.serverrun.flatmodel import refuse_batch_norm
 from shoal.trainer.build import build_parts

@@ -7,6 +7,7 @@ from torch import nn
 
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import OptimConfig
+from shoal.optim.layerwise import scaled_sum, trust_ratios
 
 
 def lars_step(w, g, v, *, lr, momentum, decay, trust):
@@ -82,3 +83,18 @@ def test_gradients_are_left_as_they_were():
         parameter.grad = torch.full_like(parameter, 0.5)
     build_optimizer(OptimConfig(name="lars"), model).step()
     assert all(parameter.grad.unique().tolist() == [0.5] for parameter in model.parameters())
+
+
+def test_ratio_is_the_quotient_and_one_where_a_norm_is_zero_or_not_finite():
+    numerators = torch.tensor([3.0, 0.0, 3.0, 0.0, float("inf"), float("nan")], dtype=torch.float64)
+    denominators = torch.tensor([4.0, 4.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    ratios = trust_ratios(numerators, denominators, torch.float32)
+    assert [ratio.item() for ratio in ratios] == [0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert all(ratio.dtype == torch.float32 and ratio.ndim == 0 for ratio in ratios)
+
+
+def test_scaled_sum_leaves_its_inputs_alone():
+    first, second = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    (total,) = scaled_sum([first], [second], 0.5)
+    assert total.tolist() == [6.0, 12.0]
+    assert (first.tolist(), second.tolist()) == ([1.0, 2.0], [10.0, 20.0])

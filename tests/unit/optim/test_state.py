@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from shoal.core.errors import RunError
-from shoal.optim.build import build_optimizer
+from shoal.optim.build import build_optimizer, export_state, import_state
 from shoal.optim.config import OptimConfig
-from shoal.optim.state import export_state, import_state
 
 NAMES = ["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "lars", "lamb", "torch.optim.NAdam"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.optim.rows import square_sums
+from shoal.optim.norms import square_sums
 from shoal.parallel.gradnorm import clip_, global_norm
 
 

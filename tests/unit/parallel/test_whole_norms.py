@@ -7,7 +7,7 @@ from torch import nn
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.placement import Patch, Placement
 from shoal.core.plan import Plan
-from shoal.optim.rows import whole_norms
+from shoal.optim.norms import whole_norms
 from shoal.parallel.gradnorm import build_norms, global_norm
 from shoal.parallel.pieces import take_local
 

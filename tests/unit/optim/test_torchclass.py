@@ -9,8 +9,8 @@ from shoal.core.errors import RequestError
 from shoal.optim.build import build_optimizer, initialise_state, num_state_bytes, set_rate
 from shoal.optim.config import OptimConfig
 from shoal.optim.flat import is_flat
-from shoal.optim.named import _REASONS, check_named
 from shoal.optim.rates import rate
+from shoal.optim.torchclass import _REASONS, check_named
 
 USABLE = {
     "ASGD": {},

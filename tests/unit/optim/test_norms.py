@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim import rows as rows_module
-from shoal.optim.rows import square_sums, whole_norms
+from shoal.optim import norms as rows_module
+from shoal.optim.norms import square_sums, whole_norms
 
 
 def test_sums_are_the_float64_sums_of_squares():
