@@ -14,8 +14,8 @@ from shoal.comm.world import World
 from shoal.models.build import cross_entropy
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.mail import Mail
 from shoal.pipeline.runtime import Runtime
@@ -94,7 +94,7 @@ class Rank:
 def cut(schedule: Schedule) -> Chain:
     """The model in as many stages of equally many blocks as a schedule has."""
     model, example = build(), (tokens()[:SAMPLES, :-1].contiguous(),)
-    units = find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+    units = find_units(model, example, analyse_module(model, example, ParallelConfig()))
     blocks = [index for index, unit in enumerate(units) if unit.path.startswith("blocks.")]
     num_stages = schedule.grid.num_stages
     starts = [0, *(blocks[stage * LAYERS // num_stages] for stage in range(1, num_stages))]

@@ -30,7 +30,7 @@ from shoal.core.plan import Plan
 from shoal.models.build import cross_entropy
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
-from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
 from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.parallel.tensor.vocabulary import split_cross_entropy
 from shoal.testing.ranks import run_on_ranks
@@ -47,7 +47,7 @@ def build() -> Gpt:
     return Gpt(GptConfig(layers=LAYERS, hidden=HIDDEN, heads=HEADS), vocab=VOCAB, sequence=SEQUENCE)
 
 
-def anatomy() -> Anatomy:
+def analysis() -> ModuleAnalysis:
     blocks = tuple(f"blocks.{index}" for index in range(LAYERS))
     layers = {
         **{f"attention.{k}": v for k, v in ATTENTION.items()},
@@ -56,7 +56,7 @@ def anatomy() -> Anatomy:
     splits = [Split(path=f"{block}.{name}", kind=kind) for block in blocks for name, kind in layers.items()]
     splits += [Split(path="embedding", kind=SplitKind.VOCABULARY), Split(path="head", kind=SplitKind.LOGITS)]
     heads = [Heads(path=f"{b}.attention", num_heads=HEADS, num_kv_heads=HEADS, divided=LOCAL_COUNTS) for b in blocks]
-    return Anatomy(stacks=(Stack(blocks=blocks, sequence_dim=1),), splits=tuple(splits), attentions=tuple(heads))
+    return ModuleAnalysis(stacks=(Stack(blocks=blocks, sequence_dim=1),), splits=tuple(splits), attentions=tuple(heads))
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -87,7 +87,7 @@ def ddp_steps(world: World) -> Steps:
 def shoal_steps(world: World, *, sequence_parallel: bool, shared: bool = True) -> Steps:
     mesh = build_mesh(world, Plan(dp=1, tp=world.size), shared=shared)
     model, channel = build(), mesh.channel(Axis.TENSOR)
-    layout = apply_tensor_parallel(model, anatomy=anatomy(), mesh=mesh, sequence_parallel=sequence_parallel)
+    layout = apply_tensor_parallel(model, analysis=analysis(), mesh=mesh, sequence_parallel=sequence_parallel)
     partial = [parameter for name, parameter in model.named_parameters() if name in layout.partial]
 
     def loss_of(scores: Tensor, targets: Tensor) -> Tensor:

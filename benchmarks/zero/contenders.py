@@ -17,7 +17,7 @@ from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
-from shoal.parallel.anatomy import Anatomy, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.data import apply_data_parallel
 from shoal.parallel.zero.apply import apply_zero
 
@@ -123,8 +123,8 @@ def shoal_steps(world: World, workload: Workload, *, stage: int) -> Iterator[Non
             yield
         return
     blocks = tuple(f"blocks.{number}" for number in range(workload.layers))
-    anatomy = Anatomy(stacks=(Stack(blocks=blocks),))
-    reduction = apply_zero(model, anatomy=anatomy, mesh=mesh, stage=stage, num_microbatches=1, placements={})
+    analysis = ModuleAnalysis(stacks=(Stack(blocks=blocks),))
+    reduction = apply_zero(model, analysis=analysis, mesh=mesh, stage=stage, num_microbatches=1, placements={})
     optimizer = build_optimizer(config, model, reduction.updated)
     initialise_state(optimizer)
     for tokens in workload.tokens(world.rank):

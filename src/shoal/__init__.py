@@ -12,7 +12,7 @@ _HOMES = {
     "ElasticConfig": "shoal.elastic.config",
     "EvalConfig": "shoal.trainer.config",
     "OptimConfig": "shoal.optim.config",
-    "ParallelConfig": "shoal.parallel.config",
+    "ParallelConfig": "shoal.parallel.analysis.config",
     "PipelineConfig": "shoal.pipeline.config",
     "Plan": "shoal.core.plan",
     "TelemetryConfig": "shoal.telemetry.config",

@@ -1,7 +1,7 @@
 """Modules that know nothing of Shoal, laid out by what was found in them, against one process: torch's encoder, Hugging Face.
 
-What the finder says is only as good as what comes of it, so here nothing is written by hand: the anatomy is found, the techniques
-act on it, and loss and every gradient are compared in float64, dropout on.
+What the analysis says is only as good as what runs on it, so here nothing is written by hand: the module is analysed, the
+techniques act on the analysis, and loss and every gradient are compared in float64, dropout on.
 """
 
 import functools
@@ -16,11 +16,11 @@ from shoal.core.axes import Axis
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
 from shoal.models.build import cross_entropy
-from shoal.parallel.analysis.search import find_anatomy
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.apply import apply_to_model
-from shoal.parallel.config import ParallelConfig
 from shoal.parallel.pieces import box
-from shoal.parallel.rules import describe_facts
+from shoal.parallel.requirements import describe_facts
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.scoring import Scoring
@@ -136,10 +136,10 @@ def run_job(world, case, text, dropout, mutant):
     mesh = build_mesh(world, plan)
     model = build(case, dropout)
     ids, targets = batch(case)
-    anatomy = falsify(find_anatomy(model, (ids[:2],), ParallelConfig()), mutant)
-    plan.check(describe_facts(anatomy, model), world_size=world.size)
+    analysis = falsify(analyse_module(model, (ids[:2],), ParallelConfig()), mutant)
+    plan.check(describe_facts(analysis, model), world_size=world.size)
     key = apply_keyed_dropout(model, 3)
-    laid = apply_to_model(model, plan=plan, mesh=mesh, anatomy=anatomy, dropout=key, batch_norm="local")
+    laid = apply_to_model(model, plan=plan, mesh=mesh, analysis=analysis, dropout=key, batch_norm="local")
     scoring = Scoring(cross_entropy, laid=laid, mesh=mesh)
     total = float((targets != -100).sum())
     own, weight = scoring.own_part(targets, total)
@@ -183,12 +183,12 @@ MUTANTS = {
 JOBS = [*TENSOR, *CONTEXT]
 
 
-def falsify(anatomy, mutant):
+def falsify(analysis, mutant):
     if mutant == "a fused layer cut as one":
-        return replace(anatomy, splits=tuple(replace(split, parts=1) for split in anatomy.splits))
+        return replace(analysis, splits=tuple(replace(split, parts=1) for split in analysis.splits))
     if mutant == "a dropout between split layers forgotten":
-        return replace(anatomy, split_dropouts={})
-    return anatomy
+        return replace(analysis, split_dropouts={})
+    return analysis
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_a_module_laid_out_by_what_was_found_equals_one_process(found, job):
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_falsified_anatomy_is_seen(found, mutant):
+def test_a_falsified_analysis_is_seen(found, mutant):
     case, text, dropout = MUTANTS[mutant]
     assert list(differences(found[case, text, mutant], case, dropout)) != []
 

@@ -15,7 +15,7 @@ from shoal.core.plan import Plan
 from shoal.models.config import GptConfig, Seq2SeqConfig
 from shoal.models.gpt import Gpt
 from shoal.models.seq2seq import Seq2Seq
-from shoal.parallel.anatomy import Anatomy, Heads, Stack
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Stack
 from shoal.parallel.context.apply import apply_context_parallel
 from shoal.testing.parity import assert_close, compare
 from shoal.testing.ranks import run_on_ranks
@@ -99,44 +99,44 @@ def gpt(**changes):
     return Gpt(GptConfig(layers=2, hidden=HIDDEN, heads=6, dropout=0.0, **changes), vocab=VOCAB, sequence=LENGTH)
 
 
-def gpt_anatomy():
+def gpt_analysis():
     heads = tuple(Heads(path=f"blocks.{n}.attention", num_heads=6, num_kv_heads=2) for n in range(2))
     stack = Stack(blocks=("blocks.0", "blocks.1"), sequence_dim=1)
-    return Anatomy(stacks=(stack,), attentions=heads, tail_is_pointwise=True)
+    return ModuleAnalysis(stacks=(stack,), attentions=heads, tail_is_pointwise=True)
 
 
-def encoder_anatomy(*, sequence_dim=1, tail_is_pointwise=True):
+def encoder_analysis(*, sequence_dim=1, tail_is_pointwise=True):
     stack = Stack(blocks=("encoder.layers.0", "encoder.layers.1"), sequence_dim=sequence_dim)
-    return Anatomy(stacks=(stack,), tail_is_pointwise=tail_is_pointwise)
+    return ModuleAnalysis(stacks=(stack,), tail_is_pointwise=tail_is_pointwise)
 
 
-def user_anatomy():
-    return Anatomy(stacks=(Stack(blocks=("layers.0", "layers.1"), sequence_dim=1),), tail_is_pointwise=True)
+def user_analysis():
+    return ModuleAnalysis(stacks=(Stack(blocks=("layers.0", "layers.1"), sequence_dim=1),), tail_is_pointwise=True)
 
 
 def seq2seq():
     return Seq2Seq(Seq2SeqConfig(layers=2, hidden=HIDDEN, heads=6, dropout=0.0), vocab=VOCAB, sequence=2 * LENGTH)
 
 
-def seq2seq_anatomy():
+def seq2seq_analysis():
     stacks = tuple(Stack(blocks=(f"{side}.0", f"{side}.1"), sequence_dim=1) for side in ("encoder", "decoder"))
-    return Anatomy(stacks=stacks, tail_is_pointwise=True)
+    return ModuleAnalysis(stacks=stacks, tail_is_pointwise=True)
 
 
 CASES = {
-    "gpt, shared key heads": (lambda: gpt(kv_heads=2), gpt_anatomy),
-    "gpt tied, one key head": (lambda: gpt(kv_heads=1, tied=True), gpt_anatomy),
-    "encoder": (Encoder, encoder_anatomy),
-    "encoder, padded": (lambda: Encoder(is_padded=True), encoder_anatomy),
+    "gpt, shared key heads": (lambda: gpt(kv_heads=2), gpt_analysis),
+    "gpt tied, one key head": (lambda: gpt(kv_heads=1, tied=True), gpt_analysis),
+    "encoder": (Encoder, encoder_analysis),
+    "encoder, padded": (lambda: Encoder(is_padded=True), encoder_analysis),
     "encoder, sequence first": (
         lambda: Encoder(is_padded=True, is_batch_first=False),
-        lambda: encoder_anatomy(sequence_dim=0),
+        lambda: encoder_analysis(sequence_dim=0),
     ),
-    "encoder, causal and padded": (lambda: Encoder(is_padded=True, is_causal=True), encoder_anatomy),
-    "encoder, pooled": (lambda: Encoder(is_padded=True, pools=True), lambda: encoder_anatomy(tail_is_pointwise=False)),
-    "seq2seq": (seq2seq, seq2seq_anatomy),
-    "user, tables and bias": (User, user_anatomy),
-    "user, blind positions": (lambda: User(is_hidden_at_all=True), user_anatomy),
+    "encoder, causal and padded": (lambda: Encoder(is_padded=True, is_causal=True), encoder_analysis),
+    "encoder, pooled": (lambda: Encoder(is_padded=True, pools=True), lambda: encoder_analysis(tail_is_pointwise=False)),
+    "seq2seq": (seq2seq, seq2seq_analysis),
+    "user, tables and bias": (User, user_analysis),
+    "user, blind positions": (lambda: User(is_hidden_at_all=True), user_analysis),
 }
 
 
@@ -202,7 +202,7 @@ def run_reference(case, dtype):
 def run_context(mesh, plan, case, dtype):
     """The same on one rank: its samples, its positions."""
     model, optimizer = build(case, dtype)
-    layout = apply_context_parallel(model, anatomy=CASES[case][1](), mesh=mesh, kind=plan.cp_kind)
+    layout = apply_context_parallel(model, analysis=CASES[case][1](), mesh=mesh, kind=plan.cp_kind)
     found = []
     for step in range(STEPS):
         inputs, targets = batch_of(case, step)

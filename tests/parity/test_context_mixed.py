@@ -15,9 +15,9 @@ from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
-from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
 from shoal.parallel.context.apply import apply_context_parallel
-from shoal.parallel.masks import narrow_dropouts
+from shoal.parallel.dropout import narrow_dropouts
 from shoal.parallel.pieces import take_local
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.tensor.apply import apply_tensor_parallel
@@ -35,7 +35,7 @@ def build_gpt():
     return Gpt(GptConfig(layers=2, hidden=HIDDEN, heads=4, kv_heads=2, dropout=0.1), vocab=VOCAB, sequence=LENGTH)
 
 
-def gpt_anatomy():
+def gpt_analysis():
     splits, heads, blocks = [], [], ("blocks.0", "blocks.1")
     for block in blocks:
         attention, feed = f"{block}.attention", f"{block}.feed_forward"
@@ -45,7 +45,7 @@ def gpt_anatomy():
         heads.append(Heads(path=attention, num_heads=4, num_kv_heads=2, divided={"heads": 4, "kv_heads": 2}))
     splits.append(Split(path="embedding", kind=SplitKind.VOCABULARY))
     stack = Stack(blocks=blocks, sequence_dim=1)
-    return Anatomy(stacks=(stack,), splits=tuple(splits), attentions=tuple(heads), tail_is_pointwise=True)
+    return ModuleAnalysis(stacks=(stack,), splits=tuple(splits), attentions=tuple(heads), tail_is_pointwise=True)
 
 
 def hugging_face(name):
@@ -91,9 +91,11 @@ def hugging_face(name):
 def build(name):
     torch.manual_seed(3)
     if name == "gpt":
-        return build_gpt().double(), gpt_anatomy()
+        return build_gpt().double(), gpt_analysis()
     model, blocks = hugging_face(name.partition(",")[0])
-    return model.double().train(), Anatomy(stacks=(Stack(blocks=blocks, sequence_dim=1),), tail_is_pointwise=True)
+    return model.double().train(), ModuleAnalysis(
+        stacks=(Stack(blocks=blocks, sequence_dim=1),), tail_is_pointwise=True
+    )
 
 
 def batch_of(name):
@@ -123,16 +125,16 @@ def run_reference(name):
 
 def run_job(mesh, plan, name):
     """Gradients of one step as this rank holds them, summed over its replicas, beside what one process has there."""
-    model, anatomy = build(name)
+    model, analysis = build(name)
     dropout = apply_keyed_dropout(model, 11)
     placements, partial = {}, frozenset()
     if plan.tp > 1:
-        layout = apply_tensor_parallel(model, anatomy=anatomy, mesh=mesh, sequence_parallel=plan.sp)
+        layout = apply_tensor_parallel(model, analysis=analysis, mesh=mesh, sequence_parallel=plan.sp)
         placements, partial = layout.placements, layout.partial
-    context = apply_context_parallel(model, anatomy=anatomy, mesh=mesh, kind=plan.cp_kind)
-    narrow_dropouts(dropout, anatomy=anatomy, mesh=mesh, plan=plan)
+    context = apply_context_parallel(model, analysis=analysis, mesh=mesh, kind=plan.cp_kind)
+    narrow_dropouts(dropout, analysis=analysis, mesh=mesh, plan=plan)
     if plan.recompute != "none":
-        apply_recompute(model, anatomy=anatomy, mode=plan.recompute, dropout=dropout)
+        apply_recompute(model, analysis=analysis, mode=plan.recompute, dropout=dropout)
     tokens, arguments, targets = batch_of(name)
     dropout.begin(0, range(BATCH))
     with mesh.ledger.counting() as account:
@@ -146,7 +148,7 @@ def run_job(mesh, plan, name):
     whole = run_reference(name)
     expected = {key: take_local(whole[key], placements[key]) if key in placements else whole[key] for key in found}
     counted = {key: traffic for key, traffic in account.items() if key[0] == "cp"}
-    predicted = context.expected_traffic(recomputes=plan.recompute != "none")
+    predicted = context.forecast_traffic(recomputes=plan.recompute != "none")
     return {"found": found, "expected": expected, "counted": values_of(counted), "predicted": values_of(predicted)}
 
 

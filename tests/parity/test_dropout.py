@@ -17,11 +17,11 @@ from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy, SplitKind
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
 from shoal.parallel.context.apply import apply_context_parallel
-from shoal.parallel.masks import narrow_dropouts
+from shoal.parallel.dropout import narrow_dropouts
 from shoal.parallel.pieces import take_local
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.tensor.apply import apply_tensor_parallel
@@ -86,7 +86,7 @@ class Functional(nn.Module):
         return F.dropout(x, 0.2, self.training)
 
 
-def _case(name: str) -> tuple[nn.Module, Tensor, Anatomy]:
+def _case(name: str) -> tuple[nn.Module, Tensor, ModuleAnalysis]:
     torch.manual_seed(0)
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
     model: nn.Module
@@ -100,10 +100,10 @@ def _case(name: str) -> tuple[nn.Module, Tensor, Anatomy]:
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 3 * WIDTH, dropout=0.2, batch_first=first)
         model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), x if first else x.transpose(0, 1)
     model = model.double()
-    anatomy = find_anatomy(model, (x,), ParallelConfig())
+    analysis = analyse_module(model, (x,), ParallelConfig())
     whole = (SplitKind.LOGITS, SplitKind.VOCABULARY)
-    anatomy = replace(anatomy, splits=tuple(split for split in anatomy.splits if split.kind not in whole))
-    return model, x, anatomy
+    analysis = replace(analysis, splits=tuple(split for split in analysis.splits if split.kind not in whole))
+    return model, x, analysis
 
 
 def _gradients(model: nn.Module, key: DropoutKey, x: Tensor, positions: Tensor | None, dim: int) -> dict[str, Tensor]:
@@ -123,9 +123,9 @@ def _gradients(model: nn.Module, key: DropoutKey, x: Tensor, positions: Tensor |
 
 
 def one_process(name: str) -> dict[str, Tensor]:
-    model, x, anatomy = _case(name)
+    model, x, analysis = _case(name)
     # No part of parallel/: the shape of what a dropout sees is enough.
-    return _gradients(model, apply_keyed_dropout(model, 7), x, None, anatomy.stacks[0].sequence_dim or 0)
+    return _gradients(model, apply_keyed_dropout(model, 7), x, None, analysis.stacks[0].sequence_dim or 0)
 
 
 def worst_error(world: World, name: str, text: str, mutant: str = "") -> tuple[float, str]:
@@ -134,22 +134,22 @@ def worst_error(world: World, name: str, text: str, mutant: str = "") -> tuple[f
     expected = one_process(name)
     plan = Plan.parse(text)
     mesh = build_mesh(world, plan)
-    model, x, anatomy = _case(name)
+    model, x, analysis = _case(name)
     key = apply_keyed_dropout(model, 7)
     placements: dict[str, Any] = {}
     partial: frozenset[str] = frozenset()
     if mesh.has(Axis.TENSOR):
-        layout = apply_tensor_parallel(model, anatomy=anatomy, mesh=mesh, sequence_parallel=plan.sp)
+        layout = apply_tensor_parallel(model, analysis=analysis, mesh=mesh, sequence_parallel=plan.sp)
         placements, partial = dict(layout.placements), frozenset(layout.partial)
     context = None
     if mesh.has(Axis.CONTEXT):
-        context = apply_context_parallel(model, anatomy=anatomy, mesh=mesh, kind=plan.cp_kind)
+        context = apply_context_parallel(model, analysis=analysis, mesh=mesh, kind=plan.cp_kind)
     if mutant != "not narrowed":
-        narrow_dropouts(key, anatomy=anatomy, mesh=mesh, plan=plan)
+        narrow_dropouts(key, analysis=analysis, mesh=mesh, plan=plan)
     if plan.recompute != "none":
-        apply_recompute(model, anatomy=anatomy, mode=plan.recompute, dropout=key)  # type: ignore[arg-type]
+        apply_recompute(model, analysis=analysis, mode=plan.recompute, dropout=key)  # type: ignore[arg-type]
     positions = context.positions(LENGTH) if context is not None and context.keeps_local else None
-    found = _gradients(model, key, x, positions, anatomy.stacks[0].sequence_dim or 0)
+    found = _gradients(model, key, x, positions, analysis.stacks[0].sequence_dim or 0)
     assert not key.foreign_draws(), key.foreign_draws()
     errors = []
     total = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())

@@ -23,17 +23,17 @@ CASES = {
 }
 
 
-class Laid:
+class ModelLayout:
     """One model under a plan, cut or not."""
 
     def __init__(self, mesh, plan, places, stage=None):
-        self.model, anatomy = build("gpt dropout", torch.float32)
+        self.model, analysis = build("gpt dropout", torch.float32)
         # A dropout after the last block, which under cp sees some positions there and all of them before the first.
         self.model.norm = nn.Sequential(self.model.norm, nn.Dropout(0.1))
         self.key = apply_keyed_dropout(self.model, 3)
         example = tuple(batch_of("gpt", 0, torch.float32)[0])
-        units = find_units(self.model, example, anatomy)
-        apply_to_model(self.model, plan=plan, mesh=mesh, anatomy=anatomy, dropout=self.key, batch_norm="local")
+        units = find_units(self.model, example, analysis)
+        apply_to_model(self.model, plan=plan, mesh=mesh, analysis=analysis, dropout=self.key, batch_norm="local")
         if stage is not None:
             paths = [unit.path for unit in units]
             starts = [0, *(next(n for n, path in enumerate(paths) if path.startswith(place)) for place in places)]
@@ -56,7 +56,7 @@ def loss_of(output):
 
 
 def run_whole(mesh, plan):
-    laid = Laid(mesh, plan, ())
+    laid = ModelLayout(mesh, plan, ())
     with mesh.ledger.counting() as account:
         for microbatch in range(2):
             with laid.begin(microbatch):
@@ -66,7 +66,7 @@ def run_whole(mesh, plan):
 
 
 def run_stages(mesh, plan, places):
-    stages = [Laid(mesh, plan, places, stage) for stage in range(len(places) + 1)]
+    stages = [ModelLayout(mesh, plan, places, stage) for stage in range(len(places) + 1)]
     ends = {}
     with mesh.ledger.counting() as account:
         for microbatch in range(2):

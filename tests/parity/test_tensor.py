@@ -14,14 +14,14 @@ from shoal.core.axes import Axis
 from shoal.core.placement import Patch, Placement, place_whole
 from shoal.core.plan import Plan
 from shoal.models.build import cross_entropy
-from shoal.parallel.masks import narrow_dropouts
+from shoal.parallel.dropout import narrow_dropouts
 from shoal.parallel.pieces import put_local
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.tensor import layers as split_layers
 from shoal.parallel.tensor import vocabulary
 from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.parallel.tensor.crossing import leave_sequence
-from shoal.parallel.tensor.traffic import expected_traffic, survey_crossings
+from shoal.parallel.tensor.traffic_forecast import forecast_traffic, record_crossings
 from shoal.parallel.tensor.vocabulary import split_cross_entropy
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.parity import compare
@@ -116,14 +116,14 @@ def run_jobs(world, jobs, mutants):
 
 
 def run_split(mesh, case, dtype, sequence_parallel, recompute="none", skip_partial=False):
-    model, anatomy = build(case, weights_of(dtype))
+    model, analysis = build(case, weights_of(dtype))
     plan = Plan(dp=1, tp=mesh.degree(Axis.TENSOR), sp=sequence_parallel, recompute=recompute)
-    survey = survey_crossings(model, anatomy, batch_of(case, 0, weights_of(dtype))[0])
+    survey = record_crossings(model, analysis, batch_of(case, 0, weights_of(dtype))[0])
     key = apply_keyed_dropout(model, 3)
-    layout = apply_tensor_parallel(model, anatomy=anatomy, mesh=mesh, sequence_parallel=sequence_parallel)
-    narrow_dropouts(key, anatomy=anatomy, mesh=mesh, plan=plan)
+    layout = apply_tensor_parallel(model, analysis=analysis, mesh=mesh, sequence_parallel=sequence_parallel)
+    narrow_dropouts(key, analysis=analysis, mesh=mesh, plan=plan)
     if recompute != "none":
-        apply_recompute(model, anatomy=anatomy, mode=recompute, dropout=key)
+        apply_recompute(model, analysis=analysis, mode=recompute, dropout=key)
     channel = mesh.channel(Axis.TENSOR)
     optimizer, found = make_optimizer(model, case, dtype), []
     for step in range(STEPS):
@@ -145,7 +145,7 @@ def run_split(mesh, case, dtype, sequence_parallel, recompute="none", skip_parti
         found.append(snapshot(model, optimizer, loss))
     placements = {name: pack(placement) for name, placement in layout.placements.items()}
     weight_bytes = weights_of(dtype).itemsize
-    expected = expected_traffic(
+    expected = forecast_traffic(
         survey,
         plan,
         batch=BATCH,

@@ -23,7 +23,7 @@ from shoal.data.order import Position, permute, take
 from shoal.models.build import build_loss, build_model
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.precision import Precision
-from shoal.parallel.anatomy import Anatomy, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.gradnorm import build_norms, clip_, global_norm
 from shoal.parallel.pieces import put_local
 from shoal.parallel.zero.apply import apply_zero
@@ -200,12 +200,12 @@ def run_rank(mesh, case, stage, mutant=None):
     """The pieces of this rank after each step, with their places, and the step's traffic."""
     recipe, data, model, loss_of, dropout, precision = build(case)
     replicas, rank = mesh.degree(Axis.DATA), mesh.coordinate(Axis.DATA)
-    anatomy = Anatomy(stacks=tuple(Stack(blocks=blocks) for blocks in STACKS[recipe.model.name]))
+    analysis = ModuleAnalysis(stacks=tuple(Stack(blocks=blocks) for blocks in STACKS[recipe.model.name]))
     if case == "gpt recomputed":
         recompute(model, dropout)
     size = recipe.train.micro_batch or recipe.train.global_batch // replicas
     count = recipe.train.global_batch // size // replicas
-    reduction = apply_zero(model, anatomy=anatomy, mesh=mesh, stage=stage, num_microbatches=count, placements={})
+    reduction = apply_zero(model, analysis=analysis, mesh=mesh, stage=stage, num_microbatches=count, placements={})
     norms = build_norms(model, mesh=mesh, placements={}, updated=reduction.placements, is_sharded=True)
     optimizer = build_optimizer(recipe.optim, model, reduction.updated, norms)
     initialise_state(optimizer)
@@ -234,7 +234,7 @@ def run_rank(mesh, case, stage, mutant=None):
         traffic = dict(counted)
         if gathers is not None and ("dp", "all_gather") not in before_publish:
             traffic["dp", "all_gather"] = gathers
-        expected = reduction.expected_traffic(count)
+        expected = reduction.forecast_traffic(count)
         found.append(
             {
                 "norm": torch.tensor(norm, dtype=torch.float64),

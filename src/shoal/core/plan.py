@@ -153,7 +153,7 @@ class Plan:
         """Every reason why this plan cannot run, each with its fix; empty when it can.
 
         Args:
-            model: ``ModelFacts``, or an ``Anatomy`` or ``nn.Module`` where ``shoal.parallel.rules`` is imported.
+            model: ``ModelFacts``, a ``ModuleAnalysis`` or an ``nn.Module`` where ``shoal.parallel.requirements`` is imported.
             world_size: the processes there are, when that is known.
         """
         wrong_values = list(self._value_problems())
@@ -200,8 +200,8 @@ class Plan:
         """Refuse a plan that cannot run, before anything starts.
 
         Args:
-            model: what the plan is for: ``ModelFacts``, or an ``Anatomy`` or ``nn.Module`` where ``shoal.parallel.rules`` is
-                imported.
+            model: what the plan is for: ``ModelFacts``, a ``ModuleAnalysis`` or an ``nn.Module`` where
+                ``shoal.parallel.requirements`` is imported.
             world_size: the processes there are, when that is known.
 
         Raises:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.costs.chain import Cut, OpKind
-from shoal.costs.rows import opened_modules
+from shoal.costs.blocks import opened_modules
+from shoal.costs.layers import OpKind, TensorSplit
 
 INPUTS = "inputs"
 """Name of a link that no module begins: what a forward pass does before it calls the first block."""
@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     sizes: tuple[int, ...]
     """What may depend on the batch: count, rows, inner and outer of a product; samples, heads, rows and outer of an attention;
     else bytes."""
-    cut: Cut
+    cut: TensorSplit
     width: float = 0.0
     """Features of an attention's head: the mean of a key's and a value's."""
     is_causal: bool = False
@@ -39,7 +39,7 @@ class Saved(NamedTuple):
     """One storage that is kept for the backward pass."""
 
     place: str
-    """A field of ``Kept``: whole, split or scores."""
+    """A field of ``SavedBytes``: whole, split or scores."""
     num_bytes: int
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shoal.core.errors import RequestError
-from shoal.costs.chain import Kept, Op, OpKind
+from shoal.costs.layers import Op, OpKind, SavedBytes
 from shoal.costs.links import Done, Seen
 
 Batches = tuple[int, int]
@@ -37,12 +37,12 @@ def ops_of_sample(one: Done, two: Done, batches: Batches) -> tuple[Op, ...]:
     return tuple(replace(op, count=count) for op, count in counts.items())
 
 
-def kept_of_sample(one: Done, two: Done, batches: Batches, *, received: float) -> Kept:
+def kept_of_sample(one: Done, two: Done, batches: Batches, *, received: float) -> SavedBytes:
     """What one sample keeps."""
     places = {"whole": 0.0, "split": 0.0, "scores": 0.0}
     for before, after in zip(one.saved, two.saved, strict=True):
         places[before.place] += growth(before.num_bytes, after.num_bytes, batches)
-    return Kept(**places, boundary=received)
+    return SavedBytes(**places, boundary=received)
 
 
 def growth(before: float, after: float, batches: Batches) -> float:

@@ -16,10 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.costs.chain import Cut, OpKind
 from shoal.costs.count import Attention, Product, is_view, named_arguments, num_bytes, products_of
 from shoal.costs.faked import run_faked, without_memory
 from shoal.costs.images import read_image
+from shoal.costs.layers import OpKind, TensorSplit
 from shoal.costs.links import Links, Saved, Seen
 from shoal.costs.saved import SavedActivations
 
@@ -53,14 +53,16 @@ _PLAIN = Mark()
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, fills the links."""
 
-    def __init__(self, module: nn.Module, links: Links, mode: FakeTensorMode, *, cuts: Mapping[str, Cut]) -> None:
+    def __init__(
+        self, module: nn.Module, links: Links, mode: FakeTensorMode, *, cuts: Mapping[str, TensorSplit]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.links = links
         self.last = ""
         """The operation that came last: the one that failed, if one did."""
         self.names: list[str] = []
         """Of the parameters, by number."""
-        self.cut_of_weight: list[Cut] = []
+        self.cut_of_weight: list[TensorSplit] = []
         self.experts_of_weight: dict[int, int] = {}
         """Matrices that a parameter is made of, where rows are dealt out to them, by its number."""
         self._sizes = [parameter.numel() for parameter in module.parameters()]
@@ -168,16 +170,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if mark.weight is not None and tensor.ndim > 1
         ]
         is_split = any(mark.is_split for mark in marks)
-        cut = self._cut_of_product(weights[0]) if weights else Cut.ALL if is_split else Cut.NOTHING
+        cut = self._cut_of_product(weights[0]) if weights else TensorSplit.ALL if is_split else TensorSplit.NOTHING
         for product in self._deal(products, inputs, marks):
             done.ops.append(_seen(product, cut))
             if isinstance(product, Attention):
                 done.heads.append((product.heads, product.kv_heads))
                 done.carried.append(inputs[1].nbytes + inputs[2].nbytes)
-        if cut is Cut.ROWS:
+        if cut is TensorSplit.ROWS:
             done.sums.append(outputs[0].nbytes)
         if isinstance(products[0], Attention) or weights:
-            is_split = cut in (Cut.COLUMNS, Cut.ALL)
+            is_split = cut in (TensorSplit.COLUMNS, TensorSplit.ALL)
             return lambda _: Mark(is_split=is_split)
         had_scores = any(mark.is_scores for mark in marks)
         if len(inputs) > 1:
@@ -220,8 +222,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Callable[[Tensor], Mark]:
         weights = [mark.weight for mark in marks if mark.weight is not None]
         is_split = any(mark.is_split for mark in marks)
-        cut = Cut.ALL if is_split else Cut.NOTHING
-        if func.overloadpacket in _EMBEDDINGS and weights and self.cut_of_weight[weights[0]] is not Cut.NOTHING:
+        cut = TensorSplit.ALL if is_split else TensorSplit.NOTHING
+        if func.overloadpacket in _EMBEDDINGS and weights and self.cut_of_weight[weights[0]] is not TensorSplit.NOTHING:
             # Each rank looks up the rows that it has, and all add what they found.
             self.links.now.done.sums.append(outputs[0].nbytes)
         if not is_view(func):
@@ -231,10 +233,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         scores = {tensor.numel() for tensor, mark in zip(inputs, marks, strict=True) if mark.is_scores}
         return lambda tensor: Mark(is_split=is_split, is_scores=tensor.numel() in scores)
 
-    def _cut_of_product(self, number: int) -> Cut:
+    def _cut_of_product(self, number: int) -> TensorSplit:
         cut = self.cut_of_weight[number]
         # The rows of an embedding are the outputs of a product with it: the output layer that it is tied to.
-        return Cut.COLUMNS if cut is not Cut.NOTHING and number in self._tables else cut
+        return TensorSplit.COLUMNS if cut is not TensorSplit.NOTHING and number in self._tables else cut
 
     def _save(self, tensor: Tensor) -> None:
         size = 0 if self._is_paused else self._saved.keep(tensor)
@@ -252,17 +254,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._marks.get(id_of(tensor), _PLAIN)
 
 
-def cut_of(name: str, cuts: Mapping[str, Cut]) -> Cut:
+def cut_of(name: str, cuts: Mapping[str, TensorSplit]) -> TensorSplit:
     """How a parameter is cut: as its module is; in a module that is cut as a piece, by columns, and one level below by rows.
 
     That is how ``nn.MultiheadAttention`` is made: its own matrix makes queries, keys and values, and its output layer sums up.
     """
     owner = name.rpartition(".")[0]
-    if cuts.get(owner, Cut.ALL) is not Cut.ALL:
+    if cuts.get(owner, TensorSplit.ALL) is not TensorSplit.ALL:
         return cuts[owner]
-    if cuts.get(owner) is Cut.ALL:
-        return Cut.COLUMNS
-    return Cut.ROWS if cuts.get(owner.rpartition(".")[0]) is Cut.ALL else Cut.NOTHING
+    if cuts.get(owner) is TensorSplit.ALL:
+        return TensorSplit.COLUMNS
+    return TensorSplit.ROWS if cuts.get(owner.rpartition(".")[0]) is TensorSplit.ALL else TensorSplit.NOTHING
 
 
 def id_of(tensor: Tensor) -> int:
@@ -270,7 +272,7 @@ def id_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _seen(product: Product | Attention, cut: Cut) -> Seen:
+def _seen(product: Product | Attention, cut: TensorSplit) -> Seen:
     if isinstance(product, Product):
         return Seen(OpKind.MATMUL, product.sizes, cut, experts=product.experts)
     width = (product.width + product.value_width) / 2

@@ -21,14 +21,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from shoal.core.errors import RequestError
 from shoal.costs.alike import imitating
-from shoal.costs.chain import Chain, Cut, Layer, LayerKind
+from shoal.costs.blocks import find_blocks, is_under
 from shoal.costs.faked import fake_like, faked
 from shoal.costs.fused import OneKernel
 from shoal.costs.images import rows_of
+from shoal.costs.layers import Layer, LayerKind, ModelCosts, TensorSplit
 from shoal.costs.links import Done, Link, Links, num_received
 from shoal.costs.persample import Batches, check_alike, growth, kept_of_sample, ops_of_sample, total_growth
 from shoal.costs.record import Recorder
-from shoal.costs.rows import find_rows, is_under
 from shoal.costs.undisturbed import undisturbed
 
 INSTEAD = (
@@ -51,7 +51,7 @@ class _Pass:
     put_out: int
     """Bytes of the scores."""
     names: list[str]
-    cuts: list[Cut]
+    cuts: list[TensorSplit]
     """Of the parameters, by number."""
     experts: dict[int, int]
     """Matrices that a parameter is made of, where rows are dealt out to them, by its number."""
@@ -61,7 +61,7 @@ class _Pass:
 class _Settings:
     units: Sequence[str] | None
     blocks: Sequence[str]
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, TensorSplit]
     compute_dtype: torch.dtype | None
     loss: Loss | None
     targets: Tensor | None
@@ -76,13 +76,13 @@ def trace_module(
     name: str,
     units: Sequence[str] | None = None,
     blocks: Sequence[str] | None = None,
-    cuts: Mapping[str, Cut] | None = None,
+    cuts: Mapping[str, TensorSplit] | None = None,
     compute_dtype: torch.dtype | None = None,
     loss: Loss | None = None,
     targets: Tensor | None = None,
     batch_dim: int = 0,
     device: str = "cpu",
-) -> Chain:
+) -> ModelCosts:
     """A module as a chain of layers, per sample, as it trains.
 
     Args:
@@ -102,7 +102,7 @@ def trace_module(
     Raises:
         RequestError: the forward pass cannot run without values, or takes another way for another number of samples.
     """
-    chosen = [block for row in find_rows(module) for block in row] if blocks is None else list(blocks)
+    chosen = [block for row in find_blocks(module) for block in row] if blocks is None else list(blocks)
     num_samples = max(2, _batch_of(inputs, batch_dim))
     batches = num_samples, 2 * num_samples
     settings = _Settings(
@@ -121,7 +121,7 @@ def trace_module(
     heads = {pair for link in passes[0].links for pair in link.done.heads}
     query_heads, kv_heads = {pair[0] for pair in heads}, {pair[1] for pair in heads}
     dtype = compute_dtype or next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    return Chain(
+    return ModelCosts(
         name=name,
         layers=layers,
         tokens=_tokens(inputs, batch_dim, has_attention=bool(heads)),
@@ -271,7 +271,9 @@ def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, float, 
     experts = {alike[number] for number in seen.experts}
     for number, parameter in parameters.items():
         # The bias of a layer that is cut by rows is added after the sum.
-        is_cut = seen.cuts[number] is Cut.COLUMNS or (seen.cuts[number] is Cut.ROWS and parameter.ndim > 1)
+        is_cut = seen.cuts[number] is TensorSplit.COLUMNS or (
+            seen.cuts[number] is TensorSplit.ROWS and parameter.ndim > 1
+        )
         sums[owner[number]][2 if alike[number] in experts else int(is_cut)] += parameter.numel()
     return [(whole, split, routed, name) for (whole, split, routed), name in zip(sums, tied, strict=True)]
 

@@ -7,7 +7,7 @@ gated feed-forwards, grouped-query attention, fused attention and experts follow
 from dataclasses import dataclass, replace
 
 from shoal.core.errors import RequestError
-from shoal.costs.chain import Chain, Cut, Kept, Layer, LayerKind, Op, OpKind
+from shoal.costs.layers import Layer, LayerKind, ModelCosts, Op, OpKind, SavedBytes, TensorSplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class TransformerShape:
         return 4 * self.hidden if self.ffn is None else self.ffn
 
 
-def transformer_chain(shape: TransformerShape, *, name: str = "transformer") -> Chain:
+def transformer_chain(shape: TransformerShape, *, name: str = "transformer") -> ModelCosts:
     """Embedding, blocks, and the output layer with its loss."""
     dense = _block(shape, experts=False)
     routed = _block(shape, experts=True) if shape.experts > 1 else dense
@@ -95,7 +95,7 @@ def transformer_chain(shape: TransformerShape, *, name: str = "transformer") -> 
         replace(dense, name=f"block {at}") if at < num_dense else replace(routed, name=f"block {at}")
         for at in range(shape.layers)
     ]
-    return Chain(
+    return ModelCosts(
         name=name,
         layers=(_embedding(shape), *blocks, _head(shape)),
         tokens=float(shape.sequence),
@@ -117,7 +117,7 @@ def _embedding(shape: TransformerShape) -> Layer:
         whole_weights=positions * hidden if shape.learned_positions else 0.0,
         split_weights=float(shape.padded_vocab) * hidden,
         # Token numbers (8 bytes) and the dropout mask: Megatron's own count.
-        kept=Kept(whole=mask + 8 * positions, boundary=8 * positions),
+        kept=SavedBytes(whole=mask + 8 * positions, boundary=8 * positions),
         output_bytes=output,
         num_pairs=1,
         pair_bytes=output,
@@ -137,14 +137,16 @@ def _head(shape: TransformerShape) -> Layer:
         kind=LayerKind.HEAD,
         ops=(
             Op(kind=OpKind.MEMORY, num_bytes=2 * positions * hidden * item),
-            Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=vocab, cut=Cut.COLUMNS),
+            Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=vocab, cut=TensorSplit.COLUMNS),
             # The loss: scores are read and written in float32, for their largest, their exponentials and their sum; or read once.
-            Op(kind=OpKind.MEMORY, num_bytes=scores * (item if shape.fused_loss else item + 3 * 4), cut=Cut.ALL),
+            Op(
+                kind=OpKind.MEMORY, num_bytes=scores * (item if shape.fused_loss else item + 3 * 4), cut=TensorSplit.ALL
+            ),
         ),
         whole_weights=hidden * (1 if shape.is_gated else 2),
         split_weights=0.0 if shape.tied else vocab * hidden,
         # The final norm's input and the product's input, and the float32 probabilities that the loss keeps.
-        kept=Kept(whole=2 * positions * hidden * item, split=scores * 4, boundary=positions * hidden * item),
+        kept=SavedBytes(whole=2 * positions * hidden * item, split=scores * 4, boundary=positions * hidden * item),
         num_pairs=0,
         pair_bytes=positions * hidden * item,
         tied_to="embedding" if shape.tied else None,
@@ -169,7 +171,9 @@ def _block(shape: TransformerShape, *, experts: bool) -> Layer:
         split_weights=attention.split_weights + forward.split_weights,
         expert_weights=forward.expert_weights,
         # Inputs of the two norms, and the masks of the two dropouts after them (4 s b h and 2 s b h of the paper).
-        kept=Kept(whole=2 * width + 2 * mask + 2 * unfused.norm_kept, boundary=width) + attention.kept + forward.kept,
+        kept=SavedBytes(whole=2 * width + 2 * mask + 2 * unfused.norm_kept, boundary=width)
+        + attention.kept
+        + forward.kept,
         output_bytes=width,
         num_pairs=2,
         pair_bytes=width,
@@ -209,7 +213,7 @@ class _Half:
     """One half of a block, between a norm and a residual sum."""
 
     ops: tuple[Op, ...]
-    kept: Kept
+    kept: SavedBytes
     whole_weights: float = 0.0
     split_weights: float = 0.0
     expert_weights: float = 0.0
@@ -225,15 +229,15 @@ def _attention(shape: TransformerShape) -> _Half:
     core, scores = _core(shape, shape.features, shape.features)
     return _Half(
         ops=(
-            Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=queries + 2 * keys, cut=Cut.COLUMNS),
+            Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=queries + 2 * keys, cut=TensorSplit.COLUMNS),
             *_rotation(shape),
             *core,
-            Op(kind=OpKind.MATMUL, rows=positions, inner=queries, outer=hidden, cut=Cut.ROWS),
+            Op(kind=OpKind.MATMUL, rows=positions, inner=queries, outer=hidden, cut=TensorSplit.ROWS),
         ),
         whole_weights=0.0 if shape.is_gated else hidden,
         split_weights=hidden * (queries + 2 * keys) + queries * hidden + biases,
         # The input of the first product; queries, keys, values; the output of the attention, which is the input of the second.
-        kept=Kept(
+        kept=SavedBytes(
             whole=positions * hidden * item,
             split=positions * (2 * queries + 2 * keys) * item + _statistics(shape),
             scores=scores,
@@ -244,7 +248,7 @@ def _attention(shape: TransformerShape) -> _Half:
 
 def _rotation(shape: TransformerShape) -> tuple[Op, ...]:
     moved = _unfused(shape).rotation
-    return (Op(kind=OpKind.MEMORY, num_bytes=moved, cut=Cut.ALL),) if moved else ()
+    return (Op(kind=OpKind.MEMORY, num_bytes=moved, cut=TensorSplit.ALL),) if moved else ()
 
 
 def _core(shape: TransformerShape, of_keys: float, of_values: float) -> tuple[tuple[Op, ...], float]:
@@ -257,7 +261,7 @@ def _core(shape: TransformerShape, of_keys: float, of_values: float) -> tuple[tu
         inner=(of_keys + of_values) / 2,
         outer=positions,
         heads=shape.heads,
-        cut=Cut.ALL,
+        cut=TensorSplit.ALL,
         is_fused=shape.fused_attention,
         # Not fused: scores written; read, scaled, masked, softmax written; read, dropped, written with a mask; read.
         num_bytes=0.0 if shape.fused_attention else scores * (6 * item + (1 if shape.dropout else 0)),
@@ -284,25 +288,27 @@ def _latent_attention(shape: TransformerShape) -> _Half:
     ops = (
         Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=down),
         Op(kind=OpKind.MEMORY, num_bytes=2 * positions * down * item),
-        Op(kind=OpKind.MATMUL, rows=positions, inner=from_query, outer=queries, cut=Cut.COLUMNS),
+        Op(kind=OpKind.MATMUL, rows=positions, inner=from_query, outer=queries, cut=TensorSplit.COLUMNS),
         Op(
             kind=OpKind.MATMUL,
             rows=positions,
             inner=float(shape.kv_rank),
             outer=shape.heads * 2 * features,
-            cut=Cut.COLUMNS,
+            cut=TensorSplit.COLUMNS,
         ),
         # Rotation of the positional part, and keys put together of their two parts.
-        Op(kind=OpKind.MEMORY, num_bytes=4 * positions * queries * item, cut=Cut.ALL),
+        Op(kind=OpKind.MEMORY, num_bytes=4 * positions * queries * item, cut=TensorSplit.ALL),
         *core,
-        Op(kind=OpKind.MATMUL, rows=positions, inner=values, outer=hidden, cut=Cut.ROWS),
+        Op(kind=OpKind.MATMUL, rows=positions, inner=values, outer=hidden, cut=TensorSplit.ROWS),
     )
     kept = (hidden + 2 * down) * positions * item
     return _Half(
         ops=ops,
         whole_weights=hidden * down + rank + shape.kv_rank,
         split_weights=from_query * queries + shape.kv_rank * shape.heads * 2 * features + values * hidden,
-        kept=Kept(whole=kept, split=positions * (2 * queries + 2 * values) * item + _statistics(shape), scores=scores),
+        kept=SavedBytes(
+            whole=kept, split=positions * (2 * queries + 2 * values) * item + _statistics(shape), scores=scores
+        ),
         kv_bytes=positions * (queries + values) * item,
     )
 
@@ -314,14 +320,14 @@ def _dense_forward(shape: TransformerShape, ffn: float) -> _Half:
     between = ffn if shape.is_gated and not shape.fused_pointwise else 0.0
     return _Half(
         ops=(
-            Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=first, cut=Cut.COLUMNS),
-            Op(kind=OpKind.MEMORY, num_bytes=positions * (first + ffn + 2 * between) * item, cut=Cut.ALL),
-            Op(kind=OpKind.MATMUL, rows=positions, inner=ffn, outer=hidden, cut=Cut.ROWS),
+            Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=first, cut=TensorSplit.COLUMNS),
+            Op(kind=OpKind.MEMORY, num_bytes=positions * (first + ffn + 2 * between) * item, cut=TensorSplit.ALL),
+            Op(kind=OpKind.MATMUL, rows=positions, inner=ffn, outer=hidden, cut=TensorSplit.ROWS),
         ),
         whole_weights=0.0 if shape.is_gated else hidden,
         split_weights=hidden * first + ffn * hidden + (0.0 if shape.is_gated else ffn),
         # The input of the first product, of the activation and of the second product (2 + 8 + 8 s b h of the paper).
-        kept=Kept(whole=positions * hidden * item, split=positions * (first + ffn + between) * item),
+        kept=SavedBytes(whole=positions * hidden * item, split=positions * (first + ffn + between) * item),
     )
 
 
@@ -330,14 +336,14 @@ def _expert_forward(shape: TransformerShape) -> _Half:
     chosen, ffn = float(shape.chosen_experts), float(shape.expert_ffn or shape.ffn_size)
     rows = positions * chosen
     first = 2 * ffn if shape.is_gated else ffn
-    shared = _dense_forward(shape, float(shape.shared_ffn)) if shape.shared_ffn else _Half(ops=(), kept=Kept())
+    shared = _dense_forward(shape, float(shape.shared_ffn)) if shape.shared_ffn else _Half(ops=(), kept=SavedBytes())
     ops = (
         Op(kind=OpKind.MATMUL, rows=positions, inner=hidden, outer=float(shape.experts)),
         # Tokens put into the order of experts and back, before and after they travel: each time read and written.
         Op(kind=OpKind.MEMORY, num_bytes=2 * rows * hidden * item, count=4),
-        Op(kind=OpKind.MATMUL, rows=rows, inner=hidden, outer=first, cut=Cut.COLUMNS, experts=shape.experts),
-        Op(kind=OpKind.MEMORY, num_bytes=rows * (first + ffn) * item, cut=Cut.ALL),
-        Op(kind=OpKind.MATMUL, rows=rows, inner=ffn, outer=hidden, cut=Cut.ROWS, experts=shape.experts),
+        Op(kind=OpKind.MATMUL, rows=rows, inner=hidden, outer=first, cut=TensorSplit.COLUMNS, experts=shape.experts),
+        Op(kind=OpKind.MEMORY, num_bytes=rows * (first + ffn) * item, cut=TensorSplit.ALL),
+        Op(kind=OpKind.MATMUL, rows=rows, inner=ffn, outer=hidden, cut=TensorSplit.ROWS, experts=shape.experts),
     )
     return _Half(
         ops=(*ops, *shared.ops),
@@ -345,7 +351,9 @@ def _expert_forward(shape: TransformerShape) -> _Half:
         split_weights=shared.split_weights,
         expert_weights=shape.experts * (hidden * first + ffn * hidden),
         # The router's input; tokens in the order of experts; what goes into the activation and into the second product.
-        kept=Kept(whole=positions * (hidden * item + shape.experts * 4), split=rows * (hidden + first + ffn) * item)
+        kept=SavedBytes(
+            whole=positions * (hidden * item + shape.experts * 4), split=rows * (hidden + first + ffn) * item
+        )
         + shared.kept,
         routed_bytes=rows * hidden * item,
     )

@@ -15,11 +15,11 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.placement import Placement
 from shoal.core.plan import Plan
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.batchnorm import apply_batchnorm
 from shoal.parallel.context.apply import ContextLayout, apply_context_parallel
 from shoal.parallel.data import apply_data_parallel
-from shoal.parallel.masks import narrow_dropouts
+from shoal.parallel.dropout import narrow_dropouts
 from shoal.parallel.recompute import Mode, apply_recompute
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.replicated import ReplicaReduction
@@ -29,7 +29,7 @@ from shoal.randomness.dropout import DropoutKey
 
 
 @dataclass(frozen=True, kw_only=True)
-class Laid:
+class ModelLayout:
     """How a model was laid out, for whoever computes its loss, updates it or saves it."""
 
     tensor: TensorLayout | None = None
@@ -47,26 +47,26 @@ class Laid:
 
 
 def apply_to_model(
-    model: nn.Module, *, plan: Plan, mesh: Mesh, anatomy: Anatomy, dropout: DropoutKey, batch_norm: str
-) -> Laid:
+    model: nn.Module, *, plan: Plan, mesh: Mesh, analysis: ModuleAnalysis, dropout: DropoutKey, batch_norm: str
+) -> ModelLayout:
     """Change a model in place so that it computes under a plan what it computes alone."""
     tensor, context = None, None
     # 1. Tensor parallelism, and the sequence between its regions.
     if mesh.has(Axis.TENSOR):
-        tensor = apply_tensor_parallel(model, anatomy=anatomy, mesh=mesh, sequence_parallel=plan.sp)
+        tensor = apply_tensor_parallel(model, analysis=analysis, mesh=mesh, sequence_parallel=plan.sp)
     # 2. Context parallelism: attention across the ranks that share a sequence.
     if mesh.has(Axis.CONTEXT):
-        context = apply_context_parallel(model, anatomy=anatomy, mesh=mesh, kind=plan.cp_kind)
+        context = apply_context_parallel(model, analysis=analysis, mesh=mesh, kind=plan.cp_kind)
     # 3. Dropout draws the part of its mask that this rank sees.
     if tensor is not None or context is not None:
-        narrow_dropouts(dropout, anatomy=anatomy, mesh=mesh, plan=plan)
+        narrow_dropouts(dropout, analysis=analysis, mesh=mesh, plan=plan)
     # 4. Batch norm: running statistics that are the same on every replica, in one process too.
     apply_batchnorm(model, group=mesh.group(Axis.DATA), mode=batch_norm)
     # 5. Recompute, around all of it.
     if plan.recompute in ("selective", "full"):
         mode: Mode = "full" if plan.recompute == "full" else "selective"
-        apply_recompute(model, anatomy=anatomy, mode=mode, dropout=dropout)
-    return Laid(tensor=tensor, context=context)
+        apply_recompute(model, analysis=analysis, mode=mode, dropout=dropout)
+    return ModelLayout(tensor=tensor, context=context)
 
 
 def apply_to_objective(
@@ -74,8 +74,8 @@ def apply_to_objective(
     *,
     plan: Plan,
     mesh: Mesh,
-    anatomy: Anatomy,
-    laid: Laid,
+    analysis: ModuleAnalysis,
+    laid: ModelLayout,
     device: torch.device,
     compile_model: bool,
     unused_parameters: bool,
@@ -89,7 +89,7 @@ def apply_to_objective(
     if plan.zero > 0:
         sharded = apply_zero(
             model,
-            anatomy=anatomy,
+            analysis=analysis,
             mesh=mesh,
             stage=plan.zero,
             num_microbatches=plan.microbatches or 1,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
-from shoal.parallel.anatomy import Anatomy, Split, SplitKind, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, Split, SplitKind, Stack
 from shoal.parallel.tensor.sequence import why_whole
 
 _DONE = {
@@ -16,21 +16,21 @@ _DONE = {
 }
 
 
-def describe(anatomy: Anatomy, plan: Plan) -> list[str]:
+def describe(analysis: ModuleAnalysis, plan: Plan) -> list[str]:
     """Short lines: blocks, what is split and how, what stays whole on every rank and why.
 
     Args:
-        anatomy: what was found.
+        analysis: what was found.
         plan: what will run; a technique that it does not use is not described.
     """
-    lines = [f"found {_stack_words(stack)}" for stack in anatomy.stacks] or ["found no row of blocks of one kind"]
-    if "" in anatomy.replicated:
-        lines.append(anatomy.replicated[""])
+    lines = [f"found {_stack_words(stack)}" for stack in analysis.stacks] or ["found no row of blocks of one kind"]
+    if "" in analysis.replicated:
+        lines.append(analysis.replicated[""])
     if plan.tp > 1:
-        lines += _tensor_lines(anatomy, plan)
+        lines += _tensor_lines(analysis, plan)
     if plan.sp:
-        for stack in anatomy.stacks:
-            reason = why_whole(anatomy, stack)
+        for stack in analysis.stacks:
+            reason = why_whole(analysis, stack)
             done = (
                 f"each rank has 1/{plan.tp} of the positions"
                 if reason is None
@@ -38,7 +38,7 @@ def describe(anatomy: Anatomy, plan: Plan) -> list[str]:
             )
             lines.append(f"sp: between the split layers of {shorten(stack.blocks)} {done}")
     if plan.cp > 1:
-        tail = "each rank scores its own positions" if anatomy.tail_is_pointwise else "then the sequence is gathered"
+        tail = "each rank scores its own positions" if analysis.tail_is_pointwise else "then the sequence is gathered"
         lines.append(f"cp: attention crosses {plan.cp} ranks by {plan.cp_kind}; after the last block {tail}")
     if plan.zero:
         what = ("optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")[
@@ -78,19 +78,19 @@ def _stack_words(stack: Stack) -> str:
     return f"{count} block{'s' if count > 1 else ''} {shorten(stack.blocks)}{where}"
 
 
-def _tensor_lines(anatomy: Anatomy, plan: Plan) -> Iterator[str]:
-    if not anatomy.splits and not anatomy.attentions:
+def _tensor_lines(analysis: ModuleAnalysis, plan: Plan) -> Iterator[str]:
+    if not analysis.splits and not analysis.attentions:
         yield "tp: found nothing to split"
-    for (kind, parts), paths in _by_kind(anatomy.splits).items():
+    for (kind, parts), paths in _by_kind(analysis.splits).items():
         fused = f", each of its {parts} parts by itself" if parts > 1 else ""
         yield f"tp: {shorten(paths)}: {_DONE[kind]}{fused}"
-    whole = [heads.path for heads in anatomy.attentions if heads.is_torch]
+    whole = [heads.path for heads in analysis.attentions if heads.is_torch]
     if whole:
         yield f"tp: {shorten(whole)}: split by heads"
-    for heads, kv_heads in dict.fromkeys((heads.num_heads, heads.num_kv_heads) for heads in anatomy.attentions):
+    for heads, kv_heads in dict.fromkeys((heads.num_heads, heads.num_kv_heads) for heads in analysis.attentions):
         shared = "" if heads == kv_heads else f" and {kv_heads // plan.tp} of {kv_heads} key-value heads"
         yield f"tp: each rank has {heads // plan.tp} of {heads} heads{shared}"
-    for reason, paths in _by_reason(anatomy.replicated).items():
+    for reason, paths in _by_reason(analysis.replicated).items():
         yield f"whole on every tp rank: {shorten(paths)}: {reason}"
 
 

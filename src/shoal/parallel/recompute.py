@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import Refusal, RequestError
 from shoal.costs.saved import measuring
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.randomness.dropout import DropoutKey
 
 Mode = Literal["selective", "full"]
@@ -54,19 +54,19 @@ _KEPT = _operators(
 )
 
 
-def apply_recompute(model: nn.Module, *, anatomy: Anatomy, mode: Mode, dropout: DropoutKey) -> None:
+def apply_recompute(model: nn.Module, *, analysis: ModuleAnalysis, mode: Mode, dropout: DropoutKey) -> None:
     """Make every block of every stack compute its forward pass again in the backward pass, while it trains.
 
     Args:
         model: changed in place; each block's ``forward`` is wrapped, outside what other techniques put there.
-        anatomy: names the blocks.
+        analysis: names the blocks.
         mode: ``selective`` or ``full``.
         dropout: of the model, so that a recompute draws the same bits.
 
     Raises:
         RequestError: no blocks were found.
     """
-    blocks = [path for stack in anatomy.stacks for path in stack.blocks]
+    blocks = [path for stack in analysis.stacks for path in stack.blocks]
     if not blocks:
         raise RequestError(
             f"recompute={mode} found no blocks in {type(model).__name__}, no modules of one kind that run one after another; "

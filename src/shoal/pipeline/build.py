@@ -10,7 +10,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.absent import keep_part
 from shoal.pipeline.choose import Agree, choose_starts
 from shoal.pipeline.config import PipelineConfig
@@ -60,7 +60,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def find_stages(
     model: nn.Module,
     example: tuple[Tensor, ...],
-    anatomy: Anatomy,
+    analysis: ModuleAnalysis,
     *,
     schedule: Schedule,
     config: PipelineConfig,
@@ -75,7 +75,7 @@ def find_stages(
     """
     if schedule.grid.has_copies:
         _refuse_statistics(model, schedule)
-    units = find_units(model, example, anatomy)
+    units = find_units(model, example, analysis)
     if not units:
         raise RequestError(
             f"{type(model).__name__} calls no module of its own, so pp={schedule.grid.num_ranks} finds no place to cut it; put "

@@ -14,8 +14,8 @@ from shoal.comm.channel import Channel
 from shoal.comm.mesh import Mesh
 from shoal.core.placement import Placement, place_whole
 from shoal.core.plan import Plan
-from shoal.parallel.anatomy import Anatomy
-from shoal.parallel.apply import Laid
+from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.apply import ModelLayout
 from shoal.parallel.zero.apply import ZeroReduction, apply_zero
 from shoal.pipeline.build import Pipeline
 from shoal.pipeline.share import Shared
@@ -130,8 +130,8 @@ def reduce_stages(
     *,
     plan: Plan,
     mesh: Mesh,
-    anatomy: Anatomy,
-    laid: Laid,
+    analysis: ModuleAnalysis,
+    laid: ModelLayout,
     unused_parameters: bool = False,
 ) -> StageReduction:
     """The reduction of a model that was cut, with ZeRO or without; ``unused_parameters`` is the setting of that name."""
@@ -141,7 +141,7 @@ def reduce_stages(
     if plan.zero > 0 and trained:
         # More than one microbatch, whatever the plan says: gradients are kept whole until the step's last cell.
         sharded = apply_zero(
-            model, anatomy=anatomy, mesh=mesh, stage=plan.zero, num_microbatches=2, placements=laid.placements
+            model, analysis=analysis, mesh=mesh, stage=plan.zero, num_microbatches=2, placements=laid.placements
         )
     return StageReduction(
         trained,

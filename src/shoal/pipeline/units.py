@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
-from shoal.costs.rows import opened_modules
+from shoal.costs.blocks import opened_modules
 from shoal.costs.undisturbed import undisturbed
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class Unit:
     """The module is called once per forward pass; only there can a stage begin."""
 
 
-def find_units(model: nn.Module, example: tuple[Tensor, ...], anatomy: Anatomy) -> tuple[Unit, ...]:
+def find_units(model: nn.Module, example: tuple[Tensor, ...], analysis: ModuleAnalysis) -> tuple[Unit, ...]:
     """The calls of one forward pass at which it can be cut, in order.
 
     Raises:
         RequestError: the model does not take a sample of its data; names the module that did not.
     """
-    opened = opened_modules(model, [block for stack in anatomy.stacks for block in stack.blocks])
+    opened = opened_modules(model, [block for stack in analysis.stacks for block in stack.blocks])
     running: list[str] = [""]
     called: list[str] = []
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
-from shoal.costs.chain import Layer, LayerKind, OpKind
+from shoal.costs.layers import Layer, LayerKind, OpKind
 from shoal.planner.collectives import (
     Group,
     Wire,

@@ -8,7 +8,7 @@ from functools import lru_cache
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
-from shoal.costs.chain import Chain
+from shoal.costs.layers import ModelCosts
 from shoal.planner.hardware import WIDE_TYPES, Cluster
 from shoal.planner.stacks import Software, Stack
 from shoal.schedules.catalogue import FAMILIES
@@ -32,7 +32,7 @@ def check_batch(samples: int) -> None:
 class Job:
     """One training job, before it has a plan."""
 
-    chain: Chain
+    chain: ModelCosts
     cluster: Cluster
     stack: Stack
     global_batch: int
@@ -112,17 +112,17 @@ def spread_blocks(num_blocks: int, num_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def cut_stages(chain: Chain, num_stages: int) -> tuple[tuple[int, int], ...]:
+def cut_stages(chain: ModelCosts, num_stages: int) -> tuple[tuple[int, int], ...]:
     """First layer and end of every stage: blocks spread evenly, what stands before and after them at the ends."""
     return _cut(chain.block_range, len(chain.layers), num_stages)
 
 
-def count_stages(chain: Chain, num_stages: int) -> tuple[Mapping[int, int], ...]:
+def count_stages(chain: ModelCosts, num_stages: int) -> tuple[Mapping[int, int], ...]:
     """Layers of every stage: how many of each of ``chain.distinct``."""
     return _count(chain.numbers, cut_stages(chain, num_stages))
 
 
-def count_ranks(chain: Chain, plan: Plan) -> tuple[Mapping[int, int], ...]:
+def count_ranks(chain: ModelCosts, plan: Plan) -> tuple[Mapping[int, int], ...]:
     """Layers of every pipeline rank: how many of each of ``chain.distinct``; of both ways, where a schedule has two."""
     ranks = ranks_of_stages(plan)
     # The way up has its last stage where the way down has its first.

@@ -6,7 +6,7 @@ fits A100 better than the larger of the two).
 
 from dataclasses import dataclass
 
-from shoal.costs.chain import Cut, Layer, Op, OpKind
+from shoal.costs.layers import Layer, Op, OpKind, TensorSplit
 from shoal.planner.hardware import Device
 from shoal.planner.stacks import Constants, Software
 
@@ -106,8 +106,8 @@ def _product(op: Op, part: Slice, device: Device, precision: str, item_bytes: in
     if op.experts > 1:
         # Experts that are whole have the positions of a sequence shared out instead.
         tensor, rows = part.expert_tensor, rows * part.expert_tensor / part.tensor
-    inner = op.inner / tensor if op.cut is Cut.ROWS else op.inner
-    outer = op.outer / tensor if op.cut is Cut.COLUMNS else op.outer
+    inner = op.inner / tensor if op.cut is TensorSplit.ROWS else op.inner
+    outer = op.outer / tensor if op.cut is TensorSplit.COLUMNS else op.outer
     flops = 2.0 * rows * inner * outer
     moved = (rows * inner + inner * outer + rows * outer) * item_bytes
     slow = _MISALIGNED if inner % _ALIGNED or outer % _ALIGNED else 1.0
@@ -117,7 +117,7 @@ def _product(op: Op, part: Slice, device: Device, precision: str, item_bytes: in
         # The left operand is read in 16 bit and written in 8, as it is and transposed for the backward pass.
         moved += rows * inner * (2 + 1 + 1)
     # Of an attention that is not fused, every head has a product of its own.
-    count = op.count / part.tensor if op.cut is Cut.ALL else op.count
+    count = op.count / part.tensor if op.cut is TensorSplit.ALL else op.count
     return count * num_products * (compute + moved / (device.memory_bandwidth * constants.memory))
 
 
@@ -144,5 +144,5 @@ def _attention(op: Op, part: Slice, device: Device, precision: str, item_bytes: 
 
 
 def _memory(op: Op, part: Slice, device: Device, constants: Constants) -> float:
-    divided = part.context * (part.tensor if op.cut is Cut.ALL or part.sequence_parallel else 1)
+    divided = part.context * (part.tensor if op.cut is TensorSplit.ALL or part.sequence_parallel else 1)
     return op.count * op.num_bytes * part.samples / divided / (device.memory_bandwidth * constants.memory)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
-from shoal.costs.chain import Chain, Cut, Layer, LayerKind, OpKind
+from shoal.costs.layers import Layer, LayerKind, ModelCosts, OpKind, TensorSplit
 from shoal.planner.hardware import CONTEXT_BYTES
 from shoal.planner.job import Job, count_ranks
 from shoal.planner.sharing import dense_weights, expert_weights, layer_weights, share_weights
@@ -37,7 +37,7 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float
-    """Kept for backward passes, of all microbatches in flight."""
+    """SavedBytes for backward passes, of all microbatches in flight."""
     working: float
     """Alive for a moment: a layer that is recomputed, a loss, gathered units of ZeRO-3, a gradient in two types."""
     reserve_share: float = 0.05
@@ -184,9 +184,9 @@ def _product_inputs(layer: Layer) -> tuple[float, float]:
     last, attended = OpKind.MATMUL, False
     for op in layer.ops:
         size = op.rows * op.inner * op.count if op.kind is OpKind.MATMUL else 0.0
-        if op.experts > 1 or (op.cut is Cut.ROWS and last is not OpKind.ATTENTION):
+        if op.experts > 1 or (op.cut is TensorSplit.ROWS and last is not OpKind.ATTENTION):
             split += size
-        elif op.cut is Cut.COLUMNS or not attended:
+        elif op.cut is TensorSplit.COLUMNS or not attended:
             whole += size
         last, attended = op.kind, attended or op.kind is OpKind.ATTENTION
     return whole, split
@@ -207,7 +207,7 @@ def kept_bytes(layer: Layer, *, tensor: int, sequence_parallel: bool, context: i
     return (kept.whole / between + (kept.split + scores) / tensor) / context
 
 
-def _working(layer: Layer, job: Job, plan: Plan, samples: float, chain: Chain) -> float:
+def _working(layer: Layer, job: Job, plan: Plan, samples: float, chain: ModelCosts) -> float:
     """Bytes that are alive for a moment in a layer's backward pass."""
     if layer.kind is LayerKind.HEAD:
         weights = layer.split_weights or next(

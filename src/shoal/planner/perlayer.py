@@ -14,7 +14,7 @@ Shoal executes one split for all layers; what this finds is how much a split of 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.costs.chain import Chain, Layer
+from shoal.costs.layers import Layer, ModelCosts
 from shoal.planner.job import Job
 from shoal.planner.splits import Lying, Split, Way, redistribute, ways_of
 
@@ -64,7 +64,7 @@ class _Path:
             at = at.before
 
 
-def is_uneven(chain: Chain) -> bool:
+def is_uneven(chain: ModelCosts) -> bool:
     """Whether the layers that a pipeline would share out are of more than one kind: two in turn are enough."""
     first, end = chain.block_range
     return len(set(chain.layers[first:end])) > 1

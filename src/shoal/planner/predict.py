@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 from shoal.core.plan import Plan
-from shoal.costs.chain import Chain, LayerKind, OpKind
+from shoal.costs.layers import LayerKind, ModelCosts, OpKind
 from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.planner.cost import price_parts
 from shoal.planner.covered import beyond
@@ -78,7 +78,7 @@ class Predicted:
 
 
 @cache
-def _chain(shape: TransformerShape) -> Chain:
+def _chain(shape: TransformerShape) -> ModelCosts:
     return transformer_chain(shape)
 
 
@@ -200,7 +200,7 @@ def mixed_seconds(job: Job, plan: Plan, share: float) -> float:
     return (1 - share) * least + share * most
 
 
-def model_flops(chain: Chain) -> float:
+def model_flops(chain: ModelCosts) -> float:
     """Of one sample, forward and backward, as papers count them: without what is recomputed, causal or not."""
     return 3.0 * chain.forward_flops
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from shoal.core.plan import Plan
-from shoal.costs.chain import Layer
+from shoal.costs.layers import Layer
 from shoal.planner.stacks import Software
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 
 from shoal.core.combine import divisors
 from shoal.core.plan import Plan
-from shoal.costs.chain import Cut, Layer, LayerKind, OpKind
+from shoal.costs.layers import Layer, LayerKind, OpKind, TensorSplit
 from shoal.planner.collectives import Group, all_reduce, exchange, exchange_wire, gather, send, wire_of
 from shoal.planner.cost import time_one_layer
 from shoal.planner.job import Job
@@ -63,10 +63,10 @@ def half_of(layer: Layer) -> Half:
     """Which half of a pair a layer is; links of a traced module often are one."""
     cuts = {op.cut for op in layer.ops if op.kind is OpKind.MATMUL}
     if layer.num_pairs:
-        return Half.SECOND if Cut.ROWS in cuts and Cut.COLUMNS not in cuts else Half.BOTH
-    if Cut.COLUMNS in cuts and layer.kind is not LayerKind.HEAD:
+        return Half.SECOND if TensorSplit.ROWS in cuts and TensorSplit.COLUMNS not in cuts else Half.BOTH
+    if TensorSplit.COLUMNS in cuts and layer.kind is not LayerKind.HEAD:
         return Half.FIRST
-    is_pointwise = not layer.weights and all(op.cut is Cut.ALL for op in layer.ops)
+    is_pointwise = not layer.weights and all(op.cut is TensorSplit.ALL for op in layer.ops)
     return Half.BETWEEN if is_pointwise else Half.NONE
 
 
@@ -120,8 +120,8 @@ def _splits(job: Job, layer: Layer, num_devices: int) -> Iterator[Split]:
 def _divides_parameters(job: Job, layer: Layer, parameters: int) -> bool:
     heads = [count for count in (job.chain.heads, job.chain.kv_heads) if count and layer.kv_bytes]
     products = [op for op in layer.ops if op.kind is OpKind.MATMUL]
-    widths = [op.outer for op in products if op.cut is Cut.COLUMNS] + [
-        op.inner for op in products if op.cut is Cut.ROWS
+    widths = [op.outer for op in products if op.cut is TensorSplit.COLUMNS] + [
+        op.inner for op in products if op.cut is TensorSplit.ROWS
     ]
     return all(size % parameters == 0 for size in (*heads, *widths))
 

@@ -16,7 +16,7 @@ from shoal.data.config import DataConfig
 from shoal.elastic.config import ElasticConfig
 from shoal.models.config import ModelConfig
 from shoal.optim.config import OptimConfig
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.paramserver.config import ParamServerConfig
 from shoal.pipeline.config import PipelineConfig
 from shoal.planner.config import PlannerConfig

@@ -15,9 +15,9 @@ from shoal.core.axes import Axis
 from shoal.core.units import format_bytes, format_count
 from shoal.models.tables import make_dense
 from shoal.optim.precision import Precision
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.describe import describe
-from shoal.parallel.sizes import predict_sizes
+from shoal.parallel.state_bytes import predict_state_bytes
 from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.pipeline.advise import advise_replicas
 from shoal.pipeline.build import Part, Stages, prove_stages
@@ -110,20 +110,20 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     Along ``dp`` and ``tp`` that is the first, which has the largest shards; along ``pp`` it depends on the stages.
     """
     recipe, plan = prepared.recipe, prepared.layout.plan
-    anatomy, lines = Anatomy(), []
+    analysis, lines = ModuleAnalysis(), []
     parts = [model]
     versions = [0]
     if asks_the_model(plan):
         whole, _, data = build_parts(recipe)
         make_dense(whole)
-        anatomy = look_at(whole, data, recipe.parallel)
-        lines = describe(anatomy, plan)
+        analysis = look_at(whole, data, recipe.parallel)
+        lines = describe(analysis, plan)
     mesh = pretend_mesh(plan)
     if mesh.has(Axis.TENSOR):
-        apply_tensor_parallel(model, anatomy=anatomy, mesh=mesh, sequence_parallel=plan.sp)
+        apply_tensor_parallel(model, analysis=analysis, mesh=mesh, sequence_parallel=plan.sp)
     if mesh.has(Axis.PIPELINE):
         stages = look_at_stages(
-            whole, data, anatomy, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
+            whole, data, analysis, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
         )
         lines += stages.describe()
         if recipe.pipeline.network is not None:
@@ -145,7 +145,7 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
             # The weights themselves are the optimizer's; passes read copies of the versions, which begin to differ with steps.
             versions = list(schedule_of(plan, steps=3).version_bound or versions)
     found = [
-        _sizes_of_part(part, prepared, anatomy, num_copies) for part, num_copies in zip(parts, versions, strict=True)
+        _sizes_of_part(part, prepared, analysis, num_copies) for part, num_copies in zip(parts, versions, strict=True)
     ]
     return max(found, key=lambda sizes: sizes["total"]), lines
 
@@ -158,16 +158,16 @@ def _part_of(model: nn.Module, stages: Stages, keepers: Mapping[str, tuple[int, 
     return own
 
 
-def _sizes_of_part(model: nn.Module, prepared: Prepared, anatomy: Anatomy, num_copies: int) -> dict[str, int]:
+def _sizes_of_part(model: nn.Module, prepared: Prepared, analysis: ModuleAnalysis, num_copies: int) -> dict[str, int]:
     """Bytes by what they are for, and their total."""
     plan, mesh = prepared.layout.plan, pretend_mesh(prepared.layout.plan)
     parameters = {id(parameter) for parameter in model.parameters()}
     saved = model.state_dict(keep_vars=True).values()
     # Tables that are not saved are made of the sizes, and not counted as weights.
     buffers = sum(tensor.nbytes for tensor in saved if id(tensor) not in parameters)
-    sizes = predict_sizes(
+    sizes = predict_state_bytes(
         model,
-        anatomy=anatomy,
+        analysis=analysis,
         stage=plan.zero,
         num_data_ranks=mesh.degree(Axis.DATA),
         data_rank=0,

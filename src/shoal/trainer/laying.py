@@ -20,13 +20,13 @@ from shoal.optim.build import build_optimizer, decide_groups, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy
-from shoal.parallel.apply import Laid, apply_to_model, apply_to_objective
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.apply import ModelLayout, apply_to_model, apply_to_objective
 from shoal.parallel.gradnorm import WholeNorms, build_norms
 from shoal.parallel.reduction import Reduction
-from shoal.parallel.rules import describe_facts
+from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import Pipeline, Stages, build_pipeline
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.reduction import reduce_stages
@@ -49,8 +49,8 @@ class Placed:
     plan: Plan
     model: nn.Module
     mesh: Mesh
-    anatomy: Anatomy
-    laid: Laid
+    analysis: ModuleAnalysis
+    laid: ModelLayout
     dropout: DropoutKey
     objective: Objective
     wrapped: nn.Module
@@ -96,9 +96,9 @@ class Placed:
         )
 
 
-def look_at(model: nn.Module, data: Splits, config: ParallelConfig) -> Anatomy:
+def look_at(model: nn.Module, data: Splits, config: ParallelConfig) -> ModuleAnalysis:
     """What a module is made of, found by running a few samples through it."""
-    return find_anatomy(model, example_of(data), config)
+    return analyse_module(model, example_of(data), config)
 
 
 def place_model(
@@ -112,7 +112,7 @@ def place_model(
     parallel: ParallelConfig,
     pipeline: PipelineConfig,
     world: World,
-    anatomy: Anatomy | None = None,
+    analysis: ModuleAnalysis | None = None,
     rehearsed: Sequence[torch.Tensor] = (),
 ) -> Placed:
     """Lay a whole model, as one process builds it, out on this rank.
@@ -124,7 +124,7 @@ def place_model(
         plan: derived.
         train: the recipe's section, as ``optim``, ``parallel`` and ``pipeline`` are.
         world: the ranks.
-        anatomy: what was found in the model, where that is known already.
+        analysis: what was found in the model, where that is known already.
         rehearsed: inputs of the microbatches to come, in a world without other processes.
 
     Raises:
@@ -135,17 +135,17 @@ def place_model(
     make_dense(model)
     precision = Precision.named(train.precision)
     mesh = build_mesh(world, plan)
-    if anatomy is None and asks_the_model(plan):
-        anatomy = look_at(model, data, parallel)
-        plan.check(describe_facts(anatomy, model))
-    anatomy = anatomy or Anatomy()
-    stages = _find_stages(model, data, anatomy, plan=plan, config=pipeline, train=train, world=world)
+    if analysis is None and asks_the_model(plan):
+        analysis = look_at(model, data, parallel)
+        plan.check(describe_facts(analysis, model))
+    analysis = analysis or ModuleAnalysis()
+    stages = _find_stages(model, data, analysis, plan=plan, config=pipeline, train=train, world=world)
     if not is_known(loss):
         # A loss of the user's own may look at all positions at once.
-        anatomy = replace(anatomy, tail_is_pointwise=False)
+        analysis = replace(analysis, tail_is_pointwise=False)
     model = model.to(device=world.device, dtype=precision.weight_dtype)
     dropout = apply_keyed_dropout(model, train.seed)
-    laid = apply_to_model(model, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm=train.batch_norm)
+    laid = apply_to_model(model, plan=plan, mesh=mesh, analysis=analysis, dropout=dropout, batch_norm=train.batch_norm)
     # Of what is trained: techniques above may have put parameters of their own in the place of the module's.
     refuse_rows(model)
     scoring = Scoring(loss, laid=laid, mesh=mesh)
@@ -159,7 +159,7 @@ def place_model(
         with precision.autocast(world.device.type):
             cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout, rehearsed=rehearsed)
     wrapped, reduction, runtime = _reduce(
-        objective, cut, plan=plan, mesh=mesh, anatomy=anatomy, laid=laid, train=train, world=world
+        objective, cut, plan=plan, mesh=mesh, analysis=analysis, laid=laid, train=train, world=world
     )
     norms = _whole_norms(model, outline, cut, plan=plan, mesh=mesh, laid=laid, reduction=reduction, device=world.device)
     optimizer = build_optimizer(optim, model, updated=reduction.updated, norms=norms, groups=groups)
@@ -168,7 +168,7 @@ def place_model(
         plan=plan,
         model=model,
         mesh=mesh,
-        anatomy=anatomy,
+        analysis=analysis,
         laid=laid,
         dropout=dropout,
         objective=objective,
@@ -185,7 +185,7 @@ def place_model(
 def _find_stages(
     model: nn.Module,
     data: Splits,
-    anatomy: Anatomy,
+    analysis: ModuleAnalysis,
     *,
     plan: Plan,
     config: PipelineConfig,
@@ -196,7 +196,7 @@ def _find_stages(
     if plan.pp == 1:
         return None
     asked = None if world.is_rehearsed else world
-    return look_at_stages(model, data, anatomy, plan=plan, config=config, global_batch=train.global_batch, world=asked)
+    return look_at_stages(model, data, analysis, plan=plan, config=config, global_batch=train.global_batch, world=asked)
 
 
 def _whole_norms(
@@ -206,7 +206,7 @@ def _whole_norms(
     *,
     plan: Plan,
     mesh: Mesh,
-    laid: Laid,
+    laid: ModelLayout,
     reduction: Reduction,
     device: torch.device,
 ) -> WholeNorms | None:
@@ -234,8 +234,8 @@ def _reduce(
     *,
     plan: Plan,
     mesh: Mesh,
-    anatomy: Anatomy,
-    laid: Laid,
+    analysis: ModuleAnalysis,
+    laid: ModelLayout,
     train: TrainConfig,
     world: World,
 ) -> tuple[nn.Module, Reduction, Runtime | None]:
@@ -246,7 +246,7 @@ def _reduce(
             cut,
             plan=plan,
             mesh=mesh,
-            anatomy=anatomy,
+            analysis=analysis,
             laid=laid,
             unused_parameters=train.unused_parameters,
         )
@@ -255,7 +255,7 @@ def _reduce(
         objective,
         plan=plan,
         mesh=mesh,
-        anatomy=anatomy,
+        analysis=analysis,
         laid=laid,
         device=world.device,
         compile_model=train.compile,

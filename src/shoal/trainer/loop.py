@@ -33,10 +33,10 @@ from shoal.elastic.config import ElasticConfig
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.optim.rates import after_evaluation, rate
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.describe import describe
 from shoal.parallel.reduction import Reduction
-from shoal.parallel.watch import check_replicas
+from shoal.parallel.replica_check import check_replicas
 from shoal.pipeline.config import PipelineConfig
 from shoal.telemetry.board import RankSlot, Said
 from shoal.telemetry.config import TelemetryConfig
@@ -291,7 +291,7 @@ class Trainer:
             )
         )
         if asks_the_model(self.plan):
-            lines = describe(self.placed.anatomy, self.plan)
+            lines = describe(self.placed.analysis, self.plan)
             if self.placed.pipeline is not None:
                 lines += self.placed.pipeline.stages.describe()
             if self.stream is not None:

@@ -9,7 +9,7 @@ from shoal.data.config import AnyDataConfig
 from shoal.data.source import Splits
 from shoal.models.tables import make_dense
 from shoal.optim.torchclass import check_named
-from shoal.parallel.rules import describe_facts
+from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import prove_stages
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
@@ -67,11 +67,11 @@ class OwnPartsHere:
         """
         model, _, data = build_parts(recipe, data=self._data(recipe))
         make_dense(model)
-        anatomy = look_at(model, data, recipe.parallel)
-        plan.check(describe_facts(anatomy, model))
+        analysis = look_at(model, data, recipe.parallel)
+        plan.check(describe_facts(analysis, model))
         if plan.pp > 1:
             stages = look_at_stages(
-                model, data, anatomy, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
+                model, data, analysis, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
             )
             prove_stages(model, example_of(data), stages)
 

@@ -13,7 +13,7 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.models.accuracy import IGNORED, Correct, count_correct, scores_of, with_scores
 from shoal.models.build import Loss, by_targets, cross_entropy
-from shoal.parallel.apply import Laid
+from shoal.parallel.apply import ModelLayout
 from shoal.parallel.tensor.vocabulary import gather_logits, split_count_correct, split_cross_entropy
 
 
@@ -25,7 +25,7 @@ def is_known(loss: Loss) -> bool:
 class Scoring:
     """How a microbatch's output becomes a loss on this rank."""
 
-    def __init__(self, loss: Loss, *, laid: Laid | None = None, mesh: Mesh | None = None) -> None:
+    def __init__(self, loss: Loss, *, laid: ModelLayout | None = None, mesh: Mesh | None = None) -> None:
         self._given = loss
         self._is_known = is_known(loss)
         self._context = laid.context if laid is not None else None

@@ -13,9 +13,9 @@ from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.apply import apply_to_model
-from shoal.parallel.sizes import measure_sizes, predict_sizes
+from shoal.parallel.state_bytes import measure_state_bytes, predict_state_bytes
 from shoal.pipeline.build import Part
 from shoal.pipeline.reduction import StageReduction
 from shoal.randomness.dropout import apply_keyed_dropout
@@ -27,7 +27,7 @@ STATE = ("weights", "gradients", "optimizer")
 def predict_state(
     model: nn.Module,
     *,
-    anatomy: Anatomy,
+    analysis: ModuleAnalysis,
     plan: Plan,
     rank: int,
     optim: OptimConfig,
@@ -42,12 +42,12 @@ def predict_state(
     # In memory, not on the meta device: moving there would untie tied weights.
     own = copy.deepcopy(model).to(dtype=precision.weight_dtype)
     dropout = apply_keyed_dropout(own, 0)
-    apply_to_model(own, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm="local")
+    apply_to_model(own, plan=plan, mesh=mesh, analysis=analysis, dropout=dropout, batch_norm="local")
     if part is not None:
         part.cut(own)
-    sizes = predict_sizes(
+    sizes = predict_state_bytes(
         own,
-        anatomy=anatomy,
+        analysis=analysis,
         stage=plan.zero,
         num_data_ranks=plan.dp or 1,
         data_rank=mesh.coordinate(Axis.DATA),
@@ -63,7 +63,7 @@ def measure_state(placed: Placed, *, is_asynchronous: bool = False) -> dict[str,
     reduction = placed.reduction
     if isinstance(reduction, StageReduction) and reduction.sharded is not None:
         reduction = reduction.sharded
-    sizes = measure_sizes(placed.model, reduction, placed.optimizer)
+    sizes = measure_state_bytes(placed.model, reduction, placed.optimizer)
     # An asynchronous stage has given its gradients back by the time it is looked at.
     kept = ("weights", "optimizer") if is_asynchronous else STATE
     return {name: value for name, value in asdict(sizes).items() if name in kept}

@@ -8,7 +8,7 @@ from torch import nn
 from shoal.comm.world import World
 from shoal.core.plan import Plan
 from shoal.data.source import Splits
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.build import Stages, find_stages
 from shoal.pipeline.config import PipelineConfig
 from shoal.trainer.layout import schedule_of
@@ -22,7 +22,7 @@ def example_of(data: Splits) -> tuple[torch.Tensor, ...]:
 def look_at_stages(
     model: nn.Module,
     data: Splits,
-    anatomy: Anatomy,
+    analysis: ModuleAnalysis,
     *,
     plan: Plan,
     config: PipelineConfig,
@@ -34,7 +34,7 @@ def look_at_stages(
     Args:
         model: as one process builds it.
         data: what it will be trained on.
-        anatomy: what was found in it.
+        analysis: what was found in it.
         plan: derived, so that its schedule is known.
         config: the recipe's wishes.
         global_batch: samples of a step; a bound on memory is one on the activations of a microbatch of them.
@@ -53,7 +53,7 @@ def look_at_stages(
     return find_stages(
         model,
         example_of(data),
-        anatomy,
+        analysis,
         schedule=schedule_of(plan),
         config=config,
         agree=agree,

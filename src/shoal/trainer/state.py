@@ -22,7 +22,7 @@ from shoal.data.order import Position
 from shoal.optim.build import export_state
 from shoal.optim.precision import LossScale
 from shoal.optim.rates import PlateauState
-from shoal.parallel.apply import Laid
+from shoal.parallel.apply import ModelLayout
 from shoal.parallel.owners import gather_whole, is_spokesman
 from shoal.parallel.reduction import Reduction
 from shoal.trainer.recovery import Recovery
@@ -181,7 +181,7 @@ def draw_outline(model: nn.Module) -> Outline:
 
 
 def export_held(
-    model: nn.Module, optimizer: torch.optim.Optimizer, reduction: Reduction, laid: Laid, outline: Outline
+    model: nn.Module, optimizer: torch.optim.Optimizer, reduction: Reduction, laid: ModelLayout, outline: Outline
 ) -> Held:
     """This rank's part of weights, buffers and optimizer state; the live tensors, not copies.
 
@@ -266,7 +266,13 @@ def import_held(held: Held, tensors: Mapping[str, torch.Tensor], *, origin: str)
 
 
 def hash_held(
-    outline: Outline, held: Held, *, laid: Laid, mesh: Mesh, is_sharded: bool, is_first_keeper: Callable[[str], bool]
+    outline: Outline,
+    held: Held,
+    *,
+    laid: ModelLayout,
+    mesh: Mesh,
+    is_sharded: bool,
+    is_first_keeper: Callable[[str], bool],
 ) -> str:
     """``hash_weights`` of the whole model, from what the ranks hold of it. All ranks call it together; one tensor at a time.
 

@@ -11,33 +11,33 @@ from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
-from shoal.costs.chain import Chain, Cut
+from shoal.costs.blocks import find_blocks
 from shoal.costs.faked import fake_like, faked
-from shoal.costs.rows import find_rows
+from shoal.costs.layers import ModelCosts, TensorSplit
 from shoal.costs.trace import trace_module
 from shoal.data.build import build_splits
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_loss
 from shoal.models.config import GptConfig, Seq2SeqConfig
 from shoal.optim.precision import Precision
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy, SplitKind
-from shoal.parallel.config import ParallelConfig
-from shoal.parallel.rules import describe_facts
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
+from shoal.parallel.requirements import describe_facts
 from shoal.trainer.build import build_without_memory
 from shoal.trainer.config import Recipe
 
 _CUTS = {
-    SplitKind.COLUMN: Cut.COLUMNS,
-    SplitKind.LOGITS: Cut.COLUMNS,
-    SplitKind.ROW: Cut.ROWS,
-    SplitKind.VOCABULARY: Cut.ROWS,
+    SplitKind.COLUMN: TensorSplit.COLUMNS,
+    SplitKind.LOGITS: TensorSplit.COLUMNS,
+    SplitKind.ROW: TensorSplit.ROWS,
+    SplitKind.VOCABULARY: TensorSplit.ROWS,
 }
 _FEW = 2
 """Blocks of a shipped model that are looked at; the others are like the last of them."""
 
 
-def chain_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> Chain:
+def chain_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> ModelCosts:
     """The recipe's model and loss as a chain, in its precision.
 
     Args:
@@ -52,22 +52,22 @@ def chain_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> Chain:
     model = build_without_memory(recipe.model, spec).to(dtype=precision.weight_dtype)
     inputs, targets = _example(recipe, spec)
     inputs = tuple(precision.cast_input(tensor) for tensor in inputs)
-    anatomy = _anatomy(recipe, spec, model, inputs)
-    found = [block for stack in anatomy.stacks for block in stack.blocks]
+    analysis = _analysis(recipe, spec, model, inputs)
+    found = [block for stack in analysis.stacks for block in stack.blocks]
     is_shipped = isinstance(recipe.model, GptConfig | Seq2SeqConfig)
-    blocks = [block for row in find_rows(model) for block in row] if is_shipped else found
+    blocks = [block for row in find_blocks(model) for block in row] if is_shipped else found
     chain = trace_module(
         model,
         inputs,
         name=type(model).__name__.lower(),
         blocks=blocks,
-        cuts=dict(_spread(_cuts(anatomy), found, blocks)),
+        cuts=dict(_spread(_cuts(analysis), found, blocks)),
         compute_dtype=precision.compute_dtype,
         loss=build_loss(recipe.model, spec),
         targets=precision.cast_input(targets),
         device=device,
     )
-    heads = {(heads.num_heads, heads.num_kv_heads) for heads in anatomy.attentions}
+    heads = {(heads.num_heads, heads.num_kv_heads) for heads in analysis.attentions}
     if len(heads) == 1:
         query, key = heads.pop()
         chain = replace(chain, heads=query, kv_heads=key)
@@ -83,29 +83,29 @@ def facts_by_looking(recipe: Recipe, spec: DataSpec) -> ModelFacts:
     precision = Precision.named(recipe.train.precision)
     model = build_without_memory(recipe.model, spec).to(dtype=precision.weight_dtype)
     inputs, _ = _example(recipe, spec)
-    anatomy = _anatomy(recipe, spec, model, tuple(precision.cast_input(tensor) for tensor in inputs))
+    analysis = _analysis(recipe, spec, model, tuple(precision.cast_input(tensor) for tensor in inputs))
     stacks = tuple(
-        replace(stack, is_pointwise=stack.is_pointwise or stack.sequence_dim is not None) for stack in anatomy.stacks
+        replace(stack, is_pointwise=stack.is_pointwise or stack.sequence_dim is not None) for stack in analysis.stacks
     )
-    return describe_facts(replace(anatomy, stacks=stacks), model)
+    return describe_facts(replace(analysis, stacks=stacks), model)
 
 
-def _anatomy(recipe: Recipe, spec: DataSpec, model: nn.Module, inputs: tuple[Tensor, ...]) -> Anatomy:
+def _analysis(recipe: Recipe, spec: DataSpec, model: nn.Module, inputs: tuple[Tensor, ...]) -> ModuleAnalysis:
     """What the model is made of; of a shipped one, what a copy with few blocks is made of, for looking takes time for each."""
     config = recipe.model
     # The user's corrections may name any block.
     if isinstance(config, GptConfig | Seq2SeqConfig) and recipe.parallel == ParallelConfig():
         model = build_without_memory(config.model_copy(update={"layers": min(config.layers, _FEW)}), spec)
     with faked(model) as mode, mode:
-        return find_anatomy(model, tuple(fake_like(tensor, mode) for tensor in inputs), recipe.parallel)
+        return analyse_module(model, tuple(fake_like(tensor, mode) for tensor in inputs), recipe.parallel)
 
 
-def _cuts(anatomy: Anatomy) -> dict[str, Cut]:
-    pieces = {heads.path: Cut.ALL for heads in anatomy.attentions if heads.is_torch}
-    return {**{split.path: _CUTS[split.kind] for split in anatomy.splits}, **pieces}
+def _cuts(analysis: ModuleAnalysis) -> dict[str, TensorSplit]:
+    pieces = {heads.path: TensorSplit.ALL for heads in analysis.attentions if heads.is_torch}
+    return {**{split.path: _CUTS[split.kind] for split in analysis.splits}, **pieces}
 
 
-def _spread(cuts: Mapping[str, Cut], found: list[str], blocks: list[str]) -> Iterator[tuple[str, Cut]]:
+def _spread(cuts: Mapping[str, TensorSplit], found: list[str], blocks: list[str]) -> Iterator[tuple[str, TensorSplit]]:
     """The cuts, those of a row's last found block in every later block of the row as well."""
     yield from cuts.items()
     rows = {block.rpartition(".")[0]: block for block in found}

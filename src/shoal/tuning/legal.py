@@ -4,7 +4,7 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
 from shoal.models.facts import facts_of
-from shoal.parallel.rules import describe_facts
+from shoal.parallel.requirements import describe_facts
 from shoal.trainer.layout import check_samples, check_settings, derive_layout
 from shoal.tuning.rehearsal import Subject
 
@@ -12,7 +12,7 @@ from shoal.tuning.rehearsal import Subject
 def legal_plans(subject: Subject, num_processes: int) -> list[Plan]:
     """The synchronous plans over so many processes that the model and the recipe allow, derived; plain ones first."""
     recipe = subject.recipe
-    facts = describe_facts(subject.anatomy, subject.model)
+    facts = describe_facts(subject.analysis, subject.model)
     # A run is checked by what the recipe says of a model of ours: a single head is not seen by looking.
     said = facts_of(recipe.model, subject.data.spec)
     found: list[Plan] = []

@@ -6,7 +6,7 @@ Both as a chain of layers to be priced, and as the facts that say which plans it
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width
 from shoal.core.plan import Plan
-from shoal.costs.chain import Chain
+from shoal.costs.layers import ModelCosts
 from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.data.spec import DataSpec
 from shoal.models.facts import facts_of
@@ -29,7 +29,7 @@ def facts_for(recipe: Recipe, spec: DataSpec | None) -> ModelFacts:
     return facts_of(recipe.model, spec) or facts_by_looking(recipe, spec)
 
 
-def chain_for(recipe: Recipe, spec: DataSpec | None) -> Chain:
+def chain_for(recipe: Recipe, spec: DataSpec | None) -> ModelCosts:
     """The model to plan for: the recipe's module as accelerators run it, or the shape that stands in its place.
 
     Args:
@@ -45,7 +45,7 @@ def chain_for(recipe: Recipe, spec: DataSpec | None) -> Chain:
     return chain_of(recipe, spec, device="cuda")
 
 
-def shape_chain(shape: ShapeConfig, precision: str, software: Software) -> Chain:
+def shape_chain(shape: ShapeConfig, precision: str, software: Software) -> ModelCosts:
     """A transformer by its numbers, in a recipe's precision, with a software's kernels.
 
     Raises:
@@ -102,7 +102,7 @@ def shape_facts(shape: ShapeConfig) -> ModelFacts:
     )
 
 
-def check_experts(plan: Plan, chain: Chain) -> None:
+def check_experts(plan: Plan, chain: ModelCosts) -> None:
     """Refuse expert parallelism that a model's experts, or the plan's replicas, cannot be shared out over.
 
     Raises:

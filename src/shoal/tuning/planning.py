@@ -10,7 +10,7 @@ from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
-from shoal.costs.chain import Chain
+from shoal.costs.layers import ModelCosts
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
@@ -164,7 +164,7 @@ def build_job(
     return job_on(recipe, chain, where, global_batch=batch), facts
 
 
-def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -> Job:
+def job_on(recipe: Recipe, chain: ModelCosts, where: Cluster, *, global_batch: int) -> Job:
     """A chain trained as a recipe says, on a cluster.
 
     Raises:
@@ -191,7 +191,7 @@ def job_on(recipe: Recipe, chain: Chain, where: Cluster, *, global_batch: int) -
     )
 
 
-def _model(recipe: Recipe, own: OwnParts) -> tuple[Chain, ModelFacts]:
+def _model(recipe: Recipe, own: OwnParts) -> tuple[ModelCosts, ModelFacts]:
     # Nothing is asked of the data where a shape stands in the module's place: they may lie where the cluster is.
     spec = None if recipe.planner.shape is not None else _spec(recipe, own)
     return chain_for(recipe, spec), facts_for(recipe, spec)

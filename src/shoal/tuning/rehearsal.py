@@ -22,7 +22,7 @@ from shoal.data.source import Splits
 from shoal.models.build import Loss
 from shoal.optim.precision import Precision
 from shoal.optim.rates import rate
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.build import Stages
 from shoal.schedules.action import Action
 from shoal.trainer.build import build_parts
@@ -46,21 +46,21 @@ class Subject:
     """As one process builds it; every rehearsal changes a copy."""
     loss: Loss
     data: Splits
-    _anatomy: list[Anatomy] = field(default_factory=list)
+    _analysis: list[ModuleAnalysis] = field(default_factory=list)
 
     @property
-    def anatomy(self) -> Anatomy:
+    def analysis(self) -> ModuleAnalysis:
         """What was found in the model; looked for once."""
-        if not self._anatomy:
-            self._anatomy.append(look_at(copy.deepcopy(self.model), self.data, self.recipe.parallel))
-        return self._anatomy[0]
+        if not self._analysis:
+            self._analysis.append(look_at(copy.deepcopy(self.model), self.data, self.recipe.parallel))
+        return self._analysis[0]
 
     def stages(self, plan: Plan) -> Stages:
         """Where a derived plan cuts the model."""
         return look_at_stages(
             copy.deepcopy(self.model),
             self.data,
-            self.anatomy,
+            self.analysis,
             plan=plan,
             config=self.recipe.pipeline,
             global_batch=self.recipe.train.global_batch,
@@ -165,7 +165,7 @@ def _place(subject: Subject, plan: Plan, world: World, batch: StepBatch) -> Plac
         parallel=recipe.parallel,
         pipeline=pipeline,
         world=world,
-        anatomy=subject.anatomy if asks_the_model(plan) else None,
+        analysis=subject.analysis if asks_the_model(plan) else None,
         rehearsed=[precision.cast_input(tensor) for tensor in inputs],
     )
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.costs.chain import Chain
+from shoal.costs.layers import ModelCosts
 from shoal.planner.cost import price_parts
 from shoal.planner.job import Job, count_stages
 from shoal.planner.memory import price_memory, rank_kept_bytes
@@ -55,7 +55,7 @@ def price_asked(asked: Asked) -> Priced:
     )
 
 
-def _check_plan(asked: Asked, chain: Chain) -> None:
+def _check_plan(asked: Asked, chain: ModelCosts) -> None:
     """Hold a plan to what only looking at the model tells; that of shipped models was asked before."""
     plan = asked.plan
     check_experts(plan, chain)

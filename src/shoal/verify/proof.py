@@ -224,7 +224,7 @@ def _tree_of(subject: Subject, recipe: Recipe, plan: Plan) -> tuple[Recipe, Tree
     if plan.pp == 1:
         return recipe, Tree(replicas=replicas, microbatches=microbatches)
     cut = cut_model(
-        subject.model, subject.data, subject.anatomy, plan, recipe.pipeline, global_batch=recipe.train.global_batch
+        subject.model, subject.data, subject.analysis, plan, recipe.pipeline, global_batch=recipe.train.global_batch
     )
     pipeline = recipe.pipeline.model_copy(update={"stages": cut.places})
     tree = cut.tree(replicas=replicas, microbatches=microbatches)

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
 from shoal.data.source import Splits
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.trainer.config import Recipe
 from shoal.verify.case import Case, Tree
 from shoal.verify.mutants import Death
@@ -28,7 +28,7 @@ class Subject:
     model: nn.Module
     """As one process builds it; looked at, never trained."""
     data: Splits
-    anatomy: Anatomy
+    analysis: ModuleAnalysis
 
     def joins_replicas(self, plan: Plan) -> bool:
         """True when the replicas of a plan are one batch to this model: batch norm that is synchronised splits its sums."""

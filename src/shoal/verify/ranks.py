@@ -110,11 +110,11 @@ def _sizes(
     trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMeter
 ) -> dict[str, dict[str, int] | dict[str, str]]:
     """Predicted and measured bytes of this rank, and why some were not predicted."""
-    anatomy, plan, rank = trainer.placed.anatomy, trainer.plan, trainer.world.rank
+    analysis, plan, rank = trainer.placed.analysis, trainer.plan, trainer.world.rank
     cut = trainer.placed.pipeline
     predicted = predict_state(
         plain,
-        anatomy=anatomy,
+        analysis=analysis,
         plan=plan,
         rank=rank,
         optim=trainer.optim_config,
@@ -136,7 +136,7 @@ def _sizes(
                 plain,
                 loss,
                 meter.microbatch,
-                anatomy=anatomy,
+                analysis=analysis,
                 plan=plan,
                 rank=rank,
                 precision=trainer.precision,

@@ -14,7 +14,7 @@ from shoal.core.updates import UpdateRule
 from shoal.models.tables import make_dense
 from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.torchclass import check_named
-from shoal.parallel.rules import describe_facts
+from shoal.parallel.requirements import describe_facts
 from shoal.serverrun.flatmodel import refuse_batch_norm
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
@@ -131,8 +131,8 @@ def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
     model, _, data = build_parts(recipe)
     make_dense(model)
     total = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
-    anatomy = look_at(model, data, recipe.parallel)
-    facts = describe_facts(anatomy, model)
+    analysis = look_at(model, data, recipe.parallel)
+    facts = describe_facts(analysis, model)
     subject = Subject(
         recipe=recipe,
         total_steps=total,
@@ -141,7 +141,7 @@ def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
         has_batch_norm=any(isinstance(module, _BatchNorm) for module in model.modules()),
         model=model,
         data=data,
-        anatomy=anatomy,
+        analysis=analysis,
     )
     return subject, model
 

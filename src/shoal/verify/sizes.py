@@ -19,7 +19,7 @@ from shoal.data.loader import Microbatch
 from shoal.models.build import Loss
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.apply import apply_to_model
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.trainer.loop import Trainer
@@ -32,7 +32,7 @@ def predict_activations(
     loss: Loss,
     microbatch: Microbatch,
     *,
-    anatomy: Anatomy,
+    analysis: ModuleAnalysis,
     plan: Plan,
     rank: int,
     precision: Precision,
@@ -45,7 +45,7 @@ def predict_activations(
     mesh = pretend_mesh(plan, rank)
     own = copy.deepcopy(model).to(dtype=precision.weight_dtype).train()
     dropout = apply_keyed_dropout(own, 0)
-    laid = apply_to_model(own, plan=plan, mesh=mesh, anatomy=anatomy, dropout=dropout, batch_norm="local")
+    laid = apply_to_model(own, plan=plan, mesh=mesh, analysis=analysis, dropout=dropout, batch_norm="local")
     if batchnorm.is_applied(own):
         batchnorm.begin_microbatch(own, 0)
     # A first forward pass finds out whether the model draws functionally, from generators that only real tensors move.

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.core.plan import Plan
 from shoal.data.source import Splits
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.build import Stages, cut_chain
 from shoal.pipeline.config import PipelineConfig
 from shoal.trainer.staging import example_of, look_at_stages
@@ -70,14 +70,14 @@ class CutModel:
 
 
 def cut_model(
-    model: nn.Module, data: Splits, anatomy: Anatomy, plan: Plan, config: PipelineConfig, *, global_batch: int
+    model: nn.Module, data: Splits, analysis: ModuleAnalysis, plan: Plan, config: PipelineConfig, *, global_batch: int
 ) -> CutModel:
     """Look at how a plan cuts a model, which stays as it is.
 
     Raises:
         RequestError: it cannot be cut so.
     """
-    stages = look_at_stages(model, data, anatomy, plan=plan, config=config, global_batch=global_batch)
+    stages = look_at_stages(model, data, analysis, plan=plan, config=config, global_batch=global_batch)
     own = copy.deepcopy(model)
     chain = cut_chain(own, example_of(data), stages)
     first = {id(parameter): name for name, parameter in own.named_parameters()}

@@ -11,9 +11,9 @@ from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.source import Splits
 from shoal.models.build import Loss
-from shoal.parallel.tensor.traffic import Survey, survey_crossings
+from shoal.parallel.tensor.traffic_forecast import CrossingRecord, record_crossings
 from shoal.parallel.tensor.vocabulary import rows_per_rank
-from shoal.parallel.traffic import MicrobatchShape, StepShape, count_trust_norms, expected_step_traffic
+from shoal.parallel.traffic_forecast import MicrobatchShape, StepShape, count_trust_norms, forecast_step_traffic
 from shoal.pipeline.build import Pipeline
 from shoal.pipeline.reduction import StageReduction
 from shoal.pipeline.traffic import Boundaries, expected_exchange, expected_sends, survey_boundaries
@@ -33,9 +33,9 @@ class TrafficSurvey:
         self._trainer = trainer
         self._batch: StepBatch | None = None
         self._is_known = is_known(loss)
-        self._survey: Survey | None = None
+        self._survey: CrossingRecord | None = None
         if trainer.mesh.has(Axis.TENSOR):
-            self._survey = survey_crossings(plain, trainer.placed.anatomy, example_of(data))
+            self._survey = record_crossings(plain, trainer.placed.analysis, example_of(data))
         self._plain = plain
         self._boundaries: dict[Any, Boundaries] = {}
         self._run = trainer.runner.run
@@ -63,12 +63,12 @@ class TrafficSurvey:
         assert batch is not None
         if trainer.stream is not None:
             context = trainer.placed.laid.context
-            attended = context.expected_traffic(recomputes=trainer.plan.recompute != "none") if context else {}
+            attended = context.forecast_traffic(recomputes=trainer.plan.recompute != "none") if context else {}
             return add_accounts(attended, self._pipeline(batch, counted), self._updates(counted))
         reduction = trainer.reduction
         if isinstance(reduction, StageReduction) and reduction.sharded is not None:
             reduction = reduction.sharded
-        found = expected_step_traffic(
+        found = forecast_step_traffic(
             plan=trainer.plan,
             mesh=trainer.mesh,
             laid=trainer.placed.laid,
@@ -155,7 +155,7 @@ class TrafficSurvey:
         scores = targets.numel() * rows_per_rank(tensor.vocab, degree) * degree * compute.itemsize
         return replace(shape, gathered_scores=scores)
 
-    def _survey_of(self, microbatch: int) -> tuple[Survey | None, bool]:
+    def _survey_of(self, microbatch: int) -> tuple[CrossingRecord | None, bool]:
         """What crosses of a microbatch on this rank, and whether it has the last stage of it."""
         cut = self._trainer.placed.pipeline
         if cut is None:

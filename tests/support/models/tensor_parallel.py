@@ -1,4 +1,4 @@
-"""Models, data and anatomies for the parity of tensor and sequence parallelism, the anatomies written out by hand."""
+"""Models, data and analyses for the parity of tensor and sequence parallelism, the analyses written out by hand."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import nn
 
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig, MlpConfig, Seq2SeqConfig
-from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
 
 STEPS = 3
 BATCH, LENGTH = 4, 8
@@ -45,14 +45,14 @@ def gpt(vocab=64, kv_heads=4, tied=False, layers=2, dropout=0.0):
     splits = [Split(path="embedding", kind=VOCABULARY), Split(path="head", kind=LOGITS)]
     for block in blocks:
         splits += attention_splits(f"{block}.attention") + feed_forward_splits(f"{block}.feed_forward")
-    anatomy = Anatomy(
+    analysis = ModuleAnalysis(
         stacks=(Stack(blocks=tuple(blocks), sequence_dim=1),),
         splits=tuple(splits),
         attentions=tuple(heads_of(f"{block}.attention", 4, kv_heads) for block in blocks),
         tied=(("embedding.weight", "head.weight"),) if tied else (),
         tail_is_pointwise=True,
     )
-    return build_model(config, Shape(vocab=vocab, sequence=LENGTH, kind="tokens")), anatomy
+    return build_model(config, Shape(vocab=vocab, sequence=LENGTH, kind="tokens")), analysis
 
 
 def seq2seq(vocab=64):
@@ -68,14 +68,14 @@ def seq2seq(vocab=64):
             for kind in kinds:
                 splits += attention_splits(f"{block}.{kind}")
                 attentions.append(heads_of(f"{block}.{kind}", 4, 4))
-    return model, Anatomy(stacks=tuple(stacks), splits=tuple(splits), attentions=tuple(attentions))
+    return model, ModuleAnalysis(stacks=tuple(stacks), splits=tuple(splits), attentions=tuple(attentions))
 
 
 def mlp():
     config = MlpConfig(layers=2, hidden=32)
     model = build_model(config, Shape(features=(12,), kind="classes", outputs=10, classes=10))
     splits = (Split(path="layers.0.linear", kind=COLUMN), Split(path="layers.1.linear", kind=ROW))
-    return model, Anatomy(splits=splits)
+    return model, ModuleAnalysis(splits=splits)
 
 
 class Encoder(nn.Module):
@@ -103,14 +103,14 @@ def encoder(batch_first=True, norm_first=False):
     splits = [Split(path="embedding", kind=VOCABULARY), Split(path="head", kind=LOGITS)]
     for block in blocks:
         splits += [Split(path=f"{block}.linear1", kind=COLUMN), Split(path=f"{block}.linear2", kind=ROW)]
-    anatomy = Anatomy(
+    analysis = ModuleAnalysis(
         stacks=(Stack(blocks=tuple(blocks), sequence_dim=1 if batch_first else 0),),
         splits=tuple(splits),
         attentions=tuple(
             Heads(path=f"{block}.self_attn", num_heads=4, num_kv_heads=4, is_torch=True) for block in blocks
         ),
     )
-    return Encoder(batch_first, norm_first), anatomy
+    return Encoder(batch_first, norm_first), analysis
 
 
 class Conv1D(nn.Module):
@@ -181,7 +181,7 @@ def fused():
             Split(path=f"{block}.c_fc", kind=COLUMN),
             Split(path=f"{block}.c_proj", kind=ROW),
         ]
-    anatomy = Anatomy(
+    analysis = ModuleAnalysis(
         stacks=(Stack(blocks=tuple(blocks), sequence_dim=1),),
         splits=tuple(splits),
         attentions=tuple(
@@ -189,7 +189,7 @@ def fused():
         ),
         tied=(("wte.weight", "lm_head.weight"),),
     )
-    return Fused(), anatomy
+    return Fused(), analysis
 
 
 BUILDERS = {
@@ -208,10 +208,10 @@ BUILDERS = {
 
 
 def build(case, dtype):
-    """The model and its anatomy, the same on every rank."""
+    """The model and its analysis, the same on every rank."""
     torch.manual_seed(7)
-    model, anatomy = BUILDERS[case]()
-    return model.to(dtype), anatomy
+    model, analysis = BUILDERS[case]()
+    return model.to(dtype), analysis
 
 
 def batch_of(case, step, dtype):

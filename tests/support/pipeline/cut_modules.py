@@ -5,8 +5,8 @@ import torch
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
 
@@ -14,7 +14,7 @@ D = 6
 
 
 def units_of(model, example):
-    return find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+    return find_units(model, example, analyse_module(model, example, ParallelConfig()))
 
 
 def cut_at(model, example, *paths):

@@ -8,8 +8,8 @@ from shoal.comm.ledger import Ledger
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model, cross_entropy
 from shoal.models.config import CnnConfig, GptConfig
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.mail import Mail
 from shoal.pipeline.runtime import Runtime
@@ -158,7 +158,7 @@ def _sums(model, feed, microbatches, uses):
 def cut(kind: str, num_stages: int):
     """The model as a chain of so many stages, and the key of its dropout."""
     model, example = build(kind), batch(kind, 0)[0]
-    units = find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+    units = find_units(model, example, analyse_module(model, example, ParallelConfig()))
     places = [index for index, unit in enumerate(units) if unit.is_once]
     starts = [0, *(places[len(places) * stage // num_stages] for stage in range(1, num_stages))]
     key = apply_keyed_dropout(model, SEED)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.core.errors import RequestError
-from shoal.costs.chain import Chain, Cut, LayerKind, OpKind
+from shoal.costs.layers import LayerKind, ModelCosts, OpKind, TensorSplit
 from shoal.costs.saved import measure_saved
 from shoal.costs.trace import trace_module
 from support.models import traced as traced_models
@@ -17,11 +17,11 @@ ITEM = 4
 """Bytes of a float32."""
 
 
-def trace(case: Case, num_samples: int = 2, **settings) -> Chain:
+def trace(case: Case, num_samples: int = 2, **settings) -> ModelCosts:
     return trace_module(case.build_without_memory(), case.inputs(num_samples), name="traced", **settings)
 
 
-def kept_bytes(chain: Chain) -> float:
+def kept_bytes(chain: ModelCosts) -> float:
     return sum(layer.kept.whole + layer.kept.split + layer.kept.scores for layer in chain.layers)
 
 
@@ -208,11 +208,11 @@ def test_on_accelerators_attention_with_dropout_is_one_kernel():
     assert chain.forward_flops == trace(CASES["encoder"]).forward_flops
 
 
-def gpt_cuts(model: nn.Module) -> dict[str, Cut]:
-    cuts = {"embedding": Cut.ROWS, "head": Cut.COLUMNS}
+def gpt_cuts(model: nn.Module) -> dict[str, TensorSplit]:
+    cuts = {"embedding": TensorSplit.ROWS, "head": TensorSplit.COLUMNS}
     for path, part in model.named_modules():
         if isinstance(part, nn.Linear) and path != "head":
-            cuts[path] = Cut.ROWS if path.endswith((".output", ".down")) else Cut.COLUMNS
+            cuts[path] = TensorSplit.ROWS if path.endswith((".output", ".down")) else TensorSplit.COLUMNS
     return cuts
 
 
@@ -225,23 +225,23 @@ def test_cuts(name):
     stream = LENGTH * WIDTH * ITEM
     norms = 2 * WIDTH
     assert (block.whole_weights, block.num_pairs, block.pair_bytes) == (norms, 2, stream)
-    assert {op.cut for op in block.ops} == set(Cut)
+    assert {op.cut for op in block.ops} == set(TensorSplit)
     # Looking a token up ends with a sum; scores stay split.
     assert (first.split_weights, first.num_pairs, last.num_pairs, last.whole_weights) == (VOCAB * WIDTH, 1, 0, WIDTH)
-    assert [op.cut for op in last.ops if op.kind is OpKind.MATMUL] == [Cut.COLUMNS]
+    assert [op.cut for op in last.ops if op.kind is OpKind.MATMUL] == [TensorSplit.COLUMNS]
     # Outside the split layers, twice: what the norm reads, its factors, the product of the two, what it puts out, dropout's mask.
     assert block.kept.whole == 2 * (4 * stream + LENGTH * ITEM)
 
 
 def test_a_torch_attention_is_cut_as_a_piece():
-    cuts = {f"layers.{place}.self_attn": Cut.ALL for place in range(6)}
+    cuts = {f"layers.{place}.self_attn": TensorSplit.ALL for place in range(6)}
     chain = trace(CASES["encoder, no dropout"], cuts=cuts)
     block = chain.layers[0]
     assert (block.num_pairs, block.pair_bytes) == (1, LENGTH * WIDTH * ITEM)
     assert block.split_weights == 4 * WIDTH * WIDTH + 3 * WIDTH
-    assert [op.cut for op in block.ops if op.kind is OpKind.MATMUL and op.cut is not Cut.NOTHING] == [
-        Cut.COLUMNS,
-        Cut.ROWS,
+    assert [op.cut for op in block.ops if op.kind is OpKind.MATMUL and op.cut is not TensorSplit.NOTHING] == [
+        TensorSplit.COLUMNS,
+        TensorSplit.ROWS,
     ]
 
 

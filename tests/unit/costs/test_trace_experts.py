@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.costs.chain import OpKind
+from shoal.costs.layers import OpKind
 from shoal.costs.trace import trace_module
 from shoal.pipeline.standin import StandIns
 from shoal.planner.sharing import expert_weights, share_weights

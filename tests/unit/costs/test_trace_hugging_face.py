@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.costs.chain import Chain, Cut, LayerKind, OpKind
+from shoal.costs.layers import LayerKind, ModelCosts, OpKind, TensorSplit
 from shoal.costs.saved import measure_saved
 from shoal.costs.trace import trace_module
 
@@ -26,7 +26,7 @@ def build(name: str, attention: str, **changes):
     return model(config(attn_implementation=attention, **changes))
 
 
-def trace(name: str, attention: str, num_samples: int = 2, cuts=None, device: str = "cpu", **changes) -> Chain:
+def trace(name: str, attention: str, num_samples: int = 2, cuts=None, device: str = "cpu", **changes) -> ModelCosts:
     with torch.device("meta"):
         model = build(name, attention, **changes)
     ids = torch.zeros((num_samples, LENGTH), dtype=torch.int64)
@@ -122,11 +122,11 @@ def test_attention_with_dropout_is_one_kernel_on_accelerators(name):
 
 
 def test_cuts_of_gpt2():
-    cuts = {"transformer.wte": Cut.ROWS, "lm_head": Cut.COLUMNS}
+    cuts = {"transformer.wte": TensorSplit.ROWS, "lm_head": TensorSplit.COLUMNS}
     for place in range(2):
         block = f"transformer.h.{place}"
-        cuts |= {f"{block}.attn.c_attn": Cut.COLUMNS, f"{block}.attn.c_proj": Cut.ROWS}
-        cuts |= {f"{block}.mlp.c_fc": Cut.COLUMNS, f"{block}.mlp.c_proj": Cut.ROWS}
+        cuts |= {f"{block}.attn.c_attn": TensorSplit.COLUMNS, f"{block}.attn.c_proj": TensorSplit.ROWS}
+        cuts |= {f"{block}.mlp.c_fc": TensorSplit.COLUMNS, f"{block}.mlp.c_proj": TensorSplit.ROWS}
     plain, chain = trace("gpt2", "eager"), trace("gpt2", "eager", cuts=cuts)
     first, block, _, last = chain.layers
     assert (block.num_pairs, block.pair_bytes) == (2, STREAM)
@@ -134,6 +134,6 @@ def test_cuts_of_gpt2():
     assert block.whole_weights == 2 * 2 * WIDTH + 2 * WIDTH
     assert (first.split_weights, first.num_pairs) == (VOCAB * WIDTH, 1)
     # The output layer's weight is the embedding's, whose rows are its columns.
-    assert [op.cut for op in last.ops if op.kind is OpKind.MATMUL] == [Cut.COLUMNS] and last.num_pairs == 0
+    assert [op.cut for op in last.ops if op.kind is OpKind.MATMUL] == [TensorSplit.COLUMNS] and last.num_pairs == 0
     assert block.kept.whole + block.kept.split == plain.layers[1].kept.whole and block.kept.split > 0
     assert block.kept.scores == plain.layers[1].kept.scores

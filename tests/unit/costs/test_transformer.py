@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.costs.chain import LayerKind, OpKind
+from shoal.costs.layers import LayerKind, OpKind
 from shoal.costs.transformer import TransformerShape, transformer_chain
 from support.planner.jobs import shape_of
 

@@ -13,7 +13,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
-from shoal.parallel.anatomy import Anatomy, Heads, Stack
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Stack
 from shoal.parallel.context.alltoall import num_copies
 from shoal.parallel.context.apply import apply_context_parallel
 from shoal.parallel.context.cuts import sequence_dim_of
@@ -66,9 +66,9 @@ class Model(nn.Module):
 def apply(model, *, kind="ring", cp=2, rank=0, attends=False, **stack):
     heads = tuple(Heads(path=f"blocks.{n}", num_heads=1, num_kv_heads=1) for n in range(2)) if attends else ()
     stacks = (Stack(blocks=("blocks.0", "blocks.1"), sequence_dim=1, **stack),)
-    anatomy = Anatomy(stacks=stacks, attentions=heads, tail_is_pointwise=True)
+    analysis = ModuleAnalysis(stacks=stacks, attentions=heads, tail_is_pointwise=True)
     mesh = pretend_mesh(Plan(dp=1, cp=cp, cp_kind=kind), rank)
-    return apply_context_parallel(model, anatomy=anatomy, mesh=mesh, kind=kind)
+    return apply_context_parallel(model, analysis=analysis, mesh=mesh, kind=kind)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_heads_that_do_not_divide_are_refused_with_both_numbers():
 def test_a_model_without_a_sequence_and_blocks_that_mix_positions_are_refused():
     with pytest.raises(RequestError, match="cp=2 needs a stack"):
         mesh = pretend_mesh(Plan(dp=1, cp=2))
-        apply_context_parallel(nn.Linear(2, 2), anatomy=Anatomy(), mesh=mesh, kind="ring")
+        apply_context_parallel(nn.Linear(2, 2), analysis=ModuleAnalysis(), mesh=mesh, kind="ring")
     with pytest.raises(RequestError, match="mix positions outside attention"):
         apply(Model(), is_pointwise=False)
 
@@ -145,14 +145,14 @@ def test_one_rank_is_traced_on_meta_tensors_and_its_traffic_is_as_expected(kind)
     with torch.device("meta"):
         model = Gpt(GptConfig(layers=2, hidden=16, heads=4, kv_heads=2), vocab=11, sequence=16)
         tokens = torch.zeros(3, 16, dtype=torch.long)
-    anatomy = Anatomy(stacks=(Stack(blocks=("blocks.0", "blocks.1"), sequence_dim=1),), tail_is_pointwise=True)
+    analysis = ModuleAnalysis(stacks=(Stack(blocks=("blocks.0", "blocks.1"), sequence_dim=1),), tail_is_pointwise=True)
     mesh = pretend_mesh(Plan(dp=1, cp=4, cp_kind=kind), 1)
-    layout = apply_context_parallel(model, anatomy=anatomy, mesh=mesh, kind=kind)
+    layout = apply_context_parallel(model, analysis=analysis, mesh=mesh, kind=kind)
     with mesh.ledger.counting() as account:
         logits = model(tokens)
         logits.sum().backward()
     assert logits.shape == (3, 4, 11)
-    assert account == layout.expected_traffic(recomputes=False)
+    assert account == layout.forecast_traffic(recomputes=False)
     (traffic,) = account.values()
     if kind == "ring":
         # Per block: keys and values 3 hops forward, 3 backward, their gradients 4; each 3 x 2 heads x 4 positions x (4 + 4).

@@ -14,7 +14,7 @@ from shoal.models.config import GptConfig, MlpConfig, Seq2SeqConfig
 from shoal.models.gpt import Gpt
 from shoal.models.mlp import Mlp
 from shoal.models.seq2seq import Seq2Seq
-from shoal.parallel.anatomy import Anatomy, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.recompute import apply_recompute
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.randomness.functional import FunctionalDraws
@@ -63,7 +63,7 @@ class Convolves(nn.Module):
         return x
 
 
-def _case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Anatomy]:
+def _case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], ModuleAnalysis]:
     torch.manual_seed(0)
     tokens = torch.randint(1, 32, (4, 16))
     if name == "gpt":
@@ -71,8 +71,8 @@ def _case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Anatomy]:
         return Gpt(config, vocab=32, sequence=16), (tokens,), _rows("blocks", 3)
     if name == "seq2seq":
         pair = Seq2SeqConfig(name="seq2seq", layers=2, hidden=32, heads=4, dropout=0.2)
-        anatomy = Anatomy(stacks=(*_rows("encoder", 2).stacks, *_rows("decoder", 2).stacks))
-        return Seq2Seq(pair, vocab=32, sequence=16), (tokens, tokens.flip(1)), anatomy
+        analysis = ModuleAnalysis(stacks=(*_rows("encoder", 2).stacks, *_rows("decoder", 2).stacks))
+        return Seq2Seq(pair, vocab=32, sequence=16), (tokens, tokens.flip(1)), analysis
     if name == "mlp":
         layers = MlpConfig(name="mlp", layers=3, hidden=16, dropout=0.2)
         return Mlp(layers, features=(16,), outputs=4), (torch.randn(4, 16),), _rows("layers", 3)
@@ -86,16 +86,16 @@ def _case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Anatomy]:
     return DropsOften(2 if name == "twice" else 1), (torch.randn(4, 16),), _rows("blocks", 3)
 
 
-def _rows(name: str, count: int) -> Anatomy:
-    return Anatomy(stacks=(Stack(blocks=tuple(f"{name}.{number}" for number in range(count))),))
+def _rows(name: str, count: int) -> ModuleAnalysis:
+    return ModuleAnalysis(stacks=(Stack(blocks=tuple(f"{name}.{number}" for number in range(count))),))
 
 
 def _train(name: str, mode: Any, *, autocast: bool = False) -> tuple[list[Tensor], int]:
     """The gradients of three microbatches, and the bytes that the last forward kept."""
-    model, inputs, anatomy = _case(name)
+    model, inputs, analysis = _case(name)
     key = apply_keyed_dropout(model, 1)
     if mode != "none":
-        apply_recompute(model, anatomy=anatomy, mode=mode, dropout=key)
+        apply_recompute(model, analysis=analysis, mode=mode, dropout=key)
     for step in range(3):
         key.begin(step, IDS)
         with (
@@ -133,7 +133,7 @@ def test_full_keeps_the_inputs_of_blocks_alone():
     """Blocks between nothing: what is kept is one (4, 16) tensor per block but the first, whose input is the model's own."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3)))
     key = apply_keyed_dropout(model, 1)
-    apply_recompute(model, anatomy=Anatomy(stacks=(Stack(blocks=("0", "1", "2")),)), mode="full", dropout=key)
+    apply_recompute(model, analysis=ModuleAnalysis(stacks=(Stack(blocks=("0", "1", "2")),)), mode="full", dropout=key)
     x = torch.randn(4, 16)
     with measure_saved(model, x) as saved:
         model(x)
@@ -153,10 +153,10 @@ def test_measuring_counts_each_storage_once_and_no_weights():
 
 
 def test_without_a_gradient_nothing_is_wrapped():
-    model, inputs, anatomy = _case("gpt")
+    model, inputs, analysis = _case("gpt")
     key = apply_keyed_dropout(model, 1)
     expected = model.eval()(*inputs)
-    apply_recompute(model, anatomy=anatomy, mode="selective", dropout=key)
+    apply_recompute(model, analysis=analysis, mode="selective", dropout=key)
     with torch.no_grad():
         assert torch.equal(model(*inputs), expected)
 
@@ -175,7 +175,7 @@ def test_foreign_draws_are_drawn_again():
         model = nn.Sequential(Noisy(), Noisy())
         key = apply_keyed_dropout(model, 1)
         if mode:
-            apply_recompute(model, anatomy=Anatomy(stacks=(Stack(blocks=("0", "1")),)), mode=mode, dropout=key)
+            apply_recompute(model, analysis=ModuleAnalysis(stacks=(Stack(blocks=("0", "1")),)), mode=mode, dropout=key)
         for step in range(2):
             key.begin(step, IDS)
             with key.drawing():
@@ -191,25 +191,25 @@ def test_foreign_draws_are_drawn_again():
 def test_no_blocks_is_refused_with_the_fix():
     model = nn.Linear(2, 2)
     with pytest.raises(RequestError, match=r"no blocks in Linear.*parallel\.blocks"):
-        apply_recompute(model, anatomy=Anatomy(), mode="full", dropout=apply_keyed_dropout(model, 0))
+        apply_recompute(model, analysis=ModuleAnalysis(), mode="full", dropout=apply_keyed_dropout(model, 0))
 
 
 def test_a_kept_product_that_is_changed_in_place_is_refused_by_name():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(inplace=True), nn.Linear(8, 8)))
     key = apply_keyed_dropout(model, 1)
-    apply_recompute(model, anatomy=Anatomy(stacks=(Stack(blocks=("0",)),)), mode="selective", dropout=key)
+    apply_recompute(model, analysis=ModuleAnalysis(stacks=(Stack(blocks=("0",)),)), mode="selective", dropout=key)
     loss = model(torch.randn(4, 8, requires_grad=True)).sum()
     with pytest.raises(RunError, match=r"block '0' changes the result of a matrix product in place.*recompute=full"):
         loss.backward()
 
 
 def test_state_dict_and_hooks_stay():
-    model, _, anatomy = _case("gpt")
+    model, _, analysis = _case("gpt")
     names = list(model.state_dict())
     seen = []
     model.blocks[1].register_forward_hook(lambda *_: seen.append(1))
     key = apply_keyed_dropout(model, 1)
-    apply_recompute(model, anatomy=anatomy, mode="full", dropout=key)
+    apply_recompute(model, analysis=analysis, mode="full", dropout=key)
     assert list(model.state_dict()) == names
     key.begin(0, IDS)
     model(torch.randint(1, 32, (4, 16))).sum().backward()

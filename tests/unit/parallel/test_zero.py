@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
-from shoal.parallel.anatomy import Anatomy, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.zero.apply import apply_zero
 
 
@@ -69,7 +69,7 @@ class Sharing(Net):
         return self.head(x)
 
 
-ANATOMY = Anatomy(stacks=(Stack(blocks=("blocks.0", "blocks.1", "blocks.2")),))
+ANALYSIS = ModuleAnalysis(stacks=(Stack(blocks=("blocks.0", "blocks.1", "blocks.2")),))
 TOKENS = torch.arange(22).reshape(2, 11) % 11
 
 
@@ -81,7 +81,7 @@ def build(**how):
 def shard(model, stage, *, dp=1, num_microbatches=1, rank=0):
     mesh = pretend_mesh(Plan(dp=dp), rank)
     how = {"stage": stage, "num_microbatches": num_microbatches, "placements": {}}
-    return apply_zero(model, anatomy=ANATOMY, mesh=mesh, **how)
+    return apply_zero(model, analysis=ANALYSIS, mesh=mesh, **how)
 
 
 def step(model, reduction, num_microbatches=1):
@@ -143,11 +143,11 @@ def test_a_block_that_puts_out_what_it_was_given_is_not_gathered_again(num_micro
     model = Sharing()
     mesh = pretend_mesh(Plan(dp=2))
     how = {"stage": 3, "num_microbatches": num_microbatches, "placements": {}}
-    reduction = apply_zero(model, anatomy=ANATOMY, mesh=mesh, **how)
+    reduction = apply_zero(model, analysis=ANALYSIS, mesh=mesh, **how)
     for _ in range(2):
         with mesh.ledger.counting() as counted:
             step(model, reduction, num_microbatches)
-        assert dict(counted) == reduction.expected_traffic(num_microbatches)
+        assert dict(counted) == reduction.forecast_traffic(num_microbatches)
         reduction.publish()
 
 
@@ -223,7 +223,7 @@ def test_an_activation_changed_in_place_is_refused_as_torch_does():
     model = nn.Sequential(Wrong())
     reduction = apply_zero(
         model,
-        anatomy=Anatomy(stacks=(Stack(blocks=("0",)),)),
+        analysis=ModuleAnalysis(stacks=(Stack(blocks=("0",)),)),
         mesh=pretend_mesh(Plan(dp=1)),
         stage=3,
         num_microbatches=1,
@@ -249,7 +249,12 @@ def test_weights_of_two_types_are_refused_with_both_names():
         shard(model, 1)
     with pytest.raises(RequestError, match="no trainable parameter"):
         apply_zero(
-            nn.ReLU(), anatomy=Anatomy(), mesh=pretend_mesh(Plan(dp=2)), stage=1, num_microbatches=1, placements={}
+            nn.ReLU(),
+            analysis=ModuleAnalysis(),
+            mesh=pretend_mesh(Plan(dp=2)),
+            stage=1,
+            num_microbatches=1,
+            placements={},
         )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.optim.flat import CUT_MULTIPLE
-from shoal.parallel.anatomy import Anatomy, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.zero.layout import ROOT, lay_out
 
 
@@ -38,14 +38,14 @@ class Stacked(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-ANATOMY = Anatomy(stacks=(Stack(blocks=("blocks.0", "blocks.1", "blocks.2")),))
+ANALYSIS = ModuleAnalysis(stacks=(Stack(blocks=("blocks.0", "blocks.1", "blocks.2")),))
 shapes = st.lists(st.lists(st.integers(1, 40), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
 @settings(max_examples=150, deadline=None)
 @given(shapes=shapes, num_ranks=st.integers(1, 5))
 def test_every_row_has_one_owner_and_every_cut_is_legal(shapes, num_ranks):
-    (unit,) = lay_out(Bag(shapes), Anatomy(), num_ranks).units
+    (unit,) = lay_out(Bag(shapes), ModuleAnalysis(), num_ranks).units
     assert [slot.shape for slot in unit.slots] == shapes
     end = 0
     for slot in unit.slots:
@@ -63,7 +63,7 @@ def test_every_row_has_one_owner_and_every_cut_is_legal(shapes, num_ranks):
 
 
 def test_pieces_of_one_rank_do_not_overlap():
-    (unit,) = lay_out(Bag([(7, 5), (3,), (33,), (), (16, 16)]), Anatomy(), 3).units
+    (unit,) = lay_out(Bag([(7, 5), (3,), (33,), (), (16, 16)]), ModuleAnalysis(), 3).units
     for rank in range(3):
         taken = sorted(
             (unit.local_offset(slot, rank), (slot.rows(rank)[1] - slot.rows(rank)[0]) * slot.row)
@@ -75,14 +75,14 @@ def test_pieces_of_one_rank_do_not_overlap():
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_shares_are_even_to_a_row(num_ranks):
-    (unit,) = lay_out(Bag([(64, 32), (64,), (32, 64), (48, 32)]), Anatomy(), num_ranks).units
+    (unit,) = lay_out(Bag([(64, 32), (64,), (32, 64), (48, 32)]), ModuleAnalysis(), num_ranks).units
     even = unit.size / num_ranks
     assert all(abs(count - even) <= 64 for count in unit.counts)
 
 
 def test_units_are_blocks_layers_outside_them_and_the_rest():
-    layout = lay_out(Stacked(is_tied=False), ANATOMY, 2)
-    assert [unit.path for unit in layout.units] == [ROOT, "embedding", *ANATOMY.stacks[0].blocks, "head"]
+    layout = lay_out(Stacked(is_tied=False), ANALYSIS, 2)
+    assert [unit.path for unit in layout.units] == [ROOT, "embedding", *ANALYSIS.stacks[0].blocks, "head"]
     assert layout.root == 0
     # Attention reads its output layer's weight without calling it; a hook there would never run.
     names = [slot.name for slot in layout.units[0].slots]
@@ -92,19 +92,19 @@ def test_units_are_blocks_layers_outside_them_and_the_rest():
 
 
 def test_a_tied_weight_is_in_the_first_unit_and_both_modules_ask_for_it():
-    layout = lay_out(Stacked(is_tied=True), ANATOMY, 2)
+    layout = lay_out(Stacked(is_tied=True), ANALYSIS, 2)
     assert "head" not in [unit.path for unit in layout.units]
     assert {visit.path: visit.units for visit in layout.visits}["head"] == (1,)
 
 
 def test_buffers_have_two_sizes_beside_the_root():
-    layout = lay_out(Stacked(is_tied=False), ANATOMY, 2)
+    layout = lay_out(Stacked(is_tied=False), ANALYSIS, 2)
     block = max(unit.size for unit in layout.units if unit.is_block)
     root = layout.units[0].size
     assert layout.capacities() == (root, 50 * 16, block, block, block, 50 * 16)
 
 
 def test_shards_make_the_whole():
-    layout = lay_out(Stacked(is_tied=False), ANATOMY, 3)
+    layout = lay_out(Stacked(is_tied=False), ANALYSIS, 3)
     assert sum(layout.shard_size(rank) for rank in range(3)) == layout.size
     assert layout.size >= sum(math.prod(slot.shape) for unit in layout.units for slot in unit.slots)

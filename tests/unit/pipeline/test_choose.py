@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.core.config import validate
 from shoal.core.errors import RequestError
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline import choose
 from shoal.pipeline.build import Stages, prove_stages
 from shoal.pipeline.choose import choose_starts, stage_memory
@@ -36,7 +36,7 @@ def model_of(*widths: int):
 def starts_of(model, schedule, example=EXAMPLE, **given):
     config = PipelineConfig(**{key: given.pop(key) for key in list(given) if key in PipelineConfig.model_fields})
     return choose_starts(
-        model, find_units(model, example, Anatomy()), example, schedule=schedule, config=config, **given
+        model, find_units(model, example, ModuleAnalysis()), example, schedule=schedule, config=config, **given
     )
 
 
@@ -212,7 +212,7 @@ def test_nothing_said_is_no_bound_and_estimated_work():
 
 
 def test_the_layers_of_these_tests_hold_what_is_said_of_them():
-    costs = estimate_work(EVEN, find_units(EVEN, EXAMPLE, Anatomy()), EXAMPLE)
+    costs = estimate_work(EVEN, find_units(EVEN, EXAMPLE, ModuleAnalysis()), EXAMPLE)
     assert {(cost.weight_bytes, cost.activation_bytes) for cost in costs} == {(WEIGHT, KEPT)}
 
 
@@ -277,7 +277,7 @@ def test_where_no_cut_is_legal_the_legal_places_are_named():
 
 def test_a_place_that_the_recipe_names_and_that_is_not_legal_is_refused_with_those_that_are():
     model = Skips()
-    units = find_units(model, EXAMPLE, Anatomy())
+    units = find_units(model, EXAMPLE, ModuleAnalysis())
     with pytest.raises(RequestError, match=r"from .inner. on, reads .*\. Stages can begin at .first., .last.$"):
         prove_stages(model, EXAMPLE, Stages(units=units, starts=(0, 3), schedule=line()))
 
@@ -309,7 +309,7 @@ def test_code_that_does_otherwise_on_values_that_are_not_there_is_cut_elsewhere(
 def test_a_mistake_of_the_cutting_is_no_place_that_cannot_be_cut():
     """Any error was said to be the module's, so that a bug of ours was a plan that is refused."""
     model = model_of(8, 8)
-    chain = Chain(model, find_units(model, EXAMPLE, Anatomy()), (0, 1))
+    chain = Chain(model, find_units(model, EXAMPLE, ModuleAnalysis()), (0, 1))
     chain._stage_of_call = []
     with pytest.raises(IndexError):
         chain.prove(EXAMPLE)
@@ -328,7 +328,7 @@ class Breaks(Branching):
 
 def test_a_module_that_fails_uncut_is_not_called_illegal_at_every_place():
     model = Breaks()
-    chain = Chain(model, find_units(model, EXAMPLE, Anatomy()), (0, 1))
+    chain = Chain(model, find_units(model, EXAMPLE, ModuleAnalysis()), (0, 1))
     model.is_broken = True
     with pytest.raises(ValueError, match="broken"):
         chain.prove(EXAMPLE)

@@ -11,8 +11,8 @@ from shoal.core.errors import RequestError, RunError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import MlpConfig
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
 from support.pipeline.cut_modules import D, cut_at, gpt, run_through, tokens, units_of
@@ -309,7 +309,7 @@ class Masking(nn.Module):
 @pytest.mark.parametrize("limit", [0.5, 1000.0])
 def test_a_mask_that_is_computed_from_the_stream_crosses_too_even_where_the_example_has_none(limit):
     model, example = Gated(limit), (torch.randint(9, (2, 4)),)
-    units = find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+    units = find_units(model, example, analyse_module(model, example, ParallelConfig()))
     starts = [index for index, unit in enumerate(units) if unit.path in ("embedding", "blocks.1")]
     chain = Chain(model, units, starts)
     chain.settle(example)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.anatomy import Anatomy, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.batchnorm import ReplicaBatchNorm, apply_batchnorm, begin_microbatch, fold
 from shoal.parallel.recompute import apply_recompute
 from shoal.pipeline.cut import Chain
@@ -63,10 +63,10 @@ def test_running_statistics_are_those_of_one_process(is_one_rank, recompute):
     parts = [make() for _ in range(2)]
     chains = []
     for number, model in enumerate(parts):
-        anatomy = Anatomy(stacks=(Stack(blocks=BLOCKS),))
-        units = find_units(model, (batch(0),), anatomy)
+        analysis = ModuleAnalysis(stacks=(Stack(blocks=BLOCKS),))
+        units = find_units(model, (batch(0),), analysis)
         if recompute is not None:
-            apply_recompute(model, anatomy=anatomy, mode=recompute, dropout=apply_keyed_dropout(model, 1))
+            apply_recompute(model, analysis=analysis, mode=recompute, dropout=apply_keyed_dropout(model, 1))
         chain = Chain(model, units, [0, 2])
         chain.settle((batch(0),))
         # Both stages on one rank, one of which stands in for the other in turn; or one on each.

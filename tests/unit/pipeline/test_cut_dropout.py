@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.parallel.anatomy import Anatomy, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.recompute import apply_recompute
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
@@ -94,10 +94,10 @@ class Stages:
         for stage in range(len(starts)):
             model = make(kind)
             key = apply_keyed_dropout(model, 5)
-            anatomy = Anatomy(stacks=(Stack(blocks=BLOCKS),))
+            analysis = ModuleAnalysis(stacks=(Stack(blocks=BLOCKS),))
             if recompute is not None:
-                apply_recompute(model, anatomy=anatomy, mode=recompute, dropout=key)
-            units = find_units(model, (batch(0),), anatomy)
+                apply_recompute(model, analysis=analysis, mode=recompute, dropout=key)
+            units = find_units(model, (batch(0),), analysis)
             chain = Chain(model, units, starts, dropout=key)
             chain.settle((batch(0),))
             chain.keep({stage})
@@ -159,7 +159,7 @@ def test_a_stage_that_drops_first_after_others_have_run_on_its_rank_draws_by_key
     """The first pass of a rank may show no function that drops: a later stage of it may have one."""
     model, x = nn.Sequential(nn.Linear(D, D), Inner()), batch(0)
     key = apply_keyed_dropout(model, 5)
-    chain = Chain(model, find_units(model, (x,), Anatomy()), [0, 1], dropout=key)
+    chain = Chain(model, find_units(model, (x,), ModuleAnalysis()), [0, 1], dropout=key)
     chain.settle((x,))
     received = ()
     for stage in range(2):

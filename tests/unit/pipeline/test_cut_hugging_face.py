@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.core.errors import RequestError
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
 
@@ -35,7 +35,7 @@ def ids(seed):
 
 
 def units_of(model):
-    return find_units(model, ids(0), find_anatomy(model, ids(0), ParallelConfig()))
+    return find_units(model, ids(0), analyse_module(model, ids(0), ParallelConfig()))
 
 
 def stages_alone(whole, units, starts):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.zero.layout import lay_out
 from shoal.pipeline.absent import Absent
 from shoal.pipeline.build import Part, Stages
@@ -128,13 +128,13 @@ def test_an_absent_unit_shows_what_the_unit_is_like_and_has_no_weights():
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_zero_lays_out_what_a_rank_has_kept(stage):
-    """The anatomy still names the blocks of other ranks; they have no unit and are not visited."""
+    """The analysis still names the blocks of other ranks; they have no unit and are not visited."""
     example = batch("gpt", 0)[0]
     model = gpt()
-    anatomy = find_anatomy(model, example, ParallelConfig())
+    analysis = analyse_module(model, example, ParallelConfig())
     chain = cut_at(model, example, "blocks.1")
     own = chain.keep({stage})
-    layout = lay_out(model, anatomy, 2)
+    layout = lay_out(model, analysis, 2)
     assert {slot.name for unit in layout.units for slot in unit.slots} == own.keys()
     # On the last rank the tied weight has no module of its first name: it is the root's, which is there throughout.
     expected = {0: [["embedding"], ["embedding", "blocks.0"]], 1: [["blocks.1"], ["", "blocks.1"]]}[stage]

@@ -13,9 +13,9 @@ from shoal.core.errors import RequestError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig, MlpConfig
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.estimate import OPERATIONS_PER_BYTE, OPERATIONS_PER_SECOND, estimate_work
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.units import find_units
@@ -24,7 +24,7 @@ from support.pipeline.stages_on_ranks import batch, build
 
 def work_of(model, example):
     """Operations of each unit in a forward pass, by path."""
-    units = find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+    units = find_units(model, example, analyse_module(model, example, ParallelConfig()))
     costs = estimate_work(model, units, example)
     return {cost.path: round(cost.seconds * OPERATIONS_PER_SECOND / 3) for cost in costs}
 
@@ -76,7 +76,7 @@ def test_what_is_held_is_what_a_measurement_finds(kind):
         example = (torch.randn(4, 8, 8),)
     else:
         model, example = build(kind), batch(kind, 0)[0]
-    units = find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+    units = find_units(model, example, analyse_module(model, example, ParallelConfig()))
     found = [
         [(cost.path, cost.weight_bytes, cost.activation_bytes, cost.can_start, cost.boundary_bytes) for cost in costs]
         for costs in (estimate_work(model, units, example), measure_costs(model, units, example))
@@ -99,13 +99,13 @@ def test_hugging_face_models_cost_what_their_blocks_cost(name):
 PRINTED = """
 import torch
 from support.pipeline.stages_on_ranks import batch, build
-from shoal.parallel.config import ParallelConfig
-from shoal.parallel.analysis.search import find_anatomy
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
 from shoal.pipeline.estimate import estimate_work
 from shoal.pipeline.units import find_units
 for kind in ("gpt", "cnn"):
     model, example = build(kind), batch(kind, 0)[0]
-    print(estimate_work(model, find_units(model, example, find_anatomy(model, example, ParallelConfig())), example))
+    print(estimate_work(model, find_units(model, example, analyse_module(model, example, ParallelConfig())), example))
 """
 
 
@@ -119,7 +119,7 @@ def test_every_process_counts_the_same():
     own = ""
     for kind in ("gpt", "cnn"):
         model, example = build(kind), batch(kind, 0)[0]
-        units = find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+        units = find_units(model, example, analyse_module(model, example, ParallelConfig()))
         own += f"{estimate_work(model, units, example)}\n"
     assert own == other
 
@@ -140,7 +140,7 @@ class Discarding(nn.Module):
 
 def test_memory_that_is_used_again_is_counted_again():
     model, example = Discarding(), (torch.randn(256, 64),)
-    costs = estimate_work(model, find_units(model, example, Anatomy()), example)
+    costs = estimate_work(model, find_units(model, example, ModuleAnalysis()), example)
     stream = 256 * 64 * 4
     # The input and what sin was given, twenty times; the second layer keeps its input, which is new.
     assert [cost.activation_bytes for cost in costs] == [21 * stream, stream]

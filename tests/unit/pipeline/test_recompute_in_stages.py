@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shoal.models.build import cross_entropy
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.recompute import apply_recompute
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.deferred import Later, deferring
@@ -46,10 +46,10 @@ class Rank:
     def __init__(self, recompute):
         self.model, example = build("gpt"), batch("gpt", 0)[0]
         self.key = apply_keyed_dropout(self.model, SEED)
-        anatomy = find_anatomy(self.model, example, ParallelConfig())
-        units = find_units(self.model, example, anatomy)
+        analysis = analyse_module(self.model, example, ParallelConfig())
+        units = find_units(self.model, example, analysis)
         if recompute is not None:
-            apply_recompute(self.model, anatomy=anatomy, mode=recompute, dropout=self.key)
+            apply_recompute(self.model, analysis=analysis, mode=recompute, dropout=self.key)
         place = [unit.path for unit in units].index("blocks.2")
         self.chain = Chain(self.model, units, [0, place], dropout=self.key)
         self.chain.settle(example)

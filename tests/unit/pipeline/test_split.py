@@ -14,9 +14,9 @@ from shoal.core.errors import RequestError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.split import StageMemory, UnitCost, parse_starts, split, split_replicated
 from shoal.pipeline.units import Unit, find_units
@@ -246,7 +246,7 @@ def test_a_wrong_start_is_refused_with_the_fix(texts, message):
 
 
 def measure(model, example):
-    units = find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+    units = find_units(model, example, analyse_module(model, example, ParallelConfig()))
     return units, measure_costs(model, units, example)
 
 
@@ -311,7 +311,7 @@ class Plain(nn.Module):
 
 def test_the_measurement_leaves_nothing_behind():
     model, example = Plain().eval(), (torch.randn(4, 8),)
-    units = find_units(model, example, Anatomy())
+    units = find_units(model, example, ModuleAnalysis())
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     seed = torch.get_rng_state()
     measure_costs(model, units, example)
@@ -323,7 +323,7 @@ def test_the_measurement_leaves_nothing_behind():
 
 def test_work_between_units_counts_with_the_unit_before_it_and_shared_weights_count_once():
     model, example = Plain(pause=0.01), (torch.randn(4, 8),)
-    costs = measure_costs(model, find_units(model, example, Anatomy()), example)
+    costs = measure_costs(model, find_units(model, example, ModuleAnalysis()), example)
     assert [(cost.path, cost.can_start) for cost in costs] == [
         ("one", False), ("two", True), ("norm", True), ("one", False)
     ]  # fmt: skip
@@ -350,4 +350,4 @@ class Skipping(Plain):
 def test_a_module_that_takes_another_way_in_training_is_refused():
     model, example = Skipping(), (torch.randn(4, 8),)
     with pytest.raises(RequestError, match="in training ends where it called 'two'"):
-        measure_costs(model, find_units(model, example, Anatomy()), example)
+        measure_costs(model, find_units(model, example, ModuleAnalysis()), example)

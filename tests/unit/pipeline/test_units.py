@@ -5,15 +5,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.units import find_units
 from support.pipeline.stages_on_ranks import batch, build
 
 
 def units(model, *example):
-    return find_units(model, example, find_anatomy(model, example, ParallelConfig()))
+    return find_units(model, example, analyse_module(model, example, ParallelConfig()))
 
 
 def paths(model, *example):
@@ -109,6 +109,6 @@ def test_looking_changes_nothing():
 def test_a_block_that_cannot_take_what_the_one_before_puts_out_is_named():
     blocks = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Sequential(nn.LayerNorm(5))]
     with pytest.raises(RequestError) as refused:
-        find_units(nn.Sequential(*blocks), (torch.zeros(2, 4),), Anatomy())
+        find_units(nn.Sequential(*blocks), (torch.zeros(2, 4),), ModuleAnalysis())
     message = str(refused.value)
     assert "'2.0' (LayerNorm) raised RuntimeError" in message and "model(sample)" in message

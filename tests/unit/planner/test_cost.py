@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.core.plan import Plan
-from shoal.costs.chain import LayerKind
+from shoal.costs.layers import LayerKind
 from shoal.planner.collectives import all_reduce, gather
 from shoal.planner.cost import price_parts, time_one_layer, wires_of
 from shoal.planner.estimate import estimate

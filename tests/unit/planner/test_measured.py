@@ -7,7 +7,7 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.costs.chain import Layer, LayerKind, Op, OpKind
+from shoal.costs.layers import Layer, LayerKind, Op, OpKind
 from shoal.planner.clusters import read_cluster
 from shoal.planner.collectives import Group, all_reduce, wire_of
 from shoal.planner.estimate import estimate

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
-from shoal.costs.chain import LayerKind
+from shoal.costs.layers import LayerKind
 from shoal.planner.job import count_ranks, cut_stages, ranks_of_stages, spread_blocks
 from shoal.planner.memory import CONTEXT_BYTES, in_flight_bound, kept_bytes, price_memory
 from shoal.planner.predict import predict_run

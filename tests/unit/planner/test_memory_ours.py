@@ -1,7 +1,7 @@
 """What the planner says a rank of ours holds, beside what the rooms that train say: from the same recipe and plan.
 
-``shoal train --dry-run`` counts bytes from real shapes (``parallel/sizes.py``), equal to the storages of a run. The planner only
-divides: it knows neither padding nor the few bytes of a counter, which is what the tolerance is for.
+``shoal train --dry-run`` counts bytes from real shapes (``parallel/state_bytes.py``), equal to the storages of a run. The
+planner only divides: it knows neither padding nor the few bytes of a counter, which is what the tolerance is for.
 """
 
 import pytest

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.costs.chain import Chain, Cut, Kept, Layer, LayerKind, Op, OpKind
+from shoal.costs.layers import Layer, LayerKind, ModelCosts, Op, OpKind, SavedBytes, TensorSplit
 from shoal.planner.memory import CONTEXT_BYTES
 from shoal.planner.perlayer import choose_splits, is_uneven
 from shoal.planner.splits import Half, Lying, Split, half_of, possible_splits, redistribute
@@ -15,7 +15,7 @@ def convolution(name: str, *, rows: float = 4096.0, channels: float = 128.0) -> 
     """Few weights and large activations: samples are what to split."""
     return Layer(
         name=name, kind=LayerKind.OTHER, num_pairs=1, pair_bytes=rows * channels * 2,
-        ops=(Op(kind=OpKind.MATMUL, rows=rows, inner=9 * channels, outer=channels, cut=Cut.COLUMNS),),
+        ops=(Op(kind=OpKind.MATMUL, rows=rows, inner=9 * channels, outer=channels, cut=TensorSplit.COLUMNS),),
         split_weights=9 * channels**2, output_bytes=rows * channels * 2,
     )  # fmt: skip
 
@@ -24,27 +24,27 @@ def dense(name: str, *, width: float = 16384.0) -> Layer:
     """Many weights and one row: parameters are what to split."""
     return Layer(
         name=name, kind=LayerKind.OTHER, num_pairs=1, pair_bytes=width * 2,
-        ops=(Op(kind=OpKind.MATMUL, rows=1, inner=width, outer=width, cut=Cut.COLUMNS),),
+        ops=(Op(kind=OpKind.MATMUL, rows=1, inner=width, outer=width, cut=TensorSplit.COLUMNS),),
         split_weights=width**2, output_bytes=width * 2,
     )  # fmt: skip
 
 
 def job_for(*layers: Layer, batch: int = 64, cluster: str = "a100:4"):
-    return replace(job_of(cluster=cluster, global_batch=batch), chain=Chain(name="mixed", layers=layers))
+    return replace(job_of(cluster=cluster, global_batch=batch), chain=ModelCosts(name="mixed", layers=layers))
 
 
 def first_half(name: str, *, inner: float = 8192.0, outer: float = 16384.0) -> Layer:
     """A dense layer whose columns are cut: what it puts out is shared out by features."""
     return Layer(
         name=name, kind=LayerKind.OTHER,
-        ops=(Op(kind=OpKind.MATMUL, rows=1, inner=inner, outer=outer, cut=Cut.COLUMNS),),
-        split_weights=inner * outer, kept=Kept(whole=inner * 2, boundary=inner * 2), output_bytes=outer * 2,
+        ops=(Op(kind=OpKind.MATMUL, rows=1, inner=inner, outer=outer, cut=TensorSplit.COLUMNS),),
+        split_weights=inner * outer, kept=SavedBytes(whole=inner * 2, boundary=inner * 2), output_bytes=outer * 2,
     )  # fmt: skip
 
 
 def between(name: str, *, width: float = 16384.0) -> Layer:
     """Each feature by itself."""
-    op = Op(kind=OpKind.MEMORY, num_bytes=4 * width, cut=Cut.ALL)
+    op = Op(kind=OpKind.MEMORY, num_bytes=4 * width, cut=TensorSplit.ALL)
     return Layer(name=name, kind=LayerKind.OTHER, ops=(op,), output_bytes=width * 2)
 
 
@@ -52,7 +52,7 @@ def second_half(name: str, *, inner: float = 16384.0, outer: float = 1024.0) -> 
     """A dense layer whose rows are cut: it sums up."""
     return Layer(
         name=name, kind=LayerKind.OTHER, num_pairs=1, pair_bytes=outer * 2,
-        ops=(Op(kind=OpKind.MATMUL, rows=1, inner=inner, outer=outer, cut=Cut.ROWS),),
+        ops=(Op(kind=OpKind.MATMUL, rows=1, inner=inner, outer=outer, cut=TensorSplit.ROWS),),
         split_weights=inner * outer, output_bytes=outer * 2,
     )  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_two_kinds_of_layer_in_turn_are_uneven():
     """Before, more than half of the layers had to be of different sizes, so a hybrid was never looked at."""
     block = job_of().chain.layers[1]
     other = replace(block, split_weights=block.split_weights * 2)
-    assert is_uneven(Chain(name="hybrid", layers=(block, other) * 12)) and not is_uneven(job_of().chain)
+    assert is_uneven(ModelCosts(name="hybrid", layers=(block, other) * 12)) and not is_uneven(job_of().chain)
 
 
 def test_where_nothing_fits_there_is_no_answer():

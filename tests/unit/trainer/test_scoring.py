@@ -5,7 +5,7 @@ import torch
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.plan import Plan
 from shoal.models.build import cross_entropy
-from shoal.parallel.apply import Laid
+from shoal.parallel.apply import ModelLayout
 from shoal.parallel.context.apply import ContextLayout
 from shoal.parallel.context.positions import Positions
 from shoal.trainer.scoring import Scoring
@@ -15,7 +15,7 @@ TARGETS = torch.tensor([[0, 1, 2, 3, -100, 5, 6, 7]])
 
 def scoring(rank):
     where = Positions(kind="ring", rank=rank, degree=2)
-    laid = Laid(context=ContextLayout(where=where, keeps_local=True))
+    laid = ModelLayout(context=ContextLayout(where=where, keeps_local=True))
     return Scoring(cross_entropy, laid=laid, mesh=pretend_mesh(Plan(dp=1, cp=2), rank))
 
 

@@ -8,9 +8,9 @@ from shoal.core.plan import Plan
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.config import ParallelConfig
-from shoal.parallel.sizes import measure_sizes
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.state_bytes import measure_state_bytes
 from shoal.parallel.zero.apply import apply_zero
 from shoal.pipeline.build import Part, Stages
 from shoal.pipeline.cut import Chain
@@ -22,17 +22,17 @@ from support.pipeline.stages_on_ranks import batch
 
 
 def lay_out_rank(model, plan, rank):
-    """A rank of a pipeline without its peers: its anatomy and what it kept."""
+    """A rank of a pipeline without its peers: its analysis and what it kept."""
     example = batch("gpt", 0)[0]
-    anatomy = find_anatomy(model, example, ParallelConfig())
+    analysis = analyse_module(model, example, ParallelConfig())
     schedule = make_schedule("1f1b", ranks=plan.pp, microbatches=plan.microbatches)
-    units = find_units(model, example, anatomy)
+    units = find_units(model, example, analysis)
     stages = Stages(units=units, starts=(0, [unit.path for unit in units].index("blocks.1")), schedule=schedule)
     chain = Chain(model, units, stages.starts)
     chain.settle(example)
     place = pretend_mesh(plan, rank).coordinate(Axis.PIPELINE)
     own = chain.keep(schedule.grid.stages_of(place))
-    return anatomy, Part(elsewhere=stages.elsewhere(place), names=frozenset(own))
+    return analysis, Part(elsewhere=stages.elsewhere(place), names=frozenset(own))
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -41,16 +41,16 @@ def test_bytes_of_a_stage_with_a_tied_weight_are_those_of_the_real_stage(zero, r
     """The last stage holds the embedding for its head, where no embedding is called: it is laid out beside the norm there."""
     plan = Plan.parse(f"dp=2 pp=2 schedule=1f1b microbatches=2 zero={zero}")
     whole, stage = gpt(), gpt()
-    anatomy, part = lay_out_rank(stage, plan, rank)
-    how = {"anatomy": anatomy, "mesh": pretend_mesh(plan, rank), "num_microbatches": 2, "placements": {}}
+    analysis, part = lay_out_rank(stage, plan, rank)
+    how = {"analysis": analysis, "mesh": pretend_mesh(plan, rank), "num_microbatches": 2, "placements": {}}
     reduction = apply_zero(stage, stage=zero, **how)
     optimizer = build_optimizer(OptimConfig(name="adamw"), stage, reduction.updated)
     initialise_state(optimizer)
     reduction.begin_step()
-    measured = measure_sizes(stage, reduction, optimizer)
+    measured = measure_state_bytes(stage, reduction, optimizer)
     predicted = predict_state(
         whole,
-        anatomy=anatomy,
+        analysis=analysis,
         plan=plan,
         rank=rank,
         optim=OptimConfig(name="adamw"),

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from shoal.core.errors import RequestError
-from shoal.costs.chain import Chain, Cut, LayerKind, OpKind
+from shoal.costs.layers import LayerKind, ModelCosts, OpKind, TensorSplit
 from shoal.costs.saved import measure_saved
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
 from shoal.optim.precision import Precision
-from shoal.parallel.anatomy import SplitKind
-from shoal.parallel.rules import describe_facts
+from shoal.parallel.analysis.structure import SplitKind
+from shoal.parallel.requirements import describe_facts
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.laying import look_at
@@ -29,7 +29,7 @@ def load(name: str, *changes: str) -> tuple[Recipe, DataSpec]:
     return recipe, spec
 
 
-def kept_bytes(chain: Chain) -> float:
+def kept_bytes(chain: ModelCosts) -> float:
     return sum(layer.kept.whole + layer.kept.split + layer.kept.scores for layer in chain.layers)
 
 
@@ -76,9 +76,9 @@ def test_cuts_are_those_that_are_found_in_the_model(name):
     recipe, spec = load(*CASES[name])
     chain = chain_of(recipe, spec)
     model, _, data = build_parts(recipe)
-    anatomy = look_at(model, data, recipe.parallel)
-    facts = describe_facts(anatomy, model)
-    cut = {split.path: split.kind for split in anatomy.splits}
+    analysis = look_at(model, data, recipe.parallel)
+    facts = describe_facts(analysis, model)
+    cut = {split.path: split.kind for split in analysis.splits}
     weights = {id(p): p for path in cut for p in model.get_submodule(path).parameters() if p.ndim > 1}
     biases = [
         model.get_submodule(path).bias
@@ -87,7 +87,7 @@ def test_cuts_are_those_that_are_found_in_the_model(name):
     ]
     split = sum(p.numel() for p in weights.values()) + sum(bias.numel() for bias in biases)
     assert sum(layer.split_weights for layer in chain.layers) == split
-    blocks = [block for stack in anatomy.stacks for block in stack.blocks]
+    blocks = [block for stack in analysis.stacks for block in stack.blocks]
     assert [layer.name for layer in chain.layers if layer.kind is LayerKind.BLOCK] == blocks
     num_tables = sum(kind is SplitKind.VOCABULARY for kind in cut.values())
     assert sum(layer.num_pairs for layer in chain.layers) == facts.num_pairs + num_tables
@@ -102,7 +102,7 @@ def test_a_recipe_whose_model_fits_nowhere():
     assert chain.numbers == (0, *[1] * 96, 2)
     assert {layer.num_pairs for layer in chain.layers if layer.kind is LayerKind.BLOCK} == {2}
     assert all(
-        op.cut is not Cut.NOTHING
+        op.cut is not TensorSplit.NOTHING
         for layer in chain.layers
         for op in layer.ops
         if op.kind in (OpKind.MATMUL, OpKind.ATTENTION)

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from shoal.costs.rows import is_under, side_by_side
+from shoal.costs.blocks import is_under, sibling_blocks
 from shoal.parallel.analysis.probe import is_stack_pointwise
+from shoal.parallel.analysis.structure import Stack
 from shoal.parallel.analysis.trace import Call, Trace
-from shoal.parallel.anatomy import Stack
 
 
 def find_stacks(model: nn.Module, trace: Trace | None) -> tuple[Stack, ...]:
@@ -19,7 +19,7 @@ def find_stacks(model: nn.Module, trace: Trace | None) -> tuple[Stack, ...]:
     runs: list[tuple[str, ...]] = []
     for path, module in model.named_modules():
         if not any(is_under(path, block) for run in runs for block in run):
-            runs += [run for run in side_by_side(path, module) if _is_row(run, trace)]
+            runs += [run for run in sibling_blocks(path, module) if _is_row(run, trace)]
     if trace is None:
         return tuple(Stack(blocks=run, is_pointwise=False) for run in runs)
     first_call = {call.path: place for place, call in reversed(list(enumerate(trace.calls)))}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.parallel.analysis.groups import Groups, SizeUse
-from shoal.parallel.analysis.sizes import Features, Source, TracedInt, sources_of, trace_source
+from shoal.parallel.analysis.traced_int import Features, Source, TracedInt, sources_of, trace_source
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from shoal.parallel.analysis.sizes import Attribute, Features, Halved, Source, TracedInt, size_if, sources_of
+from shoal.parallel.analysis.traced_int import Attribute, Features, Halved, Source, TracedInt, size_if, sources_of
 
 _MOST_ATTRIBUTES = 8  # Subsets of the attributes are tried; a module that counts in more ways than this is left alone.
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from shoal.core.errors import RequestError, nearest
+from shoal.parallel.analysis.config import ParallelConfig, SplitWord
+from shoal.parallel.analysis.structure import Split, SplitKind
 from shoal.parallel.analysis.trace import is_linear
 from shoal.parallel.analysis.vocabulary import shared_parameters
-from shoal.parallel.anatomy import Split, SplitKind
-from shoal.parallel.config import ParallelConfig, SplitWord
 
 Pairing = tuple[Sequence[str], Sequence[str]]
 """Column layers, and the row layers that sum their features up."""

@@ -16,7 +16,7 @@ from shoal.costs.undisturbed import undisturbed
 from shoal.parallel.analysis import rules as rules  # They register their rules.
 from shoal.parallel.analysis import views as views
 from shoal.parallel.analysis.flow import Follower, tensors_in
-from shoal.parallel.analysis.sizes import TracedAttributes
+from shoal.parallel.analysis.traced_int import TracedAttributes
 
 PUT_OUT = "it is what the model puts out"
 

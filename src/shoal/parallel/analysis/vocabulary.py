@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from shoal.costs.rows import is_under
+from shoal.costs.blocks import is_under
+from shoal.parallel.analysis.structure import Split, SplitKind, Stack
 from shoal.parallel.analysis.trace import PUT_OUT, Trace, is_linear, linear_sizes
-from shoal.parallel.anatomy import Split, SplitKind, Stack
 
 _FEWEST_ROWS = 16  # Two token types or eight positions are not worth a collective.
 

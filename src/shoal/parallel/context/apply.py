@@ -26,11 +26,11 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import Refusal, RequestError
 from shoal.models.transformer import Rotary
-from shoal.parallel.anatomy import Anatomy, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.context.cuts import cut_arguments
 from shoal.parallel.context.intercept import Interception, Run
 from shoal.parallel.context.positions import Positions, gather_sequence
-from shoal.parallel.context.traffic import GatherShape, Seen, expected_traffic
+from shoal.parallel.context.traffic_forecast import GatherShape, Seen, forecast_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ class ContextLayout:
         """
         return self.where.select(length)
 
-    def expected_traffic(self, *, recomputes: bool) -> Account:
+    def forecast_traffic(self, *, recomputes: bool) -> Account:
         """What the forward passes in ``seen`` and their backward passes should have moved along ``cp``, without gradient sums."""
-        return expected_traffic(
+        return forecast_traffic(
             kind=self.where.kind,
             degree=self.where.degree,
             attentions=self.seen.attentions,
@@ -67,14 +67,14 @@ class ContextLayout:
         )
 
 
-def apply_context_parallel(model: nn.Module, *, anatomy: Anatomy, mesh: Mesh, kind: str) -> ContextLayout:
+def apply_context_parallel(model: nn.Module, *, analysis: ModuleAnalysis, mesh: Mesh, kind: str) -> ContextLayout:
     """Make a model compute on this rank's positions inside its stacks, in place; parameters and their names stay.
 
     Apply it after tensor and sequence parallelism, whose hooks must see this rank's positions, and before recompute.
 
     Args:
         model: the module to change.
-        anatomy: its stacks; each one with a ``sequence_dim`` is cut, and the last may stay cut to the model's end.
+        analysis: its stacks; each one with a ``sequence_dim`` is cut, and the last may stay cut to the model's end.
         mesh: gives the ranks along ``cp``.
         kind: ``ring`` or ``alltoall``.
 
@@ -84,12 +84,12 @@ def apply_context_parallel(model: nn.Module, *, anatomy: Anatomy, mesh: Mesh, ki
     assert kind in ("ring", "alltoall"), kind
     channel = mesh.channel(Axis.CONTEXT)
     where = Positions(kind=kind, rank=channel.rank, degree=channel.size)
-    stacks = [stack for stack in anatomy.stacks if stack.sequence_dim is not None]
+    stacks = [stack for stack in analysis.stacks if stack.sequence_dim is not None]
     _check_stacks(stacks, channel.size)
     active, seen = _Active(), Seen()
-    heads = [attention.path for attention in anatomy.attentions]
+    heads = [attention.path for attention in analysis.attentions]
     for stack in stacks:
-        keeps_local = stack is stacks[-1] and anatomy.tail_is_pointwise
+        keeps_local = stack is stacks[-1] and analysis.tail_is_pointwise
         _apply_to_stack(model, stack, _Stretch(stack, where, channel, seen), heads, active, keeps_local)
     for module in model.modules():
         if isinstance(module, Rotary):
@@ -97,7 +97,7 @@ def apply_context_parallel(model: nn.Module, *, anatomy: Anatomy, mesh: Mesh, ki
         elif isinstance(module, nn.TransformerEncoder):
             # Its shortcut for evaluation packs a padded batch into a nested tensor, which has no sequence dim to cut.
             module.use_nested_tensor = False
-    return ContextLayout(where=where, keeps_local=anatomy.tail_is_pointwise, seen=seen)
+    return ContextLayout(where=where, keeps_local=analysis.tail_is_pointwise, seen=seen)
 
 
 def _check_stacks(stacks: Sequence[Stack], degree: int) -> None:

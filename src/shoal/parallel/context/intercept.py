@@ -21,7 +21,7 @@ from shoal.core.errors import Refusal
 from shoal.parallel.context.alltoall import alltoall_attention
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.context.ring import ring_attention
-from shoal.parallel.context.traffic import AttentionShape, Seen
+from shoal.parallel.context.traffic_forecast import AttentionShape, Seen
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 _SOFTMAX = frozenset({F.softmax, torch.softmax, Tensor.softmax})

@@ -4,8 +4,8 @@ A column layer gives each rank some of the outputs, whatever lies between works 
 became of them: one sum forward and one backward for each such pair (Shoeybi et al., arXiv 1909.08053, section 3). Attention is
 such a pair, split by heads; an embedding and the output layer are split by the vocabulary.
 
-This file acts on an ``Anatomy`` and decides nothing: it cuts parameters, changes the classes of layers in place, and says where
-each stretch lies. Not torch's ``parallelize_module``: ``layers.py`` says why, ``benchmarks/tensor`` has the measurement.
+This file acts on a ``ModuleAnalysis`` and decides nothing: it cuts parameters, changes the classes of layers in place, and says
+where each slice lies. Not torch's ``parallelize_module``: ``layers.py`` says why, ``benchmarks/tensor`` has the measurement.
 """
 
 import functools
@@ -20,7 +20,7 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.placement import Patch, Placement, Shape
-from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind
 from shoal.parallel.pieces import take_local
 from shoal.parallel.tensor.layers import Entry, is_transposed, make_column, make_row
 from shoal.parallel.tensor.multihead import check_multihead, leave_fast_path, make_multihead
@@ -44,12 +44,14 @@ class TensorLayout:
     """What was asked for and left undone, and why."""
 
 
-def apply_tensor_parallel(model: nn.Module, *, anatomy: Anatomy, mesh: Mesh, sequence_parallel: bool) -> TensorLayout:
+def apply_tensor_parallel(
+    model: nn.Module, *, analysis: ModuleAnalysis, mesh: Mesh, sequence_parallel: bool
+) -> TensorLayout:
     """Split a whole model over the ranks of ``tp``, in place.
 
     Args:
         model: the plain model, the same on every rank; on the meta device too.
-        anatomy: what was found in it.
+        analysis: what was found in it.
         mesh: where this rank stands.
         sequence_parallel: cut the sequence between split layers as well.
 
@@ -59,7 +61,7 @@ def apply_tensor_parallel(model: nn.Module, *, anatomy: Anatomy, mesh: Mesh, seq
     channel = mesh.channel(Axis.TENSOR)
     if channel.size == 1:
         return TensorLayout()
-    if not anatomy.splits and not anatomy.attentions:
+    if not analysis.splits and not analysis.attentions:
         raise RequestError(
             f"found nothing in {type(model).__name__} that tp={channel.size} could split; leave tp out, or name layers in "
             f"parallel.split"
@@ -67,21 +69,21 @@ def apply_tensor_parallel(model: nn.Module, *, anatomy: Anatomy, mesh: Mesh, seq
     regions: dict[str, Region] = {}
     notes: list[str] = []
     if sequence_parallel:
-        regions, notes = apply_sequence_parallel(model, anatomy=anatomy, channel=channel)
+        regions, notes = apply_sequence_parallel(model, analysis=analysis, channel=channel)
         if not regions:
             reasons = "; ".join(notes) or "no row of blocks was found"
             raise RequestError(f"sp=true, but no sequence can be cut: {reasons}; leave sp out")
     cutter = _Cutter(model, channel)
-    for heads in anatomy.attentions:
+    for heads in analysis.attentions:
         _split_attention(model, heads, cutter, find_region(regions, heads.path))
-    for split in _own_splits(anatomy):
+    for split in _own_splits(analysis):
         _cut_layer(cutter, split)
-    _change_layers(model, anatomy, channel, regions)
+    _change_layers(model, analysis, channel, regions)
     leave_fast_path(model)
-    logits = [split.path for split in anatomy.splits if split.kind is SplitKind.LOGITS]
+    logits = [split.path for split in analysis.splits if split.kind is SplitKind.LOGITS]
     return TensorLayout(
         placements=cutter.placements,
-        partial=_partial_names(model, anatomy, regions, cutter.placements),
+        partial=_partial_names(model, analysis, regions, cutter.placements),
         splits_logits=bool(logits),
         vocab=cutter.whole_shape(f"{logits[0]}.weight")[0] if logits else None,
         notes=tuple(notes),
@@ -163,10 +165,10 @@ class _Cutter:
             )
 
 
-def _own_splits(anatomy: Anatomy) -> list[Split]:
+def _own_splits(analysis: ModuleAnalysis) -> list[Split]:
     """The splits that are layers of their own, not a piece of ``nn.MultiheadAttention``."""
-    inside = tuple(f"{heads.path}." for heads in anatomy.attentions if heads.is_torch)
-    return [split for split in anatomy.splits if not (inside and split.path.startswith(inside))]
+    inside = tuple(f"{heads.path}." for heads in analysis.attentions if heads.is_torch)
+    return [split for split in analysis.splits if not (inside and split.path.startswith(inside))]
 
 
 def _split_attention(model: nn.Module, heads: Heads, cutter: _Cutter, region: Region | None) -> None:
@@ -206,9 +208,9 @@ def _cut_layer(cutter: _Cutter, split: Split) -> None:
         cutter.cut(module, split.path, "weight", int(not is_turned), split.parts)
 
 
-def _change_layers(model: nn.Module, anatomy: Anatomy, channel: Channel, regions: Mapping[str, Region]) -> None:
+def _change_layers(model: nn.Module, analysis: ModuleAnalysis, channel: Channel, regions: Mapping[str, Region]) -> None:
     """Change the classes of the layers; their parameters are cut by now."""
-    splits = _own_splits(anatomy)
+    splits = _own_splits(analysis)
     columns = Counter(parent_of(split.path) for split in splits if split.kind is SplitKind.COLUMN)
     entries = {
         parent: Entry(parent, channel=channel, num_layers=count, region=find_region(regions, parent))
@@ -217,7 +219,7 @@ def _change_layers(model: nn.Module, anatomy: Anatomy, channel: Channel, regions
     for parent, entry in entries.items():
         if entry.num_layers > 1:
             model.get_submodule(parent).register_forward_hook(entry.forget, always_call=True)
-    for parent in {parent_of(path) for path in attention_columns(anatomy)}:
+    for parent in {parent_of(path) for path in attention_columns(analysis)}:
         if find_region(regions, parent) is not None:
             # An attention reads its input's shape before it makes heads of the projections: it must see the whole length.
             module = model.get_submodule(parent)
@@ -236,12 +238,12 @@ def _change_layers(model: nn.Module, anatomy: Anatomy, channel: Channel, regions
 
 
 def _partial_names(
-    model: nn.Module, anatomy: Anatomy, regions: Mapping[str, Region], placements: Mapping[str, Placement]
+    model: nn.Module, analysis: ModuleAnalysis, regions: Mapping[str, Region], placements: Mapping[str, Placement]
 ) -> frozenset[str]:
     """The whole parameters inside a cut sequence: each rank's gradient is that of its own positions."""
     if not regions:
         return frozenset()
-    for names in anatomy.tied:
+    for names in analysis.tied:
         inside = [name for name in names if find_region(regions, name) is not None]
         if inside and len(inside) != len(names) and names[0] not in placements:
             raise RequestError(

@@ -23,40 +23,40 @@ from torch import Tensor, nn
 
 from shoal.comm.channel import Channel
 from shoal.core.errors import Refusal
-from shoal.parallel.anatomy import Anatomy, SplitKind, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind, Stack
 from shoal.parallel.tensor.crossing import enter_sequence, leave_sequence
 
 _STREAM = "hidden_states"
 
 
-def is_cut(anatomy: Anatomy, stack: Stack) -> bool:
+def is_cut(analysis: ModuleAnalysis, stack: Stack) -> bool:
     """True when sequence parallelism cuts the sequence of this stack; ``why_whole`` says why not."""
-    return why_whole(anatomy, stack) is None
+    return why_whole(analysis, stack) is None
 
 
-def why_whole(anatomy: Anatomy, stack: Stack) -> str | None:
+def why_whole(analysis: ModuleAnalysis, stack: Stack) -> str | None:
     """Why a stack keeps its whole sequence under sequence parallelism; None when it is cut."""
     if stack.sequence_dim is None:
         return "its blocks have no sequence"
     if not stack.is_pointwise:
         return "its blocks mix positions outside of attention"
-    inline = {parent_of(path) for path in attention_columns(anatomy)} & set(stack.blocks)
+    inline = {parent_of(path) for path in attention_columns(analysis)} & set(stack.blocks)
     if inline:
         # Such a block reads its input's shape before it makes heads of the projections, and they have another length.
         return f"block {min(inline)!r} computes attention in its own forward, not in a module of its own"
-    split = {heads.path for heads in anatomy.attentions}
+    split = {heads.path for heads in analysis.attentions}
     inside = tuple(f"{path}." for path in stack.blocks)
-    whole = [path for path in anatomy.attends if f"{path}.".startswith(inside) and path not in split]
+    whole = [path for path in analysis.attends if f"{path}.".startswith(inside) and path not in split]
     if whole:
         # The sequence is gathered where split layers begin, and here none does: each rank would attend to its own positions.
         return f"attention {min(whole)!r} is not split, and what is not split sees one rank's positions only"
     return None
 
 
-def attention_columns(anatomy: Anatomy) -> frozenset[str]:
+def attention_columns(analysis: ModuleAnalysis) -> frozenset[str]:
     """Paths of the column layers that feed an attention."""
-    homes = tuple(f"{heads.path}." for heads in anatomy.attentions if not heads.is_torch)
-    columns = (split.path for split in anatomy.splits if split.kind is SplitKind.COLUMN)
+    homes = tuple(f"{heads.path}." for heads in analysis.attentions if not heads.is_torch)
+    columns = (split.path for split in analysis.splits if split.kind is SplitKind.COLUMN)
     return frozenset(path for path in columns if path.startswith(homes)) if homes else frozenset()
 
 
@@ -128,7 +128,7 @@ class Region:
 
 
 def apply_sequence_parallel(
-    model: nn.Module, *, anatomy: Anatomy, channel: Channel
+    model: nn.Module, *, analysis: ModuleAnalysis, channel: Channel
 ) -> tuple[dict[str, Region], list[str]]:
     """Cut the sequence of every stack that allows it: hooks at its ends.
 
@@ -139,8 +139,8 @@ def apply_sequence_parallel(
     """
     regions: dict[str, Region] = {}
     notes = []
-    for stack in anatomy.stacks:
-        reason = why_whole(anatomy, stack)
+    for stack in analysis.stacks:
+        reason = why_whole(analysis, stack)
         if reason is not None:
             notes.append(f"the sequence of {stack.blocks[0]} to {stack.blocks[-1]} stays whole: {reason}")
             continue

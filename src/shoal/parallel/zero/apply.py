@@ -28,7 +28,7 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.placement import Placement, place_whole
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.zero.gradients import GradientStore, pieces_of
 from shoal.parallel.zero.layout import ZeroLayout, lay_out
 from shoal.parallel.zero.pool import Pool
@@ -38,7 +38,7 @@ from shoal.parallel.zero.weights import WeightStore
 def apply_zero(
     model: nn.Module,
     *,
-    anatomy: Anatomy,
+    analysis: ModuleAnalysis,
     mesh: Mesh,
     stage: int,
     num_microbatches: int,
@@ -48,7 +48,7 @@ def apply_zero(
 
     Args:
         model: its trainable parameters become views of flat buffers; at stage 3 they are empty outside the modules that use them.
-        anatomy: names the blocks, which are the units of gathering and reducing.
+        analysis: names the blocks, which are the units of gathering and reducing.
         mesh: the ranks.
         stage: 1, 2 or 3.
         num_microbatches: microbatches of one step; more than one needs whole gradients at every stage.
@@ -59,7 +59,7 @@ def apply_zero(
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     _refuse_mixtures(parameters)
-    layout = lay_out(model, anatomy, mesh.degree(Axis.DATA))
+    layout = lay_out(model, analysis, mesh.degree(Axis.DATA))
     flat = _move_weights(layout, parameters, rank=mesh.coordinate(Axis.DATA), keeps_whole=stage < 3)
     reduction = ZeroReduction(
         layout,
@@ -174,10 +174,10 @@ class ZeroReduction:
         """Parameters that got no gradient on this rank in this step, in the order of names; they count as zeros."""
         return self.gradients.untouched()
 
-    def expected_traffic(self, num_microbatches: int) -> Account:
+    def forecast_traffic(self, num_microbatches: int) -> Account:
         """What one step should move, from the layout and the modules that the last forward pass called."""
         calls = self.store.calls if self.store is not None and self.store.calls else None
-        return expected_traffic(
+        return forecast_traffic(
             self.layout,
             stage=self.stage,
             num_microbatches=num_microbatches,
@@ -203,7 +203,7 @@ class ZeroReduction:
         }
 
 
-def expected_traffic(
+def forecast_traffic(
     layout: ZeroLayout,
     *,
     stage: int,

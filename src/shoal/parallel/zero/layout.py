@@ -22,7 +22,7 @@ from torch import nn
 
 from shoal.core.placement import Shape
 from shoal.optim.flat import CUT_MULTIPLE, align
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 
 ROOT = ""
 """Path of the unit that holds what no block and no layer of its own holds."""
@@ -133,10 +133,10 @@ class ZeroLayout:
         return 0 if self.units and self.units[0].path == ROOT else None
 
 
-def lay_out(model: nn.Module, anatomy: Anatomy, num_ranks: int) -> ZeroLayout:
+def lay_out(model: nn.Module, analysis: ModuleAnalysis, num_ranks: int) -> ZeroLayout:
     """The layout of a model's trainable parameters; parameters that are not trained stay whole on every rank."""
-    blocks = {path for stack in anatomy.stacks for path in stack.blocks}
-    outside = anatomy.read_outside
+    blocks = {path for stack in analysis.stacks for path in stack.blocks}
+    outside = analysis.read_outside
     paths = _unit_paths(model, blocks, outside)
     owners: dict[int, str] = {}
     members: dict[str, dict[str, Shape]] = {path: {} for path in (ROOT, *paths)}

@@ -12,11 +12,18 @@ from shoal.core.plan import EXECUTED, Plan
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.describe import describe, shorten
-from shoal.parallel.rules import _TECHNIQUES, TABLE_END, TABLE_START, combination_table, describe_facts, write_table
+from shoal.parallel.requirements import (
+    _TECHNIQUES,
+    TABLE_END,
+    TABLE_START,
+    combination_table,
+    describe_facts,
+    write_table,
+)
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "parallelism.md"
 
@@ -29,20 +36,20 @@ def gpt():
 
 
 @pytest.fixture(scope="module")
-def anatomy(gpt):
-    return find_anatomy(gpt, (torch.randint(0, 65, (2, 12)),), ParallelConfig())
+def analysis(gpt):
+    return analyse_module(gpt, (torch.randint(0, 65, (2, 12)),), ParallelConfig())
 
 
-def test_check_asks_the_anatomy(anatomy):
-    Plan.parse("tp=2 sp=true cp=3").check(anatomy)
+def test_check_asks_the_analysis(analysis):
+    Plan.parse("tp=2 sp=true cp=3").check(analysis)
     with pytest.raises(RequestError, match="tp=4 does not divide the 2 key-value heads"):
-        Plan.parse("tp=4").check(anatomy)
+        Plan.parse("tp=4").check(analysis)
     with pytest.raises(RequestError, match="sequence of 12 is not a multiple of 2 x cp 4 = 8"):
-        Plan.parse("cp=4").check(anatomy)
+        Plan.parse("cp=4").check(analysis)
 
 
-def test_the_length_that_is_trained_on_counts_not_that_of_the_example(gpt, anatomy):
-    Plan.parse("cp=4").check(describe_facts(anatomy, gpt, sequence=64))
+def test_the_length_that_is_trained_on_counts_not_that_of_the_example(gpt, analysis):
+    Plan.parse("cp=4").check(describe_facts(analysis, gpt, sequence=64))
 
 
 def test_check_of_a_bare_module_refuses_only_what_its_structure_shows(gpt):
@@ -54,31 +61,31 @@ def test_check_of_a_bare_module_refuses_only_what_its_structure_shows(gpt):
 
 def test_a_module_in_which_nothing_can_be_split_is_refused():
     model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU())
-    found = find_anatomy(model, (torch.randn(2, 4, 6),), ParallelConfig())
+    found = analyse_module(model, (torch.randn(2, 4, 6),), ParallelConfig())
     with pytest.raises(RequestError, match=r"no pair of linear layers .* was found in Sequential"):
         Plan.parse("tp=2").check(describe_facts(found, model))
 
 
 def test_the_reason_for_no_trace_is_part_of_the_refusal(gpt):
-    found = find_anatomy(gpt, (torch.randn(2, 3),), ParallelConfig())
+    found = analyse_module(gpt, (torch.randn(2, 3),), ParallelConfig())
     with pytest.raises(RequestError, match="could not be traced"):
         Plan.parse("tp=2").check(found)
 
 
 def test_facts_know_batch_norm_only_from_the_module():
     model = build_model(CnnConfig(), DataSpec(kind="classes", features=(8, 8), classes=10))
-    found = find_anatomy(model, (torch.randn(2, 8, 8),), ParallelConfig())
+    found = analyse_module(model, (torch.randn(2, 8, 8),), ParallelConfig())
     assert describe_facts(found, model).has_batch_norm
     assert not model_facts(found).has_batch_norm
 
 
 @pytest.mark.parametrize("text", ["cp=2", "cp=3 cp_kind=alltoall", "tp=2 sp=true cp=2", "tp=2 cp=2 cp_kind=alltoall"])
-def test_the_rules_want_the_multiple_that_dealing_out_positions_wants(text, anatomy):
+def test_the_rules_want_the_multiple_that_dealing_out_positions_wants(text, analysis):
     plan = Plan.parse(text)
     multiple = Positions(kind=plan.cp_kind, rank=0, degree=plan.cp).num_chunks * (plan.tp if plan.sp else 1)
-    facts = describe_facts(anatomy, sequence=multiple)
+    facts = describe_facts(analysis, sequence=multiple)
     assert not [problem for problem in plan.problems(facts) if "sequence of" in problem]
-    facts = describe_facts(anatomy, sequence=multiple * 5 + 1)
+    facts = describe_facts(analysis, sequence=multiple * 5 + 1)
     assert [problem for problem in plan.problems(facts) if f"= {multiple};" in problem]
 
 
@@ -97,15 +104,15 @@ class Inline(nn.Module):
 
 def test_why_sequence_parallelism_cannot_cut_is_part_of_the_refusal():
     model = nn.Sequential(Inline(), Inline())
-    found = find_anatomy(model, (torch.randn(2, 12, 32),), ParallelConfig())
+    found = analyse_module(model, (torch.randn(2, 12, 32),), ParallelConfig())
     with pytest.raises(RequestError, match="computes attention in its own forward"):
         Plan.parse("tp=2 sp=true").check(describe_facts(found, model))
     Plan.parse("tp=2").check(describe_facts(found, model))
     Plan.parse("cp=2").check(describe_facts(found, model))
 
 
-def test_the_description_says_what_is_done_and_what_is_left(anatomy):
-    lines = describe(anatomy, Plan.parse("dp=2 tp=2 sp=true cp=3 zero=2 recompute=full"))
+def test_the_description_says_what_is_done_and_what_is_left(analysis):
+    lines = describe(analysis, Plan.parse("dp=2 tp=2 sp=true cp=3 zero=2 recompute=full"))
     text = "\n".join(lines)
     assert lines[0] == "found 2 blocks blocks.0-1, sequence in dim 1"
     for words in (
@@ -121,7 +128,7 @@ def test_the_description_says_what_is_done_and_what_is_left(anatomy):
         "each block runs again",
     ):
         assert words in text
-    assert describe(anatomy, Plan.parse("dp=2")) == lines[:1]
+    assert describe(analysis, Plan.parse("dp=2")) == lines[:1]
 
 
 def test_paths_are_shortened_by_their_numbers():
@@ -132,7 +139,9 @@ def test_paths_are_shortened_by_their_numbers():
 
 def test_the_guide_has_the_table_that_the_rules_give():
     between = GUIDE.read_text().partition(TABLE_START)[2].partition(TABLE_END)[0]
-    assert between.strip() == combination_table(), "run `python -m shoal.parallel.rules docs/guides/parallelism.md`"
+    assert between.strip() == combination_table(), (
+        "run `python -m shoal.parallel.requirements docs/guides/parallelism.md`"
+    )
 
 
 def test_the_table_asks_about_every_technique_that_a_plan_can_have():

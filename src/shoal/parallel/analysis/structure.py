@@ -60,7 +60,7 @@ class Stack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anatomy:
+class ModuleAnalysis:
     """What was found in a module."""
 
     stacks: tuple[Stack, ...] = ()

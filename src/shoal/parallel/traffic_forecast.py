@@ -11,10 +11,10 @@ from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
-from shoal.parallel.apply import Laid
+from shoal.parallel.apply import ModelLayout
 from shoal.parallel.reduction import Reduction
-from shoal.parallel.tensor.traffic import Survey
-from shoal.parallel.tensor.traffic import expected_traffic as expected_tensor_traffic
+from shoal.parallel.tensor.traffic_forecast import CrossingRecord
+from shoal.parallel.tensor.traffic_forecast import forecast_traffic as forecast_tensor_traffic
 from shoal.parallel.zero.apply import ZeroReduction
 
 _FLOAT64 = 8
@@ -27,7 +27,7 @@ class MicrobatchShape:
     samples: int
     targets: int | None
     """Targets whose loss is computed from split scores; None where scores are whole, or nothing counts."""
-    survey: Survey | None = None
+    survey: CrossingRecord | None = None
     """Of what the plain model does with it on this rank; needed with ``tp``."""
     gathered_scores: int = 0
     """Bytes of the scores, padding included, where a loss of the user's own wants them whole."""
@@ -51,11 +51,11 @@ class StepShape:
     """Rows of all whole trained parameters of the model, which norms of cut tensors are made of."""
 
 
-def expected_step_traffic(
+def forecast_step_traffic(
     *,
     plan: Plan,
     mesh: Mesh,
-    laid: Laid,
+    laid: ModelLayout,
     reduction: Reduction,
     microbatches: Sequence[MicrobatchShape],
     step: StepShape,
@@ -72,7 +72,7 @@ def expected_step_traffic(
     for microbatch in microbatches:
         if microbatch.survey is not None and mesh.has(Axis.TENSOR):
             accounts.append(
-                expected_tensor_traffic(
+                forecast_tensor_traffic(
                     microbatch.survey,
                     plan,
                     batch=microbatch.samples,
@@ -84,7 +84,7 @@ def expected_step_traffic(
             if microbatch.gathered_scores:
                 accounts.append(_one("tp", "all_gather", microbatch.gathered_scores))
     if laid.context is not None:
-        accounts.append(laid.context.expected_traffic(recomputes=plan.recompute != "none"))
+        accounts.append(laid.context.forecast_traffic(recomputes=plan.recompute != "none"))
     accounts.append(_gradients(reduction, mesh, step, max(1, len(microbatches)), counted))
     if laid.partial:
         held = [parameter.nbytes for name, parameter in reduction.updated.items() if name in laid.partial]
@@ -97,7 +97,7 @@ def _gradients(
     reduction: Reduction, mesh: Mesh, step: StepShape, num_microbatches: int, counted: Mapping[tuple[str, str], Traffic]
 ) -> Account:
     if isinstance(reduction, ZeroReduction):
-        return reduction.expected_traffic(num_microbatches)
+        return reduction.forecast_traffic(num_microbatches)
     if mesh.replicas.size == 1:
         return {}
     num_bytes = sum(parameter.nbytes for parameter in reduction.updated.values())
@@ -106,7 +106,7 @@ def _gradients(
     return {key: Traffic(calls=max(1, counted.get(key, Traffic()).calls), num_bytes=num_bytes)}
 
 
-def _small_sums(plan: Plan, mesh: Mesh, laid: Laid, step: StepShape) -> Account:
+def _small_sums(plan: Plan, mesh: Mesh, laid: ModelLayout, step: StepShape) -> Account:
     """The norm, the loss with the wish to stop, and the weight of the global batch."""
     accounts: list[Account] = []
     cuts = bool(laid.placements) or plan.zero > 0 or mesh.has(Axis.PIPELINE)

@@ -7,7 +7,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.core.errors import RunError
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
-from shoal.parallel.watch import check_replicas, find_unequal
+from shoal.parallel.replica_check import check_replicas, find_unequal
 from shoal.testing.ranks import run_on_ranks
 
 

@@ -8,10 +8,10 @@ from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig, MlpConfig, Seq2SeqConfig
 from shoal.models.facts import facts_of
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
-from shoal.parallel.config import ParallelConfig
-from shoal.parallel.rules import describe_facts
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
+from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.units import find_units
 
 TOKENS = DataSpec(kind="tokens", vocab=65, sequence=12)
@@ -19,12 +19,12 @@ PAIRS = DataSpec(kind="pairs", vocab=65, sequence=12)
 IMAGES = DataSpec(kind="classes", features=(8, 8), classes=10)
 
 
-def find(model: nn.Module, *example: torch.Tensor) -> Anatomy:
-    return find_anatomy(model, example, ParallelConfig())
+def find(model: nn.Module, *example: torch.Tensor) -> ModuleAnalysis:
+    return analyse_module(model, example, ParallelConfig())
 
 
-def kinds(anatomy: Anatomy) -> dict[str, str]:
-    return {split.path: split.kind.value for split in anatomy.splits}
+def kinds(analysis: ModuleAnalysis) -> dict[str, str]:
+    return {split.path: split.kind.value for split in analysis.splits}
 
 
 def tokens() -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_attributes_are_plain_numbers_again_afterwards():
 
 def test_without_an_example_only_the_structure_is_seen_and_that_is_said():
     model = build_model(GptConfig(layers=2, hidden=32, heads=4), TOKENS)
-    found = find_anatomy(model, None, ParallelConfig())
+    found = analyse_module(model, None, ParallelConfig())
     assert found.splits == () and [stack.blocks for stack in found.stacks] == [("blocks.0", "blocks.1")]
     assert found.stacks[0].sequence_dim is None
     assert "not traced" in found.replicated[""]

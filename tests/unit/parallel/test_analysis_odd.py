@@ -7,20 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy, Split, SplitKind
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ModuleAnalysis, Split, SplitKind
 from shoal.parallel.zero.layout import lay_out
 
 D, H, L, V = 16, 4, 6, 32
 
 
-def find(model: nn.Module, *example: Tensor) -> Anatomy:
-    return find_anatomy(model, example or (torch.randn(2, L, D),), ParallelConfig())
+def find(model: nn.Module, *example: Tensor) -> ModuleAnalysis:
+    return analyse_module(model, example or (torch.randn(2, L, D),), ParallelConfig())
 
 
-def splits(anatomy: Anatomy) -> dict[str, tuple[str, int]]:
-    return {split.path: (split.kind.value, split.parts) for split in anatomy.splits}
+def splits(analysis: ModuleAnalysis) -> dict[str, tuple[str, int]]:
+    return {split.path: (split.kind.value, split.parts) for split in analysis.splits}
 
 
 class Between(nn.Module):
@@ -342,7 +342,7 @@ class ReadByItsParent(nn.Module):
 
 def test_a_weight_that_its_parent_reads_is_known_and_stays_in_the_root_of_zero():
     model = ReadByItsParent()
-    anatomy = find_anatomy(model, (torch.randint(32, (2, 8)),), ParallelConfig())
-    assert anatomy.read_outside == {"embedding.weight"}
-    units = {unit.path: [slot.name for slot in unit.slots] for unit in lay_out(model, anatomy, 2).units}
+    analysis = analyse_module(model, (torch.randint(32, (2, 8)),), ParallelConfig())
+    assert analysis.read_outside == {"embedding.weight"}
+    units = {unit.path: [slot.name for slot in unit.slots] for unit in lay_out(model, analysis, 2).units}
     assert units[""] == ["embedding.weight"] and "embedding" not in units and "head" in units

@@ -20,7 +20,7 @@ class OpKind(StrEnum):
     """Reads and writes: norms, activations, dropout, residual sums, embeddings, losses."""
 
 
-class Cut(StrEnum):
+class TensorSplit(StrEnum):
     """What tensor parallelism divides of an operation."""
 
     NOTHING = "nothing"
@@ -48,7 +48,7 @@ class Op:
     heads: float = 1.0
     num_bytes: float = 0.0
     """Read and written, where ``kind`` is MEMORY; what an attention that is not fused reads and writes besides its products."""
-    cut: Cut = Cut.NOTHING
+    cut: TensorSplit = TensorSplit.NOTHING
     experts: int = 1
     """Experts that the rows are dealt out to, each with a matrix of its own; ``ep`` divides them."""
     is_fused: bool = True
@@ -69,7 +69,7 @@ class Op:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class SavedBytes:
     """Bytes that a layer keeps for its backward pass, of one sample."""
 
     whole: float = 0.0
@@ -81,8 +81,8 @@ class Kept:
     boundary: float = 0.0
     """The layer's input: all that full recompute keeps; counted in ``whole`` too."""
 
-    def __add__(self, other: "Kept") -> "Kept":
-        return Kept(
+    def __add__(self, other: "SavedBytes") -> "SavedBytes":
+        return SavedBytes(
             whole=self.whole + other.whole,
             split=self.split + other.split,
             scores=self.scores + other.scores,
@@ -112,7 +112,7 @@ class Layer:
     """Elements that ``tp`` divides."""
     expert_weights: float = 0.0
     """Elements that ``ep`` divides (and ``tp`` where it splits experts)."""
-    kept: Kept = Kept()
+    kept: SavedBytes = SavedBytes()
     output_bytes: float = 0.0
     """What goes on to the next layer, of one sample."""
     num_pairs: int = 0
@@ -139,7 +139,7 @@ class Layer:
     @cached_property
     def cuts_experts(self) -> bool:
         """Whether tensor parallelism divides the matrices of experts; those of a traced module stay whole."""
-        return any(op.experts > 1 and op.cut is not Cut.NOTHING for op in self.ops)
+        return any(op.experts > 1 and op.cut is not TensorSplit.NOTHING for op in self.ops)
 
     @property
     def forward_flops(self) -> float:
@@ -148,7 +148,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class ModelCosts:
     """A model, in the order in which a sample goes through it."""
 
     name: str

@@ -7,20 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy
-from shoal.parallel.config import ParallelConfig
-from shoal.parallel.rules import describe_facts
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.requirements import describe_facts
 
 D, H, L, V = 16, 4, 6, 32
 
 
-def find(model: nn.Module, *example: Tensor) -> Anatomy:
-    return find_anatomy(model, example or (torch.randn(2, L, D),), ParallelConfig())
+def find(model: nn.Module, *example: Tensor) -> ModuleAnalysis:
+    return analyse_module(model, example or (torch.randn(2, L, D),), ParallelConfig())
 
 
-def splits(anatomy: Anatomy) -> dict[str, tuple[str, int]]:
-    return {split.path: (split.kind.value, split.parts) for split in anatomy.splits}
+def splits(analysis: ModuleAnalysis) -> dict[str, tuple[str, int]]:
+    return {split.path: (split.kind.value, split.parts) for split in analysis.splits}
 
 
 class Fused(nn.Module):
@@ -170,6 +170,6 @@ class NormedHeads(nn.Module):
 
 def test_an_attention_that_cannot_be_split_still_counts_as_one_for_context_parallelism():
     model = nn.Sequential(nn.Embedding(32, 16), nn.Sequential(NormedHeads(), NormedHeads()), nn.Linear(16, 32))
-    anatomy = find_anatomy(model, (torch.randint(32, (2, 8)),), ParallelConfig())
-    assert anatomy.attentions == () and anatomy.attends == ("1.0", "1.1")
-    assert describe_facts(anatomy, model).has_attention
+    analysis = analyse_module(model, (torch.randint(32, (2, 8)),), ParallelConfig())
+    assert analysis.attentions == () and analysis.attends == ("1.0", "1.1")
+    assert describe_facts(analysis, model).has_attention

@@ -59,7 +59,7 @@ class Seen:
         self.gathers.clear()
 
 
-def expected_traffic(
+def forecast_traffic(
     *,
     kind: str,
     degree: int,

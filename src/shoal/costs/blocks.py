@@ -13,12 +13,12 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NUMBERED = re.compile(r"(.*?)_?\d+")
 
 
-def find_rows(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def find_blocks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Rows of blocks of one kind, none inside a block of another row, in the order of modules."""
     rows: list[tuple[str, ...]] = []
     for path, module in model.named_modules():
         if not any(is_under(path, block) for row in rows for block in row):
-            rows += side_by_side(path, module)
+            rows += sibling_blocks(path, module)
     return tuple(rows)
 
 
@@ -27,7 +27,7 @@ def is_under(path: str, parent: str) -> bool:
     return path == parent or path.startswith(parent + ".") or parent == ""
 
 
-def side_by_side(path: str, module: nn.Module) -> Iterator[tuple[str, ...]]:
+def sibling_blocks(path: str, module: nn.Module) -> Iterator[tuple[str, ...]]:
     """Children of one class, side by side, each made of others and with weights."""
     is_container = isinstance(module, _CONTAINERS)
 

@@ -10,22 +10,22 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from shoal.costs.rows import is_under
+from shoal.costs.blocks import is_under
 from shoal.parallel.analysis.blocks import describe_stack, find_stacks
+from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.analysis.groups import Group
 from shoal.parallel.analysis.outside import find_outside_reads
 from shoal.parallel.analysis.override import apply_split_table, match_blocks
 from shoal.parallel.analysis.probe import is_tail_pointwise
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
 from shoal.parallel.analysis.trace import Trace, is_linear, trace_forward
 from shoal.parallel.analysis.vocabulary import find_vocabulary, shared_parameters
-from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
-from shoal.parallel.config import ParallelConfig
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
-def find_anatomy(model: nn.Module, example: tuple[Tensor, ...] | None, config: ParallelConfig) -> Anatomy:
+def analyse_module(model: nn.Module, example: tuple[Tensor, ...] | None, config: ParallelConfig) -> ModuleAnalysis:
     """What a module is made of.
 
     Args:
@@ -58,7 +58,7 @@ def find_anatomy(model: nn.Module, example: tuple[Tensor, ...] | None, config: P
     order = {path: place for place, (path, _) in enumerate(model.named_modules())}
     attentions = [heads for heads in attentions if heads.path not in lost and heads.path not in dropped]
     reasons |= dropped
-    return Anatomy(
+    return ModuleAnalysis(
         stacks=stacks,
         splits=tuple(sorted(splits.values(), key=lambda split: order[split.path])),
         attentions=tuple(sorted(attentions, key=lambda heads: order[heads.path])),

@@ -1,7 +1,8 @@
 """What a plan needs of any module: the rules of ``core/combine.py``, fed with what was found in it.
 
-Importing this file teaches ``Plan.check`` to read an ``Anatomy`` or an ``nn.Module``. Run as ``python -m shoal.parallel.rules
-docs/guides/parallelism.md`` it writes the table of combinations into that page, from the same rules.
+Importing this file teaches ``Plan.check`` to read a ``ModuleAnalysis`` or an ``nn.Module``. Run as
+``python -m shoal.parallel.requirements docs/guides/parallelism.md`` it writes the table of combinations into that page, from
+the same rules.
 """
 
 import itertools
@@ -15,47 +16,49 @@ from torch import nn
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width, model_facts
 from shoal.core.plan import Plan
-from shoal.costs.rows import is_under
-from shoal.parallel.analysis.search import find_anatomy
+from shoal.costs.blocks import is_under
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind, Stack
 from shoal.parallel.analysis.trace import linear_sizes
-from shoal.parallel.anatomy import Anatomy, SplitKind, Stack
-from shoal.parallel.config import ParallelConfig
 from shoal.parallel.tensor.sequence import is_cut, why_whole
 
 TABLE_START = (
-    "<!-- combinations: written by `python -m shoal.parallel.rules docs/guides/parallelism.md`, do not edit -->"
+    "<!-- combinations: written by `python -m shoal.parallel.requirements docs/guides/parallelism.md`, do not edit -->"
 )
 TABLE_END = "<!-- end of combinations -->"
 
 
-def describe_facts(anatomy: Anatomy, model: nn.Module | None = None, *, sequence: int | None = None) -> ModelFacts:
+def describe_facts(
+    analysis: ModuleAnalysis, model: nn.Module | None = None, *, sequence: int | None = None
+) -> ModelFacts:
     """The numbers that the rules ask for.
 
     Args:
-        anatomy: what was found.
+        analysis: what was found.
         model: the module it was found in; widths and batch norms are known only with it.
         sequence: length of the sequence that will be trained on; that of the traced example when left out.
     """
-    with_sequence = [stack for stack in anatomy.stacks if stack.sequence_dim is not None]
+    with_sequence = [stack for stack in analysis.stacks if stack.sequence_dim is not None]
     blocks = [block for stack in with_sequence for block in stack.blocks]
-    paths = {*anatomy.attends, *(heads.path for heads in anatomy.attentions)}
+    paths = {*analysis.attends, *(heads.path for heads in analysis.attentions)}
     attended = [path for path in paths if any(is_under(path, block) for block in blocks)]
-    num_rows = sum(split.kind is SplitKind.ROW for split in anatomy.splits)
+    num_rows = sum(split.kind is SplitKind.ROW for split in analysis.splits)
     return ModelFacts(
         name="the model" if model is None else type(model).__name__,
-        num_blocks=sum(len(stack.blocks) for stack in anatomy.stacks),
-        num_pairs=num_rows + sum(heads.is_torch for heads in anatomy.attentions),
-        widths=() if model is None else tuple(_widths(model, anatomy)),
-        heads=tuple(dict.fromkeys((heads.num_heads, heads.num_kv_heads) for heads in anatomy.attentions)),
+        num_blocks=sum(len(stack.blocks) for stack in analysis.stacks),
+        num_pairs=num_rows + sum(heads.is_torch for heads in analysis.attentions),
+        widths=() if model is None else tuple(_widths(model, analysis)),
+        heads=tuple(dict.fromkeys((heads.num_heads, heads.num_kv_heads) for heads in analysis.attentions)),
         has_attention=bool(attended),
-        sequence=sequence if sequence is not None else anatomy.sequence,
+        sequence=sequence if sequence is not None else analysis.sequence,
         has_sequence=bool(with_sequence),
-        obstacle_sp="" if any(is_cut(anatomy, stack) for stack in with_sequence) else _first_obstacle(anatomy),
+        obstacle_sp="" if any(is_cut(analysis, stack) for stack in with_sequence) else _first_obstacle(analysis),
         obstacle_cp=next((_mixes(stack) for stack in with_sequence if not stack.is_pointwise), ""),
-        attention_dropout=max((heads.dropout for heads in anatomy.attentions), default=0.0),
+        attention_dropout=max((heads.dropout for heads in analysis.attentions), default=0.0),
         has_batch_norm=model is not None and has_batch_norm(model),
         keeps_statistics=model is not None and _keeps_statistics(model),
-        note=anatomy.replicated.get("", ""),
+        note=analysis.replicated.get("", ""),
     )
 
 
@@ -66,8 +69,8 @@ def _mixes(stack: Stack) -> str:
     )
 
 
-def _first_obstacle(anatomy: Anatomy) -> str:
-    reasons = (why_whole(anatomy, stack) for stack in anatomy.stacks if stack.sequence_dim is not None)
+def _first_obstacle(analysis: ModuleAnalysis) -> str:
+    reasons = (why_whole(analysis, stack) for stack in analysis.stacks if stack.sequence_dim is not None)
     return next((reason for reason in reasons if reason is not None), "")
 
 
@@ -81,11 +84,11 @@ def _keeps_statistics(model: nn.Module) -> bool:
     return any(norm.track_running_stats for norm in norms)
 
 
-def _widths(model: nn.Module, anatomy: Anatomy) -> Iterator[Width]:
+def _widths(model: nn.Module, analysis: ModuleAnalysis) -> Iterator[Width]:
     """Features that are counted one by one, each number once; those that are counted in heads are not asked about twice."""
     seen = set()
-    headed = {heads.path for heads in anatomy.attentions}
-    for split in anatomy.splits:
+    headed = {heads.path for heads in analysis.attentions}
+    for split in analysis.splits:
         is_headed = any(is_under(split.path, path) for path in headed)
         if split.kind is SplitKind.COLUMN and not is_headed:
             size = linear_sizes(model.get_submodule(split.path))[1] // split.parts
@@ -95,15 +98,15 @@ def _widths(model: nn.Module, anatomy: Anatomy) -> Iterator[Width]:
 
 
 @model_facts.register
-def _(model: Anatomy) -> ModelFacts:
+def _(model: ModuleAnalysis) -> ModelFacts:
     return describe_facts(model)
 
 
 @model_facts.register
 def _(model: nn.Module) -> ModelFacts | None:
     # Without an example only structure can be seen, and what cannot be seen must not be refused: a trainer that knows its data
-    # checks the anatomy of a traced pass.
-    facts = describe_facts(find_anatomy(model, None, ParallelConfig()), model)
+    # checks the analysis of a traced pass.
+    facts = describe_facts(analyse_module(model, None, ParallelConfig()), model)
     if facts.num_pairs == 0:
         return None
     return ModelFacts(

@@ -1,7 +1,7 @@
 """What tensor and sequence parallelism should send, worked out from the plain model: plain numbers, before anything is split.
 
-``survey_crossings`` runs the plain model once on an example and notes what passes where a split model communicates; it knows
-nothing of the code that does. ``expected_traffic`` turns the notes into calls and bytes under a plan::
+``record_crossings`` runs the plain model once on an example and notes what passes where a split model communicates; it knows
+nothing of the code that does. ``forecast_traffic`` turns the notes into calls and bytes under a plan::
 
                             forward                  backward
     embedding               all_reduce                                    every plan with tp
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
-from shoal.parallel.anatomy import Anatomy, SplitKind
+from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
 from shoal.parallel.tensor.sequence import is_cut, parent_of, stream_key
 from shoal.telemetry.draws import keeping_draws
 
@@ -65,7 +65,7 @@ class Crossing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
+class CrossingRecord:
     """What passes where a split model communicates, in one forward pass of one example."""
 
     batch: int
@@ -73,33 +73,33 @@ class Survey:
     tail_is_pointwise: bool
     """After the last stack a context-parallel rank keeps its own positions."""
 
-    def within(self, paths: Collection[str]) -> "Survey":
+    def within(self, paths: Collection[str]) -> "CrossingRecord":
         """What crosses in some modules only: those of a pipeline rank's stages."""
         inside = tuple(f"{path}." for path in paths)
         kept = [crossing for crossing in self.crossings if f"{crossing.path}.".startswith(inside)]
         return replace(self, crossings=tuple(kept))
 
 
-def survey_crossings(model: nn.Module, anatomy: Anatomy, example: Sequence[Tensor]) -> Survey:
+def record_crossings(model: nn.Module, analysis: ModuleAnalysis, example: Sequence[Tensor]) -> CrossingRecord:
     """Run the plain model once, in training, and note every crossing.
 
     Args:
         model: before anything was applied; a copy of it runs, so neither buffers nor generators move.
-        anatomy: what was found in it.
+        analysis: what was found in it.
         example: inputs of one microbatch, the batch in dim 0.
     """
-    surveyor = _Surveyor(copy.deepcopy(model).train(), anatomy)
+    surveyor = _Surveyor(copy.deepcopy(model).train(), analysis)
     with keeping_draws(), torch.enable_grad():
         surveyor.run(example)
-    return Survey(
+    return CrossingRecord(
         batch=int(example[0].shape[0]),
         crossings=tuple(surveyor.found),
-        tail_is_pointwise=anatomy.tail_is_pointwise,
+        tail_is_pointwise=analysis.tail_is_pointwise,
     )
 
 
-def expected_traffic(
-    survey: Survey, plan: Plan, *, batch: int, compute_bytes: int, weight_bytes: int, num_targets: int | None
+def forecast_traffic(
+    survey: CrossingRecord, plan: Plan, *, batch: int, compute_bytes: int, weight_bytes: int, num_targets: int | None
 ) -> Account:
     """Calls and bytes along ``tp`` of one microbatch, forward and backward.
 
@@ -128,7 +128,7 @@ def expected_traffic(
     return add_accounts(*accounts)
 
 
-def _has_own_positions(crossing: Crossing, survey: Survey) -> bool:
+def _has_own_positions(crossing: Crossing, survey: CrossingRecord) -> bool:
     """True where a context-parallel rank has its own positions and not the whole sequence."""
     if crossing.kind is CrossingKind.LOGITS:
         return survey.tail_is_pointwise
@@ -160,7 +160,7 @@ def _operations(crossing: Crossing, plan: Plan) -> list[tuple[str, int]]:
 class _Surveyor:
     """Hooks on a copy of the plain model that note what passes."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+    def __init__(self, model: nn.Module, analysis: ModuleAnalysis) -> None:
         self.model = model
         self.found: list[Crossing] = []
         self._block: str | None = None
@@ -168,19 +168,19 @@ class _Surveyor:
         self._given: tuple[Any, ...] = ()
         self._seen: dict[str, list[Tensor]] = {}
         self._pending: list[int] = []
-        for stack in anatomy.stacks:
-            cut = is_cut(anatomy, stack)
+        for stack in analysis.stacks:
+            cut = is_cut(analysis, stack)
             for path in stack.blocks:
                 block = model.get_submodule(path)
                 block.register_forward_pre_hook(self._begin(path, cut, path == stack.blocks[0]), with_kwargs=True)
                 block.register_forward_hook(self._end(path, cut, path == stack.blocks[-1]), always_call=True)
-        torch_heads = tuple(f"{heads.path}." for heads in anatomy.attentions if heads.is_torch)
-        for heads in anatomy.attentions:
+        torch_heads = tuple(f"{heads.path}." for heads in analysis.attentions if heads.is_torch)
+        for heads in analysis.attentions:
             if heads.is_torch:
                 attention = model.get_submodule(heads.path)
                 attention.register_forward_pre_hook(self._columns(heads.path), with_kwargs=True)
                 attention.register_forward_hook(partial(self._attended, heads.path))
-        for split in anatomy.splits:
+        for split in analysis.splits:
             if not (torch_heads and split.path.startswith(torch_heads)):
                 self._watch_layer(split.path, split.kind)
 

@@ -8,9 +8,9 @@ from shoal.core.errors import RequestError
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig, MlpConfig
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy
-from shoal.parallel.config import ParallelConfig
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ModuleAnalysis
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,8 @@ def gpt():
     return build_model(GptConfig(layers=2, hidden=32, heads=4), DataSpec(kind="tokens", vocab=65, sequence=12))
 
 
-def find(model, **config) -> Anatomy:
-    return find_anatomy(model, (torch.randint(0, 65, (2, 12)),), ParallelConfig(**config))
+def find(model, **config) -> ModuleAnalysis:
+    return analyse_module(model, (torch.randint(0, 65, (2, 12)),), ParallelConfig(**config))
 
 
 def test_none_takes_the_whole_pair_out_and_says_so(gpt):
@@ -52,7 +52,7 @@ def test_a_tied_weight_is_whole_in_both_layers_or_in_neither():
 def test_layers_that_no_trace_found_can_be_named():
     data = DataSpec(kind="classes", features=(8, 8), classes=10)
     model = build_model(MlpConfig(layers=2, hidden=32, batch_norm=True), data)
-    found = find_anatomy(
+    found = analyse_module(
         model,
         (torch.randn(2, 8, 8),),
         ParallelConfig(split={"layers.0.linear": "column", "layers.1.linear": "row"}),

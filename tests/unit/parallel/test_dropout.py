@@ -11,9 +11,9 @@ from shoal.comm.mesh import pretend_mesh
 from shoal.core.plan import Plan
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
-from shoal.parallel.anatomy import Anatomy, Heads, Split, SplitKind, Stack
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
 from shoal.parallel.context.positions import Positions
-from shoal.parallel.masks import cut_again, narrow_dropouts, place_of
+from shoal.parallel.dropout import cut_again, narrow_dropouts, place_of
 from shoal.randomness.draws import Window
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 
@@ -74,8 +74,8 @@ class Model(nn.Module):
         return found | {"tail": self.tail(tail), "functional after": F.dropout(tail, 0.5, self.training)}
 
 
-def _anatomy(sequence_dim: int = 1) -> Anatomy:
-    return Anatomy(
+def _analysis(sequence_dim: int = 1) -> ModuleAnalysis:
+    return ModuleAnalysis(
         stacks=(Stack(blocks=("blocks.0",), sequence_dim=sequence_dim),),
         splits=(
             Split(path="blocks.0.attention.query", kind=SplitKind.COLUMN),
@@ -127,7 +127,7 @@ def test_every_place_in_a_model_draws_its_part(text, sequence_dim):
     features, heads = (24, 6) if plan.tp == 3 else (FEATURES, HEADS)
     whole_model = Model()
     whole_key = apply_keyed_dropout(whole_model, 0)
-    narrow_dropouts(whole_key, anatomy=_anatomy(sequence_dim), mesh=pretend_mesh(Plan()), plan=Plan())
+    narrow_dropouts(whole_key, analysis=_analysis(sequence_dim), mesh=pretend_mesh(Plan()), plan=Plan())
     has_weights = plan.cp == 1  # attention dropout under cp is refused elsewhere
     whole = _run(whole_model, whole_key, _inputs(
         sequence_dim, stream=LENGTH, inside=LENGTH, features=features, heads=heads if has_weights else None, tail=LENGTH,
@@ -149,7 +149,7 @@ def test_every_place_in_a_model_draws_its_part(text, sequence_dim):
         model = Model()
         model.blocks[0].up = nn.Linear(WIDTH, features // plan.tp)  # what tensor parallelism leaves
         key = apply_keyed_dropout(model, 0)
-        narrow_dropouts(key, anatomy=_anatomy(sequence_dim), mesh=mesh, plan=plan)
+        narrow_dropouts(key, analysis=_analysis(sequence_dim), mesh=mesh, plan=plan)
         part = _run(model, key, _inputs(
             sequence_dim, stream=len(stream), inside=len(local), features=features // plan.tp,
             heads=len(own_heads) if has_weights else None, tail=len(local),
@@ -183,9 +183,9 @@ def test_sequence_parallel_inside_context_parallel_is_finer_chunks(kind, degree,
 def test_a_stack_that_sequence_parallelism_leaves_whole_is_not_narrowed():
     model = Model()
     key = apply_keyed_dropout(model, 0)
-    anatomy = Anatomy(stacks=(Stack(blocks=("blocks.0",), sequence_dim=1, is_pointwise=False),))
+    analysis = ModuleAnalysis(stacks=(Stack(blocks=("blocks.0",), sequence_dim=1, is_pointwise=False),))
     plan = Plan.parse("tp=2 sp=true")
-    narrow_dropouts(key, anatomy=anatomy, mesh=pretend_mesh(plan, 1), plan=plan)
+    narrow_dropouts(key, analysis=analysis, mesh=pretend_mesh(plan, 1), plan=plan)
     assert all(not module.layout.windows for module in key._modules)
 
 
@@ -203,8 +203,8 @@ def test_one_process_is_not_narrowed_and_its_masks_are_what_they_were():
 
     expected = run(apply_keyed_dropout(model, 0))
     key = apply_keyed_dropout(model, 0)
-    anatomy = Anatomy(stacks=(Stack(blocks=("blocks.0",), sequence_dim=1),), tail_is_pointwise=True)
-    narrow_dropouts(key, anatomy=anatomy, mesh=pretend_mesh(Plan()), plan=Plan())
+    analysis = ModuleAnalysis(stacks=(Stack(blocks=("blocks.0",), sequence_dim=1),), tail_is_pointwise=True)
+    narrow_dropouts(key, analysis=analysis, mesh=pretend_mesh(Plan()), plan=Plan())
     assert torch.equal(run(key), expected)
     assert not key._functional.layouts
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.analysis.search import find_anatomy
-from shoal.parallel.anatomy import Anatomy, Heads, SplitKind, Stack
-from shoal.parallel.config import ParallelConfig
-from shoal.parallel.rules import describe_facts
+from shoal.parallel.analysis.analyse import analyse_module
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, SplitKind, Stack
+from shoal.parallel.requirements import describe_facts
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,12 +19,12 @@ from support.models.hugging_face import Pairs, bert_config, build_causal, gpt2_c
 L = 12
 
 
-def find(model: nn.Module, *example: Tensor) -> Anatomy:
-    return find_anatomy(model, example or (torch.randint(1, V, (2, L)),), ParallelConfig())
+def find(model: nn.Module, *example: Tensor) -> ModuleAnalysis:
+    return analyse_module(model, example or (torch.randint(1, V, (2, L)),), ParallelConfig())
 
 
-def kinds(anatomy: Anatomy) -> dict[str, str]:
-    return {split.path: split.kind.value for split in anatomy.splits}
+def kinds(analysis: ModuleAnalysis) -> dict[str, str]:
+    return {split.path: split.kind.value for split in analysis.splits}
 
 
 def bert_splits() -> dict[str, str]:

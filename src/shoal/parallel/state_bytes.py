@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from shoal.optim.build import num_state_bytes
 from shoal.optim.config import OptimConfig
-from shoal.parallel.anatomy import Anatomy
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.reduction import Reduction
 from shoal.parallel.zero.apply import ZeroReduction, predict_pool
 from shoal.parallel.zero.layout import Slot, ZeroLayout, lay_out
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class StateBytes:
     """Bytes that one rank keeps from step to step, and the buffers that units pass through."""
 
     weights: int
@@ -29,21 +29,21 @@ class Sizes:
     """Pool buffers: units gathered at stage 3, and buckets of gradients in flight at stages 2 and 3."""
 
 
-def predict_sizes(
+def predict_state_bytes(
     model: nn.Module,
     *,
-    anatomy: Anatomy,
+    analysis: ModuleAnalysis,
     stage: int,
     num_data_ranks: int,
     data_rank: int,
     num_microbatches: int,
     optim: OptimConfig,
-) -> Sizes:
+) -> StateBytes:
     """What a rank will keep of a model's trainable parameters.
 
     Args:
         model: with the shapes that tensor parallelism leaves on this rank, before ``apply_zero``; may be on the meta device.
-        anatomy: names the blocks.
+        analysis: names the blocks.
         stage: the plan's ``zero``.
         num_data_ranks: the plan's ``dp``.
         data_rank: this rank's place along it.
@@ -55,14 +55,14 @@ def predict_sizes(
     if stage == 0:
         num_bytes = sum(parameter.nbytes for parameter in trained)
         state = num_state_bytes(optim, [parameter.numel() for parameter in trained], itemsize)
-        return Sizes(weights=num_bytes, gradients=num_bytes, optimizer=state)
-    layout = lay_out(model, anatomy, num_data_ranks)
+        return StateBytes(weights=num_bytes, gradients=num_bytes, optimizer=state)
+    layout = lay_out(model, analysis, num_data_ranks)
     whole, shard = layout.size * itemsize, layout.shard_size(data_rank) * itemsize
     keeps_whole = stage == 1 or num_microbatches > 1
     pieces = [_rows_numel(slot, data_rank) for unit in layout.units for slot in unit.slots]
     working = 0 if keeps_whole else sum(_bucket_sizes(layout))
     working += sum(predict_pool(layout)) if stage == 3 else 0
-    return Sizes(
+    return StateBytes(
         weights=shard if stage == 3 else whole,
         gradients=whole if keeps_whole else shard,
         optimizer=num_state_bytes(optim, [numel for numel in pieces if numel], itemsize),
@@ -70,13 +70,13 @@ def predict_sizes(
     )
 
 
-def measure_sizes(model: nn.Module, reduction: Reduction, optimizer: Optimizer) -> Sizes:
+def measure_state_bytes(model: nn.Module, reduction: Reduction, optimizer: Optimizer) -> StateBytes:
     """What this rank really keeps, after a step has been taken: the bytes of storages, each counted once."""
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     state_bytes = _storage_bytes(states)
     if isinstance(reduction, ZeroReduction):
         gradients, store = reduction.gradients, reduction.store
-        return Sizes(
+        return StateBytes(
             weights=_storage_bytes([reduction.weights]),
             gradients=_storage_bytes(
                 parameter.grad for parameter in reduction.updated.values() if parameter.grad is not None
@@ -89,7 +89,7 @@ def measure_sizes(model: nn.Module, reduction: Reduction, optimizer: Optimizer) 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Not storages: buckets of data parallelism also carry the loss.
     grads = sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
-    return Sizes(weights=sum(parameter.nbytes for parameter in trained), gradients=grads, optimizer=state_bytes)
+    return StateBytes(weights=sum(parameter.nbytes for parameter in trained), gradients=grads, optimizer=state_bytes)
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
