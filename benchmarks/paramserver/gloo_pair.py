@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.comm.lifeline import die_with_parent
+from shoal.comm.parentdeath import die_with_parent
 
 RATE = 1e-3
 

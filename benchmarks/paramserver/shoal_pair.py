@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.comm.lifeline import die_with_parent
+from shoal.comm.parentdeath import die_with_parent
 from shoal.comm.wire.keys import Keys, load_keys, make_keys
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.comm.wire.operations import Body, Op, Operations

@@ -9,7 +9,7 @@ from typing import Any
 
 _HOMES = {
     "CheckpointConfig": "shoal.checkpoint.config",
-    "ElasticConfig": "shoal.elastic.config",
+    "ElasticConfig": "shoal.trainer.config",
     "EvalConfig": "shoal.trainer.config",
     "OptimConfig": "shoal.optim.config",
     "ParallelConfig": "shoal.parallel.analysis.config",

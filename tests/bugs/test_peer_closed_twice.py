@@ -8,8 +8,8 @@ the search for that candidate ended without a word, and when the center woke and
 import asyncio
 
 from shoal.comm.wire.node import Node, new_incarnation
+from shoal.elastic.election.majority import OPERATIONS, Found
 from shoal.elastic.election.seeker import Seeker
-from shoal.elastic.election.votes import OPERATIONS, Found
 
 
 def test_a_search_goes_on_when_somebody_else_closed_its_connection(tmp_path):

@@ -26,7 +26,7 @@ from support.paramserver.role_commands import Roles
 LEASE = 1.0
 TIED = """
 import os, sys
-from shoal.comm.lifeline import die_with_parent
+from shoal.comm.parentdeath import die_with_parent
 die_with_parent(int(sys.argv[1]))
 os.execvp(sys.argv[2], sys.argv[2:])
 """

@@ -13,8 +13,7 @@ import pytest
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
-from shoal.elastic.election.etcd import EtcdLease, find_center
-from shoal.elastic.election.etcdaccess import EtcdAccess
+from shoal.elastic.election.etcd import EtcdAccess, EtcdLease, find_center
 from support.processes.command import wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 TIED = """
 import os, sys
-from shoal.comm.lifeline import die_with_parent
+from shoal.comm.parentdeath import die_with_parent
 die_with_parent(int(sys.argv[1]))
 os.execvp(sys.argv[2], sys.argv[2:])
 """

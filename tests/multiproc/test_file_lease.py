@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.elastic.election.filelease import read_center
-from shoal.elastic.election.leasefile import list_epochs
+from shoal.elastic.election.filelease import list_epochs, read_center
 from support.elastic.election_candidates import Candidate, leader, start_candidate, until
 
 LEASE = 0.6

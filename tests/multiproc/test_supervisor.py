@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.elastic.config import ElasticConfig
+from shoal.launch.config import ProcessConfig
+from shoal.launch.failurereport import describe
 from shoal.launch.launch import LaunchRequest
-from shoal.launch.story import describe
 from shoal.launch.supervisor import supervise
 from shoal.telemetry.board import SlotState
 from support.processes.supervised_ranks import Recorder, once, run
@@ -192,7 +192,7 @@ def test_a_rank_that_never_attaches_is_named(tmp_path: Path) -> None:
         run_dir=tmp_path / "run",
         run_id="test",
         display=Recorder(),
-        config=ElasticConfig(start_deadline=0.5),
+        config=ProcessConfig(start_deadline=0.5),
     )
     outcome = supervise(request)
     assert outcome.culprit is not None

@@ -12,7 +12,7 @@ from support.processes.supervised_ranks import nothing_left as nothing_left
 DRIVER = """
 import sys
 from pathlib import Path
-from shoal.elastic.config import ElasticConfig
+from shoal.launch.config import ProcessConfig
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.supervisor import supervise
 from shoal.telemetry.progress import PlainDisplay

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.launch.failurereport import describe
 from shoal.launch.launch import LaunchRequest
-from shoal.launch.story import describe
 from shoal.launch.supervisor import supervise
 from shoal.telemetry.board import SlotState
 from support.processes.command import wait_until

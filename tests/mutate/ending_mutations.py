@@ -17,7 +17,7 @@ ENDINGS = [
     Mutation(
         promise=DEAD,
         what="the last rank is blamed, not the first",
-        file="src/shoal/launch/verdict.py",
+        file="src/shoal/launch/blame.py",
         old="    first = min(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
         new="    first = max(suspects, key=lambda end: (_row(end), _when(end), end.rank))",
         test="tests/multiproc/test_supervisor.py::test_exception_is_told_with_its_traceback_and_peers_are_not_blamed",
@@ -35,7 +35,7 @@ ENDINGS = [
     Mutation(
         promise=FINISHED,
         what="an exit code of 0 is enough",
-        file="src/shoal/launch/verdict.py",
+        file="src/shoal/launch/blame.py",
         old='        return self.exit_code == EXIT_DONE and self.said == "completed"',
         new="        return self.exit_code == EXIT_DONE",
         test="tests/multiproc/test_supervisor.py::test_a_rank_that_ends_with_0_before_it_has_begun_is_named_at_once",
@@ -99,7 +99,7 @@ ENDINGS = [
     Mutation(
         promise=FORKS,
         what="what a role forked is left running",
-        file="src/shoal/launch/nursery.py",
+        file="src/shoal/launch/forkclient.py",
         old="            kill_group(self.pid)\n",
         new="",
         test="tests/bugs/test_forked_by_the_user.py::test_children_of_a_worker_end_with_the_run",
@@ -108,7 +108,7 @@ ENDINGS = [
     Mutation(
         promise=STOPPED,
         what="nobody looks at heartbeats",
-        file="src/shoal/launch/watch.py",
+        file="src/shoal/launch/hangs.py",
         old="    if not ages or max(ages)[0] <= deadline:",
         new="    if True:",
         test="tests/multiproc/test_supervisor.py::test_sigstop_is_named_within_the_deadline",
@@ -117,7 +117,7 @@ ENDINGS = [
     Mutation(
         promise=SUPERVISOR,
         what="ranks do not ask the kernel to die with their parent",
-        file="src/shoal/comm/lifeline.py",
+        file="src/shoal/comm/parentdeath.py",
         old="        _ask_kernel()\n    else:",
         new="        pass\n    else:",
         test="tests/multiproc/test_supervisor_death.py::test_kill_9_of_the_supervisor_leaves_no_process",
@@ -135,10 +135,10 @@ ENDINGS = [
     Mutation(
         promise=SUPERVISOR,
         what="the folder of a killed crew is not found",
-        file="src/shoal/launch/crewfolder.py",
+        file="src/shoal/launch/jobdirectory.py",
         old="        os.close(descriptor)\n    return True",
         new="        os.close(descriptor)\n    return False",
-        test="tests/unit/launch/test_leftovers.py::test_the_folder_of_a_crew_is_a_leftover_once_the_crew_was_killed",
+        test="tests/unit/doctor/test_leftovers.py::test_the_folder_of_a_crew_is_a_leftover_once_the_crew_was_killed",
         seconds=5,
     ),
     Mutation(
@@ -171,7 +171,7 @@ ENDINGS = [
     Mutation(
         promise=STAGE,
         what="whoever a signal killed counts as ended by the supervisor",
-        file="src/shoal/launch/verdict.py",
+        file="src/shoal/launch/blame.py",
         old="self.exit_code is None or (self.exit_code < 0 and -self.exit_code in self.signals_sent)",
         new="self.exit_code is None or self.exit_code < 0",
         test="tests/multiproc/test_pipeline_failures.py::test_a_stage_that_dies_in_a_step_is_named_and_nothing_hangs[1f1b-0.0]",

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.elastic.election import majority
-from shoal.elastic.election.majority import State, Terms
-from shoal.elastic.election.votes import Ballot
+from shoal.elastic.election.majority import Ballot, State, Terms
 
 LEASE = 1.0
 

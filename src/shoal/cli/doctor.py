@@ -25,9 +25,9 @@ def doctor(
     """Look at versions, machine, network and leftovers of dead runs; exit 1 if something is wrong and was not fixed."""
     # psutil and the checks load when asked for: `shoal --help` has no time for them.
     from shoal.checkpoint.sweep import is_leftover, sweep
-    from shoal.doctor.check import State
+    from shoal.doctor.checks import State
+    from shoal.doctor.leftovers import Saves
     from shoal.doctor.report import examine, examine_leftovers
-    from shoal.launch.leftovers import Saves
 
     if runs is not None and not runs.is_dir():
         raise RequestError(f"there is no folder {runs}; give the folder that holds the runs")

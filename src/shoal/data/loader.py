@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.comm.lifeline import die_with_parent
+from shoal.comm.parentdeath import die_with_parent
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.core.seeding import derive_key

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from shoal.doctor.check import Check, State, judge
+from shoal.doctor.checks import Check, State, judge
 from shoal.doctor.processes import OurProcess
 
 PROBE_DEADLINE_SECONDS = 60.0

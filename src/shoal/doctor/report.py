@@ -7,29 +7,27 @@ does not.
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.doctor import machine as doctor_machine
-from shoal.doctor import network as doctor_network
-from shoal.doctor import versions as doctor_versions
-from shoal.doctor.check import Check, State
+from shoal.doctor import checks, network
+from shoal.doctor.checks import Check, State
+from shoal.doctor.leftovers import SHARED_MEMORY, Kind, Leftover, Saves, find_leftovers, mend
 from shoal.doctor.processes import our_processes
-from shoal.launch.crewfolder import crews_parent
-from shoal.launch.leftovers import SHARED_MEMORY, Kind, Leftover, Saves, find_leftovers, mend
+from shoal.launch.jobdirectory import job_directories_parent
 
 
 def examine(runs: Path, *, quick: bool = False) -> list[Check]:
     """Look at versions, machine and network; ``quick`` leaves out the backends, which takes two seconds."""
     return [
-        doctor_versions.check_python(),
-        *doctor_versions.check_packages(),
-        doctor_machine.check_cores(),
-        doctor_machine.check_tiles(),
-        doctor_machine.check_memory(),
-        doctor_machine.check_disk(runs),
-        doctor_machine.check_shared_memory(),
-        doctor_machine.check_open_files(),
-        doctor_network.skipped_backends() if quick else doctor_network.check_backends(),
-        doctor_network.check_interface(),
-        doctor_network.check_ports(our_processes()),
+        checks.check_python(),
+        *checks.check_packages(),
+        checks.check_cores(),
+        checks.check_tiles(),
+        checks.check_memory(),
+        checks.check_disk(runs),
+        checks.check_shared_memory(),
+        checks.check_open_files(),
+        network.skipped_backends() if quick else network.check_backends(),
+        network.check_interface(),
+        network.check_ports(our_processes()),
     ]
 
 
@@ -54,7 +52,7 @@ def examine_leftovers(runs: Path, saves: Saves, *, fix: bool = False, whole_mach
 def _find(runs: Path, saves: Saves, *, whole_machine: bool) -> tuple[Leftover, ...]:
     processes = our_processes()
     if whole_machine:
-        return find_leftovers(runs, processes, saves, shared_memory=SHARED_MEMORY, crews=crews_parent())
+        return find_leftovers(runs, processes, saves, shared_memory=SHARED_MEMORY, crews=job_directories_parent())
     return find_leftovers(runs, [process for process in processes if process.is_below(runs)], saves, shared_memory=None)
 
 

@@ -18,16 +18,15 @@ from enum import IntEnum
 from functools import partial
 
 from shoal.core.clock import Deadline
-from shoal.launch.kernel import catches_signal, count_oom_kills, process_state, resident_bytes
+from shoal.launch.blame import GenerationEnd, RankEnd, name_signal
+from shoal.launch.errorreport import clear_reports, read_report
+from shoal.launch.forkclient import ForkClient
+from shoal.launch.hangs import Hang, Watched, find_hang, is_waiting
 from shoal.launch.launch import LaunchRequest
-from shoal.launch.nursery import Nursery
-from shoal.launch.outcome import GenerationEnd
 from shoal.launch.output import RankStream
-from shoal.launch.reports import clear_reports, read_report
+from shoal.launch.procfs import catches_signal, count_oom_kills, process_state, resident_bytes
 from shoal.launch.signals import SignalInbox
 from shoal.launch.spawn import RankProcess, StoreFile, rank_environment, start_rank
-from shoal.launch.verdict import RankEnd, name_signal
-from shoal.launch.watch import Hang, Watched, find_hang, is_waiting
 from shoal.telemetry.board import Board
 
 COLLECT_S = 1.0
@@ -51,11 +50,11 @@ class _Mode(IntEnum):
 class Generation:
     """The ranks of one start. ``run`` returns when none of them is left."""
 
-    def __init__(self, request: LaunchRequest, number: int, inbox: SignalInbox, nursery: Nursery) -> None:
+    def __init__(self, request: LaunchRequest, number: int, inbox: SignalInbox, client: ForkClient) -> None:
         self._request = request
         self._number = number
         self._inbox = inbox
-        self._nursery = nursery
+        self._client = client
         self._display = request.display
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -87,13 +86,13 @@ class Generation:
             self._close()
 
     def _start(self) -> None:
-        self._nursery.open()
-        while not self._nursery.wait(self._inbox.fileno()):
+        self._client.open()
+        while not self._client.wait(self._inbox.fileno()):
             self._take_signals()
             if self._mode is not _Mode.RUNNING:
                 return
-        if self._nursery.problem and self._number == 0:
-            problem = self._nursery.problem
+        if self._client.problem and self._number == 0:
+            problem = self._client.problem
             self._display.message(f"ranks are started one by one; the process to fork them from failed: {problem}")
         for rank in range(self._request.num_ranks):
             environment = rank_environment(
@@ -105,7 +104,7 @@ class Generation:
                 board=self._board,
                 environment=environment,
                 store=self._store,
-                nursery=self._nursery,
+                client=self._client,
             )
             self._ranks.append(process)
             process.log.write([f"--- rank {rank}, generation {self._number}, pid {process.pid} ---".encode()])

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.elastic.config import ElasticConfig
+from shoal.launch.config import ProcessConfig
 from shoal.telemetry.progress import Display
 
 
@@ -24,7 +24,7 @@ class LaunchRequest:
     run_id: str
     display: Display
     """Closed by the supervisor, so that what is printed afterwards stays last."""
-    config: ElasticConfig = field(default_factory=ElasticConfig)
+    config: ProcessConfig = field(default_factory=ProcessConfig)
     last_step: int = 0
     """That the ranks are to reach, for messages; 0 when unknown."""
     threads: int = 1

@@ -1,11 +1,15 @@
 """Processes that are kept for many jobs, seen from the parent: started together, given one job, answered or ended by a deadline.
 
 Ranks that failed are never used again: one that raised has left its peers inside a collective. The pool then ends all of them,
-and the next job starts fresh ones. They die with the parent (``launch/nursery.py``), and every job has a store of its own, a
+and the next job starts fresh ones. They die with the parent (``launch/forkclient.py``), and every job has a store of its own, a
 file.
+
+``serve`` is the loop of such a process: tasks come in as lines of JSON, and each is answered by one line. Importing torch takes
+two seconds and a proof or a calibration has dozens of tasks, so processes are started once and serve many of them.
 """
 
 import contextlib
+import gc
 import json
 import os
 import selectors
@@ -13,14 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from shoal.core.clock import Deadline
-from shoal.core.errors import RequestError, RunError
-from shoal.launch.nursery import WARM_OPTIMIZER, ForkedProcess, Nursery, Streams, kill_group, reap
+from shoal.core.errors import EXIT_NO, Refusal, RequestError, RunError
+from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient, ForkedProcess, Streams, kill_group, reap
 
 # After one rank failed the others get this long to say what they saw; most are stuck in a collective and never will.
 _GRACE_SECONDS = 1.0
@@ -66,7 +71,7 @@ class Pool:
         self.threads = threads
         self.called = called
         self._members: list[_Member] = []
-        self._nursery: Nursery | None = None
+        self._client: ForkClient | None = None
         self._logs: list[Path] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -98,11 +103,11 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-pool-logs-")
-        if self._nursery is None:
+        if self._client is None:
             # One alone is sooner there by itself.
-            warm = [self.module, WARM_OPTIMIZER] if self.size > 1 else []
-            self._nursery = Nursery(warm, self._environment(-1))
-        self._nursery.open()
+            warm = [self.module, PRELOAD_OPTIMIZER] if self.size > 1 else []
+            self._client = ForkClient(warm, self._environment(-1))
+        self._client.open()
         for rank in range(self.size):
             log = Path(self._folder.name) / f"{self.called}-{rank}.txt"
             self._logs.append(log)
@@ -120,9 +125,9 @@ class Pool:
             self._members.append(_Member(process, jobs, replies))
 
     def _start_one(self, rank: int, streams: Streams) -> subprocess.Popen[bytes] | ForkedProcess:
-        assert self._nursery is not None
+        assert self._client is not None
         environment = self._environment(rank)
-        forked = self._nursery.start(self.module, [], environment=environment, streams=streams)
+        forked = self._client.start(self.module, [], environment=environment, streams=streams)
         return forked or subprocess.Popen(
             [sys.executable, "-m", "shoal.launch.child", self.module],
             env=environment,
@@ -213,9 +218,9 @@ class Pool:
     def end(self) -> None:
         """End every process; the next job starts new ones."""
         self._end_members()
-        if self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
     def _end_members(self) -> None:
         for member in self._members:
@@ -239,3 +244,38 @@ class Pool:
 def _blames_peer(text: str) -> bool:
     marks = ("closed by peer", "reset by peer", "Timed out waiting", "Socket closed", "gloo/transport", "waited")
     return any(mark in text for mark in marks)
+
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def serve(handler: Handler) -> None:
+    """Answer jobs until the parent closes the pipe. A job that raises is answered with its error, and the process goes on."""
+    owner = os.getpid()
+    sys.stdout.flush()
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        answer = _answer(handler, json.loads(line))
+        if os.getpid() != owner:
+            os._exit(EXIT_NO)  # What a job forked and let return answers for nobody.
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+        # A trainer and its groups refer to each other; uncollected, each plan would leave its models and gloo's threads behind.
+        gc.collect()
+    # Not a return: threads of a broken group could keep the process alive.
+    os._exit(0)
+
+
+def _answer(handler: Handler, job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"error": None, **handler(job)}
+    # The boundary of the process: the parent decides what a failed job means, and one that calls exit has failed.
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        is_ours = type(error).__module__.startswith("shoal.")
+        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        is_request = isinstance(error, RequestError | Refusal)
+        return {"error": text, "is_request": is_request, "where": where, "traceback": traceback.format_exc()}

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 
 from shoal.core.errors import RunError
 from shoal.core.rundir import RunDir
+from shoal.launch.forkclient import ForkClient, ForkedProcess, Streams, kill_group, reap
 from shoal.launch.launch import LaunchRequest
-from shoal.launch.nursery import ForkedProcess, Nursery, Streams, kill_group, reap
 from shoal.launch.output import Log, RankStream
 from shoal.telemetry.board import Board
 
@@ -83,7 +83,7 @@ def rank_environment(
     return {**values, **request.env}
 
 
-def cradle_environment(request: LaunchRequest) -> dict[str, str]:
+def server_environment(request: LaunchRequest) -> dict[str, str]:
     """The variables of the process that ranks are forked from: what is looked at before a rank has its own."""
     values = rank_environment(request, rank=-1, generation=0, board_fd=-1, store="")
     return {**_inherited(os.environ), **values}
@@ -164,9 +164,9 @@ def start_rank(
     board: Board,
     environment: Mapping[str, str],
     store: StoreFile,
-    nursery: Nursery,
+    client: ForkClient,
 ) -> RankProcess:
-    """Start one rank, from the nursery if that has a cradle.
+    """Start one rank, from the client if that has a cradle.
 
     Raises:
         RunError: the system could not start it.
@@ -178,7 +178,7 @@ def start_rank(
         try:
             (stdout, output), (stderr, errors) = (_open_pipe(ours, theirs) for _ in range(2))
             streams = Streams(stdout=output, stderr=errors)
-            process: subprocess.Popen[bytes] | ForkedProcess | None = nursery.start(
+            process: subprocess.Popen[bytes] | ForkedProcess | None = client.start(
                 request.module, request.arguments, environment=environment, streams=streams, descriptors=descriptors
             )
             process = process or subprocess.Popen(

@@ -10,13 +10,13 @@ import itertools
 
 from shoal.core.events import RankFailed
 from shoal.core.rundir import RunDir
+from shoal.launch.blame import Outcome, judge
+from shoal.launch.failurereport import headline
+from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient
 from shoal.launch.generation import Generation
 from shoal.launch.launch import LaunchRequest
-from shoal.launch.nursery import WARM_OPTIMIZER, Nursery
-from shoal.launch.outcome import Outcome, judge
 from shoal.launch.signals import SignalInbox
-from shoal.launch.spawn import cradle_environment
-from shoal.launch.story import headline
+from shoal.launch.spawn import server_environment
 from shoal.telemetry.lines import append_event
 
 
@@ -29,10 +29,10 @@ def supervise(request: LaunchRequest) -> Outcome:
     Raises:
         RunError: a rank could not be started, or this is not the main thread.
     """
-    with SignalInbox() as inbox, contextlib.closing(_nursery_for(request)) as nursery:
+    with SignalInbox() as inbox, contextlib.closing(_client_for(request)) as client:
         try:
             for number in itertools.count():
-                end = Generation(request, number, inbox, nursery).run()
+                end = Generation(request, number, inbox, client).run()
                 outcome = judge(end, restarts=number)
                 culprit = outcome.culprit
                 if culprit is None:
@@ -58,7 +58,7 @@ def supervise(request: LaunchRequest) -> Outcome:
             request.display.close()
 
 
-def _nursery_for(request: LaunchRequest) -> Nursery:
+def _client_for(request: LaunchRequest) -> ForkClient:
     # One rank alone is sooner there by itself.
     is_worth_it = request.module and request.num_ranks > 1
-    return Nursery([request.module, WARM_OPTIMIZER] if is_worth_it else [], cradle_environment(request))
+    return ForkClient([request.module, PRELOAD_OPTIMIZER] if is_worth_it else [], server_environment(request))

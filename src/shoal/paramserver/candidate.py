@@ -13,11 +13,11 @@ from shoal.comm.wire.node import Node
 from shoal.comm.wire.request import Request
 from shoal.core.errors import RequestError, RunError
 from shoal.elastic.election.etcd import EtcdLease
-from shoal.elastic.election.leasefile import boot_seconds
+from shoal.elastic.election.filelease import boot_seconds
+from shoal.elastic.election.majority import OPERATIONS as VOTES
+from shoal.elastic.election.majority import Poll, Renew, Resigned, Seek
 from shoal.elastic.election.sole import Sole
 from shoal.elastic.election.voters import Voters
-from shoal.elastic.election.votes import OPERATIONS as VOTES
-from shoal.elastic.election.votes import Poll, Renew, Resigned, Seek
 from shoal.elastic.membership import Wanted
 from shoal.paramserver.center import Center
 from shoal.paramserver.door import find_setting_difference

@@ -18,7 +18,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.comm.world import Place, World
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, replace_text
-from shoal.launch.kernel import peak_resident_bytes
+from shoal.launch.procfs import peak_resident_bytes
 from shoal.serverrun.member import MemberPlace
 from shoal.serverrun.tally import count_dropped
 from shoal.serverrun.tidings import count_tidings

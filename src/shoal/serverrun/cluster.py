@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from shoal.comm.wire.addresses import Address, parse_address
 from shoal.comm.wire.keys import Keys, load_keys
 from shoal.core.errors import RequestError
-from shoal.elastic.election.etcdaccess import EtcdAccess, check_access
+from shoal.elastic.election.etcd import EtcdAccess, check_access
 
 _LEAST_VOTERS = 3
 _ANYWHERE = ("0.0.0.0", "*")

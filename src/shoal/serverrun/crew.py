@@ -30,11 +30,11 @@ from shoal.checkpoint.whole import newest_whole
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST
 from shoal.core.rundir import RunDir
-from shoal.elastic.config import ElasticConfig
 from shoal.elastic.election.filelease import read_center
-from shoal.launch.crewfolder import CrewFolder, sweep_folders
-from shoal.launch.kernel import peak_resident_bytes, process_state
-from shoal.launch.verdict import EXIT_INTERRUPTED
+from shoal.launch.blame import EXIT_INTERRUPTED
+from shoal.launch.config import ProcessConfig
+from shoal.launch.jobdirectory import JobDirectory, sweep_job_directories
+from shoal.launch.procfs import peak_resident_bytes, process_state
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt
 from shoal.serverrun.herald import Herald
 from shoal.serverrun.places import Place, describe_end, kill_one, kill_places, make_places
@@ -75,7 +75,7 @@ class CrewRequest:
     resume: bool
     max_respawns: int
     stop_grace: float
-    deadlines: ElasticConfig | None = None
+    deadlines: ProcessConfig | None = None
     """How long a server or a worker may be silent, and all workers stand still; None where the caller has a deadline for all."""
     display: Display
     closing: Callable[[bool], list[str]] | None
@@ -111,8 +111,8 @@ class Crew:
             ranks_per_worker=request.ranks_per_worker,
             num_centers=request.num_centers,
         )
-        sweep_folders()
-        self._folder = CrewFolder()
+        sweep_job_directories()
+        self._folder = JobDirectory()
         self._board = Board.create(len(self._places))
         self._spawner = Spawner(self._environment(), descriptors=(self._board.fd,))
         self._node = Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=self._folder.path)
@@ -305,7 +305,7 @@ class Crew:
             log=log,
             on_end=lambda: self._ended.put_nowait((place, incarnation)),
             # A center needs no torch; the first ones are there before the nursery has imported it.
-            from_nursery=place.role != "center" or self._num_deaths > 0,
+            is_forked=place.role != "center" or self._num_deaths > 0,
         )
 
     def _log(self, rank: int) -> Path:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.comm.lifeline import end_if_forked
+from shoal.comm.parentdeath import end_if_forked
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError
 from shoal.core.plan import Plan

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.checkpoint.sweep import sweep
 from shoal.core.errors import EXIT_DONE, EXIT_NO, RunError
 from shoal.core.rundir import RunDir
-from shoal.launch.verdict import EXIT_INTERRUPTED
+from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.serverrun.crew import CrewEnd, CrewRequest, run_crew
 from shoal.serverrun.fallback import fall_back_if_refused
 from shoal.serverrun.tally import count_dropped

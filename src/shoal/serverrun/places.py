@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.core.errors import EXIT_DONE
-from shoal.launch.verdict import name_signal
+from shoal.launch.blame import name_signal
 from shoal.serverrun.spawning import Started
 
 

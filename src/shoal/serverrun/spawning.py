@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from shoal.launch.nursery import WARM_OPTIMIZER, ForkedProcess, Nursery, Streams, kill_group
+from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient, ForkedProcess, Streams, kill_group
 
-_WARM = ("shoal.serverrun.warming", WARM_OPTIMIZER)
+_WARM = ("shoal.serverrun.warming", PRELOAD_OPTIMIZER)
 
 
 class Watched:
@@ -69,13 +69,13 @@ class Spawner:
     def __init__(self, environment: Mapping[str, str], *, descriptors: Sequence[int]) -> None:
         self._environment = dict(environment)
         self._descriptors = tuple(descriptors)
-        self._nursery = Nursery(_WARM, self._environment)
+        self._client = ForkClient(_WARM, self._environment)
         self._watchers: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
 
     def open(self) -> None:
         """Begin to import what roles need; what is started meanwhile waits for it."""
-        self._nursery.open()
+        self._client.open()
 
     async def start(
         self,
@@ -84,7 +84,7 @@ class Spawner:
         *,
         log: Path,
         on_end: Callable[[], None],
-        from_nursery: bool = True,
+        is_forked: bool = True,
     ) -> Started:
         """Start ``python -m module arguments``, with its output in ``log``.
 
@@ -93,10 +93,10 @@ class Spawner:
             arguments: of its command line.
             log: is appended to.
             on_end: called when it has ended.
-            from_nursery: False for what needs no torch, and is sooner there by itself.
+            is_forked: False for what needs no torch, and is sooner there by itself.
         """
         with log.open("ab", buffering=0) as output:
-            forked = await self._fork(module, arguments, output.fileno()) if from_nursery else None
+            forked = await self._fork(module, arguments, output.fileno()) if is_forked else None
             if forked is not None:
                 return _watch(forked, on_end)
             process = await asyncio.create_subprocess_exec(
@@ -122,7 +122,7 @@ class Spawner:
         for task in list(self._watchers):
             task.cancel()
         async with self._lock:
-            self._nursery.close()
+            self._client.close()
 
     async def _fork(self, module: str, arguments: Sequence[str], output: int) -> ForkedProcess | None:
         """A new process from the nursery; None when there is none to be had."""
@@ -132,7 +132,7 @@ class Spawner:
                 process = await asyncio.shield(forking)
             except asyncio.CancelledError:
                 # The thread goes on, and the file must be open until it is done; what it starts is nobody's.
-                self._nursery.abandon()
+                self._client.abandon()
                 process = await forking
                 if process is not None:
                     process.kill()
@@ -140,12 +140,12 @@ class Spawner:
                 raise
             # Where one died, another is tried for those that come later; from this thread, with which it is to die.
             if process is None:
-                self._nursery.open()
+                self._client.open()
             return process
 
     def _start_forked(self, module: str, arguments: Sequence[str], output: int) -> ForkedProcess | None:
         streams = Streams(stdout=output, stderr=output)
-        return self._nursery.start(module, arguments, environment={}, streams=streams, descriptors=self._descriptors)
+        return self._client.start(module, arguments, environment={}, streams=streams, descriptors=self._descriptors)
 
 
 def _watch(process: ForkedProcess, on_end: Callable[[], None]) -> Watched:

@@ -19,8 +19,8 @@ from shoal.comm.wire.connections import raise_descriptor_limit
 from shoal.comm.wire.node import new_incarnation
 from shoal.core.errors import EXIT_DONE, RequestError
 from shoal.core.rundir import RunDir
-from shoal.elastic.election.etcdaccess import EtcdAccess
-from shoal.launch.verdict import EXIT_INTERRUPTED
+from shoal.elastic.election.etcd import EtcdAccess
+from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.serverrun.cluster import check_candidate, read_cluster
 from shoal.serverrun.member import MemberPlace
 from shoal.trainer.claim import check_claim

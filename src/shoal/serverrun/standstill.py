@@ -1,4 +1,4 @@
-"""Who holds up a run with parameter servers: the watch of the ranks (``launch/watch.py``), as the crew needs it.
+"""Who holds up a run with parameter servers: the watch of the ranks (``launch/hangs.py``), as the crew needs it.
 
 The roles judge each other by their messages, and a worker that hangs in a portion ends itself (``hanging.py``) once it knows what
 is usual. What is left is what nobody else can end: a server that is stopped and has no backup, a worker that hangs in its first
@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.elastic.config import ElasticConfig
-from shoal.launch.watch import Hang, Watched, find_hang
+from shoal.launch.config import ProcessConfig
+from shoal.launch.hangs import Hang, Watched, find_hang
 from shoal.telemetry.board import SlotState
 
 _PAUSE_SECONDS = 2.0
@@ -29,7 +29,7 @@ class Member:
 class Standstill:
     """Remembers when each member was first seen, and last got anywhere."""
 
-    def __init__(self, config: ElasticConfig) -> None:
+    def __init__(self, config: ProcessConfig) -> None:
         self._config = config
         self._silence = config.model_copy(update={"collective_deadline": _NEVER})
         self._seen: dict[int, tuple[int, int, float, float]] = {}

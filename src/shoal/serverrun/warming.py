@@ -1,4 +1,4 @@
-"""What the roles of a run with servers need, for the process that they are forked from (``launch/cradle.py``) to import once."""
+"""What the roles of a run with servers need, for the process that they are forked from to import once."""
 
 from shoal.serverrun import centering, closing, role, serving, working
 

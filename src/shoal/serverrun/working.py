@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shoal.comm.lifeline import end_if_forked
+from shoal.comm.parentdeath import end_if_forked
 from shoal.comm.wire.node import new_incarnation
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision

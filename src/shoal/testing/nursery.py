@@ -3,7 +3,7 @@
 Importing costs some three seconds of a core for every process, and a test session starts hundreds. The nursery pays it once. It
 computes nothing and has one thread, so a fork of it is what a fresh process is after its imports, but for two things: all ranks
 have one seed for the hashes of strings, and the interpreter is not torn down at their end, as in runs of the ``shoal`` command
-(``launch/cradle.py``). Unlike there, the process of the tests does not become the ranks' parent: orphans of whatever else it
+(``launch/forkserver.py``). Unlike there, the process of the tests does not become the ranks' parent: orphans of whatever else it
 starts would come to it too. Linux only; elsewhere every rank has an interpreter of its own (``testing/ranks.py``).
 
     nursery -> keeper (one for each rank: writes its pid, waits, and writes its exit code into a pipe) -> rank
@@ -24,9 +24,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
-from shoal.comm.lifeline import die_with_parent
+from shoal.comm.parentdeath import die_with_parent
 from shoal.core.errors import RunError
-from shoal.launch.forked import count_threads, run_to_end, take_descriptors
+from shoal.launch.child import count_threads, run_to_end, take_descriptors
 
 _WARM = ("shoal.testing.ranks", "shoal.testing.parity", "shoal.trainer.loop")
 _MOST_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from typing import IO, Any
 import psutil
 import torch
 
-from shoal.comm.lifeline import die_with_parent
+from shoal.comm.parentdeath import die_with_parent
 from shoal.comm.world import join_world
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError

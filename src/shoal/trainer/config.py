@@ -13,7 +13,8 @@ from shoal.core.errors import RequestError
 from shoal.core.rundir import Readers
 from shoal.core.units import parse_duration
 from shoal.data.config import DataConfig
-from shoal.elastic.config import ElasticConfig
+from shoal.elastic.config import ElectionConfig
+from shoal.launch.config import ProcessConfig
 from shoal.models.config import ModelConfig
 from shoal.optim.config import OptimConfig
 from shoal.parallel.analysis.config import ParallelConfig
@@ -21,6 +22,10 @@ from shoal.paramserver.config import ParamServerConfig
 from shoal.pipeline.config import PipelineConfig
 from shoal.planner.config import PlannerConfig
 from shoal.telemetry.config import TelemetryConfig
+
+
+class ElasticConfig(ElectionConfig, ProcessConfig):
+    """The ``[elastic]`` section: how long to wait for a rank, how often to start again, and how to be let in by etcd."""
 
 
 class TrainConfig(Config):

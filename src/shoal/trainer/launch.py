@@ -17,8 +17,8 @@ from shoal.checkpoint.whole import committed_names
 from shoal.core.errors import EXIT_DONE, EXIT_WRONG_REQUEST, RunError
 from shoal.core.rundir import RunDir, withheld
 from shoal.core.units import format_bytes, format_count, format_duration
+from shoal.launch.failurereport import describe, headline
 from shoal.launch.launch import LaunchRequest
-from shoal.launch.story import describe, headline
 from shoal.launch.supervisor import supervise
 from shoal.serverrun.launchcrew import train_with_servers
 from shoal.telemetry.live import build_display

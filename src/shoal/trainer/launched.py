@@ -19,7 +19,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store  # torch types these names only there
 from torch.distributed.rendezvous import rendezvous
 
-from shoal.comm.lifeline import end_if_forked
+from shoal.comm.parentdeath import end_if_forked
 from shoal.comm.world import Place
 from shoal.core.errors import (
     EXIT_DONE,
@@ -33,7 +33,7 @@ from shoal.core.errors import (
     ShoalError,
 )
 from shoal.core.rundir import withhold
-from shoal.launch.reports import clear_reports
+from shoal.launch.errorreport import clear_reports
 from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim, read_plan

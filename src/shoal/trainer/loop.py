@@ -29,7 +29,7 @@ from shoal.core.units import parse_duration
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
-from shoal.elastic.config import ElasticConfig
+from shoal.launch.config import ProcessConfig
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.optim.rates import after_evaluation, rate
@@ -72,7 +72,7 @@ class Trainer:
         evaluation: EvalConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         telemetry: TelemetryConfig | None = None,
-        elastic: ElasticConfig | None = None,
+        elastic: ProcessConfig | None = None,
         parallel: ParallelConfig | None = None,
         pipeline: PipelineConfig | None = None,
         plan: Plan | None = None,
@@ -93,7 +93,7 @@ class Trainer:
         self.train_config = train
         self.optim_config = optim or OptimConfig()
         self.eval_config = evaluation or EvalConfig()
-        self.elastic_config = elastic or ElasticConfig()
+        self.elastic_config = elastic or ProcessConfig()
         telemetry = telemetry or TelemetryConfig()
         self.data = data
         self.prefetch, self.workers = prefetch, workers

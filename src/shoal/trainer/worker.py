@@ -1,6 +1,6 @@
 """One rank of a run, from its first line to its exit code.
 
-``shoal.trainer.worker RUN_DIR`` is what the supervisor starts (``launch/nursery.py``); under ``torchrun`` the same
+``shoal.trainer.worker RUN_DIR`` is what the supervisor starts (``launch/forkclient.py``); under ``torchrun`` the same
 ``run_rank`` is called by ``shoal train``. This is one of the two process boundaries where every exception is caught: what
 failed, where and why is written down for whoever has to name the culprit, and the process ends at once, so that its peers
 notice.
@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch types this name only there
 
 from shoal.comm.channel import PeerLost
-from shoal.comm.lifeline import end_if_forked
+from shoal.comm.parentdeath import end_if_forked
 from shoal.comm.world import Place, join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
 from shoal.core.functions import place_of
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, withhold
-from shoal.launch.reports import ErrorReport, write_report
-from shoal.launch.verdict import EXIT_INTERRUPTED
+from shoal.launch.blame import EXIT_INTERRUPTED
+from shoal.launch.errorreport import ErrorReport, write_report
 from shoal.telemetry.board import Board, Heartbeat, RankSlot, SlotState
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, table
 from shoal.trainer.build import build_trainer
@@ -41,7 +41,7 @@ from shoal.trainer.summarise import summarise
 from shoal.trainer.summary import write_summary
 
 LISTENS_BY_ITSELF = True
-"""SIGTERM is held back until ``StopWish`` hears it (``launch/forked.py``)."""
+"""SIGTERM is held back until ``StopWish`` hears it (``launch/child.py``)."""
 
 
 def run_rank(
@@ -97,7 +97,7 @@ class StopWish:
         self._listener: Callable[[str], None] | None = None
         for number in (signal.SIGTERM, signal.SIGINT) if listen_to_ctrl_c else (signal.SIGTERM,):
             signal.signal(number, self._hear)
-        # What came before there was somebody to hear it was held back (``launch/cradle.py``), and is heard now.
+        # What came before there was somebody to hear it was held back (``launch/forkserver.py``), and is heard now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _hear(self, number: int, _frame: object) -> None:

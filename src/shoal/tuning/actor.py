@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore  # torch types this name only t
 from shoal.comm.ledger import account_rows
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
-from shoal.launch.jobs import serve
+from shoal.launch.pool import serve
 from shoal.telemetry.headroom import limited_growth, offer_to_the_kernel
 from shoal.telemetry.memory import rss_bytes
 from shoal.trainer.config import Recipe

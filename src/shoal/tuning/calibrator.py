@@ -23,7 +23,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.comm.world import World, join_world
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
-from shoal.launch.jobs import serve
+from shoal.launch.pool import serve
 from shoal.planner.calibrate import MEETING_SIZES, SHAPES
 from shoal.telemetry.memory import rss_bytes
 

@@ -20,7 +20,7 @@ from shoal.comm.mesh import GRID
 from shoal.comm.shared import SharedTransport
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
-from shoal.launch.jobs import serve
+from shoal.launch.pool import serve
 from shoal.models.build import Loss
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe

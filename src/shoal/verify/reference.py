@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import RequestError
-from shoal.launch.jobs import serve
+from shoal.launch.pool import serve
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
 from shoal.verify.capture import Recorder, model_tensors, saved_buffers

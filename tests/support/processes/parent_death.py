@@ -3,7 +3,7 @@
 import os
 import sys
 
-from shoal.comm.lifeline import die_with_parent
+from shoal.comm.parentdeath import die_with_parent
 
 die_with_parent(int(sys.argv[1]))
 # The kernel keeps the promise across this call.

@@ -12,17 +12,17 @@ import psutil
 import pytest
 
 from shoal.core.clock import Deadline
-from shoal.elastic.config import ElasticConfig
+from shoal.launch.blame import Outcome
+from shoal.launch.config import ProcessConfig
 from shoal.launch.launch import LaunchRequest
-from shoal.launch.outcome import Outcome
 from shoal.launch.supervisor import supervise
 from shoal.telemetry.board import SlotState
 
 PRELUDE = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
-from shoal.comm.lifeline import die_with_parent
-from shoal.launch.reports import ErrorReport, write_report
+from shoal.comm.parentdeath import die_with_parent
+from shoal.launch.errorreport import ErrorReport, write_report
 from shoal.telemetry.board import Board, Heartbeat
 
 die_with_parent(int(os.environ["SHOAL_SUPERVISOR_PID"]))
@@ -125,7 +125,7 @@ def make_request(
         run_dir=folder / "run",
         run_id="test",
         display=display,
-        config=ElasticConfig.model_validate({"heartbeat_deadline": 10.0, "stop_grace": 10.0, **deadlines}),
+        config=ProcessConfig.model_validate({"heartbeat_deadline": 10.0, "stop_grace": 10.0, **deadlines}),
         env=env or {},
     )
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shoal.doctor.check import State
+from shoal.doctor.checks import State
 from shoal.doctor.network import (
     check_backends,
     check_interface,

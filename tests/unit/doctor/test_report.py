@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from shoal.doctor.check import State, judge
+from shoal.doctor.checks import State, judge
 from shoal.doctor.report import examine
 
 

@@ -11,7 +11,7 @@ ECHO = '''
 """Answers with its rank, or misbehaves as the job says."""
 import os, signal, sys, time
 from shoal.core.errors import Refusal, RequestError
-from shoal.launch.jobs import serve
+from shoal.launch.pool import serve
 
 def handle(job):
     rank = int(os.environ["RANK"])

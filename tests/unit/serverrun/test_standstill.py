@@ -2,11 +2,11 @@
 
 import time
 
-from shoal.elastic.config import ElasticConfig
+from shoal.launch.config import ProcessConfig
 from shoal.serverrun.standstill import Member, Standstill
 from shoal.telemetry.board import SlotState
 
-CONFIG = ElasticConfig(heartbeat_deadline=10.0, collective_deadline=20.0, start_deadline=30.0)
+CONFIG = ProcessConfig(heartbeat_deadline=10.0, collective_deadline=20.0, start_deadline=30.0)
 
 
 def member(

@@ -13,7 +13,7 @@ from shoal.comm.wire.errors import WireError
 from shoal.comm.wire.node import Node
 from shoal.core.errors import RequestError, RunError
 from shoal.elastic.election.elector import Center
-from shoal.elastic.election.votes import Found, Seek
+from shoal.elastic.election.majority import Found, Seek
 
 _EVERY_SECONDS = 0.2
 _ASK_SECONDS = 0.5

@@ -7,8 +7,8 @@ again, by hand or by whoever watches over it, leads under a higher one than befo
 from pathlib import Path
 
 from shoal.comm.wire.request import Request
+from shoal.elastic.election.majority import Ballot, Found, Seek
 from shoal.elastic.election.voters import load_ballot, save_ballot
-from shoal.elastic.election.votes import Ballot, Found, Seek
 
 
 class Sole:

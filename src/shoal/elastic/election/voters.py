@@ -26,8 +26,8 @@ from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.elastic.election import majority
 from shoal.elastic.election.elector import Center, Deposed
-from shoal.elastic.election.leasefile import boot_seconds
-from shoal.elastic.election.votes import OPERATIONS, Ballot, Found, Message, Noted, Poll, Renew, Resigned, Seek
+from shoal.elastic.election.filelease import boot_seconds
+from shoal.elastic.election.majority import OPERATIONS, Ballot, Found, Message, Noted, Poll, Renew, Resigned, Seek
 
 _TICKS_PER_LEASE = 50
 _TRIES_PER_LEASE = 6

@@ -10,8 +10,15 @@ import pytest
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
 from shoal.elastic.election.elector import Center, Deposed
-from shoal.elastic.election.filelease import FileLease, find_center, read_center
-from shoal.elastic.election.leasefile import boot_seconds, lease_path, list_epochs, take_epoch
+from shoal.elastic.election.filelease import (
+    FileLease,
+    boot_seconds,
+    find_center,
+    lease_path,
+    list_epochs,
+    read_center,
+    take_epoch,
+)
 
 
 def candidate(folder: Path, name: str = "a", lease_seconds: float = 30.0) -> FileLease:

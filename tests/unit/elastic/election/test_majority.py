@@ -4,8 +4,7 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.elastic.election import majority
-from shoal.elastic.election.majority import State, Terms
-from shoal.elastic.election.votes import Ballot, Poll, Polled, Renew, Renewed, Resigned
+from shoal.elastic.election.majority import Ballot, Poll, Polled, Renew, Renewed, Resigned, State, Terms
 
 TERMS = Terms(voters=("a", "b", "c"), lease_seconds=10.0, drift=0.1)
 

@@ -8,8 +8,8 @@ import pytest
 from shoal.comm.wire.keys import load_keys, make_keys
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.core.errors import RequestError, RunError
+from shoal.elastic.election.majority import OPERATIONS, Found
 from shoal.elastic.election.seeker import Seeker
-from shoal.elastic.election.votes import OPERATIONS, Found
 
 
 class Clock:

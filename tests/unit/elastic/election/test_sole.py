@@ -6,8 +6,8 @@ import pytest
 
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.core.errors import RequestError
+from shoal.elastic.election.majority import OPERATIONS, Found, Seek
 from shoal.elastic.election.sole import Sole
-from shoal.elastic.election.votes import OPERATIONS, Found, Seek
 
 
 def make(tmp_path, name="center-0"):

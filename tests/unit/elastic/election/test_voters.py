@@ -10,8 +10,8 @@ from shoal.comm.wire.node import Node, new_incarnation
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
 from shoal.elastic.election.elector import Deposed
+from shoal.elastic.election.majority import OPERATIONS, Ballot, Poll
 from shoal.elastic.election.voters import Voters, find_center, load_ballot, save_ballot
-from shoal.elastic.election.votes import OPERATIONS, Ballot, Poll
 
 NAMES = ("a", "b", "c")
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from shoal.core.clock import Deadline
-from shoal.launch.kernel import catches_signal, count_oom_kills, process_state, resident_bytes, total_memory_bytes
+from shoal.launch.procfs import catches_signal, count_oom_kills, process_state, resident_bytes, total_memory_bytes
 
 
 def test_state_of_a_stopped_process_and_of_none() -> None:

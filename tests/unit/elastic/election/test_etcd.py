@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.elastic.election.etcdaccess import EtcdAccess, check_access, read_login
+from shoal.elastic.election.etcd import EtcdAccess, check_access, read_login
 
 
 @pytest.fixture

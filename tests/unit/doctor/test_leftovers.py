@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.doctor.check import State
+from shoal.doctor.checks import State
+from shoal.doctor.leftovers import Kind, Leftover, Saves, find_leftovers, mend, run_is_live
 from shoal.doctor.processes import is_alive, our_processes
 from shoal.doctor.report import examine_leftovers
-from shoal.launch.crewfolder import CrewFolder
-from shoal.launch.leftovers import Kind, Leftover, Saves, find_leftovers, mend, run_is_live
+from shoal.launch.jobdirectory import JobDirectory
 
 # Starts a rank that waits for ever, says its pid, and waits to be killed.
 SUPERVISOR = """
@@ -36,8 +36,8 @@ sys.stdin.read()
 CREW = """
 import sys
 from pathlib import Path
-from shoal.launch.crewfolder import CrewFolder
-folder = CrewFolder(Path(sys.argv[1]))
+from shoal.launch.jobdirectory import JobDirectory
+folder = JobDirectory(Path(sys.argv[1]))
 (folder.path / "arena").write_bytes(bytes(1000))
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -284,7 +284,7 @@ def test_the_folder_of_a_crew_is_a_leftover_once_the_crew_was_killed(run, tmp_pa
 
 
 def test_the_folder_of_a_crew_that_lives_is_never_removed(tmp_path):
-    held = CrewFolder(tmp_path)
+    held = JobDirectory(tmp_path)
     try:
         stale = Leftover(kind=Kind.CREW, what="said to be dead", why="it is not", path=held.path)
         assert not mend(stale, SAVES).done

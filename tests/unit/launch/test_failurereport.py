@@ -4,9 +4,9 @@ import dataclasses
 import signal
 from typing import Any
 
-from shoal.launch.reports import ErrorReport
-from shoal.launch.story import describe, headline
-from shoal.launch.verdict import Culprit
+from shoal.launch.blame import Culprit
+from shoal.launch.errorreport import ErrorReport
+from shoal.launch.failurereport import describe, headline
 
 REPORT = ErrorReport(
     rank=1,

@@ -7,7 +7,7 @@ Pure: what the board said and since when goes in, the rank that hangs comes out.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.elastic.config import ElasticConfig
+from shoal.launch.config import ProcessConfig
 from shoal.telemetry.board import SlotState
 
 WAIT_PREFIX = "wait:"
@@ -38,7 +38,7 @@ def is_waiting(phase: str) -> bool:
     return phase.startswith(WAIT_PREFIX)
 
 
-def find_hang(ranks: Sequence[Watched], *, now: float, awake_since: float, config: ElasticConfig) -> Hang | None:
+def find_hang(ranks: Sequence[Watched], *, now: float, awake_since: float, config: ProcessConfig) -> Hang | None:
     """The rank that hangs, or None.
 
     Args:

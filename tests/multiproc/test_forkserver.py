@@ -9,7 +9,7 @@ import threading
 import psutil
 import pytest
 
-from shoal.launch.nursery import ForkedProcess, Nursery, Streams
+from shoal.launch.forkclient import ForkClient, ForkedProcess, Streams
 from support.processes.command import wait_until
 
 PR_GET_CHILD_SUBREAPER = 37
@@ -40,11 +40,11 @@ def adopts_orphans() -> bool:
 def nursery(tmp_path, monkeypatch):
     (tmp_path / "forked_rank.py").write_text(RANK)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    with contextlib.closing(Nursery(["forked_rank"], environment)) as found:
+    with contextlib.closing(ForkClient(["forked_rank"], environment)) as found:
         yield found
 
 
-def start(nursery: Nursery, *arguments: str, output=None, errors=None, descriptors=()) -> ForkedProcess:
+def start(nursery: ForkClient, *arguments: str, output=None, errors=None, descriptors=()) -> ForkedProcess:
     environment = {"WHO": "rank 3", "SHOAL_SUPERVISOR_PID": str(os.getpid())}
     with open(os.devnull, "wb") as nowhere:
         streams = Streams(stdout=output or nowhere.fileno(), stderr=errors or nowhere.fileno())
@@ -57,7 +57,7 @@ def start(nursery: Nursery, *arguments: str, output=None, errors=None, descripto
 
 def cradles() -> list[psutil.Process]:
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "shoal.launch.cradle" in child.cmdline()]
+    return [child for child in alive if "shoal.launch.forkserver" in child.cmdline()]
 
 
 def only_cradle() -> psutil.Process:
@@ -126,7 +126,7 @@ def test_the_death_of_the_cradle_harms_no_rank_and_another_takes_its_place(nurse
 
 
 def test_what_cannot_be_imported_is_left_to_the_ranks_to_say() -> None:
-    with contextlib.closing(Nursery(["nothing.of.this.name"], os.environ)) as nursery:
+    with contextlib.closing(ForkClient(["nothing.of.this.name"], os.environ)) as nursery:
         for _ in range(4):
             nursery.open()
             assert nursery.wait()

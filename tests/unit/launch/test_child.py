@@ -21,7 +21,7 @@ def main():
 @pytest.mark.parametrize(("listens", "code"), [(True, 7), (False, -15)])
 def test_a_signal_that_came_too_early_waits_for_those_who_listen_by_themselves(tmp_path, listens, code):
     (tmp_path / "listener.py").write_text(LISTENER.format(listens=listens))
-    program = BEFORE + "from shoal.launch.forked import run_to_end; run_to_end('listener', [])"
+    program = BEFORE + "from shoal.launch.child import run_to_end; run_to_end('listener', [])"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == code
 

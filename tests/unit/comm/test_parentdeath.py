@@ -14,7 +14,7 @@ from shoal.core.clock import Deadline
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from shoal.comm.lifeline import die_with_parent
+from shoal.comm.parentdeath import die_with_parent
 die_with_parent(int(sys.argv[2]) if sys.argv[2] else None)
 beside = Path(sys.argv[1] + ".tmp")
 beside.write_text(str(os.getpid()))

@@ -1,10 +1,10 @@
 """The watch, on made-up clocks: who is silent, who stands still, and who is only waiting."""
 
-from shoal.elastic.config import ElasticConfig
-from shoal.launch.watch import Hang, Watched, find_hang, is_waiting
+from shoal.launch.config import ProcessConfig
+from shoal.launch.hangs import Hang, Watched, find_hang, is_waiting
 from shoal.telemetry.board import SlotState
 
-CONFIG = ElasticConfig(heartbeat_deadline=30, collective_deadline=300, start_deadline=120)
+CONFIG = ProcessConfig(heartbeat_deadline=30, collective_deadline=300, start_deadline=120)
 
 
 def rank(

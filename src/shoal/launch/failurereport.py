@@ -4,8 +4,8 @@ import signal
 
 from shoal.core.errors import EXIT_WRONG_REQUEST
 from shoal.core.units import format_bytes
-from shoal.launch.kernel import total_memory_bytes
-from shoal.launch.verdict import Culprit
+from shoal.launch.blame import Culprit
+from shoal.launch.procfs import total_memory_bytes
 
 _STACK_MARK = "(most recent call first)"
 """In what ``faulthandler`` prints of a thread."""

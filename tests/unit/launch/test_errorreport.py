@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.core.errors import RequestError, RunError
-from shoal.launch.reports import ErrorReport, clear_reports, read_report, write_report
+from shoal.launch.errorreport import ErrorReport, clear_reports, read_report, write_report
 
 
 def raise_and_report(error: Exception) -> ErrorReport:

@@ -22,7 +22,7 @@ from shoal.core.rundir import RunDir
 from shoal.core.runlock import release_lock, take_lock
 from shoal.core.units import format_bytes
 from shoal.doctor.processes import OurProcess, is_alive, our_processes, same_user_processes
-from shoal.launch.crewfolder import dead_folders, is_dead
+from shoal.launch.jobdirectory import dead_job_directories, is_dead
 
 END_DEADLINE_SECONDS = 5.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -167,7 +167,7 @@ def _stale_segments(shared_memory: Path | None) -> Iterator[Leftover]:
 
 
 def _dead_crews(crews: Path | None) -> Iterator[Leftover]:
-    for path in dead_folders(crews) if crews is not None else ():
+    for path in dead_job_directories(crews) if crews is not None else ():
         num_bytes = sum(_size_of(file) for file in path.rglob("*"))
         why = f"{format_bytes(num_bytes)} of parameter servers whose supervisor is dead"
         yield Leftover(kind=Kind.CREW, what=str(path), why=why, path=path)

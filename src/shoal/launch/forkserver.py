@@ -1,7 +1,7 @@
 """A process that has imported everything and waits: ranks are forked from it, in milliseconds instead of seconds.
 
 Importing torch takes seconds of one core, for every rank and again at every restart. The cradle pays it once. What is forked
-here becomes the child of whoever started the cradle (``nursery.py``, which asked the kernel for orphans): so that one sees it
+here becomes the child of whoever started the cradle (``client.py``, which asked the kernel for orphans): so that one sees it
 die, it dies with that one, and the death of the cradle harms nobody.
 
 Forking is safe because nothing but this one thread runs here: no event loop, no tensor was computed with.
@@ -20,10 +20,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from shoal.comm.lifeline import die_with_parent
+from shoal.comm.parentdeath import die_with_parent
 from shoal.core.errors import EXIT_NO
-from shoal.launch.forked import count_threads, run_to_end, show_command_line, take_descriptors
-from shoal.launch.nursery import READY
+from shoal.launch.child import count_threads, run_to_end, show_command_line, take_descriptors
+from shoal.launch.forkclient import READY
 
 _MOST_BYTES = 1 << 17
 _MOST_DESCRIPTORS = 16

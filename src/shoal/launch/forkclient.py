@@ -24,7 +24,7 @@ READY = b"ready"
 """What a cradle says when it has imported everything."""
 ROOM = "-" * 1024
 """An argument that means nothing: its memory holds the command line of a fork, for those who look from outside."""
-WARM_OPTIMIZER = "shoal.optim.build:warm_up"
+PRELOAD_OPTIMIZER = "shoal.optim.build:warm_up"
 """For a cradle of those who will make an optimizer."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _WARM_SECONDS, _FORK_SECONDS = 120.0, 20.0
@@ -102,7 +102,7 @@ class Streams:
     stderr: int
 
 
-class Nursery:
+class ForkClient:
     """See the module; opened from the main thread, for what is forked dies with the thread that opened it.
 
     Args:
@@ -132,7 +132,7 @@ class Nursery:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            arguments = ["shoal.launch.child", "shoal.launch.cradle", str(theirs.fileno()), *self._warm, ROOM]
+            arguments = ["shoal.launch.child", "shoal.launch.forkserver", str(theirs.fileno()), *self._warm, ROOM]
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", *arguments],

@@ -17,11 +17,11 @@ _FRESH_SECONDS = 60.0
 """A folder without a lock may be one that is just being made."""
 
 
-class CrewFolder:
+class JobDirectory:
     """A new folder, held until ``remove``."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        self._parent = parent or crews_parent()
+        self._parent = parent or job_directories_parent()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -32,15 +32,15 @@ class CrewFolder:
         os.close(self._lock)
 
 
-def sweep_folders(parent: Path | None = None) -> list[Path]:
+def sweep_job_directories(parent: Path | None = None) -> list[Path]:
     """Remove the folders of crews that are dead; which they were."""
-    removed = dead_folders(parent or crews_parent())
+    removed = dead_job_directories(parent or job_directories_parent())
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
     return removed
 
 
-def dead_folders(parent: Path) -> list[Path]:
+def dead_job_directories(parent: Path) -> list[Path]:
     """The folders below ``parent`` that crews of this user left when they were killed; nothing is changed."""
     return [path for path in sorted(parent.glob(f"{_PREFIX}*")) if is_dead(path)]
 
@@ -66,7 +66,7 @@ def is_dead(path: Path) -> bool:
     return True
 
 
-def crews_parent() -> Path:
+def job_directories_parent() -> Path:
     """Where crews have their folders: a place in memory where the system has one."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
