@@ -9,8 +9,8 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.reader import read, read_local
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.whole import verify
+from shoal.comm.full_tensor import take_local
 from shoal.core.placement import Patch, Placement, place_whole
-from shoal.parallel.pieces import take_local
 from shoal.testing.ranks import run_on_ranks
 
 ROWS, FUSED = (16, 6), (6, 24)

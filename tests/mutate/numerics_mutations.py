@@ -180,7 +180,7 @@ NUMERICS = [
     Mutation(
         promise=KEPT,
         what="the states of an LSTM are without the one that comes from outside",
-        file="src/shoal/costs/recurrent.py",
+        file="src/shoal/costs/fake.py",
         old="    states = 2 * (positions + 1) * samples",
         new="    states = 2 * positions * samples",
         test="tests/unit/costs/test_saved.py::test_a_recurrent_layer",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.comm.full_tensor import box
 from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
 from shoal.core.placement import place_whole
@@ -19,7 +20,6 @@ from shoal.models.build import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.apply import apply_to_model
-from shoal.parallel.pieces import box
 from shoal.parallel.requirements import describe_facts
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shoal.comm.full_tensor import take_local
 from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
@@ -18,7 +19,6 @@ from shoal.models.gpt import Gpt
 from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
 from shoal.parallel.context.apply import apply_context_parallel
 from shoal.parallel.dropout import narrow_dropouts
-from shoal.parallel.pieces import take_local
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.randomness.dropout import apply_keyed_dropout

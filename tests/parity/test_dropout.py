@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.comm.full_tensor import take_local
 from shoal.comm.mesh import build_mesh
 from shoal.comm.world import World
 from shoal.core.axes import Axis
@@ -22,7 +23,6 @@ from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
 from shoal.parallel.context.apply import apply_context_parallel
 from shoal.parallel.dropout import narrow_dropouts
-from shoal.parallel.pieces import take_local
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.comm.full_tensor import put_local
 from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
 from shoal.core.placement import Patch, Placement
@@ -25,7 +26,6 @@ from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.gradnorm import build_norms, clip_, global_norm
-from shoal.parallel.pieces import put_local
 from shoal.parallel.zero.apply import apply_zero
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.parity import assert_close, compare

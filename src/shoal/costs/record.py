@@ -16,11 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.costs.count import Attention, Product, is_view, named_arguments, num_bytes, products_of
-from shoal.costs.faked import run_faked, without_memory
-from shoal.costs.images import read_image
+from shoal.costs.fake import run_faked, without_memory
 from shoal.costs.layers import OpKind, TensorSplit
 from shoal.costs.links import Links, Saved, Seen
+from shoal.costs.operations import Attention, Product, is_view, named_arguments, num_bytes, products_of, read_image
 from shoal.costs.saved import SavedActivations
 
 aten = torch.ops.aten

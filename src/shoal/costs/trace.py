@@ -22,11 +22,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from shoal.core.errors import RequestError
 from shoal.costs.alike import imitating
 from shoal.costs.blocks import find_blocks, is_under
-from shoal.costs.faked import fake_like, faked
-from shoal.costs.fused import OneKernel
-from shoal.costs.images import rows_of
+from shoal.costs.fake import fake_like, faked
 from shoal.costs.layers import Layer, LayerKind, ModelCosts, TensorSplit
 from shoal.costs.links import Done, Link, Links, num_received
+from shoal.costs.operations import OneKernel, rows_of
 from shoal.costs.persample import Batches, check_alike, growth, kept_of_sample, ops_of_sample, total_growth
 from shoal.costs.record import Recorder
 from shoal.costs.undisturbed import undisturbed

@@ -18,11 +18,9 @@ from shoal.core.plan import Plan
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.batchnorm import apply_batchnorm
 from shoal.parallel.context.apply import ContextLayout, apply_context_parallel
-from shoal.parallel.data import apply_data_parallel
+from shoal.parallel.data import Reduction, ReplicaReduction, apply_data_parallel
 from shoal.parallel.dropout import narrow_dropouts
 from shoal.parallel.recompute import Mode, apply_recompute
-from shoal.parallel.reduction import Reduction
-from shoal.parallel.replicated import ReplicaReduction
 from shoal.parallel.tensor.apply import TensorLayout, apply_tensor_parallel
 from shoal.parallel.zero.apply import apply_zero
 from shoal.randomness.dropout import DropoutKey

@@ -1,4 +1,14 @@
-"""Data parallelism by torch's DDP, made exact.
+"""Data parallelism: how gradients become the replicas' sum and weights come back, and the way by torch's DDP, made exact.
+
+``Reduction`` is what a step asks of data parallelism, whatever the ZeRO stage::
+
+    reduction.begin_step()
+    for index, microbatch in enumerate(microbatches):
+        with reduction.microbatch(is_last=index == last):
+            objective(microbatch).backward()
+    reduction.finish()          # every `updated` parameter now has the summed gradient of its rows in `.grad`
+    clip, optimizer.step()      # over `updated`
+    reduction.publish()         # the forward pass reads the new weights
 
 DDP divides each gradient by the number of replicas, which is the global mean only while every replica has equally many
 samples. Here each microbatch's loss is already its share of the global mean, so replicas are summed and nothing is divided:
@@ -6,7 +16,9 @@ unequal last batches and replicas without a sample come out right, and replicas 
 computes. Between the ranks of one machine a bucket is summed through shared memory, in the order of ranks.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +28,48 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.channel import Channel, TorchTransport
 from shoal.comm.mesh import Mesh
+from shoal.core.placement import Placement, place_whole
+
+
+class Reduction(Protocol):
+    """One rank's part in it. Every method is called by all replicas together."""
+
+    @property
+    def updated(self) -> Mapping[str, nn.Parameter]:
+        """What this rank's optimizer updates, by parameter name in the order of names: the parameter or some of its rows."""
+
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        """Where each of ``updated`` lies in its whole parameter."""
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Surrounds one microbatch's forward and backward pass; sums over replicas happen in the last one only."""
+
+    def finish(self) -> None:
+        """Wait until ``updated`` has its gradients."""
+
+    def publish(self) -> None:
+        """Bring updated weights to where forward passes read them."""
+
+    def untouched(self) -> list[str]:
+        """Parameters that got no gradient in this step, on this rank; asked after ``finish``."""
+
+    def local(self) -> AbstractContextManager[None]:
+        """Surrounds one microbatch whose gradients are only to be looked at, by hooks: nothing is summed, none need stay."""
+
+
+def sum_partial_(updated: Mapping[str, nn.Parameter], names: frozenset[str], channel: Channel) -> None:
+    """Add up the gradients of which each rank of ``channel`` has only a part, in one message and in the order of names."""
+    grads = [parameter.grad for name, parameter in updated.items() if name in names and parameter.grad is not None]
+    if not grads:
+        return
+    packed = torch.cat([grad.reshape(-1) for grad in grads])
+    channel.all_reduce_(packed)
+    for grad, total in zip(grads, torch.split(packed, [grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
 
 
 def apply_data_parallel(
@@ -51,3 +105,44 @@ def _sum_bucket(channel: Channel, bucket: GradBucket) -> torch.futures.Future[to
     ready: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     ready.set_result(channel.all_reduce_(bucket.buffer()))
     return ready
+
+
+class ReplicaReduction:
+    """The reduction without ZeRO: every replica holds its parameters, gradients and optimizer state whole; DDP adds gradients.
+
+    ``wrapped`` is the objective in its data-parallel wrapper, or bare where there is one replica.
+    """
+
+    def __init__(self, model: nn.Module, wrapped: nn.Module, placements: Mapping[str, Placement]) -> None:
+        named = sorted((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+        self.wrapped = wrapped
+        self.updated: dict[str, nn.Parameter] = dict(named)
+        self.placements: dict[str, Placement] = {
+            name: placements.get(name, place_whole(parameter.shape)) for name, parameter in named
+        }
+
+    def begin_step(self) -> None:
+        """See ``Reduction``. What ``zero_grad`` does, without its 0.1 ms for the profiler."""
+        for parameter in self.updated.values():
+            parameter.grad = None
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """See ``Reduction``."""
+        if isinstance(self.wrapped, DistributedDataParallel) and not is_last:
+            return self.wrapped.no_sync()
+        return nullcontext()
+
+    def finish(self) -> None:
+        """See ``Reduction``. DDP's last hook has waited already."""
+
+    def publish(self) -> None:
+        """See ``Reduction``. The optimizer wrote where forward passes read."""
+
+    def untouched(self) -> list[str]:
+        """See ``Reduction``."""
+        return [name for name, parameter in self.updated.items() if parameter.grad is None]
+
+    def local(self) -> AbstractContextManager[None]:
+        """See ``Reduction``. The caller runs the bare objective, which sums nothing; the sums of before are forgotten."""
+        self.begin_step()
+        return nullcontext()

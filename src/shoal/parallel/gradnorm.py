@@ -12,11 +12,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.full_tensor import box
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.placement import Placement, Shape, place_whole
 from shoal.optim.norms import square_sums, whole_norms
-from shoal.parallel.pieces import box
 
 _STRETCH = 512
 

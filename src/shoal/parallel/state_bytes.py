@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shoal.optim.build import num_state_bytes
 from shoal.optim.config import OptimConfig
 from shoal.parallel.analysis.structure import ModuleAnalysis
-from shoal.parallel.reduction import Reduction
+from shoal.parallel.data import Reduction
 from shoal.parallel.zero.apply import ZeroReduction, predict_pool
 from shoal.parallel.zero.layout import Slot, ZeroLayout, lay_out
 

@@ -12,7 +12,7 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.parallel.apply import ModelLayout
-from shoal.parallel.reduction import Reduction
+from shoal.parallel.data import Reduction
 from shoal.parallel.tensor.traffic_forecast import CrossingRecord
 from shoal.parallel.tensor.traffic_forecast import forecast_traffic as forecast_tensor_traffic
 from shoal.parallel.zero.apply import ZeroReduction

@@ -1,7 +1,7 @@
 """What each unit of a chain costs, counted and not timed: the same numbers in every process, at every start.
 
 What an asynchronous pipeline computes depends on where it is cut, and every rank has to cut at the same places, so a clock is
-no basis for a cut that nobody wrote down. What an operation computes is read by ``costs/count.py``.
+no basis for a cut that nobody wrote down. What an operation computes is read by ``costs/operations.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.core.errors import RequestError
-from shoal.costs.count import is_view, num_bytes, products_of
+from shoal.costs.operations import is_view, num_bytes, products_of
 from shoal.pipeline.split import UnitCost
 from shoal.pipeline.units import Unit
 from shoal.pipeline.watch import FORWARDS_PER_STEP, Watch

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shoal.comm.channel import silent
-from shoal.costs.faked import every_type
+from shoal.costs.fake import every_type
 from shoal.randomness.dropout import Calls, DropoutKey
 from shoal.telemetry.draws import keeping_draws
 

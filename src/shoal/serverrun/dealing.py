@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm.channel import Channel
+from shoal.comm.full_tensor import box, is_spokesman
 from shoal.core.errors import RunError
 from shoal.core.placement import Patch, Placement
-from shoal.parallel.owners import is_spokesman
-from shoal.parallel.pieces import box
 from shoal.serverrun.flatmodel import FlatRow
 from shoal.trainer.laying import Placed
 

@@ -24,8 +24,8 @@ from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.apply import ModelLayout, apply_to_model, apply_to_objective
+from shoal.parallel.data import Reduction
 from shoal.parallel.gradnorm import WholeNorms, build_norms
-from shoal.parallel.reduction import Reduction
 from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import Pipeline, Stages, build_pipeline
 from shoal.pipeline.config import PipelineConfig

@@ -34,8 +34,8 @@ from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.optim.rates import after_evaluation, rate
 from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.data import Reduction
 from shoal.parallel.describe import describe
-from shoal.parallel.reduction import Reduction
 from shoal.parallel.replica_check import check_replicas
 from shoal.pipeline.config import PipelineConfig
 from shoal.telemetry.board import RankSlot, Said

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.comm.full_tensor import gather_whole, is_spokesman
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
@@ -23,8 +24,7 @@ from shoal.optim.build import export_state
 from shoal.optim.precision import LossScale
 from shoal.optim.rates import PlateauState
 from shoal.parallel.apply import ModelLayout
-from shoal.parallel.owners import gather_whole, is_spokesman
-from shoal.parallel.reduction import Reduction
+from shoal.parallel.data import Reduction
 from shoal.trainer.recovery import Recovery
 
 _MAX_COUNT = 2**62

@@ -21,8 +21,8 @@ from shoal.data.loader import Microbatch, StepBatch
 from shoal.optim.build import set_rate
 from shoal.optim.precision import LossScale
 from shoal.parallel import batchnorm
+from shoal.parallel.data import Reduction, sum_partial_
 from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
-from shoal.parallel.reduction import Reduction, sum_partial_
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.board import RankSlot

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.costs.blocks import find_blocks
-from shoal.costs.faked import fake_like, faked
+from shoal.costs.fake import fake_like, faked
 from shoal.costs.layers import ModelCosts, TensorSplit
 from shoal.costs.trace import trace_module
 from shoal.data.build import build_splits

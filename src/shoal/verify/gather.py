@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shoal.comm.full_tensor import box, put_local
 from shoal.core.placement import Placement, place_whole
-from shoal.parallel.pieces import box, put_local
 from shoal.verify.capture import Recording, Step, read_placement
 
 

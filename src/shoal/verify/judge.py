@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.parallel.pieces import take_local
+from shoal.comm.full_tensor import take_local
 from shoal.verify.capture import Recording, Step
 from shoal.verify.compare import Comparer, Judged, Verdict
 from shoal.verify.gather import Gathered

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.parallel.pieces import take_local
+from shoal.comm.full_tensor import take_local
 from shoal.verify.gather import Piece
 
 # A factor explains a difference when what it leaves is this small a part of it.

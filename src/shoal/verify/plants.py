@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shoal.comm.world import World
 from shoal.core.axes import Axis
-from shoal.parallel import batchnorm, data, gradnorm, replicated
+from shoal.parallel import batchnorm, data, gradnorm
+from shoal.parallel import data as replicated
 from shoal.parallel.context import apply as context
 from shoal.parallel.context import ring
 from shoal.parallel.tensor import vocabulary

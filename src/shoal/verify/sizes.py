@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.plan import Plan
-from shoal.costs.faked import faked
+from shoal.costs.fake import faked
 from shoal.costs.saved import measure_saved
 from shoal.data.loader import Microbatch
 from shoal.models.build import Loss

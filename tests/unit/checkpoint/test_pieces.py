@@ -13,9 +13,9 @@ from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.holdings import cuts_of, decode_listing, divide, encode_listing
 from shoal.checkpoint.reader import read, read_local
 from shoal.checkpoint.whole import verify
+from shoal.comm.full_tensor import take_local
 from shoal.core.errors import RequestError, RunError
 from shoal.core.placement import Patch, Placement, place_whole
-from shoal.parallel.pieces import take_local
 
 torch.set_num_threads(1)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from shoal.costs.faked import faked
+from shoal.costs.fake import faked
 from shoal.costs.saved import measure_saved
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.parallel.moments import add_in_order, combine_moments, local_moments
+from shoal.parallel.batchnorm import add_in_order, combine_moments, local_moments
 
 
 def numpy_moments(x: np.ndarray) -> np.ndarray:

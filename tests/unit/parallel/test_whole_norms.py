@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.comm.full_tensor import take_local
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.placement import Patch, Placement
 from shoal.core.plan import Plan
 from shoal.optim.norms import whole_norms
 from shoal.parallel.gradnorm import build_norms, global_norm
-from shoal.parallel.pieces import take_local
 
 
 class Model(nn.Module):

@@ -27,7 +27,7 @@ from shoal.core.axes import Axis
 from shoal.core.errors import Refusal, RequestError
 from shoal.models.transformer import Rotary
 from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
-from shoal.parallel.context.cuts import cut_arguments
+from shoal.parallel.context.arguments import cut_arguments
 from shoal.parallel.context.intercept import Interception, Run
 from shoal.parallel.context.positions import Positions, gather_sequence
 from shoal.parallel.context.traffic_forecast import GatherShape, Seen, forecast_traffic

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from shoal.comm.channel import Channel
+from shoal.comm.full_tensor import take_local
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.placement import Patch, Placement, Shape
 from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind
-from shoal.parallel.pieces import take_local
 from shoal.parallel.tensor.layers import Entry, is_transposed, make_column, make_row
 from shoal.parallel.tensor.multihead import check_multihead, leave_fast_path, make_multihead
 from shoal.parallel.tensor.sequence import Region, apply_sequence_parallel, attention_columns, find_region, parent_of
