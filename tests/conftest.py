@@ -1,13 +1,21 @@
 """What every test gets: a leak check, one compute thread, and the ``shoal`` command as a real process."""
 
+import contextlib
 import os
 import signal
 
-import psutil
 import pytest
 
 from shoal.core.processor import avoid_hidden_tiles
 from support.processes.command import TINY, Shoal
+from support.session.leaks import descendants, left_behind
+from support.session.timing import (  # noqa: F401 (pytest finds hooks here)
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_runtest_makereport,
+    pytest_runtest_protocol,
+)
 
 avoid_hidden_tiles(os.environ)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,16 +27,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind():
     """Fail a test that leaves a process behind, and end that process."""
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    before = descendants(os.getpid())
     yield
-    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    left = [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
-    # The resource tracker of multiprocessing and the nursery of ranks live as long as the test session does.
-    kept = ("resource_tracker", "shoal.testing.nursery")
-    left = [process for process in left if not any(name in " ".join(process.cmdline()) for name in kept)]
-    for process in left:
-        process.kill()
-    assert not left, f"left behind: {[process.cmdline() for process in left]}"
+    left = left_behind(before)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"left behind: {left}"
 
 
 @pytest.fixture

@@ -1,0 +1,55 @@
+"""Processes that a test has left behind, found in microseconds: the kernel lists the children of each thread."""
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+KEPT = ("resource_tracker", "shoal.testing.nursery", "support.processes.warm")
+"""The resource tracker of multiprocessing and the processes that ranks and commands are forked from: they live as long as
+the test session does."""
+
+
+def descendants(pid: int) -> set[int]:
+    """The children of a process, theirs, and so on."""
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        for child in _children(waiting.pop()):
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return found
+
+
+def left_behind(before: set[int]) -> dict[int, str]:
+    """The command lines of living descendants of this process that were not there ``before``, without those that are kept."""
+    found = {pid: _command_line(pid) for pid in sorted(descendants(os.getpid()) - before) if not _is_dead(pid)}
+    return {pid: line for pid, line in found.items() if not any(name in line for name in KEPT)}
+
+
+def _children(pid: int) -> list[int]:
+    if sys.platform != "linux":
+        return [child.pid for child in psutil.Process(pid).children()]
+    found = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+    except OSError:
+        pass  # It has ended meanwhile.
+    return [int(word) for word in found]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
