@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
+from shoal.models.check import DataShape
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
-from shoal.models.shape import DataShape
 from shoal.paramserver.client import Client
 from shoal.paramserver.contact import Contact
 from shoal.serverrun.serving import Diary

@@ -11,9 +11,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
-from shoal.models.build import cross_entropy
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
+from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.pipeline.cut import Chain

@@ -8,8 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.data.build import build_splits
 from shoal.data.config import StdlibConfig
-from shoal.models.build import build_loss, build_model
+from shoal.models.build import build_model
 from shoal.models.config import GptConfig
+from shoal.models.losses import build_loss
 
 
 def main() -> None:

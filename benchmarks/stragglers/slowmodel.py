@@ -5,9 +5,9 @@ import time
 
 from torch import Tensor, nn
 
+from shoal.models.check import DataShape
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
-from shoal.models.shape import DataShape
 
 PASS_SECONDS = 0.06
 SLOWED = "worker-0"

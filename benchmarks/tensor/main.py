@@ -27,9 +27,9 @@ from shoal.comm.mesh import build_mesh
 from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
-from shoal.models.build import cross_entropy
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
+from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
 from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.parallel.tensor.vocabulary import split_cross_entropy

@@ -7,7 +7,7 @@ from shoal.comm.world import World
 from shoal.core.config import validate
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
-from shoal.models.facts import facts_of
+from shoal.models.check import facts_of
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
 from shoal.trainer.layout import derive_layout

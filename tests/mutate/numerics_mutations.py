@@ -216,7 +216,7 @@ NUMERICS = [
     Mutation(
         promise=DRAWS,
         what="a mask is drawn by a sample's place in its microbatch",
-        file="src/shoal/randomness/draws.py",
+        file="src/shoal/randomness/keyed.py",
         old="            for row, sample in zip(words, samples, strict=True):\n",
         new="            for sample, row in enumerate(words):\n",
         test="tests/unit/randomness/test_dropout.py::test_the_split_into_microbatches_changes_no_bit",
@@ -225,7 +225,7 @@ NUMERICS = [
     Mutation(
         promise=DRAWS,
         what="every module draws the same mask",
-        file="src/shoal/randomness/draws.py",
+        file="src/shoal/randomness/keyed.py",
         old='derive_key("dropout", seed, path)',
         new='derive_key("dropout", seed)',
         test="tests/unit/randomness/test_dropout.py::test_seed_step_sample_module_and_call_each_change_the_bits",

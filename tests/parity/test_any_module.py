@@ -16,7 +16,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
-from shoal.models.build import cross_entropy
+from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.apply import apply_to_model

@@ -15,7 +15,8 @@ import shoal.trainer.laying as laying
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.order import Position, permute, take
-from shoal.models.build import build_loss, build_model
+from shoal.models.build import build_model
+from shoal.models.losses import build_loss
 from shoal.optim.build import build_optimizer
 from shoal.optim.precision import Precision
 from shoal.randomness.dropout import apply_keyed_dropout

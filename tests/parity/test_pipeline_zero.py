@@ -9,7 +9,7 @@ import torch
 from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
-from shoal.models.build import cross_entropy
+from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.recompute import apply_recompute

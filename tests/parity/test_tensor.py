@@ -14,7 +14,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
 from shoal.core.placement import Patch, Placement, place_whole
 from shoal.core.plan import Plan
-from shoal.models.build import cross_entropy
+from shoal.models.losses import cross_entropy
 from shoal.parallel.dropout import narrow_dropouts
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.tensor import layers as split_layers

@@ -21,7 +21,8 @@ from shoal.core.placement import Patch, Placement
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.order import Position, permute, take
-from shoal.models.build import build_loss, build_model
+from shoal.models.build import build_model
+from shoal.models.losses import build_loss
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import ModuleAnalysis, Stack

@@ -1,8 +1,7 @@
 """What a plan must know of a model before it can say whether it fits: plain numbers, no torch.
 
-For a shipped model they follow from its config (``models/facts.py``), so a wrong plan is refused before any process starts; for
-any other module they come from its analysis (``parallel/requirements.py``), which registers itself here because imports go
-down only.
+For a shipped model they follow from its config (``models/check.py``), so a wrong plan is refused before any process starts; for
+any other module they come from its analysis (``parallel/requirements.py``), which registers itself here: imports go down only.
 """
 
 from dataclasses import dataclass

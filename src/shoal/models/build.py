@@ -1,28 +1,19 @@
 """From a ``[model]`` section and the shapes of the data to a module and its loss."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shoal.core.errors import RequestError
 from shoal.core.functions import call_own
-from shoal.models.accuracy import IGNORED, flatten_scores, scores_of
-from shoal.models.check import check_model, count_outputs, image_shape
+from shoal.models.check import DataShape, check_model, count_outputs, image_shape, load_build
 from shoal.models.cnn import Cnn
 from shoal.models.config import AnyModelConfig, CnnConfig, GptConfig, MlpConfig, OwnModelConfig, Seq2SeqConfig
 from shoal.models.gpt import Gpt
 from shoal.models.mlp import Mlp
-from shoal.models.own import load_build, load_loss
 from shoal.models.seq2seq import Seq2Seq
-from shoal.models.shape import DataShape
 from shoal.telemetry.memory import is_out_of_memory
-
-Loss = Callable[[Any, Tensor], Tensor]
-"""(output, targets) -> the mean over the microbatch's items."""
 
 
 def build_model(config: AnyModelConfig, spec: DataShape) -> nn.Module:
@@ -45,20 +36,6 @@ def build_model(config: AnyModelConfig, spec: DataShape) -> nn.Module:
     return _build_cnn(config, features, outputs)
 
 
-def build_loss(config: AnyModelConfig, spec: DataShape) -> Loss:
-    """The loss: the user's own, mean squared error for a regression, else cross entropy.
-
-    Raises:
-        RequestError: the user's own loss cannot be imported.
-    """
-    own = load_loss(config)
-    if own is not None:
-        return own
-    if spec.kind == "regression":
-        return squared_error
-    return by_targets if spec.kind == "own" else cross_entropy
-
-
 def refuse_lazy(model: nn.Module, *, what: str = "the model") -> None:
     """Refuse a module with layers that get their sizes from the first batch, such as ``LazyLinear``.
 
@@ -79,41 +56,6 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers of a module, without those of its children."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
-
-
-def cross_entropy(output: Any, targets: Tensor) -> Tensor:
-    """Mean over the targets that are not ``IGNORED``; zero, not NaN, when all of them are.
-
-    Args:
-        output: scores, or an object that holds them as ``logits``.
-        targets: the right choices.
-    """
-    scores, flat = flatten_scores(scores_of(output), targets)
-    if scores.dtype in (torch.bfloat16, torch.float16):
-        scores = scores.float()
-    total = F.cross_entropy(scores, flat, ignore_index=IGNORED, reduction="sum")
-    return total / (flat != IGNORED).sum().clamp(min=1)
-
-
-def squared_error(output: Any, targets: Tensor) -> Tensor:
-    """Mean over samples and predicted numbers.
-
-    Raises:
-        RequestError: the shapes differ; broadcasting one to the other would give a loss of something else.
-    """
-    output = scores_of(output)
-    if output.shape != targets.shape:
-        raise RequestError(
-            f"the model puts out {tuple(output.shape)} and the targets are {tuple(targets.shape)}; make the two shapes equal"
-        )
-    if output.dtype in (torch.bfloat16, torch.float16):
-        output = output.float()
-    return F.mse_loss(output, targets.to(output.dtype))
-
-
-def by_targets(output: Any, targets: Tensor) -> Tensor:
-    """Mean squared error for floating-point targets, cross entropy for whole numbers."""
-    return squared_error(output, targets) if targets.is_floating_point() else cross_entropy(output, targets)
 
 
 def _build_cnn(config: CnnConfig, features: tuple[int, ...], outputs: int) -> Cnn:

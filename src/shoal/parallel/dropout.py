@@ -23,8 +23,8 @@ from shoal.core.plan import Plan
 from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, SplitKind, Stack
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.tensor.sequence import is_cut
-from shoal.randomness.draws import Window
 from shoal.randomness.dropout import DropoutKey
+from shoal.randomness.keyed import Window
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.core.errors import Refusal, RunError
-from shoal.randomness.draws import WHOLE, Layout, Window, draw, draw_mask, read_shape, site_key
-from shoal.randomness.dropped import multiply, saturate
 from shoal.randomness.functional import FunctionalDraws, FunctionalLayout
+from shoal.randomness.keyed import WHOLE, Layout, Window, draw, draw_mask, multiply, read_shape, saturate, site_key
 
 __all__ = ["Calls", "DropoutKey", "KeyedDropout", "Layout", "Window", "apply_keyed_dropout", "draw_mask"]
 

@@ -23,8 +23,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from shoal.comm.channel import is_silent
 from shoal.core.errors import Refusal, RunError
-from shoal.randomness.draws import WHOLE, Layout, draw, read_shape, site_key
-from shoal.randomness.dropped import attend, multiply, saturate
+from shoal.randomness.keyed import WHOLE, Layout, attend, draw, multiply, read_shape, saturate, site_key
 from shoal.randomness.unused import UnusedDraws
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shoal.core.errors import RequestError
-from shoal.models.tables import row_tables
+from shoal.models.embeddings import row_tables
 from shoal.paramserver.cutting import Model, ShardMap, TensorSpec, check_cover
 from shoal.serverrun.portion import trained_parameters
 

@@ -17,8 +17,9 @@ from shoal.core.rundir import RunDir
 from shoal.data.build import build_splits
 from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
-from shoal.models.build import Loss, build_loss, build_model
+from shoal.models.build import build_model
 from shoal.models.config import AnyModelConfig
+from shoal.models.losses import Loss, build_loss
 from shoal.optim.precision import Precision
 from shoal.telemetry.board import RankSlot
 from shoal.trainer.claim import check_inside

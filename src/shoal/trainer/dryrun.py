@@ -13,7 +13,7 @@ from torch import nn
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.units import format_bytes, format_count
-from shoal.models.tables import make_dense
+from shoal.models.embeddings import make_dense
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.describe import describe

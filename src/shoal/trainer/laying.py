@@ -15,7 +15,7 @@ from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch
 from shoal.data.source import Splits
 from shoal.models.build import refuse_lazy
-from shoal.models.tables import make_dense, refuse_rows
+from shoal.models.embeddings import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, decide_groups, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision

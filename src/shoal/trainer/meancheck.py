@@ -26,7 +26,7 @@ from shoal.costs.undisturbed import undisturbed
 from shoal.data.order import permute
 from shoal.data.source import Items, Source
 from shoal.data.spec import IGNORED
-from shoal.models.build import Loss, by_targets, cross_entropy, squared_error
+from shoal.models.losses import Loss, by_targets, cross_entropy, squared_error
 from shoal.trainer.config import TrainConfig
 
 _SAMPLES = 7

@@ -7,7 +7,7 @@ from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
 from shoal.data.config import AnyDataConfig
 from shoal.data.source import Splits
-from shoal.models.tables import make_dense
+from shoal.models.embeddings import make_dense
 from shoal.optim.torchclass import check_named
 from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import prove_stages

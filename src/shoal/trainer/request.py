@@ -19,9 +19,8 @@ from shoal.core.rundir import RunDir
 from shoal.data.check import DataSummary, check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
-from shoal.models.check import check_model
+from shoal.models.check import check_model, facts_of
 from shoal.models.config import OwnModelConfig
-from shoal.models.facts import facts_of
 from shoal.serverrun.rulecheck import rule_problems
 from shoal.telemetry.config import parse_window
 from shoal.telemetry.tensorboard import wants_curves

@@ -11,8 +11,7 @@ import torch
 from shoal.comm.channel import Channel
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
-from shoal.models.accuracy import IGNORED, Correct, count_correct, scores_of, with_scores
-from shoal.models.build import Loss, by_targets, cross_entropy
+from shoal.models.losses import IGNORED, Correct, Loss, by_targets, count_correct, cross_entropy, scores_of, with_scores
 from shoal.parallel.apply import ModelLayout
 from shoal.parallel.tensor.vocabulary import gather_logits, split_count_correct, split_cross_entropy
 

@@ -17,8 +17,8 @@ from shoal.costs.layers import ModelCosts, TensorSplit
 from shoal.costs.trace import trace_module
 from shoal.data.build import build_splits
 from shoal.data.spec import DataSpec
-from shoal.models.build import build_loss
 from shoal.models.config import GptConfig, Seq2SeqConfig
+from shoal.models.losses import build_loss
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig

@@ -3,7 +3,7 @@
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
-from shoal.models.facts import facts_of
+from shoal.models.check import facts_of
 from shoal.parallel.requirements import describe_facts
 from shoal.trainer.layout import check_samples, check_settings, derive_layout
 from shoal.tuning.rehearsal import Subject

@@ -9,7 +9,7 @@ from shoal.core.plan import Plan
 from shoal.costs.layers import ModelCosts
 from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.data.spec import DataSpec
-from shoal.models.facts import facts_of
+from shoal.models.check import facts_of
 from shoal.planner.config import ShapeConfig
 from shoal.planner.stacks import Software, find_software
 from shoal.trainer.config import Recipe

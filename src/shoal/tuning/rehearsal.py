@@ -19,7 +19,7 @@ from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.source import Splits
-from shoal.models.build import Loss
+from shoal.models.losses import Loss
 from shoal.optim.precision import Precision
 from shoal.optim.rates import rate
 from shoal.parallel.analysis.structure import ModuleAnalysis

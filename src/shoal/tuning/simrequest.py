@@ -11,8 +11,7 @@ from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
-from shoal.models.check import check_model
-from shoal.models.facts import facts_of
+from shoal.models.check import check_model, facts_of
 from shoal.planner.clusters import read_cluster
 from shoal.planner.hardware import Cluster
 from shoal.planner.job import check_batch

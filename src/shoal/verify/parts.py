@@ -24,9 +24,10 @@ from shoal.data.build import build_splits
 from shoal.data.config import DataConfig
 from shoal.data.order import Position, permute, take
 from shoal.data.source import Items, Source
-from shoal.models.build import build_loss, build_model
+from shoal.models.build import build_model
 from shoal.models.config import ModelConfig
-from shoal.models.tables import make_dense, refuse_rows
+from shoal.models.embeddings import make_dense, refuse_rows
+from shoal.models.losses import build_loss
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.norms import whole_norms

@@ -17,7 +17,7 @@ from typing import Any
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.plan import Plan
 from shoal.launch.pool import Pool
-from shoal.models.build import build_loss
+from shoal.models.losses import build_loss
 from shoal.optim.config import PrecisionName
 from shoal.trainer.config import Recipe, dump_recipe
 from shoal.trainer.layout import derive_layout

@@ -21,7 +21,7 @@ from shoal.comm.shared import SharedTransport
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.launch.pool import serve
-from shoal.models.build import Loss
+from shoal.models.losses import Loss
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer

@@ -11,7 +11,7 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
 from shoal.core.updates import UpdateRule
-from shoal.models.tables import make_dense
+from shoal.models.embeddings import make_dense
 from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.torchclass import check_named
 from shoal.parallel.requirements import describe_facts

@@ -16,7 +16,7 @@ from shoal.core.plan import Plan
 from shoal.costs.fake import faked
 from shoal.costs.saved import measure_saved
 from shoal.data.loader import Microbatch
-from shoal.models.build import Loss
+from shoal.models.losses import Loss
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
 from shoal.parallel.analysis.structure import ModuleAnalysis

@@ -10,7 +10,7 @@ from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.source import Splits
-from shoal.models.build import Loss
+from shoal.models.losses import Loss
 from shoal.parallel.tensor.traffic_forecast import CrossingRecord, record_crossings
 from shoal.parallel.tensor.vocabulary import rows_per_rank
 from shoal.parallel.traffic_forecast import MicrobatchShape, StepShape, count_trust_norms, forecast_step_traffic

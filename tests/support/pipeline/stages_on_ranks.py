@@ -6,8 +6,9 @@ import torch
 
 from shoal.comm.ledger import Ledger
 from shoal.data.spec import DataSpec
-from shoal.models.build import build_model, cross_entropy
+from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
+from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.pipeline.cut import Chain

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from shoal.core.errors import RequestError
-from shoal.models.build import build_loss, build_model, by_targets, cross_entropy, squared_error
+from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig, MlpConfig, OwnModelConfig, Seq2SeqConfig
+from shoal.models.losses import build_loss, by_targets, cross_entropy, squared_error
 
 torch.set_num_threads(1)
 NOTHING = {"vocab": None, "sequence": None, "features": None, "classes": None, "outputs": None}

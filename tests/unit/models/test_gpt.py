@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from shoal.models.build import cross_entropy
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
+from shoal.models.losses import cross_entropy
 
 torch.set_num_threads(1)
 SMALL = GptConfig(layers=2, hidden=32, heads=4, kv_heads=2)

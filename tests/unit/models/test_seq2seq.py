@@ -2,8 +2,8 @@
 
 import torch
 
-from shoal.models.build import cross_entropy
 from shoal.models.config import Seq2SeqConfig
+from shoal.models.losses import cross_entropy
 from shoal.models.seq2seq import PADDING, Seq2Seq
 
 torch.set_num_threads(1)

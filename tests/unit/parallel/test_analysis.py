@@ -6,8 +6,8 @@ from torch import nn
 
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
+from shoal.models.check import facts_of
 from shoal.models.config import CnnConfig, GptConfig, MlpConfig, Seq2SeqConfig
-from shoal.models.facts import facts_of
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack

@@ -14,8 +14,8 @@ from shoal.models.gpt import Gpt
 from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.dropout import cut_again, narrow_dropouts, place_of
-from shoal.randomness.draws import Window
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
+from shoal.randomness.keyed import Window
 
 torch.set_num_threads(1)
 IDS = [5, 6, 7]

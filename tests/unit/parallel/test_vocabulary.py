@@ -9,8 +9,7 @@ from torch import nn
 from shoal.comm.channel import Channel
 from shoal.comm.ledger import Ledger
 from shoal.core.errors import RequestError
-from shoal.models.accuracy import count_correct
-from shoal.models.build import cross_entropy
+from shoal.models.losses import count_correct, cross_entropy
 from shoal.parallel.tensor.vocabulary import (
     apply_split_embedding,
     gather_logits,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.models.build import cross_entropy
+from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.recompute import apply_recompute

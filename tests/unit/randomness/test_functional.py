@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import RunError
-from shoal.randomness.draws import Window
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
-from shoal.randomness.dropped import attend
+from shoal.randomness.keyed import Window, attend
 
 torch.set_num_threads(1)
 IDS = [5, 6, 7, 8]

@@ -11,7 +11,7 @@ from shoal.core.errors import RequestError
 from shoal.data.loader import Loader
 from shoal.data.order import Position, position_of, take
 from shoal.data.source import Items
-from shoal.models.tables import make_dense
+from shoal.models.embeddings import make_dense
 from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.cutting import cut_model
 from shoal.serverrun.flatmodel import FlatModel, describe_model, refuse_batch_norm, sparse_parameters

@@ -4,7 +4,7 @@ import torch
 
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.plan import Plan
-from shoal.models.build import cross_entropy
+from shoal.models.losses import cross_entropy
 from shoal.parallel.apply import ModelLayout
 from shoal.parallel.context.apply import ContextLayout
 from shoal.parallel.context.positions import Positions

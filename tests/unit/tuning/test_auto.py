@@ -5,7 +5,7 @@ import pytest
 from shoal.core.config import validate
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
-from shoal.models.facts import facts_of
+from shoal.models.check import facts_of
 from shoal.trainer.config import Recipe
 from shoal.tuning.auto import choose_finalists, family_of, search_plans
 from shoal.tuning.cast import NoRoom

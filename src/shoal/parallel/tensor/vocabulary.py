@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.channel import Channel
 from shoal.core.errors import RequestError
 from shoal.core.placement import Patch, Placement, Shape
-from shoal.models.accuracy import IGNORED, Correct
+from shoal.models.losses import IGNORED, Correct
 from shoal.parallel.tensor.crossing import gather_features, sum_out
 
 
@@ -89,7 +89,7 @@ def apply_split_embedding(module: nn.Module, path: str, channel: Channel) -> Non
 
 
 def split_cross_entropy(scores_local: Tensor, targets: Tensor, *, channel: Channel, vocab: int) -> Tensor:
-    """The mean loss from each rank's stretch of the scores: what ``models.build.cross_entropy`` gives from all of them.
+    """The mean loss from each rank's stretch of the scores: what ``models.losses.cross_entropy`` gives from all of them.
 
     One collective of three numbers per target; the backward pass has none.
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.core.errors import RunError
-from shoal.randomness import draws
-from shoal.randomness.draws import Layout, Window, draw_mask, read_shape
+from shoal.randomness import keyed as draws
 from shoal.randomness.dropout import apply_keyed_dropout
+from shoal.randomness.keyed import Layout, Window, draw_mask, read_shape
 
 torch.set_num_threads(1)
 SITE = torch.tensor([12345])
@@ -87,11 +87,11 @@ def test_jumping_and_selecting_give_the_same_bits(monkeypatch):
 def test_a_sequence_part_draws_no_more_than_it_needs():
     reading = read_shape((2, 256, 256), 2, None)
     place = draws._place(reading, tuple(Layout(windows=(Window(1, (0, 3), 4),)).numbers), None)
-    assert sum(size for _, size in place.stretches) == 256 * 256
+    assert sum(size for _, size in place.ranges) == 256 * 256
     heads = draws._place(
         read_shape((2, 4, 64, 64), 2, None), tuple(Layout(windows=(Window(1, (1,), 2),)).numbers), None
     )
-    assert heads.stretches == ((4 * 64 * 64, 4 * 64 * 64),)
+    assert heads.ranges == ((4 * 64 * 64, 4 * 64 * 64),)
 
 
 def test_channels_follow_the_windows_of_their_dims():

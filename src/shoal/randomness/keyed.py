@@ -1,10 +1,13 @@
-"""The bits of a dropout: where they come from, and which of them a rank that sees a part of a tensor needs.
+"""Keyed dropout: where its bits come from, which of them a rank with a part of a tensor needs, and what is done with a mask.
 
 torch's dropout advances one generator per process. Here every bit has an address: Philox is counter based (Salmon et al., SC
 2011), so (seed and module path, call) are its key, (step, global sample) two words of its counter, and the place within the
 sample is the rest of the counter. A rank whose tensor is a part of what one process would see says so with ``Window``s, and jumps
 to its own bits where they lie together; where they do not, it draws more and selects, whichever is cheaper. It is also cheaper
 than torch: 16 bits per element from numpy's Philox take about a third of the time of torch's bernoulli on CPU.
+
+``attend`` is ``F.scaled_dot_product_attention`` with dropout, written out: torch's own draws its mask inside the kernel, from the
+generator of the process, so neither another plan nor a recompute could draw it again.
 """
 
 import itertools
@@ -13,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -183,13 +186,13 @@ def _word_bits(p: float) -> int:
 
 @dataclass(frozen=True)
 class _Place:
-    """Which elements of a whole sample a rank needs: stretches of the stream to draw, and what to select from them."""
+    """Which elements of a whole sample a rank needs: ranges of the stream to draw, and what to select from them."""
 
     local: tuple[int, ...]
     """Shape of a sample here."""
     drawn: tuple[int, ...]
-    """Shape of what the stretches give together; ``local`` where nothing is selected."""
-    stretches: tuple[tuple[int, int], ...]
+    """Shape of what the ranges give together; ``local`` where nothing is selected."""
+    ranges: tuple[tuple[int, int], ...]
     """First element and number of elements, in the stream of the whole sample."""
     selects: tuple[tuple[int, tuple[int, ...], int], ...]
     """Dim, chunks and number of chunks to select after drawing."""
@@ -198,7 +201,7 @@ class _Place:
         """Random words, one per element, (samples, elements of ``local``)."""
         kind = np.uint16 if bits == 16 else np.uint32
         generator = _Generator.of_thread()
-        if not self.selects and self.stretches == ((0, math.prod(self.local)),):
+        if not self.selects and self.ranges == ((0, math.prod(self.local)),):
             # Each sample starts at a word of its own, so its bits do not depend on how many others are beside it.
             size = math.prod(self.local)
             words: NDArray[np.uint64] = np.empty((len(samples), -(-size * bits // 64)), dtype=np.uint64)
@@ -207,7 +210,7 @@ class _Place:
             return words.view(kind)[:, :size]
         found: NDArray[Any] = np.empty((len(samples), math.prod(self.drawn)), dtype=kind)
         for row, sample in zip(found, samples, strict=True):
-            self._draw_stretches(row, generator, bits=bits, key=key, step=step, sample=sample)
+            self._draw_ranges(row, generator, bits=bits, key=key, step=step, sample=sample)
         found = found.reshape(len(samples), *self.drawn)
         for dim, chunks, of in self.selects:
             split = found.reshape(*found.shape[: dim + 1], of, found.shape[dim + 1] // of, *found.shape[dim + 2 :])
@@ -215,12 +218,12 @@ class _Place:
             found = chosen.reshape(*found.shape[: dim + 1], -1, *found.shape[dim + 2 :])
         return found.reshape(len(samples), -1)
 
-    def _draw_stretches(
+    def _draw_ranges(
         self, row: NDArray[Any], generator: "_Generator", *, bits: int, key: tuple[int, int], step: int, sample: int
     ) -> None:
         per_block = _BLOCK_WORDS * 64 // bits
         filled = 0
-        for first, size in self.stretches:
+        for first, size in self.ranges:
             block, skipped = divmod(first, per_block)
             words: NDArray[np.uint64] = np.empty(-(-(skipped + size) * bits // 64), dtype=np.uint64)
             generator.fill(words, key=key, counter=(block, step, sample))
@@ -245,7 +248,7 @@ def _place(reading: _Reading, numbers: tuple[int, ...], shrunk_from: int | None)
             )
         whole[window.dim] = local[window.dim] // len(window.chunks) * window.of
     ways = [_way(local, tuple(whole), windows, num_jumped) for num_jumped in range(len(windows) + 1)]
-    return min(ways, key=lambda way: len(way.stretches) * _JUMP_ELEMENTS + math.prod(way.drawn))
+    return min(ways, key=lambda way: len(way.ranges) * _JUMP_ELEMENTS + math.prod(way.drawn))
 
 
 def _decode(numbers: tuple[int, ...]) -> list[Window]:
@@ -290,7 +293,7 @@ def _way(local: tuple[int, ...], whole: tuple[int, ...], windows: Sequence[Windo
         return _Place(local, whole, ((0, math.prod(whole)),), tuple((w.dim, w.chunks, w.of) for w in windows))
     length = whole[last.dim] // last.of
     groups = _neighbours(last.chunks)
-    stretches = tuple(
+    ranges = tuple(
         (
             sum(index * stride for index, stride in zip(place, strides, strict=False))
             + first * length * strides[last.dim],
@@ -300,7 +303,7 @@ def _way(local: tuple[int, ...], whole: tuple[int, ...], windows: Sequence[Windo
         for first, count in groups
     )
     drawn = local[: last.dim + 1] + whole[last.dim + 1 :]
-    return _Place(local, drawn, stretches, selects)
+    return _Place(local, drawn, ranges, selects)
 
 
 def _indices(extent: int, window: Window | None) -> list[int]:
@@ -344,3 +347,83 @@ class _Generator:
         self._state["buffer_pos"] = 4
         self._philox.state = self._state
         row[:] = self._philox.random_raw(row.size)
+
+
+# torch's alpha dropout sets a dropped unit to the value a SELU saturates at (arXiv 1706.02515, section 3).
+_SELU_LIMIT = -1.7580993408473766
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Draw(Protocol):
+    """Draws the mask of one call."""
+
+    def __call__(self, like: Tensor, *, p: float, scale: float, channels: bool) -> Tensor:
+        """0 where ``like`` is dropped, ``scale`` elsewhere."""
+
+
+def multiply(x: Tensor, draw: Draw, *, p: float, channels: bool = False, inplace: bool = False) -> Tensor:
+    """Zero with probability p and scale the rest by 1 / (1 - p)."""
+    if p == 1.0:
+        result = x * 0.0
+    elif x.dtype in _HALF:
+        # The scale is no half-precision number: in the mask it would be rounded, and every activation with it.
+        result = x * draw(x, p=p, scale=1.0, channels=channels) * (1.0 / (1.0 - p))
+    else:
+        result = x * draw(x, p=p, scale=1.0 / (1.0 - p), channels=channels)
+    return x.copy_(result) if inplace else result
+
+
+def saturate(x: Tensor, draw: Draw, *, p: float, channels: bool = False, inplace: bool = False) -> Tensor:
+    """Drop to the saturation of SELU with probability p, and keep mean and variance."""
+    kept = 1.0 - p
+    slope = 1.0 / math.sqrt(kept * (1.0 + p * _SELU_LIMIT**2)) if kept else 0.0
+    mask = draw(x, p=p, scale=1.0, channels=channels) if kept else torch.zeros_like(x)
+    result = slope * (x * mask + _SELU_LIMIT * (1.0 - mask) - _SELU_LIMIT * p)
+    return x.copy_(result) if inplace else result
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    draw: Draw,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with dropout on its weights, by the formula in torch's documentation of ``scaled_dot_product_attention``.
+
+    Half-precision inputs are computed in float32 and the result is rounded once, as torch's kernels do.
+    """
+    if is_causal and attn_mask is not None:
+        raise Refusal("attention has is_causal=True and an attn_mask; give one of the two")
+    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+    dtype = query.dtype
+    wide = torch.float32 if dtype in _HALF else dtype
+    with torch.autocast(query.device.type, enabled=False):
+        query, key, value = query.to(wide), key.to(wide), value.to(wide)
+        if enable_gqa:
+            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+        factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        scores = (query * factor) @ key.transpose(-2, -1)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask.to(wide)
+        # The safe one gives zeros to a row that may see nothing, as torch's attention does; softmax gives NaN.
+        weights: Any = torch.ops.aten._safe_softmax.default(scores, -1)
+        return (multiply(weights, draw, p=dropout_p) @ value).to(dtype)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """What autocast does to an argument of attention."""
+    kind = x.device.type
+    if x.dtype == torch.float32 and kind != "meta" and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x

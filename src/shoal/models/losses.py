@@ -1,14 +1,23 @@
-"""Accuracy where it makes sense: whole-number targets and one score per choice."""
+"""The losses that Shoal ships, and accuracy where it makes sense: whole-number targets and one score per choice."""
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.core.errors import RequestError
+from shoal.models.check import DataShape, load_loss
+from shoal.models.config import AnyModelConfig
 
 IGNORED = -100
 """A target that counts for nothing: neither in the loss, nor in its weight, nor in the accuracy."""
+
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(output, targets) -> the mean over the microbatch's items."""
 
 
 class Correct(NamedTuple):
@@ -67,6 +76,55 @@ def flatten_scores(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         f"the model puts out {tuple(output.shape)} and the targets are {tuple(targets.shape)}; "
         f"put out scores of the shape {(*targets.shape, 'choices')}, or set model.loss to a loss of your own"
     )
+
+
+def build_loss(config: AnyModelConfig, spec: DataShape) -> Loss:
+    """The loss: the user's own, mean squared error for a regression, else cross entropy.
+
+    Raises:
+        RequestError: the user's own loss cannot be imported.
+    """
+    own = load_loss(config)
+    if own is not None:
+        return own
+    if spec.kind == "regression":
+        return squared_error
+    return by_targets if spec.kind == "own" else cross_entropy
+
+
+def cross_entropy(output: Any, targets: Tensor) -> Tensor:
+    """Mean over the targets that are not ``IGNORED``; zero, not NaN, when all of them are.
+
+    Args:
+        output: scores, or an object that holds them as ``logits``.
+        targets: the right choices.
+    """
+    scores, flat = flatten_scores(scores_of(output), targets)
+    if scores.dtype in (torch.bfloat16, torch.float16):
+        scores = scores.float()
+    total = F.cross_entropy(scores, flat, ignore_index=IGNORED, reduction="sum")
+    return total / (flat != IGNORED).sum().clamp(min=1)
+
+
+def squared_error(output: Any, targets: Tensor) -> Tensor:
+    """Mean over samples and predicted numbers.
+
+    Raises:
+        RequestError: the shapes differ; broadcasting one to the other would give a loss of something else.
+    """
+    output = scores_of(output)
+    if output.shape != targets.shape:
+        raise RequestError(
+            f"the model puts out {tuple(output.shape)} and the targets are {tuple(targets.shape)}; make the two shapes equal"
+        )
+    if output.dtype in (torch.bfloat16, torch.float16):
+        output = output.float()
+    return F.mse_loss(output, targets.to(output.dtype))
+
+
+def by_targets(output: Any, targets: Tensor) -> Tensor:
+    """Mean squared error for floating-point targets, cross entropy for whole numbers."""
+    return squared_error(output, targets) if targets.is_floating_point() else cross_entropy(output, targets)
 
 
 def _find_scores(output: Any) -> Tensor | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.core.errors import RequestError
-from shoal.models.accuracy import count_correct, flatten_scores, scores_of, with_scores
+from shoal.models.losses import count_correct, flatten_scores, scores_of, with_scores
 
 
 def test_hits_of_classes() -> None:
