@@ -1,7 +1,7 @@
 """A member never found a center again that had been paused for long.
 
 Its watch of the center and its search for one use the same peer. The watch gave the silent center up and closed the peer; the
-search, whose question ended with that, had heard nothing for long either and closed it too. A peer that was closed twice raised,
+search, whose request ended with that, had heard nothing for long either and closed it too. A peer that was closed twice raised,
 the search for that candidate ended without a word, and when the center woke and was elected, its members did not hear of it.
 """
 

@@ -1,6 +1,6 @@
 """A new backup lost the rounds that it needed, and asked for them for ever without a word.
 
-The keeper of the book forgets rounds that every server has applied, and a server says how far it is with every question. A server
+The keeper of the book forgets rounds that every server has applied, and a server says how far it is with every request. A server
 that held one shard at version 20 and was given a copy of another at version 5 was known for its 20 until it asked again; the
 rounds in between were forgotten in that moment. Its questions were refused, and it tried again, silently, and never applied
 another round: the next death would have promoted a backup that stood still.
@@ -41,7 +41,7 @@ def test_a_copy_that_took_long_still_finds_its_rounds(tmp_path_factory, monkeypa
             await arrived.wait()
             await crew.until_round(len(crew.rounds) + ROUNDS)
             await crew.kill("worker-0")
-            # The book is trimmed at once, and a question for rounds is parked for long: so what happens in between is seen.
+            # The book is trimmed at once, and a request for rounds is parked for long: so what happens in between is seen.
             monkeypatch.setattr(steward, "PARK_SECONDS", 2.5)
             book = crew.members["server-0"].server.steward
             # Its own server, the late one and the clock wait for news of the book, of which there is none.

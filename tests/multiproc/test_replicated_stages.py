@@ -16,7 +16,7 @@ from shoal.trainer.layout import derive_layout
 from shoal.tuning.forecast import forecast_ranks, read_trace
 from shoal.tuning.rehearsal import build_subject as build_rehearsed
 from shoal.tuning.rehearsal import trace_rank
-from shoal.verify.mutants import MUTANTS
+from shoal.verify.mutants.catalogue import MUTANTS
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
 from shoal.verify.session import try_mutant

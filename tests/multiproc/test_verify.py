@@ -9,7 +9,7 @@ import pytest
 from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig
 from shoal.trainer.config import load_recipe
-from shoal.verify.mutants import MUTANTS
+from shoal.verify.mutants.catalogue import MUTANTS
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
 from shoal.verify.session import try_mutant

@@ -171,7 +171,7 @@ NUMERICS = [
     Mutation(
         promise=COUNTED,
         what="verify compares calls and not bytes",
-        file="src/shoal/verify/prediction.py",
+        file="src/shoal/verify/result.py",
         old="                    if seen != wanted\n",
         new='                    if seen != wanted and unit == "calls"\n',
         test="tests/unit/verify/test_prediction.py::test_traffic_is_compared_to_the_call_and_to_the_byte",
@@ -189,7 +189,7 @@ NUMERICS = [
     Mutation(
         promise=KEPT,
         what="activations may be off by half",
-        file="src/shoal/verify/prediction.py",
+        file="src/shoal/verify/result.py",
         old="_ACTIVATIONS_WITHIN = 0.05",
         new="_ACTIVATIONS_WITHIN = 0.5",
         test="tests/unit/verify/test_prediction.py::test_state_agrees_to_the_byte_and_activations_within_a_twentieth",

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.verify.capture import KINDS
-from shoal.verify.judge import Difference
+from shoal.verify.compare.judge import Difference
+from shoal.verify.reference.recording import KINDS
 from shoal.verify.result import PlanResult
 
 
@@ -159,7 +159,7 @@ def plan_row(plan: PlanResult) -> list[str]:
     return [
         plan.plan,
         plan.dtype,
-        _verdict(plan),
+        _result_word(plan),
         plan.prediction.describe(),
         *errors,
         str(calls) if plan.traffic else "-",
@@ -170,7 +170,7 @@ def plan_row(plan: PlanResult) -> list[str]:
     ]
 
 
-def _verdict(plan: PlanResult) -> str:
+def _result_word(plan: PlanResult) -> str:
     if not plan.ok:
         return {"differs": "DIFFERS", "crashed": "CRASHED"}.get(plan.status, plan.status)
     if plan.decided_by is not None:

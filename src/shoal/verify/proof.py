@@ -1,39 +1,47 @@
 """Running proofs: which jobs, in which processes, against which reference; the result of each plan as one value.
 
 References are shared by all plans with the same tree of sums, and ranks by all plans with the same number of processes: starting
-processes takes longer than a proof.
+processes takes longer than a proof. The reference imports nothing of ``pipeline/``: in which order a pipeline's gradients are
+added (which stages use a weight, in which directions and on how many ranks) is found here and handed over as names and numbers.
 """
 
+import copy
 import hashlib
 import json
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import nn
+
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.plan import Plan
+from shoal.data.source import Splits
 from shoal.launch.pool import Pool
 from shoal.models.losses import build_loss
 from shoal.optim.config import PrecisionName
+from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.pipeline.build import Stages, cut_chain
+from shoal.pipeline.config import PipelineConfig
 from shoal.trainer.config import Recipe, dump_recipe
 from shoal.trainer.layout import derive_layout
 from shoal.trainer.meancheck import find_other_mean
-from shoal.verify.capture import Recording
-from shoal.verify.case import Case, Log, Tree
-from shoal.verify.gather import gather_step
-from shoal.verify.judge import judge_run
-from shoal.verify.mutants import Death
-from shoal.verify.pattern import Layout
-from shoal.verify.prediction import judge_prediction
-from shoal.verify.question import Question, Subject
-from shoal.verify.result import PlanResult, compared, crashed, refused
-from shoal.verify.serverproof import prove_servers
-from shoal.verify.stages import cut_model
-from shoal.verify.tolerance import derive_tolerance, flat_bound
+from shoal.trainer.staging import example_of, look_at_stages
+from shoal.verify.compare.assemble import assemble_step
+from shoal.verify.compare.diagnose import RankGrid
+from shoal.verify.compare.judge import judge_run
+from shoal.verify.compare.tolerance import derive_tolerance, flat_bound
+from shoal.verify.mutants.catalogue import Death
+from shoal.verify.reference.case import Case, Log, Tree
+from shoal.verify.reference.recording import Recording
+from shoal.verify.request import ProofRequest, Subject
+from shoal.verify.result import PlanResult, compared, crashed, judge_prediction, refused
+from shoal.verify.server_proof import prove_servers
 
 # A rank that imports torch on a busy machine; what a job takes comes on top of it.
 _START_SECONDS = 180.0
@@ -47,7 +55,7 @@ class Prover:
         self.steps = steps
         self.threads = threads
         self.deadline_seconds = deadline_seconds
-        self._reference_pool = Pool("shoal.verify.reference", 1, threads=threads, called="reference")
+        self._reference_pool = Pool("shoal.verify.oracle.process", 1, threads=threads, called="reference")
         self._pool: Pool | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-verify-")
         self._references: dict[str, tuple[Path, float]] = {}
@@ -97,23 +105,23 @@ class Prover:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _prove(self, question: Question, folder: Path) -> PlanResult:
-        if question.plan.ps:
+    def _prove(self, request: ProofRequest, folder: Path) -> PlanResult:
+        if request.plan.ps:
             return prove_servers(
-                question,
+                request,
                 folder,
                 reference=lambda case, tree: self._reference(case, tree)[0],
                 replay=self._replay,
                 threads=self.threads,
                 deadline_seconds=self.deadline_seconds or _LONGEST_SECONDS,
             )
-        reference_folder, reference_seconds = self._reference(question.case, question.tree)
-        answers = self._run_ranks(question, folder, reference_seconds)
-        return self._judge(question, reference_folder, folder, answers)
+        reference_folder, reference_seconds = self._reference(request.case, request.tree)
+        answers = self._run_ranks(request, folder, reference_seconds)
+        return self._judge(request, reference_folder, folder, answers)
 
     def _ask(
         self, subject: Subject, plan: Plan, precision: PrecisionName, mutant: str | None, deaths: Sequence[Death]
-    ) -> Question:
+    ) -> ProofRequest:
         # Between steps nothing else may run: the watch would be counted as the step's traffic.
         between = {"time_limit": None, "watch_every": 0}
         train = subject.recipe.train.model_copy(update={"precision": precision, **between})
@@ -121,7 +129,7 @@ class Prover:
         derived = derive_layout(train, plan).plan
         recipe, tree = _tree_of(subject, recipe, derived)
         case = _case_of(recipe, subject, derived, min(self.steps, subject.total_steps))
-        return Question(
+        return ProofRequest(
             subject=subject, recipe=recipe, plan=derived, case=case, tree=tree, mutant=mutant, deaths=tuple(deaths)
         )
 
@@ -142,8 +150,8 @@ class Prover:
             self._references[key] = (folder, time.monotonic() - started)
         return self._references[key]
 
-    def _run_ranks(self, question: Question, folder: Path, reference_seconds: float) -> list[dict[str, Any]]:
-        plan = question.plan
+    def _run_ranks(self, request: ProofRequest, folder: Path, reference_seconds: float) -> list[dict[str, Any]]:
+        plan = request.plan
         if self._pool is not None and self._pool.size != plan.world_size:
             self._pool.end()
             self._pool = None
@@ -152,10 +160,10 @@ class Prover:
         # A plan does the reference's work in other pieces, on cores that ranks may have to share.
         deadline = self.deadline_seconds or _START_SECONDS + 10.0 * plan.world_size * reference_seconds
         job = {
-            "recipe": question.recipe.model_dump(mode="json"),
+            "recipe": request.recipe.model_dump(mode="json"),
             "plan": str(plan),
-            "steps": question.case.steps,
-            "mutant": question.mutant,
+            "steps": request.case.steps,
+            "mutant": request.mutant,
             "folder": str(folder),
             "threads": self.threads,
             "deadline_seconds": deadline,
@@ -164,9 +172,9 @@ class Prover:
         return self._pool.run(job, deadline_seconds=deadline + 10.0)
 
     def _judge(
-        self, question: Question, reference_folder: Path, folder: Path, answers: list[dict[str, Any]]
+        self, request: ProofRequest, reference_folder: Path, folder: Path, answers: list[dict[str, Any]]
     ) -> PlanResult:
-        subject, recipe, plan = question.subject, question.recipe, question.plan
+        subject, recipe, plan = request.subject, request.recipe, request.plan
         precision, first = recipe.train.precision, answers[0]
         reference = Recording.open(reference_folder, "reference")
         narrow = reference.facts.get("narrow", ())
@@ -178,18 +186,18 @@ class Prover:
             joins_replicas=subject.joins_replicas(plan),
             optim=recipe.optim,
             total_steps=subject.total_steps,
-            steps=question.case.steps,
+            steps=request.case.steps,
             narrow=narrow,
             zeros=reference.facts.get("zeros", ()),
         )
-        where = Layout(
+        where = RankGrid(
             degrees={**first["degrees"], "microbatches": first["microbatches"]},
             coordinates=[answer["coordinates"] for answer in answers],
         )
         ranks = [Recording.open(folder, f"rank-{rank:03d}") for rank in range(len(answers))]
         judged = judge_run(
             reference,
-            lambda index: gather_step(ranks, index),
+            lambda index: assemble_step(ranks, index),
             tolerance=tolerance,
             layout=where,
             flat_bound=flat_bound(precision, tolerance, narrow),
@@ -202,7 +210,7 @@ class Prover:
             ),
         )
         return compared(
-            question,
+            request,
             judged,
             tolerance,
             prediction=judge_prediction(answers),
@@ -251,3 +259,72 @@ def _case_of(recipe: Recipe, subject: Subject, plan: Plan, steps: int) -> Case:
 def hash_recipe(recipe: Recipe) -> str:
     """SHA-256 of the recipe with every default filled in."""
     return hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutModel:
+    """A plan's cut of a model, and who holds what under it."""
+
+    stages: Stages
+    holders: Mapping[str, frozenset[int]]
+    """Stages by parameter name."""
+    aliases: Mapping[str, Sequence[str]]
+    """All names of each parameter."""
+    paths: Mapping[str, frozenset[int]]
+    """Stages by the path of a unit."""
+
+    @property
+    def places(self) -> list[str]:
+        """Where the second and later stages begin, as a recipe says it."""
+        return [self.stages.units[start].path for start in self.stages.starts[1:]]
+
+    def tree(self, *, replicas: int, microbatches: int) -> Tree:
+        """The order of sums."""
+        schedule, count = self.stages.schedule, self.stages.schedule.grid.num_stages
+        if schedule.updates.flows:
+            held = [[name for name, stages in self.holders.items() if stage in stages] for stage in range(count)]
+            return Tree(replicas=replicas, microbatches=microbatches, delay=schedule.name, stages=held)
+        tied = {name: stages for name, stages in self.holders.items() if len(stages) > 1}
+        uses = {name: [self._names_in(name, stage) for stage in sorted(stages)] for name, stages in tied.items()}
+        turns: dict[str, list[int]] = {}
+        for name, stages in self.holders.items():
+            ranks = [schedule.grid.replicas[stage] for stage in sorted(stages)] if schedule.grid.replicas else []
+            if max(ranks, default=1) > 1:
+                turns[name] = ranks
+        return Tree(
+            replicas=replicas,
+            microbatches=microbatches,
+            directions=schedule.grid.directions,
+            users={name: sorted(stages) for name, stages in tied.items()},
+            uses=uses,
+            # Without such weights the tree says nothing of the cut: one reference serves them all.
+            places=self.places if tied else (),
+            units=list(self.paths) if tied else (),
+            turns=turns,
+        )
+
+    def _names_in(self, parameter: str, stage: int) -> list[str]:
+        return [
+            alias
+            for alias in self.aliases[parameter]
+            if any(alias.startswith(f"{path}.") and stage in stages for path, stages in self.paths.items())
+        ]
+
+
+def cut_model(
+    model: nn.Module, data: Splits, analysis: ModuleAnalysis, plan: Plan, config: PipelineConfig, *, global_batch: int
+) -> CutModel:
+    """Look at how a plan cuts a model, which stays as it is.
+
+    Raises:
+        RequestError: it cannot be cut so.
+    """
+    stages = look_at_stages(model, data, analysis, plan=plan, config=config, global_batch=global_batch)
+    own = copy.deepcopy(model)
+    chain = cut_chain(own, example_of(data), stages)
+    first = {id(parameter): name for name, parameter in own.named_parameters()}
+    aliases: dict[str, list[str]] = {}
+    for name, parameter in own.named_parameters(remove_duplicate=False):
+        aliases.setdefault(first[id(parameter)], []).append(name)
+    paths = {unit.path: chain.stages_of(unit.path) for unit in stages.units}
+    return CutModel(stages=stages, holders=chain.holders(), aliases=aliases, paths=paths)

@@ -1,35 +1,115 @@
-"""One rank of a proof: the real trainer under the plan, with what it computes put down after every step.
+"""One rank of a proof: the real trainer under the plan, recorded after every step.
 
 Each job joins a group of its own over a file store and leaves it again, so one process serves many plans; nothing of the
 trainer is replaced, except by a mutant, and then only for that job.
+
+The bytes of activations are predicted by running one rank's forward pass without data, on fake tensors and a mesh without
+peers, and counting what autograd saves; they are measured by the same count around the real forward pass. The bytes of state
+are predicted in ``trainer/sizes.py``.
 """
 
 import copy
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch types this name only there
 
 from shoal.comm.ledger import Account
-from shoal.comm.mesh import GRID
+from shoal.comm.mesh import GRID, pretend_mesh
 from shoal.comm.shared import SharedTransport
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
+from shoal.costs.fake import faked
+from shoal.costs.saved import measure_saved
+from shoal.data.loader import Microbatch
 from shoal.launch.pool import serve
 from shoal.models.losses import Loss
+from shoal.optim.precision import Precision
+from shoal.parallel import batchnorm
+from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.apply import apply_to_model
+from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
+from shoal.trainer.objective import NUM_PASSENGERS
+from shoal.trainer.scoring import Scoring
 from shoal.trainer.sizes import measure_state, predict_state
-from shoal.verify.capture import Recorder, model_tensors, placement_values, saved_buffers
-from shoal.verify.mutants import MUTANTS, planted
-from shoal.verify.sizes import ActivationMeter, predict_activations
-from shoal.verify.survey import TrafficSurvey
+from shoal.verify.mutants.catalogue import MUTANTS, planted
+from shoal.verify.observation import TrafficObserver
+from shoal.verify.reference.recording import Recorder, model_tensors, placement_values, saved_buffers
+
+
+def predict_activations(
+    model: nn.Module,
+    loss: Loss,
+    microbatch: Microbatch,
+    *,
+    analysis: ModuleAnalysis,
+    plan: Plan,
+    rank: int,
+    precision: Precision,
+    has_passengers: bool = False,
+) -> int:
+    """Bytes that one microbatch's forward pass keeps on one rank, counted on tensors without data.
+
+    ``has_passengers`` says that the loss and the wish to stop ride with the gradients, for which they are kept too.
+    """
+    mesh = pretend_mesh(plan, rank)
+    own = copy.deepcopy(model).to(dtype=precision.weight_dtype).train()
+    dropout = apply_keyed_dropout(own, 0)
+    laid = apply_to_model(own, plan=plan, mesh=mesh, analysis=analysis, dropout=dropout, batch_norm="local")
+    if batchnorm.is_applied(own):
+        batchnorm.begin_microbatch(own, 0)
+    # A first forward pass finds out whether the model draws functionally, from generators that only real tensors move.
+    dropout.begin(0, microbatch.sample_ids[:2])
+    with torch.no_grad(), dropout.drawing(), precision.autocast("cpu"):
+        own(*(precision.cast_input(tensor[:2]) for tensor in microbatch.inputs))
+    dropout.begin(0, microbatch.sample_ids)
+    scoring = Scoring(loss, laid=laid, mesh=mesh)
+    targets, _ = scoring.own_part(microbatch.targets, microbatch.weight)
+    # Outside the fake tensors: on its way in and out it reads generators, which have real states.
+    with dropout.drawing(), faked(own) as mode, mode:
+        given = [mode.from_tensor(tensor) for tensor in microbatch.inputs]
+        fake_targets = mode.from_tensor(targets)
+        # A rank that scores its own positions only has made a tensor of their targets.
+        there = [*given, fake_targets] if targets is microbatch.targets else given
+        with measure_saved(own, *there) as saved, precision.autocast("cpu"):
+            output = own(*(precision.cast_input(tensor) for tensor in given))
+            loss_of = scoring.loss(output, precision.cast_input(fake_targets))
+    del loss_of
+    return saved.num_bytes + (NUM_PASSENGERS * precision.weight_dtype.itemsize if has_passengers else 0)
+
+
+class ActivationMeter:
+    """Counts what the first real microbatch keeps, around the objective's own forward pass."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.num_bytes: int | None = None
+        self.microbatch: Microbatch | None = None
+        self._objective = trainer.runner.bare_objective
+        self._forward: Callable[..., Any] = self._objective.forward
+        self._objective.__dict__["forward"] = self._run
+
+    def _run(self, microbatch: Microbatch | None, *arguments: Any) -> Tensor:
+        result: Tensor
+        if microbatch is None or self.num_bytes is not None:
+            result = self._forward(microbatch, *arguments)
+            return result
+        inputs: Sequence[Tensor] = (*microbatch.inputs, microbatch.targets)
+        with measure_saved(self._objective.model, *inputs) as saved:
+            result = self._forward(microbatch, *arguments)
+        self.num_bytes, self.microbatch = saved.num_bytes, microbatch
+        return result
+
+    def close(self) -> None:
+        """Leave the objective as it was."""
+        self._objective.__dict__.pop("forward", None)
 
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,13 +143,13 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             trainer.stream.longest = 1  # Every step is looked at; how long a window is changes no bit.
         with trainer:
             meter = ActivationMeter(trainer)
-            survey = TrafficSurvey(trainer, plain, loss, data)
+            survey = TrafficObserver(trainer, plain, loss, data)
             answer = _record(trainer, survey, job["steps"], folder)
             meter.close()
             return {**answer, "sizes": _sizes(trainer, plain, loss, meter)}
 
 
-def _record(trainer: Trainer, survey: TrafficSurvey, steps: int, folder: Path) -> dict[str, Any]:
+def _record(trainer: Trainer, survey: TrafficObserver, steps: int, folder: Path) -> dict[str, Any]:
     recorder = Recorder(folder, f"rank-{trainer.world.rank:03d}")
     gradients: dict[str, torch.Tensor] = {}
 

@@ -1,19 +1,23 @@
 """What a user asks to be proved, checked before any process starts: the plans, the arithmetic, the number of steps."""
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.core.errors import RequestError
+from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
 from shoal.core.updates import UpdateRule
+from shoal.data.source import Splits
 from shoal.models.embeddings import make_dense
 from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.torchclass import check_named
+from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.requirements import describe_facts
 from shoal.serverrun.flatmodel import refuse_batch_norm
 from shoal.trainer.build import build_parts
@@ -22,8 +26,47 @@ from shoal.trainer.laying import look_at
 from shoal.trainer.layout import check_processes, check_samples, choose_plan, count_steps, derive_layout
 from shoal.trainer.request import refuse_settings
 from shoal.trainer.state import hash_weights
-from shoal.verify.question import Subject
-from shoal.verify.tolerance import needs_float64
+from shoal.verify.compare.tolerance import needs_float64
+from shoal.verify.mutants.catalogue import Death
+from shoal.verify.reference.case import Case, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is proved: a recipe, and the numbers that follow from its model and data."""
+
+    recipe: Recipe
+    total_steps: int
+    facts: ModelFacts
+    """What plans ask of the model."""
+    num_samples: int
+    has_batch_norm: bool
+    model: nn.Module
+    """As one process builds it; looked at, never trained."""
+    data: Splits
+    analysis: ModuleAnalysis
+
+    def joins_replicas(self, plan: Plan) -> bool:
+        """True when the replicas of a plan are one batch to this model: batch norm that is synchronised splits its sums."""
+        return self.recipe.train.batch_norm == "sync" and self.has_batch_norm and (plan.dp or 1) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofRequest:
+    """One plan in one arithmetic, everything derived."""
+
+    subject: Subject
+    recipe: Recipe
+    """The subject's, in this arithmetic and with the cut of this plan."""
+    plan: Plan
+    case: Case
+    tree: Tree
+    mutant: str | None = None
+    """A bug to plant, by name."""
+    deaths: Sequence[Death] = ()
+    """Servers that are killed on the way."""
+    started: float = field(default_factory=time.monotonic)
+
 
 DEFAULT_PROCESSES = 4
 _PRECISIONS: tuple[PrecisionName, ...] = ("float64", "float32", "bfloat16", "float16")

@@ -9,10 +9,9 @@ from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.verify.certificate import Certificate, MutantResult
-from shoal.verify.mutants import MUTANTS, PREDICTION, Mutant, own_recipe, with_overrides
+from shoal.verify.mutants.catalogue import MUTANTS, PREDICTION, Mutant, own_recipe, with_overrides
 from shoal.verify.proof import Prover, hash_recipe
-from shoal.verify.question import Subject
-from shoal.verify.request import DEFAULT_STEPS, build_subject, check_plan, choose_precisions, prepare_verify
+from shoal.verify.request import DEFAULT_STEPS, Subject, build_subject, check_plan, choose_precisions, prepare_verify
 from shoal.verify.result import PlanResult, refused, settle
 
 Tell = Callable[[str], None]
@@ -80,7 +79,7 @@ def verify_plans(
 
 
 def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Tell, keep: Keep) -> Certificate:
-    """Plant every bug in turn and see which comparison catches it; each has a control without the bug.
+    """PlantedBug every bug in turn and see which comparison catches it; each has a control without the bug.
 
     Raises:
         RequestError: the recipe is wrong; nothing was started.

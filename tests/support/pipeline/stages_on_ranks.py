@@ -20,7 +20,7 @@ from shoal.pipeline.versions import VersionRule, Versions
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.grid import Fold
-from shoal.verify.oracle import Delay, Oracle
+from shoal.verify.oracle.delayed import Delay, Oracle
 
 MICROBATCHES = 8
 VOCAB, LENGTH = 33, 8

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.verify.case import Case
+from shoal.verify.reference.case import Case
 
 GPT = {"name": "gpt", "layers": 1, "hidden": 16, "heads": 2, "dropout": 0.1}
 TOKENS = {"source": "synthetic", "kind": "tokens", "samples": 64, "sequence": 8, "vocab": 16}

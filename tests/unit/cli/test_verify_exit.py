@@ -8,8 +8,7 @@ import typer
 from shoal.cli.verify import _judge, _Kept
 from shoal.core.errors import EXIT_NO, EXIT_WRONG_REQUEST, RequestError
 from shoal.verify.certificate import Certificate, MutantResult
-from shoal.verify.prediction import Off, Prediction
-from shoal.verify.result import PlanResult
+from shoal.verify.result import Off, PlanResult, Prediction
 
 HELD = Prediction(is_made=True)
 OFF = Prediction(is_made=True, off=(Off(what="bytes of activations", predicted=100, counted=108, where="rank 0"),))

@@ -3,9 +3,8 @@
 import json
 
 from shoal.verify.certificate import Certificate, MutantResult, remarks_of
-from shoal.verify.judge import Difference
-from shoal.verify.prediction import Off, Prediction
-from shoal.verify.result import PlanResult, settle
+from shoal.verify.compare.judge import Difference
+from shoal.verify.result import Off, PlanResult, Prediction, settle
 
 WORST = {"loss": 0.0, "grad": 0.0, "norm": 1e-7, "optimizer": 0.0, "weight": 0.0, "buffer": 0.0}
 

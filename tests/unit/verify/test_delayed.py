@@ -10,12 +10,12 @@ import torch
 from shoal.optim.build import set_rate
 from shoal.optim.config import OptimConfig
 from shoal.optim.rates import rate
-from shoal.verify.capture import Recording, model_tensors
-from shoal.verify.case import Tree
-from shoal.verify.delayed import DelayedTraining, run_delayed
-from shoal.verify.parts import build_parts, global_batches
+from shoal.verify.oracle.delayed import DelayedTraining, run_delayed
 from shoal.verify.proof import Prover
-from shoal.verify.reference import tree_gradients
+from shoal.verify.reference.case import Tree
+from shoal.verify.reference.model import build_parts, global_batches
+from shoal.verify.reference.recording import Recording, model_tensors
+from shoal.verify.reference.train import tree_gradients
 from support.training.replay_cases import GPT, REVERSE, SEQ2SEQ, case_of, run_here
 
 COSINE = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "schedule": "cosine", "warmup": 3}

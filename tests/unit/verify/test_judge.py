@@ -6,13 +6,13 @@ import torch
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig
-from shoal.verify.capture import Recorder, Recording, placement_values
-from shoal.verify.gather import gather_step
-from shoal.verify.judge import judge_run
-from shoal.verify.pattern import Layout
-from shoal.verify.tolerance import derive_tolerance
+from shoal.verify.compare.assemble import assemble_step
+from shoal.verify.compare.diagnose import RankGrid
+from shoal.verify.compare.judge import judge_run
+from shoal.verify.compare.tolerance import derive_tolerance
+from shoal.verify.reference.recording import Recorder, Recording, placement_values
 
-LAYOUT = Layout(
+LAYOUT = RankGrid(
     degrees={"pp": 1, "dp": 2, "cp": 1, "tp": 1, "microbatches": 1},
     coordinates=[{"pp": 0, "dp": rank, "cp": 0, "tp": 0} for rank in range(2)],
 )
@@ -55,7 +55,7 @@ def judge(tmp_path):
         ranks = [Recording.open(tmp_path, f"rank-{rank:03d}") for rank in range(2)]
         return judge_run(
             Recording.open(tmp_path, "reference"),
-            lambda index: gather_step(ranks, index),
+            lambda index: assemble_step(ranks, index),
             tolerance=tolerance,
             layout=LAYOUT,
             flat_bound=1e-5,
@@ -67,8 +67,8 @@ def judge(tmp_path):
 
 def test_equal_runs_have_no_difference(judge):
     judged = judge()
-    assert judged.difference is None and judged.verdict.is_bitwise
-    assert judged.verdict.num_compared["grad"] == 2 * STEPS
+    assert judged.difference is None and judged.comparison.is_bitwise
+    assert judged.comparison.num_compared["grad"] == 2 * STEPS
 
 
 def test_a_scaled_gradient_at_the_second_step(judge):

@@ -5,8 +5,8 @@ import pytest
 
 from shoal.comm.world import Place, World
 from shoal.core.plan import Plan
-from shoal.verify.capture import KINDS
-from shoal.verify.mutants import MUTANTS, PREDICTION, own_recipe, planted
+from shoal.verify.mutants.catalogue import MUTANTS, PREDICTION, own_recipe, planted
+from shoal.verify.reference.recording import KINDS
 from shoal.verify.request import build_subject, check_plan
 from support.processes.command import ROOT
 
@@ -61,7 +61,7 @@ def test_each_plants_in_a_line_that_exists_and_takes_it_out_again(mutant):
     import torch
 
     world = World(Place(), device=torch.device("cpu"), deadline_seconds=1.0)
-    swaps = mutant.plant(world)
+    swaps = mutant.bug(world)
     assert swaps
     before = [vars(owner)[name] for owner, name, _ in swaps]
     with planted(mutant, world):

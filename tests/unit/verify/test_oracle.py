@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.verify.oracle import Delay, Oracle
+from shoal.verify.oracle.delayed import Delay, Oracle
 
 RATE = 0.5
 

@@ -1,8 +1,8 @@
-"""Cost beside its prediction: a verdict of its own, with both numbers and how far they are apart."""
+"""Cost beside its prediction: a comparison of its own, with both numbers and how far they are apart."""
 
 import pytest
 
-from shoal.verify.prediction import Prediction, judge_prediction
+from shoal.verify.result import Prediction, judge_prediction
 
 
 def answer(traffic=None, **measured):

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from shoal.core.errors import RequestError
-from shoal.verify import reference
-from shoal.verify.capture import Recording
-from shoal.verify.case import Tree
-from shoal.verify.parts import build_parts
-from shoal.verify.reference import narrow_weights, run_reference, tree_gradients
+from shoal.verify.reference import train as reference
+from shoal.verify.reference.case import Tree
+from shoal.verify.reference.model import build_parts
+from shoal.verify.reference.recording import Recording
+from shoal.verify.reference.train import narrow_weights, run_reference, tree_gradients
 from support.training.replay_cases import REVERSE, SEQ2SEQ, case_of, run_here
 
 
 def test_it_imports_nothing_of_what_it_judges():
-    line = "import shoal.verify.reference as r; r.assert_alone()"
+    line = "import shoal.verify.reference.train as r; r.assert_alone()"
     subprocess.run([sys.executable, "-c", line], check=True, timeout=60)
     wrong = f"{line.partition(';')[0]}; import shoal.comm.full_tensor; r.assert_alone()"
     done = subprocess.run([sys.executable, "-c", wrong], capture_output=True, text=True, timeout=60, check=False)
@@ -73,7 +73,7 @@ def test_a_clipped_step_is_shorter(tmp_path):
 @pytest.mark.parametrize("tree", [Tree(replicas=2, microbatches=2), Tree(replicas=1, microbatches=4, directions=2)])
 def test_what_no_sample_touches_has_no_gradient_and_is_left_alone(tmp_path, monkeypatch, tree):
     """As in any training in one process; zeros would have AdamW decay it."""
-    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: Sparing())
+    monkeypatch.setattr("shoal.verify.reference.model.build_model", lambda config, spec: Sparing())
     case = case_of(
         model={"name": "mlp", "layers": 1, "hidden": 16},
         data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
@@ -106,7 +106,7 @@ class Narrow(nn.Module):
 @pytest.mark.parametrize(("batch_norm", "sizes"), [("local", [2, 2, 2, 2]), ("sync", [4, 4])])
 def test_narrow_weights_are_looked_for_in_microbatches_as_a_step_runs_them(monkeypatch, batch_norm, sizes):
     """In one pass of the whole global batch, divided by the number of its targets, of which there may be none."""
-    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: Narrow())
+    monkeypatch.setattr("shoal.verify.reference.model.build_model", lambda config, spec: Narrow())
     classes = {"source": "synthetic", "kind": "classes", "samples": 64}
     parts = build_parts(
         case_of(
@@ -149,7 +149,7 @@ class LayerDrop(Noisy):
 
 @pytest.mark.parametrize(("build", "named"), [(Noisy, "noise"), (LayerDrop, "Python's random")])
 def test_random_numbers_of_its_own_are_refused_by_name(tmp_path, monkeypatch, build, named):
-    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: build())
+    monkeypatch.setattr("shoal.verify.reference.model.build_model", lambda config, spec: build())
     case = case_of(
         model={"name": "mlp", "layers": 1, "hidden": 16},
         data={"source": "synthetic", "kind": "classes", "samples": 64},
@@ -165,7 +165,7 @@ class OffLayerDrop(Noisy):
 
 def test_draws_that_decide_nothing_are_not_refused(tmp_path, monkeypatch):
     """In later steps either, whose passes are not looked at as closely."""
-    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: OffLayerDrop())
+    monkeypatch.setattr("shoal.verify.reference.model.build_model", lambda config, spec: OffLayerDrop())
     case = case_of(
         model={"name": "mlp", "layers": 1, "hidden": 16},
         data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
@@ -187,7 +187,7 @@ class LateNoise(OffLayerDrop):
 
 def test_draws_that_begin_after_harmless_ones_are_refused(tmp_path, monkeypatch):
     """The first pass had drawn, so later ones were not looked at, and the plan was blamed for what the model did."""
-    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: LateNoise())
+    monkeypatch.setattr("shoal.verify.reference.model.build_model", lambda config, spec: LateNoise())
     case = case_of(
         model={"name": "mlp", "layers": 1, "hidden": 16},
         data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
@@ -202,7 +202,7 @@ class Stubborn(Noisy):
 
 
 def test_a_model_that_cannot_run_in_float64_is_refused_in_float64(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: Stubborn())
+    monkeypatch.setattr("shoal.verify.reference.model.build_model", lambda config, spec: Stubborn())
     case = case_of(
         model={"name": "mlp", "layers": 1, "hidden": 16},
         data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
@@ -215,7 +215,7 @@ def test_a_model_that_cannot_run_in_float64_is_refused_in_float64(tmp_path, monk
 def test_a_model_that_cannot_run_so_few_samples_is_refused_with_their_number(tmp_path, monkeypatch):
     """A batch norm that is given one sample raises: under pp=2 that was reported as a crash."""
     build = lambda config, spec: nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))  # noqa: E731
-    monkeypatch.setattr("shoal.verify.parts.build_model", build)
+    monkeypatch.setattr("shoal.verify.reference.model.build_model", build)
     case = case_of(
         model={"name": "mlp", "layers": 1, "hidden": 16},
         data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
@@ -237,7 +237,7 @@ class DropsPlaces(nn.Module):
 
 def test_a_dropout_whose_mask_depends_on_the_microbatch_is_refused_by_name(tmp_path, monkeypatch):
     """It was said that one pass over the batch gives another gradient, and not why."""
-    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: DropsPlaces())
+    monkeypatch.setattr("shoal.verify.reference.model.build_model", lambda config, spec: DropsPlaces())
     case = case_of(
         model={"name": "mlp", "layers": 1, "hidden": 16},
         data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
@@ -260,7 +260,7 @@ def test_such_a_dropout_excuses_nothing_else(tmp_path, monkeypatch, build):
         loss, gradients = honest(parts, step, ids, tree, scale)
         return loss, {name: 2 * gradient for name, gradient in gradients.items()}
 
-    monkeypatch.setattr("shoal.verify.parts.build_model", lambda config, spec: build())
+    monkeypatch.setattr("shoal.verify.reference.model.build_model", lambda config, spec: build())
     case = case_of(
         model={"name": "mlp", "layers": 1, "hidden": 16},
         data={"source": "synthetic", "kind": "classes", "samples": 64, "features": [16], "classes": 4},
@@ -268,7 +268,7 @@ def test_such_a_dropout_excuses_nothing_else(tmp_path, monkeypatch, build):
     tree = Tree(replicas=2, microbatches=2)
     with pytest.raises(RequestError, match=r"sees a tensor of shape \(16, 4\)"):
         run_here(run_reference, case, tree, tmp_path)
-    monkeypatch.setattr("shoal.verify.reference.tree_gradients", doubled)
+    monkeypatch.setattr("shoal.verify.reference.train.tree_gradients", doubled)
     assert run_here(run_reference, case, tree, tmp_path)["flat"] > 0.4
 
 
@@ -286,7 +286,7 @@ def test_the_flat_sum_sees_what_the_tree_hides(tmp_path, monkeypatch):
         loss, gradients = honest(parts, step, ids, tree, scale)
         return loss, {name: 2 * gradient for name, gradient in gradients.items()}
 
-    monkeypatch.setattr("shoal.verify.reference.tree_gradients", doubled)
+    monkeypatch.setattr("shoal.verify.reference.train.tree_gradients", doubled)
     assert run_here(run_reference, case_of(steps=1), Tree(replicas=2, microbatches=1), tmp_path)["flat"] > 0.4
 
 

@@ -8,11 +8,11 @@ import torch
 from shoal.optim.build import set_rate
 from shoal.optim.config import OptimConfig
 from shoal.optim.rates import rate
-from shoal.verify.capture import Recording, model_tensors
-from shoal.verify.case import Log, Tree
-from shoal.verify.parts import build_parts, global_batches
-from shoal.verify.reference import run_reference
-from shoal.verify.replay import run_replay
+from shoal.verify.oracle.replay import run_replay
+from shoal.verify.reference.case import Log, Tree
+from shoal.verify.reference.model import build_parts, global_batches
+from shoal.verify.reference.recording import Recording, model_tensors
+from shoal.verify.reference.train import run_reference
 from support.training.replay_cases import REVERSE, SEQ2SEQ, case_of, run_here
 
 LINEAR = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "schedule": "linear"}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.verify.rules import Part, Promise, Update, Work, expected_factors, find_violation
+from shoal.verify.servers.rules import Part, Promise, Update, Work, expected_factors, find_violation
 
 SHARES, STEPS = 2, 3
 BSP = Promise(name="bsp", shares=SHARES, steps=STEPS, staleness=0, quorum=None)

@@ -10,11 +10,11 @@ from torch.func import functional_call
 
 from shoal.core.errors import RequestError
 from shoal.data.order import own_microbatches
-from shoal.verify.case import Tree
-from shoal.verify.parts import build_parts, cut_batch
 from shoal.verify.proof import Prover
-from shoal.verify.reference import tree_gradients
-from shoal.verify.uses import split_uses
+from shoal.verify.reference.case import Tree
+from shoal.verify.reference.model import build_parts, cut_batch
+from shoal.verify.reference.train import tree_gradients
+from shoal.verify.reference.weight_uses import split_uses
 from support.training.replay_cases import GPT, case_of
 
 TIED = {**GPT, "tied": True}

@@ -1,0 +1,1 @@
+"""The comparison of a recorded run with its reference."""

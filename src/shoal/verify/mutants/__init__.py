@@ -1,0 +1,1 @@
+"""Planted bugs: what a proof must be able to catch."""

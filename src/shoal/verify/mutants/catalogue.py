@@ -1,0 +1,376 @@
+"""Planted bugs: a checker that cannot fail proves nothing. Each must be caught by the comparison that should see it.
+
+A mutant is a plan, what the recipe must have for the bug to show, and a bug (``planted_bugs.py``) that breaks the real path
+inside the rank processes. The same plan without the bug is its control and must pass.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shoal.comm.world import World
+from shoal.core.config import apply_overrides, validate
+from shoal.optim.config import PrecisionName
+from shoal.trainer.config import Recipe
+from shoal.verify.mutants import planted_bugs, server_bugs
+from shoal.verify.mutants.planted_bugs import PlantedBug
+
+_GPT = {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1}
+_TEXT = {"source": "stdlib", "sequence": 16, "limit_bytes": 200_000}
+# Lengths vary, so replicas carry different weights.
+_RAGGED_MODEL = {"name": "seq2seq", "layers": 1, "hidden": 16, "heads": 2, "dropout": 0.1}
+_RAGGED = {"source": "synthetic", "kind": "reverse", "samples": 64}
+_NORMED_MODEL = {"name": "mlp", "layers": 2, "hidden": 16, "dropout": 0.1, "batch_norm": True}
+_CLASSES = {"source": "synthetic", "kind": "classes", "samples": 128}
+_ODD_VOCABULARY = {"source": "synthetic", "kind": "tokens", "samples": 256, "sequence": 16, "vocab": 63}
+
+
+PREDICTION = "prediction"
+"""What catches a bug that changes no number: the plan costs something that it should not."""
+
+
+class Death(NamedTuple):
+    """A server that is killed, in a proof and in its control."""
+
+    name: str
+    """Of the process, such as ``server-0``."""
+    after: int
+    """The round that it has just applied, counted from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One bug."""
+
+    name: str
+    plan: str
+    by: tuple[str, ...]
+    """The comparisons that may be the first to see it."""
+    bug: PlantedBug
+    precision: PrecisionName = "float32"
+    overrides: tuple[str, ...] = ()
+    """What the recipe must have, as ``section.key=value``."""
+    model: Mapping[str, Any] | None = None
+    """A model of its own, where the bug shows in no other."""
+    data: Mapping[str, Any] | None = None
+    reported: str = ""
+    """Where users met it."""
+    deaths: tuple[Death, ...] = ()
+    """Who dies in the run."""
+
+
+_ALL: Sequence[Mutant] = (
+    Mutant(name="all-reduce dropped", plan="dp=2", by=("grad",), bug=planted_bugs.drop_all_reduce),
+    Mutant(
+        name="gradients averaged where shares add up",
+        plan="dp=2",
+        by=("grad",),
+        bug=planted_bugs.average_over_replicas,
+        reported="torchtitan 2318, DeepSpeed 966",
+    ),
+    Mutant(
+        name="gradient scaled by tp",
+        plan="dp=1 tp=2",
+        by=("grad",),
+        bug=planted_bugs.scale_summed_gradients(2.0),
+        reported="pytorch 160285",
+    ),
+    Mutant(
+        name="gradient scaled by cp",
+        plan="dp=1 cp=2",
+        by=("grad",),
+        bug=planted_bugs.scale_buckets_by_size,
+        reported="Megatron-LM 673, 906, 3943",
+    ),
+    Mutant(
+        name="gradient scaled by accumulation",
+        plan="dp=2 microbatches=2",
+        by=("grad",),
+        bug=planted_bugs.scale_summed_gradients(2.0),
+        reported="DeepSpeed 7773",
+    ),
+    Mutant(
+        name="norm over one shard only",
+        plan="dp=2 zero=1",
+        by=("norm",),
+        bug=planted_bugs.norm_of_own_shard,
+        overrides=("optim.clip=0.1",),
+        reported="Megatron-LM PR 7530",
+    ),
+    Mutant(
+        name="norm weight not reduced under sequence parallelism",
+        plan="dp=1 tp=2 sp=true",
+        by=("grad",),
+        bug=planted_bugs.keep_partial_gradients,
+        reported="Megatron-LM 1446",
+    ),
+    Mutant(
+        name="padded vocabulary in the loss",
+        plan="dp=1 tp=2",
+        by=("loss",),
+        bug=planted_bugs.count_padding,
+        model=_GPT,
+        data=_ODD_VOCABULARY,
+        reported="Megatron-LM 1754",
+    ),
+    Mutant(
+        name="wrong causal mask at a ring boundary",
+        plan="dp=1 cp=2",
+        by=("loss",),
+        bug=planted_bugs.look_ahead_in_ring,
+        reported="Megatron-LM 1464",
+    ),
+    Mutant(
+        name="positions from zero on every context rank",
+        plan="dp=1 cp=2",
+        by=("loss",),
+        bug=planted_bugs.forget_positions,
+    ),
+    Mutant(
+        name="key-value gradient of one query head only",
+        plan="dp=1 cp=2",
+        by=("grad",),
+        bug=planted_bugs.drop_grouped_heads,
+        overrides=("model.heads=4", "model.kv_heads=2"),
+        reported="Megatron-LM 1464",
+    ),
+    Mutant(
+        name="dropout mask depends on the rank",
+        plan="dp=2",
+        by=("loss",),
+        bug=planted_bugs.drop_by_rank,
+        overrides=("model.dropout=0.1",),
+    ),
+    Mutant(
+        name="recompute draws another dropout mask",
+        plan="dp=1 recompute=full",
+        by=("grad",),
+        bug=planted_bugs.redraw_in_recompute,
+        overrides=("model.dropout=0.1",),
+    ),
+    Mutant(
+        name="optimizer state of the wrong shard",
+        plan="dp=2 zero=1",
+        by=("optimizer",),
+        bug=planted_bugs.swap_optimizer_shards,
+    ),
+    Mutant(
+        name="loss averaged over unequal batches",
+        plan="dp=2",
+        by=("loss",),
+        bug=planted_bugs.average_unequal_batches,
+        model=_RAGGED_MODEL,
+        data=_RAGGED,
+    ),
+    Mutant(
+        name="batch norm statistics not synchronised",
+        plan="dp=2",
+        by=("buffer",),
+        bug=planted_bugs.keep_own_statistics,
+        model=_NORMED_MODEL,
+        data=_CLASSES,
+    ),
+    Mutant(
+        name="tied weight reduced once only",
+        plan="dp=1 tp=2",
+        by=("grad",),
+        bug=planted_bugs.lose_tied_use,
+        overrides=("model.tied=true",),
+    ),
+    Mutant(
+        name="stale scale: clipped by the norm of the step before",
+        plan="dp=2",
+        by=("optimizer",),
+        bug=planted_bugs.clip_by_stale_norm,
+        overrides=("optim.clip=0.1",),
+    ),
+    Mutant(
+        name="a weight that has no gradient but noise is updated by more than noise",
+        plan="dp=2",
+        by=("optimizer",),
+        bug=planted_bugs.update_by_noise_and_more,
+        precision="float64",
+        overrides=("train.batch_norm=sync",),
+        # The norm takes off whatever the bias before it adds.
+        model=_NORMED_MODEL,
+        data=_CLASSES,
+    ),
+    Mutant(
+        name="a weight that has no gradient but noise goes a whole step",
+        plan="dp=2",
+        by=("weight",),
+        bug=planted_bugs.update_further_than_noise,
+        precision="float64",
+        overrides=("train.batch_norm=sync", "optim.name=adamw", "optim.lr=1e-3"),
+        model=_NORMED_MODEL,
+        data=_CLASSES,
+    ),
+    Mutant(name="updated weights not published", plan="dp=2 zero=1", by=("loss",), bug=planted_bugs.keep_old_weights),
+    Mutant(name="every replica reads the same samples", plan="dp=2", by=("loss",), bug=planted_bugs.repeat_data),
+    Mutant(
+        name="a stage uses a version that is one too old",
+        plan="dp=1 pp=2 schedule=pipedream microbatches=4",
+        by=("loss", "grad"),
+        bug=planted_bugs.use_older_version,
+    ),
+    Mutant(
+        name="weights not stashed: the backward pass meets newer ones",
+        plan="dp=1 pp=2 schedule=pipedream microbatches=4",
+        by=("loss", "grad"),
+        bug=planted_bugs.miss_stash,
+    ),
+    Mutant(
+        name="one version on all stages, but for the last",
+        plan="dp=1 pp=2 schedule=pipedream-vsync microbatches=4",
+        by=("loss", "grad"),
+        bug=planted_bugs.use_newest_on_last_stage,
+    ),
+    Mutant(
+        name="a stage swaps two microbatches",
+        plan="dp=1 pp=2 schedule=1f1b microbatches=4",
+        by=("loss",),
+        bug=planted_bugs.swap_microbatches,
+    ),
+    Mutant(
+        name="tied weight not summed over its stages",
+        plan="dp=1 pp=2 schedule=1f1b microbatches=4",
+        by=("grad",),
+        bug=planted_bugs.keep_own_tied_sum,
+        overrides=("model.tied=true",),
+    ),
+    Mutant(
+        name="both directions of a weight not summed",
+        plan="dp=1 pp=2 schedule=chimera microbatches=4",
+        by=("grad",),
+        bug=planted_bugs.keep_own_tied_sum,
+    ),
+    Mutant(
+        name="ranks of a replicated stage not summed",
+        plan="dp=1 pp=3 schedule=1f1b replicas=2-1 microbatches=4",
+        by=("grad",),
+        bug=planted_bugs.keep_own_tied_sum,
+    ),
+    Mutant(
+        name="norm of one stage only",
+        plan="dp=1 pp=2 schedule=1f1b microbatches=4",
+        by=("norm",),
+        bug=planted_bugs.norm_of_own_shard,
+        overrides=("optim.clip=0.1",),
+    ),
+    Mutant(
+        name="stale norm in a pipeline: clipped by that of the step before",
+        plan="dp=1 pp=2 schedule=zb-h1 microbatches=4",
+        by=("optimizer",),
+        bug=planted_bugs.clip_by_stale_norm,
+        overrides=("optim.clip=0.1",),
+    ),
+    Mutant(
+        name="weight gradients of a split backward pass lost",
+        plan="dp=1 pp=2 schedule=zb-h1 microbatches=4",
+        by=("grad",),
+        bug=planted_bugs.lose_deferred_gradient,
+    ),
+    Mutant(name="a redundant collective", plan="dp=2 zero=1", by=(PREDICTION,), bug=planted_bugs.sum_once_more),
+    Mutant(
+        name="a contribution applied twice",
+        plan="ps=1 workers=2 update=bsp",
+        by=("grad",),
+        bug=server_bugs.apply_twice,
+    ),
+    Mutant(name="a worker's share dropped", plan="ps=1 workers=2 update=bsp", by=("grad",), bug=server_bugs.drop_share),
+    Mutant(
+        name="gradient scaled by the number of workers",
+        plan="ps=1 workers=2 update=bsp",
+        by=("grad",),
+        bug=server_bugs.scale_by_workers(2),
+    ),
+    Mutant(
+        name="a server uses the learning rate of another round",
+        plan="ps=1 workers=2 update=bsp",
+        by=("weight",),
+        bug=server_bugs.use_next_rate,
+        overrides=("optim.schedule=linear",),
+    ),
+    Mutant(
+        name="a server adds in the order of arrival",
+        plan="ps=1 workers=3 update=bsp",
+        by=("grad",),
+        bug=server_bugs.add_in_other_order,
+        overrides=("train.global_batch=12",),
+    ),
+    Mutant(
+        name="old weights read under a new version",
+        plan="ps=2 workers=2 update=ssp:1",
+        by=("loss", "grad"),
+        bug=server_bugs.keep_first_weights,
+    ),
+    Mutant(
+        name="a read that ignores the bound",
+        plan="ps=2 workers=2 update=ssp:1",
+        by=("rule",),
+        bug=server_bugs.ignore_bound,
+    ),
+    Mutant(
+        name="a late gradient not weighted",
+        plan="ps=1 workers=3 update=half:2,0.25",
+        by=("rule",),
+        bug=server_bugs.forget_lateness(late_rank=3),
+        overrides=("train.global_batch=12",),
+    ),
+    Mutant(
+        name="backup promoted with an old version",
+        plan="ps=2 workers=2 update=bsp backup=1",
+        by=("loss", "grad", "weight"),
+        bug=server_bugs.promote_old_weights,
+        deaths=(Death("server-0", 1),),
+    ),
+    Mutant(
+        name="a rank's part of a group's gradient left behind",
+        plan="ps=1 workers=2 tp=2 update=bsp",
+        by=("grad",),
+        bug=server_bugs.leave_part_behind,
+    ),
+    Mutant(
+        name="a rank of a group computes with old weights",
+        plan="ps=1 workers=2 pp=2 microbatches=2 update=bsp",
+        by=("loss",),
+        bug=server_bugs.keep_part_of_weights,
+    ),
+)
+MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}
+"""By name."""
+
+
+def own_recipe(mutant: Mutant) -> Recipe:
+    """A small recipe in which the bug shows."""
+    tables: dict[str, Any] = {
+        "model": dict(mutant.model or _GPT),
+        "data": dict(mutant.data or _TEXT),
+        "train": {"steps": 8, "global_batch": 8, "seed": 3},
+        "optim": {"name": "adamw", "lr": 3e-3},
+    }
+    return validate(Recipe, apply_overrides(tables, mutant.overrides), origin=f"mutant {mutant.name!r}")
+
+
+def with_overrides(recipe: Recipe, mutant: Mutant) -> Recipe:
+    """The user's recipe with what the bug needs."""
+    # What is unset stays unset: the plan is the mutant's, and a microbatch size could contradict it.
+    tables = recipe.model_dump(mode="json", exclude_none=True)
+    tables["train"].pop("micro_batch", None)
+    return validate(Recipe, apply_overrides(tables, mutant.overrides), origin=f"mutant {mutant.name!r}")
+
+
+@contextmanager
+def planted(mutant: Mutant | None, world: World) -> Iterator[None]:
+    """Break the real path of this process while the context lasts."""
+    swaps = mutant.bug(world) if mutant is not None else []
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in swaps:
+            before.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)

@@ -1,0 +1,170 @@
+"""Bugs of parameter servers, each planted in the real path inside the role processes; see ``planted_bugs.py`` for their form.
+
+Every role of a job plants the same bug, and ``world.rank`` tells which process it is: servers first, then workers.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from torch import Tensor
+
+from shoal.comm.world import World
+from shoal.core.placement import Patch
+from shoal.core.updates import UpdateRule
+from shoal.elastic.view import Chain
+from shoal.paramserver import client, consistency, replica, shard, shelf
+from shoal.paramserver.rounds import Contribution, Read, Round
+from shoal.serverrun import dealing, flatmodel, serving, workline
+from shoal.verify.mutants.planted_bugs import PlantedBug, Swap
+
+
+def apply_twice(world: World) -> list[Swap]:
+    """The last contribution of every round is added once more."""
+    honest = shard.ShardState._aggregate
+
+    def aggregate(self: shard.ShardState, record: Round) -> Tensor:
+        last = self._gradients[record.entries[-1].identity].gradient.clone()
+        return honest(self, record).add_(last)
+
+    return [Swap(shard.ShardState, "_aggregate", aggregate)]
+
+
+def drop_share(world: World) -> list[Swap]:
+    """The last contribution of every round is forgotten."""
+    return [_aggregate(lambda record: replace(record, entries=record.entries[:-1] or record.entries))]
+
+
+def add_in_other_order(world: World) -> list[Swap]:
+    """Contributions are added in another order than their shares have, as they would be on arrival."""
+    return [_aggregate(lambda record: replace(record, entries=record.entries[::-1]))]
+
+
+def scale_by_workers(num_workers: int) -> PlantedBug:
+    """Every worker's gradient times the number of workers."""
+
+    def bug(world: World) -> list[Swap]:
+        honest = flatmodel.FlatModel.collect_gradient
+
+        def collect(self: flatmodel.FlatModel) -> Tensor:
+            return honest(self).mul_(num_workers)
+
+        return [Swap(flatmodel.FlatModel, "collect_gradient", collect)]
+
+    return bug
+
+
+def use_next_rate(world: World) -> list[Swap]:
+    """A round is made with the learning rate of the one after it."""
+    honest = serving.ShardSource.rate
+    return [Swap(serving.ShardSource, "rate", lambda self, number: honest(self, number + 1))]
+
+
+def keep_first_weights(world: World) -> list[Swap]:
+    """A worker computes with the first weights that it got, and says that they are new."""
+    honest = client.Client._pull
+
+    async def pull(self: client.Client, number: int, need: int) -> None:
+        stretch = self._weights[self._stretches[number]]
+        before = stretch.clone() if self.versions[number] >= 0 else None
+        await honest(self, number, need)
+        if before is not None:
+            stretch.copy_(before)
+
+    return [Swap(client.Client, "_pull", pull)]
+
+
+def ignore_bound(world: World) -> list[Swap]:
+    """No read has to be new: the book asks for none, and a worker that has weights keeps them."""
+    honest = client.Client._pull
+
+    async def pull(self: client.Client, number: int, need: int) -> None:
+        if self.versions[number] < 0:
+            await honest(self, number, 0)
+
+    return [Swap(consistency, "needs", lambda rule, step: 0), Swap(client.Client, "_pull", pull)]
+
+
+def forget_lateness(late_rank: int) -> PlantedBug:
+    """A late gradient counts as if it were new; one worker's first gradient is late for certain."""
+
+    def bug(world: World) -> list[Swap]:
+        def factors(
+            rule: UpdateRule,
+            lateness: consistency.Lateness,
+            number: int,
+            entries: Sequence[Contribution],
+            *others: object,
+        ) -> tuple[float, ...]:
+            total = float(sum(one.samples for one in entries))
+            return tuple(one.samples / total for one in entries)
+
+        return [Swap(consistency, "factors", factors), *(_late_once() if world.rank == late_rank else [])]
+
+    return bug
+
+
+def promote_old_weights(world: World) -> list[Swap]:
+    """A backup that takes over goes back to the weights of the version before, and does not say so."""
+    applied, promoted = replica.Replica.apply, shelf.Shelf._adopt_book
+    before: dict[int, Tensor] = {}
+
+    async def apply(self: replica.Replica, found: Round, lr: float) -> None:
+        before[id(self)] = self.state.weights.clone()
+        await applied(self, found, lr)
+
+    def adopt_book(self: shelf.Shelf, chain: Chain) -> None:
+        own = self.held.replicas.get(0)
+        is_taking_over = self._identity == chain.primary and self.held.steward is None
+        if is_taking_over and own is not None and id(own) in before:
+            own.state.weights.copy_(before[id(own)])
+        promoted(self, chain)
+
+    return [Swap(replica.Replica, "apply", apply), Swap(shelf.Shelf, "_adopt_book", adopt_book)]
+
+
+def leave_part_behind(world: World) -> list[Swap]:
+    """Of a worker that is a group, the ranks that are not its first bring zeros."""
+    honest = dealing.Dealing._put
+
+    def put(self: dealing.Dealing, name: str, patch: Patch, where: Tensor) -> None:
+        honest(self, name, patch, where)
+        if self._channel.rank != dealing.LEADER:
+            where.zero_()
+
+    return [Swap(dealing.Dealing, "_put", put)]
+
+
+def keep_part_of_weights(world: World) -> list[Swap]:
+    """Of a worker that is a group, the ranks that are not its first keep the first weights that they got."""
+    honest = dealing.Dealing.deal
+    dealt: dict[str, Tensor] = {}
+
+    def deal(self: dealing.Dealing) -> None:
+        honest(self)
+        if self._channel.rank == dealing.LEADER:
+            return
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(dealt.setdefault(name, parameter.detach().clone()))
+
+    return [Swap(dealing.Dealing, "deal", deal)]
+
+
+def _aggregate(change: Callable[[Round], Round]) -> Swap:
+    """Change what a shard adds up, and nothing of what is written down about it."""
+    honest = shard.ShardState._aggregate
+    return Swap(shard.ShardState, "_aggregate", lambda self, record: honest(self, change(record)))
+
+
+def _late_once() -> list[Swap]:
+    honest = workline.Line.hand_in
+    seen: list[int] = []
+
+    def hand_in(self: workline.Line, gradient: Tensor, contribution: Contribution, read: Read) -> "Future[bool]":
+        if not seen:
+            seen.append(1)
+            # Answered when the others have closed a round.
+            self.pull(contribution.version + 1)
+        return honest(self, gradient, contribution, read)
+
+    return [Swap(workline.Line, "hand_in", hand_in)]

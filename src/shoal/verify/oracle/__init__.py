@@ -1,0 +1,1 @@
+"""Oracles: one process that follows a rule in which weights are read late (asynchronous pipelines, parameter servers)."""

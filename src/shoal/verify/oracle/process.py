@@ -1,0 +1,31 @@
+"""The process that computes what plans are compared with: one process without parallelism, by whichever rule the plan has."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.launch.pool import serve
+from shoal.verify.oracle.delayed import run_delayed
+from shoal.verify.oracle.replay import run_replay
+from shoal.verify.reference.case import Case, Log, Tree
+from shoal.verify.reference.train import run_reference
+
+
+def _run_job(job: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(job["threads"])
+    case = Case.from_values(job["case"])
+    if "log" in job:
+        return run_replay(case, Log.from_values(job["log"]), Path(job["folder"]))
+    tree = Tree.from_values(job["tree"])
+    run = run_reference if tree.delay is None else run_delayed
+    return run(case, tree, Path(job["folder"]))
+
+
+def main() -> None:
+    """Entry point: serves jobs."""
+    serve(_run_job)
+
+
+if __name__ == "__main__":
+    main()

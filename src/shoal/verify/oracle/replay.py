@@ -1,0 +1,179 @@
+"""One process for parameter servers whose reads depend on timing: it computes what the log of a run says that the run computed.
+
+Round r of the log is a list of portions, the version of each shard that each was computed from, and a factor for each. Here every
+gradient is computed anew, on the whole model with its weights put together from these versions; they are multiplied, added from
+left to right, and given to one optimizer over whole tensors. ``rules.py`` has held the record against the rule before.
+
+    w(0) as built        g = sum over i in round r of f_i * gradient(portion_i, w(v_i))        w(r+1) = optimizer(w(r), g)
+
+Under Downpour the place of a gradient is taken by the sum of those that a worker computed on its own way: u = w(v) when it reads,
+then u <- u - rate * gradient(portion, u) after each.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.optim.build import set_rate
+from shoal.optim.rates import rate
+from shoal.verify.reference.case import Case, Log
+from shoal.verify.reference.model import (
+    ReferenceModel,
+    assert_alone,
+    build_parts,
+    cut_batch,
+    global_batches,
+    measure_movement,
+    norm_of,
+    refuse_not_finite,
+    weigh,
+)
+from shoal.verify.reference.recording import Recorder, model_tensors, saved_buffers
+from shoal.verify.reference.train import group_gradients
+
+Weights = Mapping[str, Tensor]
+
+
+def run_replay(case: Case, log: Log, folder: Path) -> dict[str, Any]:
+    """Make the updates of a log and record each in ``folder``, as ``run_reference`` records steps.
+
+    Raises:
+        RequestError: the model draws random numbers of its own, or its loss is not finite even here.
+    """
+    parts = build_parts(case)
+    training = Replay(parts, log)
+    recorder = Recorder(folder, "reference")
+    initial = {name: parameter.detach().clone() for name, parameter in parts.named}
+    for number in range(len(log.updates)):
+        loss = training.update(number)
+        norm = norm_of(list(training.gradients.values()))
+        refuse_not_finite(loss, norm, number)
+        tensors = {f"grad/{name}": gradient for name, gradient in training.gradients.items()}
+        tensors |= model_tensors(parts.named, parts.optimizer, saved_buffers(parts.model))
+        recorder.add(loss=loss, norm=norm, skipped=False, tensors=tensors)
+    recorder.close(flat=None, movement=measure_movement(parts, initial))
+    assert_alone()
+    return {"flat": None}
+
+
+class Replay:
+    """A model, all versions of its weights that the log still asks for, and the optimizer that makes new ones."""
+
+    def __init__(self, parts: ReferenceModel, log: Log) -> None:
+        assert not parts.precision.scales_loss, "servers scale no loss"
+        self._parts, self._log = parts, log
+        self._batches = list(global_batches(parts))
+        self._last_use: dict[int, int] = {}
+        for number, update in enumerate(log.updates):
+            for part in update["parts"]:
+                for work in part["works"]:
+                    self._last_use |= dict.fromkeys(work["read"] or (), number)
+        self._versions: dict[int, Weights] = {}
+        self._keep(0)
+        self._own: dict[str, Weights] = {}
+        """By worker: its weights after its own steps."""
+        self.gradients: dict[str, Tensor] = {}
+        """Those that made the last update."""
+
+    def update(self, number: int) -> float:
+        """Make one update; the mean loss over its portions, each by the weights that it met."""
+        parts, entries = self._parts, self._log.updates[number]["parts"]
+        newest = self._copy()
+        total: dict[str, Tensor] = {}
+        losses: list[float] = []
+        weights: list[float] = []
+        for entry in entries:
+            found: dict[str, Tensor] = {}
+            for work in entry["works"]:
+                loss, weight, gradient = self._work(entry, work)
+                found = _add(found, gradient)
+                losses.append(loss)
+                weights.append(weight)
+            # A product, then a sum: each rounds once.
+            own = {name: grad if entry["factor"] == 1.0 else grad * entry["factor"] for name, grad in found.items()}
+            total = _add(total, own)
+        self._load(newest)
+        self.gradients = total
+        set_rate(parts.optimizer, rate(parts.optim, number, self._log.total_updates))
+        for name, parameter in parts.named:
+            parameter.grad = total[name].clone()
+        parts.optimizer.step()
+        self._keep(number + 1)
+        self._versions = {
+            version: kept for version, kept in self._versions.items() if self._last_use.get(version, -1) > number
+        }
+        whole = sum(weights)
+        if not whole:
+            return sum(losses) / len(losses)
+        return sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / whole
+
+    def _work(self, entry: Mapping[str, Any], work: Mapping[str, Any]) -> tuple[float, float, dict[str, Tensor]]:
+        """One gradient of a worker, and its own step by it where the rule has one."""
+        worker, read = entry["worker"], work["read"]
+        weights = self._own[worker] if read is None else self._put_together(read)
+        self._load(weights)
+        loss, weight, gradient = self._portion(work["portion"])
+        if self._log.takes_own_steps:
+            # In one row, as workers have it: whether a product and its sum round once or twice depends on the place in a row.
+            row = self._row(weights)
+            row.add_(self._row(gradient), alpha=-self._own_rate(entry["index"], work["portion"]))
+            self._own[worker] = self._unrow(row, weights)
+        return loss, weight, gradient
+
+    def _own_rate(self, index: int, portion: int) -> float:
+        parts, rates = self._parts, self._log.own_rates
+        if rates:
+            return rates[min(index, len(rates) - 1)]
+        return rate(parts.optim, portion // self._log.shares, parts.case.total_steps)
+
+    def _row(self, tensors: Weights) -> Tensor:
+        return torch.cat([tensors[name].reshape(-1)[start:stop] for name, start, stop, _ in self._log.pieces])
+
+    def _unrow(self, row: Tensor, like: Weights) -> Weights:
+        found = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+        offset = 0
+        for name, start, stop, _ in self._log.pieces:
+            found[name].view(-1)[start:stop] = row[offset : offset + stop - start]
+            offset += stop - start
+        return found
+
+    def _portion(self, portion: int) -> tuple[float, float, dict[str, Tensor]]:
+        """Mean loss, weight and gradient of one share of one step, by the weights that the model has now."""
+        parts, log = self._parts, self._log
+        step, share = divmod(portion, log.shares)
+        cuts = cut_batch(self._batches[step], log.tree)
+        own = sum(weigh(parts, cut) for cut in cuts[share])
+        total = sum(weigh(parts, cut) for group in cuts for cut in group) if log.adds_to_steps else own
+        total = max(1.0, total)
+        partial, found = group_gradients(parts, step, cuts[share], log.tree, total=total)
+        mean = float(partial) * total / own if own else 0.0
+        # A push is a whole row: what a worker has no gradient of is zeros there.
+        return mean, own, {name: found.get(name, torch.zeros_like(value)) for name, value in parts.named}
+
+    def _put_together(self, versions: Sequence[int]) -> Weights:
+        """The weights as a worker had them, each shard's stretches in the version that it read of that shard."""
+        if len(set(versions)) == 1:
+            return self._versions[versions[0]]
+        mixed = {name: torch.empty_like(tensor) for name, tensor in self._versions[versions[0]].items()}
+        for name, start, stop, shard in self._log.pieces:
+            source = self._versions[versions[shard]][name]
+            mixed[name].view(-1)[start:stop] = source.view(-1)[start:stop]
+        return mixed
+
+    @torch.no_grad()
+    def _load(self, weights: Weights) -> None:
+        for name, parameter in self._parts.named:
+            parameter.copy_(weights[name])
+
+    def _keep(self, version: int) -> None:
+        self._versions[version] = self._copy()
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone().contiguous() for name, parameter in self._parts.named}
+
+
+def _add(total: Mapping[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: total[name] + grad for name, grad in more.items()} if total else more

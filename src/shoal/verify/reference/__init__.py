@@ -1,0 +1,1 @@
+"""The reference: one process, plain torch, the same global batches."""
