@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.comm.world import World, join_world
 from shoal.data.build import build_splits
 from shoal.data.config import SyntheticConfig
+from shoal.engine.config import TrainConfig
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig
 from shoal.models.losses import build_loss
 from shoal.optim.config import OptimConfig
 from shoal.telemetry.board import Board, Heartbeat
 from shoal.testing.ranks import run_on_ranks
-from shoal.trainer.config import TrainConfig
 from shoal.trainer.loop import Trainer
 
 GLOBAL_BATCH = 8

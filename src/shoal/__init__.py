@@ -16,7 +16,7 @@ _HOMES = {
     "PipelineConfig": "shoal.pipeline.config",
     "Plan": "shoal.core.plan",
     "TelemetryConfig": "shoal.telemetry.config",
-    "TrainConfig": "shoal.trainer.config",
+    "TrainConfig": "shoal.engine.config",
     "Trainer": "shoal.trainer.loop",
     "from_datasets": "shoal.data.sources.own",
 }

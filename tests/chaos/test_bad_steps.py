@@ -6,9 +6,9 @@ import pytest
 
 from shoal.checkpoint.reader import read
 from shoal.core.errors import RunError
-from shoal.trainer.config import TrainConfig
-from shoal.trainer.recovery import Recovery, after_step, loss_limit
-from shoal.trainer.state import hash_weights
+from shoal.engine.config import TrainConfig
+from shoal.engine.state import hash_weights
+from shoal.trainer.progress import Recovery, after_step, loss_limit
 from support.processes.command import read_events, read_summary
 from support.training.diverging_runs import build, line, names
 

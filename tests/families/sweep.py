@@ -31,8 +31,8 @@ def prove(cells: Sequence[tuple], steps: int = 3) -> Iterator[tuple[str, str, li
     """
     # Not at the top: the test that reads the table needs no torch.
     from shoal.core.errors import RequestError
+    from shoal.engine.resolve import choose_plan
     from shoal.trainer.config import load_recipe
-    from shoal.trainer.layout import choose_plan
     from shoal.verify.proof import Prover
     from shoal.verify.request import build_subject, check_plan, choose_precisions
     from shoal.verify.result import settle

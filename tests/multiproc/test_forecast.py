@@ -7,10 +7,10 @@ from shoal.comm.world import World
 from shoal.core.config import validate
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
+from shoal.engine.resolve import resolve_plan
 from shoal.models.check import facts_of
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
-from shoal.trainer.layout import derive_layout
 from shoal.tuning.forecast import forecast_ranks, read_trace
 from shoal.tuning.rehearsal import build_subject, trace_rank
 
@@ -83,7 +83,7 @@ def traced_on(world: World, recipe: dict, plans: list[str]) -> list[dict]:
     subject = build_subject(validate(Recipe, recipe, origin="test"))
     found = []
     for text in plans:
-        plan = derive_layout(subject.recipe.train, Plan.parse(text)).plan
+        plan = resolve_plan(subject.recipe.train, Plan.parse(text)).plan
         seen = read_trace(trace_rank(subject, plan, world=world, num_steps=3))
         found.append({"traffic": account_rows(seen.traffic), "state": dict(seen.state)})
     return found
@@ -91,7 +91,7 @@ def traced_on(world: World, recipe: dict, plans: list[str]) -> list[dict]:
 
 def compare(recipe: dict, plans: list[str], num_ranks: int, *, deadline_seconds: float) -> None:
     subject = build_subject(validate(Recipe, recipe, origin="test"))
-    full = [str(derive_layout(subject.recipe.train, with_replicas(text, num_ranks)).plan) for text in plans]
+    full = [str(resolve_plan(subject.recipe.train, with_replicas(text, num_ranks)).plan) for text in plans]
     expected = [
         [
             {"traffic": account_rows(rank.traffic), "state": dict(rank.state)}

@@ -8,11 +8,11 @@ from shoal.checkpoint.reader import read
 from shoal.comm.ledger import account_rows
 from shoal.core.config import validate
 from shoal.core.plan import Plan
+from shoal.engine.resolve import resolve_plan
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.csvform import write_csv
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
-from shoal.trainer.layout import derive_layout
 from shoal.tuning.forecast import forecast_ranks, read_trace
 from shoal.tuning.rehearsal import build_subject as build_rehearsed
 from shoal.tuning.rehearsal import trace_rank
@@ -151,7 +151,7 @@ def traced(world, text):
 
 def test_what_is_rehearsed_is_what_ranks_count_and_hold():
     subject = build_rehearsed(validate(Recipe, REHEARSED, origin="test"))
-    plan = derive_layout(subject.recipe.train, Plan.parse(f"dp=1 {PLAN}")).plan
+    plan = resolve_plan(subject.recipe.train, Plan.parse(f"dp=1 {PLAN}")).plan
     expected = [
         {"traffic": account_rows(rank.traffic), "state": dict(rank.state)} for rank in forecast_ranks(subject, plan)
     ]

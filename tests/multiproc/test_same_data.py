@@ -18,8 +18,8 @@ from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.config import TokensConfig
 from shoal.data.sources.own import from_datasets
+from shoal.engine.config import TrainConfig
 from shoal.testing.ranks import run_on_ranks
-from shoal.trainer.config import TrainConfig
 from shoal.trainer.loop import Trainer
 
 

@@ -46,7 +46,7 @@ FAILURE = [
     Mutation(
         promise=BAD_STEP,
         what="a step that is not finite is taken",
-        file="src/shoal/trainer/step.py",
+        file="src/shoal/engine/step.py",
         old="        is_taken = is_finite and loss <= loss_limit",
         new="        is_taken = loss <= loss_limit",
         test="tests/chaos/test_bad_steps.py::test_all_ranks_leave_out_the_same_step_and_no_weight_moves",
@@ -55,7 +55,7 @@ FAILURE = [
     Mutation(
         promise=BAD_STEP,
         what="a loss that jumped is learnt from",
-        file="src/shoal/trainer/step.py",
+        file="src/shoal/engine/step.py",
         old="        is_taken = is_finite and loss <= loss_limit",
         new="        is_taken = is_finite",
         test="tests/chaos/test_bad_steps.py::test_a_batch_that_is_far_off_teaches_nothing",
@@ -64,7 +64,7 @@ FAILURE = [
     Mutation(
         promise=BAD_STEP,
         what="the rate stays the same after a rollback",
-        file="src/shoal/trainer/recovery.py",
+        file="src/shoal/trainer/progress.py",
         old="    return config.rollback_rate**state.rollbacks",
         new="    return 1.0",
         test="tests/chaos/test_bad_steps.py::test_after_some_steps_in_a_row_the_run_goes_back_with_a_lower_rate",
@@ -73,7 +73,7 @@ FAILURE = [
     Mutation(
         promise=BAD_STEP,
         what="a resumed run forgets which steps it left out",
-        file="src/shoal/trainer/state.py",
+        file="src/shoal/trainer/progress.py",
         old='            recovery = dict(plain.pop("recovery", {}))',
         new='            recovery = dict(plain.pop("recovery", {}) and {})',
         test="tests/chaos/test_bad_steps.py::test_a_run_that_was_stopped_decides_as_one_that_was_not",
@@ -308,7 +308,7 @@ FAILURE = [
     Mutation(
         promise=MIX,
         what="a resumed run has fresh optimizer state",
-        file="src/shoal/trainer/state.py",
+        file="src/shoal/engine/state.py",
         old="        target.copy_(tensors[name])\n",
         new='        if not name.startswith("optimizer/"):\n            target.copy_(tensors[name])\n',
         test="tests/chaos/test_mixed_faults.py::test_a_few_faults_change_no_bit",

@@ -63,7 +63,7 @@ NUMERICS = [
     Mutation(
         promise=DATA,
         what="gradients are not clipped",
-        file="src/shoal/trainer/step.py",
+        file="src/shoal/engine/step.py",
         old="clip_(gradients.values(), norm=norm, limit=self.clip, loss_scale=loss_scale.scale)",
         new="clip_(gradients.values(), norm=norm, limit=None, loss_scale=loss_scale.scale)",
         test="tests/parity/test_data_parallel.py::test_two_replicas_give_the_bits_of_one_process[gpt tied, clipped]",
@@ -90,7 +90,7 @@ NUMERICS = [
     Mutation(
         promise=SPLIT,
         what="sp: gradients of the layers between are not summed",
-        file="src/shoal/trainer/step.py",
+        file="src/shoal/engine/step.py",
         old="        if self.partial:\n            sum_partial_(",
         new="        if False:\n            sum_partial_(",
         test="tests/multiproc/test_verify.py::test_plans_are_proved_and_certified",
@@ -207,7 +207,7 @@ NUMERICS = [
     Mutation(
         promise=MEAN,
         what="every microbatch counts alike",
-        file="src/shoal/trainer/step.py",
+        file="src/shoal/engine/step.py",
         old="loss = objective(microbatch, microbatch.weight / total, stop)",
         new="loss = objective(microbatch, 1.0 / self.num_microbatches / self.mesh.replicas.size, stop)",
         test="tests/parity/test_data_parallel.py::test_two_replicas_give_the_bits_of_one_process[seq2seq, ragged]",
@@ -309,7 +309,7 @@ NUMERICS = [
         Mutation(
             promise=RESUME,
             what=f"optimizer state is not restored, {plan}",
-            file="src/shoal/trainer/state.py",
+            file="src/shoal/engine/state.py",
             old="        target.copy_(tensors[name])\n",
             new='        if not name.startswith("optimizer/"):\n            target.copy_(tensors[name])\n',
             test=f"{RESUMED}[{plan}]",
@@ -321,7 +321,7 @@ NUMERICS = [
         Mutation(
             promise=RESUME,
             what=f"the random state of {whose} is not restored",
-            file="src/shoal/trainer/rng.py",
+            file="src/shoal/engine/rng.py",
             old=old,
             new="        pass\n",
             test=f"{RESUMED}[dp=2]",
@@ -339,7 +339,7 @@ NUMERICS = [
     Mutation(
         promise=RESUME,
         what="the data goes on one sample later",
-        file="src/shoal/trainer/state.py",
+        file="src/shoal/trainer/progress.py",
         old='position=Position(**plain.pop("position")),',
         new='position=Position(**{**(at := plain.pop("position")), "offset": at["offset"] + 1}),',
         test=f"{RESUMED}[dp=2 zero=3]",

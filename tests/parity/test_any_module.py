@@ -16,6 +16,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
+from shoal.engine.objective import Scoring
 from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
@@ -23,7 +24,6 @@ from shoal.parallel.apply import apply_to_model
 from shoal.parallel.requirements import describe_facts
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks
-from shoal.trainer.scoring import Scoring
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import shoal.engine.parallelize as laying
 import shoal.parallel.data as data_parallel
-import shoal.trainer.laying as laying
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.order import Position, permute, take
+from shoal.engine.rng import seed_for_build
 from shoal.models.build import build_model
 from shoal.models.losses import build_loss
 from shoal.optim.build import build_optimizer
@@ -25,7 +26,6 @@ from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
-from shoal.trainer.rng import seed_for_build
 
 STEPS = 3
 MUTANTS = ["mean over replicas", "no reduction", "dropout by rank"]

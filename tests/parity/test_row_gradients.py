@@ -4,11 +4,11 @@ import pytest
 
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
+from shoal.engine.state import hash_weights
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
-from shoal.trainer.state import hash_weights
 
 ROWS, WHOLE = ("support.models.custom_parts:build_rows", "support.models.custom_parts:build_bag")
 CALLED = "support.models.custom_parts:build_called_rows"

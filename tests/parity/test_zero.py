@@ -21,6 +21,7 @@ from shoal.core.placement import Patch, Placement
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.order import Position, permute, take
+from shoal.engine.rng import seed_for_build
 from shoal.models.build import build_model
 from shoal.models.losses import build_loss
 from shoal.optim.build import build_optimizer, initialise_state
@@ -32,7 +33,6 @@ from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.parity import assert_close, compare
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
-from shoal.trainer.rng import seed_for_build
 
 STEPS = 3
 STAGES = (1, 2, 3)

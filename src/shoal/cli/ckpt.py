@@ -158,8 +158,8 @@ def _severity(tensor: "TensorDifference") -> float:
 
 def _export_program(run_dir: Path, source: Path, weights: Any, draft: Path) -> None:
     from shoal.checkpoint.export import write_program
+    from shoal.engine.state import import_weights
     from shoal.trainer.build import load_run
-    from shoal.trainer.state import import_weights
 
     run = load_run(run_dir)
     # The run gives its newest weights; the ones asked for may be older.

@@ -168,7 +168,7 @@ def _changes(overrides: list[str] | None, max_restarts: int | None, profile: str
 
 def _check_processes(count: int | None) -> None:
     """Said before the recipe's batch is held to so many: the batch that they would need is no answer."""
-    from shoal.trainer.layout import check_processes
+    from shoal.engine.resolve import check_processes
 
     if count is not None:
         check_processes(count)

@@ -18,15 +18,15 @@ from shoal.comm.mesh import build_mesh
 from shoal.comm.world import Place, World
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, replace_text
+from shoal.engine.evaluate import evaluate
+from shoal.engine.resolve import default_threads
+from shoal.engine.state import hash_weights
 from shoal.launch.procfs import peak_resident_bytes
 from shoal.serverrun.member import MemberPlace
 from shoal.serverrun.tally import count_dropped
 from shoal.serverrun.tidings import count_tidings
 from shoal.telemetry.lines import decode_events
 from shoal.trainer.build import load_run
-from shoal.trainer.evaluate import evaluate
-from shoal.trainer.layout import default_threads
-from shoal.trainer.state import hash_weights
 from shoal.trainer.summary import summarise_servers, write_summary
 
 

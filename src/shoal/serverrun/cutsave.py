@@ -27,12 +27,13 @@ from shoal.core.errors import RunError
 from shoal.core.events import CheckpointFailed, Event
 from shoal.core.placement import Placement, place_whole
 from shoal.core.rundir import RunDir
+from shoal.engine.state import Outline
 from shoal.paramserver.ballots import name_voters
 from shoal.paramserver.messages import FINISHED, Ballot, Ballots
 from shoal.paramserver.server import Server
 from shoal.paramserver.shard import ShardState
 from shoal.paramserver.wirevote import WireVote
-from shoal.trainer.state import Outline, Progress
+from shoal.trainer.progress import Progress
 
 BOOK = "book"
 """The key under which a checkpoint's values have the book."""

@@ -20,8 +20,8 @@ from shoal.comm.channel import Channel
 from shoal.comm.full_tensor import box, is_spokesman
 from shoal.core.errors import RunError
 from shoal.core.placement import Patch, Placement
+from shoal.engine.parallelize import ParallelModel
 from shoal.serverrun.flatmodel import FlatRow
-from shoal.trainer.laying import Placed
 
 LEADER = 0
 """The rank of a group that is the worker to everyone else."""
@@ -36,7 +36,7 @@ class Holding:
     """Those whose gradient it brings."""
 
     @classmethod
-    def of(cls, placed: Placed) -> "Holding":
+    def of(cls, placed: ParallelModel) -> "Holding":
         """What this rank holds."""
         placements = dict(sorted(placed.reduction.placements.items()))
         spoken = [
@@ -88,7 +88,7 @@ class Dealing:
         row: whole weights and gradients; on the leader, None elsewhere.
     """
 
-    def __init__(self, placed: Placed, dtype: torch.dtype, row: FlatRow | None) -> None:
+    def __init__(self, placed: ParallelModel, dtype: torch.dtype, row: FlatRow | None) -> None:
         self._channel = placed.mesh.everyone
         self._parameters = placed.reduction.updated
         self._own = Holding.of(placed)

@@ -15,9 +15,9 @@ from shoal.paramserver.cutting import ITEM_BYTES, Model, ShardMap
 from shoal.paramserver.lbfgs import pair_names
 from shoal.paramserver.linesearch import GRADIENTS_HELD
 from shoal.paramserver.shard import VERSIONS_REMEMBERED
+from shoal.paramserver.shares import portion_samples
 from shoal.serverrun.ahead import pulls_ahead
 from shoal.serverrun.hot import cut_for
-from shoal.serverrun.sizes import portion_samples
 from shoal.trainer.config import Recipe
 
 Sizes = dict[str, int]

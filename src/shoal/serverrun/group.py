@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import FileStore  # torch types this name only t
 from shoal.comm.world import Place, World, join_world
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
+from shoal.engine.config import TrainConfig
 from shoal.serverrun.member import MemberPlace
-from shoal.trainer.config import TrainConfig
 
 
 def group_plan(plan: Plan) -> Plan:

@@ -11,16 +11,15 @@ from typing import Any
 from shoal.checkpoint.sweep import sweep
 from shoal.core.errors import EXIT_DONE, EXIT_NO, RunError
 from shoal.core.rundir import RunDir
+from shoal.engine.resolve import default_threads
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.serverrun.crew import CrewEnd, CrewRequest, run_crew
 from shoal.serverrun.fallback import fall_back_if_refused
 from shoal.serverrun.tally import count_dropped
 from shoal.serverrun.tidings import count_tidings
 from shoal.telemetry.live import build_display
-from shoal.trainer.ended import Ended
-from shoal.trainer.layout import default_threads
 from shoal.trainer.request import Prepared
-from shoal.trainer.summary import summarise_death, summarise_servers, write_summary
+from shoal.trainer.summary import Ended, summarise_death, summarise_servers, write_summary
 
 
 def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> Ended:

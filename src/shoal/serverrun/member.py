@@ -14,6 +14,7 @@ from shoal.core.updates import UpdateRule
 from shoal.elastic.election.elector import Center
 from shoal.elastic.election.filelease import read_center
 from shoal.elastic.election.seeker import Seeker
+from shoal.engine.resolve import default_threads
 from shoal.paramserver.candidate import CLUSTER_OPERATIONS
 from shoal.paramserver.messages import OPERATIONS
 from shoal.serverrun.agreement import shared_settings
@@ -21,7 +22,6 @@ from shoal.serverrun.cluster import Cluster
 from shoal.serverrun.tally import Tally
 from shoal.telemetry.board import Board, RankSlot
 from shoal.trainer.config import Recipe
-from shoal.trainer.layout import default_threads
 
 
 @dataclass(frozen=True, kw_only=True)

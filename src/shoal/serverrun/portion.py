@@ -15,8 +15,8 @@ from torch import nn
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.order import Ids, own_microbatches, permute, position_of, take
 from shoal.data.source import Source
-from shoal.serverrun.sizes import stretch_of
-from shoal.trainer.step import StepRunner
+from shoal.engine.step import StepRunner
+from shoal.paramserver.shares import stretch_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from shoal.core.plan import Plan
 from shoal.core.updates import UpdateRule
-from shoal.serverrun.sizes import portion_samples
+from shoal.paramserver.shares import portion_samples
 from shoal.trainer.config import Recipe
 
 

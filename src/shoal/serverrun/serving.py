@@ -33,6 +33,8 @@ from shoal.core.rundir import RunDir
 from shoal.data.order import position_of
 from shoal.data.source import Splits
 from shoal.elastic.view import View
+from shoal.engine.resolve import count_steps, count_updates, updates_per_step
+from shoal.engine.state import draw_outline, named_weights
 from shoal.optim.build import build_optimizer, decide_groups
 from shoal.optim.precision import Precision
 from shoal.optim.rates import rate
@@ -53,10 +55,9 @@ from shoal.serverrun.member import MemberPlace, attach_slot, open_finder, open_n
 from shoal.serverrun.tidings import describe_refusal, describe_return
 from shoal.telemetry.board import Heartbeat
 from shoal.trainer.build import build_parts
-from shoal.trainer.layout import count_steps, count_updates, updates_per_step
+from shoal.trainer.progress import Progress
 from shoal.trainer.reporting import Reporter
 from shoal.trainer.samedata import SameData, data_values, refuse_other_data
-from shoal.trainer.state import Progress, draw_outline, named_weights
 
 Conclude = Callable[[str], None]
 """Called, in a thread, with why the run was stopped (nothing when it was finished), when its last checkpoint is written."""

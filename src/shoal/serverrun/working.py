@@ -15,6 +15,8 @@ import torch
 
 from shoal.comm.parentdeath import end_if_forked
 from shoal.comm.wire.node import new_incarnation
+from shoal.engine.parallelize import ParallelModel, build_runner, parallelize
+from shoal.engine.resolve import count_steps, resolve_plan
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.paramserver.client import RunOver
@@ -37,8 +39,6 @@ from shoal.serverrun.portion import ShareRunner
 from shoal.serverrun.workline import Line, Pace, Worker, describe
 from shoal.telemetry.board import Heartbeat, RankSlot
 from shoal.trainer.build import build_parts
-from shoal.trainer.laying import Placed, build_runner, place_model
-from shoal.trainer.layout import count_steps, derive_layout
 from shoal.trainer.samedata import SameData
 
 
@@ -95,7 +95,7 @@ def _work_under_names(
 class Bench:
     """Model, data and passes on this process, which is a worker or one rank of one."""
 
-    placed: Placed
+    placed: ParallelModel
     shares: ShareRunner
     model: Model
     """The trained parameters, whole."""
@@ -115,7 +115,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
     model, loss, data = build_parts(recipe)
     refuse_batch_norm(model)
     sizes = recipe.paramserver.portion_sizes(place.plan.num_shares)
-    layout = derive_layout(recipe.train, place.plan, sizes=sizes)
+    layout = resolve_plan(recipe.train, place.plan, sizes=sizes)
     world = join_group(place)
     same_data = SameData(world, data)
     # The servers have the optimizer; one without state costs nothing here.
@@ -127,7 +127,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
     # Their gradients are added up whole, because torch adds rows up in another order; which rows were touched is found when
     # they are sent.
     sparse = sparse_parameters(model)
-    placed = place_model(
+    placed = parallelize(
         model,
         data,
         loss,

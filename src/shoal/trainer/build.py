@@ -17,6 +17,10 @@ from shoal.core.rundir import RunDir
 from shoal.data.build import build_splits
 from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
+from shoal.engine.objective import Objective, Scoring
+from shoal.engine.parallelize import example_of
+from shoal.engine.rng import seed_for_build
+from shoal.engine.state import import_weights
 from shoal.models.build import build_model
 from shoal.models.config import AnyModelConfig
 from shoal.models.losses import Loss, build_loss
@@ -25,11 +29,6 @@ from shoal.telemetry.board import RankSlot
 from shoal.trainer.claim import check_inside
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
-from shoal.trainer.objective import Objective
-from shoal.trainer.rng import seed_for_build
-from shoal.trainer.scoring import Scoring
-from shoal.trainer.staging import example_of
-from shoal.trainer.state import import_weights
 
 
 def build_parts(recipe: Recipe, *, data: Splits | None = None) -> tuple[nn.Module, Loss, Splits]:

@@ -13,6 +13,8 @@ from torch import nn
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.units import format_bytes, format_count
+from shoal.engine.parallelize import analyse, example_of, resolve_stages
+from shoal.engine.resolve import asks_the_model, schedule_of
 from shoal.models.embeddings import make_dense
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import ModuleAnalysis
@@ -25,10 +27,7 @@ from shoal.serverrun.dryservers import sizes_with_servers
 from shoal.serverrun.flatmodel import describe_model
 from shoal.serverrun.group import group_plan, share_of
 from shoal.trainer.build import build_parts, build_without_memory
-from shoal.trainer.laying import look_at
-from shoal.trainer.layout import asks_the_model, schedule_of
 from shoal.trainer.request import Prepared
-from shoal.trainer.staging import example_of, look_at_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +115,13 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     if asks_the_model(plan):
         whole, _, data = build_parts(recipe)
         make_dense(whole)
-        analysis = look_at(whole, data, recipe.parallel)
+        analysis = analyse(whole, data, recipe.parallel)
         lines = describe(analysis, plan)
     mesh = pretend_mesh(plan)
     if mesh.has(Axis.TENSOR):
         apply_tensor_parallel(model, analysis=analysis, mesh=mesh, sequence_parallel=plan.sp)
     if mesh.has(Axis.PIPELINE):
-        stages = look_at_stages(
+        stages = resolve_stages(
             whole, data, analysis, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
         )
         lines += stages.describe()

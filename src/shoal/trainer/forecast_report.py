@@ -8,8 +8,7 @@ from typing import Any
 
 from shoal.core.rundir import RunDir, replace_text
 from shoal.core.units import format_bytes
-from shoal.trainer.ended import Ended
-from shoal.trainer.summary import write_summary
+from shoal.trainer.summary import Ended, write_summary
 
 
 def keep_forecast(run_dir: Path, page: Mapping[str, Any] | None, *, resume: bool) -> dict[str, Any] | None:

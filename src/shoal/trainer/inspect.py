@@ -9,9 +9,9 @@ import torch
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
+from shoal.engine.evaluate import evaluate
 from shoal.models.generate import generate
 from shoal.trainer.build import load_run
-from shoal.trainer.evaluate import evaluate
 
 _BYTES = 256
 

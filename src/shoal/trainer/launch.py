@@ -17,17 +17,16 @@ from shoal.checkpoint.whole import committed_names
 from shoal.core.errors import EXIT_DONE, EXIT_WRONG_REQUEST, RunError
 from shoal.core.rundir import RunDir, withheld
 from shoal.core.units import format_bytes, format_count, format_duration
+from shoal.engine.resolve import check_processes, default_threads
 from shoal.launch.failurereport import describe, headline
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.supervisor import supervise
 from shoal.serverrun.launchcrew import train_with_servers
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
-from shoal.trainer.ended import Ended
 from shoal.trainer.forecast_report import describe_forecast, keep_forecast, with_forecast
-from shoal.trainer.layout import check_processes, default_threads
 from shoal.trainer.request import Prepared, already_finished, say_finished
-from shoal.trainer.summary import read_summary, summarise_death, write_summary
+from shoal.trainer.summary import Ended, read_summary, summarise_death, write_summary
 
 
 def train_supervised(prepared: Prepared, *, debug: bool = False, forecast: Mapping[str, Any] | None = None) -> Ended:

@@ -29,6 +29,14 @@ from shoal.core.units import parse_duration
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
+from shoal.engine.async_pipeline import AsyncPipeline, nonfinite
+from shoal.engine.config import TrainConfig
+from shoal.engine.evaluate import Evaluation, evaluate
+from shoal.engine.parallelize import build_runner, parallelize
+from shoal.engine.resolve import asks_the_model, check_samples, count_steps, resolve_plan, updates_per_step
+from shoal.engine.rng import seed_process
+from shoal.engine.state import RankState
+from shoal.engine.step import StepResult
 from shoal.launch.config import ProcessConfig
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
@@ -41,21 +49,14 @@ from shoal.pipeline.config import PipelineConfig
 from shoal.telemetry.board import RankSlot, Said
 from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.trace import Tracer
-from shoal.trainer.config import EvalConfig, TrainConfig
+from shoal.trainer.config import EvalConfig
 from shoal.trainer.draws import describe_draws
-from shoal.trainer.evaluate import Evaluation, evaluate
-from shoal.trainer.laying import build_runner, place_model
-from shoal.trainer.layout import asks_the_model, check_samples, count_steps, derive_layout, updates_per_step
 from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.persist import Persistence
-from shoal.trainer.recovery import after_step, loss_limit, rate_factor, wants_rollback
+from shoal.trainer.progress import Progress, after_step, loss_limit, rate_factor, wants_rollback
 from shoal.trainer.reporting import Reporter
-from shoal.trainer.rng import seed_process
 from shoal.trainer.samedata import SameData
 from shoal.trainer.setbacks import Setbacks
-from shoal.trainer.state import Held, Progress
-from shoal.trainer.step import StepResult
-from shoal.trainer.stream import Stream, nonfinite
 
 
 class Trainer:
@@ -101,7 +102,7 @@ class Trainer:
         plan = plan or Plan()
         plan = replace(plan, dp=self.world.size // plan.ranks_per_replica) if plan.dp is None else plan
         plan.check(world_size=self.world.size)
-        layout = derive_layout(train, plan)
+        layout = resolve_plan(train, plan)
         self.plan, self.micro_batch = layout.plan, layout.micro_batch
         self.same_data = SameData(self.world, data)
         check_samples(num_samples=len(data.train), replicas=self.plan.degree(Axis.DATA))
@@ -126,9 +127,7 @@ class Trainer:
             data=self.same_data.fingerprint,
         )
         self.setbacks = Setbacks(train, self.runner, self.placed.outline, self.persistence)
-        self.progress = Progress(position=Position(), loss_scale=self.precision.first_loss_scale)
-        if self.stream is not None:
-            self.progress = self.stream.sign(self.progress)
+        self.progress = self._signed(Progress(position=Position(), loss_scale=self.precision.first_loss_scale))
         self.status: Said = "completed"
         self.stopped_by: str | None = None
         self._stop_wish: str | None = None
@@ -160,7 +159,7 @@ class Trainer:
         """Put the model where the plan wants it."""
         train, optim, world = self.train_config, self.optim_config, self.world
         self.precision = Precision.named(train.precision)
-        self.placed = place_model(
+        self.placed = parallelize(
             model,
             self.data,
             loss,
@@ -173,7 +172,9 @@ class Trainer:
         )
         self.runner = build_runner(self.placed, self.data, train=train, optim=optim, world=world, slot=self.slot)
         cut = self.placed.pipeline
-        self.stream = Stream(self.runner, cut, self.plan) if cut is not None and cut.schedule.updates.flows else None
+        self.stream = (
+            AsyncPipeline(self.runner, cut, self.plan) if cut is not None and cut.schedule.updates.flows else None
+        )
         self.model, self.optimizer = self.placed.model, self.placed.optimizer
         self.objective = self.placed.objective
         self.objective.name_sample = getattr(self.data.train, "name_sample", None)
@@ -183,24 +184,29 @@ class Trainer:
         if restored is not None:
             self.placed.reduction.publish()
             # A synchronous pipeline has no history of versions that a later one could go on with.
-            plain = replace(restored.progress, stream="", stream_start=0)
-            self.progress = plain if self.stream is None else self.stream.sign(plain)
-            if self.stream is not None and self.stream.start == plain.step > 0:
+            self.progress = self._signed(replace(restored.progress, async_signature="", async_start=0))
+            if self.stream is not None and self.stream.start == self.progress.step > 0:
                 self.reporter.tell(
                     f"the checkpoint has no versions of weights for {self.stream.signature}: a new history begins at "
-                    f"step {plain.step}, as at the start of a run"
+                    f"step {self.progress.step}, as at the start of a run"
                 )
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
         else:
             self.reporter.tell("there is no checkpoint to go on from; starting at step 0")
 
-    def _held_at(self, progress: Progress) -> Held:
+    def _signed(self, progress: Progress) -> Progress:
+        """The progress with the history of versions that an asynchronous pipeline has; unchanged without one."""
+        if self.stream is None:
+            return progress
+        return replace(progress, async_signature=self.stream.signature, async_start=self.stream.start)
+
+    def _held_at(self, progress: Progress) -> RankState:
         """What this rank will hold when it goes on from there."""
         if self.stream is not None:
-            self.stream.go_on(progress)
+            self.stream.resume_at(progress.step, signature=progress.async_signature, start=progress.async_start)
         return self._held(progress.step)
 
-    def _held(self, step: int) -> Held:
+    def _held(self, step: int) -> RankState:
         """What this rank holds of the run's state after so many steps."""
         held = self.placed.held()
         return held if self.stream is None else self.stream.add_versions(held, step)
@@ -226,7 +232,8 @@ class Trainer:
     def training_steps(self) -> Iterator[StepDone]:
         """Train, yielding after each step; ends when the length is reached or a stop was requested."""
         self._announce()
-        deadline = self._time_limit()
+        limit = self.train_config.time_limit
+        deadline = None if limit is None else time.monotonic() + parse_duration(limit)
         loader = self._open_loader()
         try:
             while self.progress.step < self.total_steps and self.stopped_by is None:
@@ -300,10 +307,6 @@ class Trainer:
                 self.reporter.tell(line)
         self.persistence.warn_if_disk_is_short(self._held(self.progress.step), num_parts=self.plan.pp)
 
-    def _time_limit(self) -> float | None:
-        limit = self.train_config.time_limit
-        return None if limit is None else time.monotonic() + parse_duration(limit)
-
     def _open_loader(self) -> Loader:
         return Loader(
             self.data.train,
@@ -341,7 +344,7 @@ class Trainer:
         self._after_step(done, result)
         return done
 
-    def _train_window(self, loader: Loader, stream: Stream) -> Iterator[StepDone]:
+    def _train_window(self, loader: Loader, stream: AsyncPipeline) -> Iterator[StepDone]:
         """Steps of an asynchronous pipeline up to the next point where all stages must be at the same place."""
         started = time.perf_counter()
         step = self.progress.step

@@ -26,8 +26,8 @@ from shoal.costs.undisturbed import undisturbed
 from shoal.data.order import permute
 from shoal.data.source import Items, Source
 from shoal.data.spec import IGNORED
+from shoal.engine.config import TrainConfig
 from shoal.models.losses import Loss, by_targets, cross_entropy, squared_error
-from shoal.trainer.config import TrainConfig
 
 _SAMPLES = 7
 """Odd, so that parts are unequal, and a number that few other dims have."""

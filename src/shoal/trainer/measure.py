@@ -7,16 +7,15 @@ from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
 from shoal.data.config import AnyDataConfig
 from shoal.data.source import Splits
+from shoal.engine.parallelize import analyse, example_of, resolve_stages
 from shoal.models.embeddings import make_dense
 from shoal.optim.torchclass import check_named
 from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import prove_stages
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
-from shoal.trainer.laying import look_at
 from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.samedata import refuse_other_data_early
-from shoal.trainer.staging import example_of, look_at_stages
 from shoal.trainer.trial import try_first_samples
 
 
@@ -67,10 +66,10 @@ class OwnPartsHere:
         """
         model, _, data = build_parts(recipe, data=self._data(recipe))
         make_dense(model)
-        analysis = look_at(model, data, recipe.parallel)
+        analysis = analyse(model, data, recipe.parallel)
         plan.check(describe_facts(analysis, model))
         if plan.pp > 1:
-            stages = look_at_stages(
+            stages = resolve_stages(
                 model, data, analysis, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
             )
             prove_stages(model, example_of(data), stages)

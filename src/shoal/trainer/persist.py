@@ -21,11 +21,12 @@ from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
+from shoal.engine.rng import export_random_state, import_random_state, seed_process
+from shoal.engine.state import RankState, load_rank_state, refuse_other_state
 from shoal.trainer.claim import check_inside
+from shoal.trainer.progress import Progress
 from shoal.trainer.reporting import Reporter
-from shoal.trainer.rng import export_random_state, import_random_state, seed_process
 from shoal.trainer.samedata import data_values, refuse_other_data
-from shoal.trainer.state import Held, Progress, import_held, refuse_other_state
 
 _WORDS = 8
 """Of 32 bits: a SHA-256."""
@@ -93,7 +94,7 @@ class Persistence:
         else:
             self.failure = None
 
-    def warn_if_disk_is_short(self, held: Held, *, num_parts: int = 1) -> None:
+    def warn_if_disk_is_short(self, held: RankState, *, num_parts: int = 1) -> None:
         """Say before the first step that the disk cannot hold the checkpoints that the recipe keeps.
 
         A pipeline rank holds one of ``num_parts`` parts of the model, which are taken to be of one size.
@@ -124,7 +125,7 @@ class Persistence:
         """True when the recipe wants a checkpoint after this step."""
         return self.every > 0 and step % self.every == 0
 
-    def save(self, held: Held, progress: Progress) -> None:
+    def save(self, held: RankState, progress: Progress) -> None:
         """Copy the state and begin to write it; returns as soon as the copy is made."""
         if self.saver is None or progress.step == self.saved_step:
             return
@@ -188,13 +189,13 @@ class Persistence:
         if self.saver is not None:
             self.saver.close()
 
-    def roll_back(self, held_at: Callable[[Progress], Held]) -> Restored | None:
+    def roll_back(self, held_at: Callable[[Progress], RankState]) -> Restored | None:
         """Go back to the newest good checkpoint, as ``restore`` does; None when there is none."""
         self.fall_back()
         good = self.saver.proven.good if self.saver is not None else None
         return self.restore(held_at, step=-1 if good is None else good)
 
-    def restore(self, held_at: Callable[[Progress], Held], *, step: int | None = None) -> Restored | None:
+    def restore(self, held_at: Callable[[Progress], RankState], *, step: int | None = None) -> Restored | None:
         """Load the newest whole checkpoint; None when there is none to load. Refused ones are named.
 
         The first rank chooses, and all agree on that one's manifest before any of them loads: if each chose, or somebody
@@ -268,7 +269,7 @@ class Persistence:
             self.reporter.warn(f"checkpoint {path.name} is not whole and is passed over: {reason}")
         return found.path
 
-    def _load(self, path: Path, manifest: str, held_at: Callable[[Progress], Held]) -> Restored:
+    def _load(self, path: Path, manifest: str, held_at: Callable[[Progress], RankState]) -> Restored:
         prefix = f"rng/rank-{self.world.rank:03d}/"
         checkpoint = read(path, wanted=lambda name: name.startswith(prefix), expect=manifest)
         progress = Progress.from_values(checkpoint.values.get("progress"), origin=str(path))
@@ -281,7 +282,7 @@ class Persistence:
                 progress = replace(progress, position=Position(epoch=progress.position.epoch + 1))
         held = held_at(progress)
         refuse_other_state(held, checkpoint.manifest.tensors, origin=str(path))
-        import_held(held, read_local(path, held.placements, expect=manifest), origin=str(path))
+        load_rank_state(held, read_local(path, held.placements, expect=manifest), origin=str(path))
         # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.
         is_same_plan = checkpoint.manifest.plan == self.plan
         if not (is_same_plan and import_random_state(checkpoint.tensors, self.world.rank)):

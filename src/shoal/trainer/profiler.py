@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from shoal.comm.ledger import Account, plain_account
+from shoal.engine.sizes import measure_state
+from shoal.engine.step import StepResult
 from shoal.schedules.action import Action
 from shoal.trainer.loop import Trainer
-from shoal.trainer.sizes import measure_state
-from shoal.trainer.step import StepResult
 
 _AXES = ("tp", "cp", "dp", "pp", "replicas", "everyone")
 _OPERATIONS = ("sum", "largest", "reduce_scatter", "gather", "exchange", "shift", "broadcast", "send", "share")

@@ -19,6 +19,17 @@ from shoal.core.rundir import RunDir
 from shoal.data.check import DataSummary, check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
+from shoal.engine.resolve import (
+    ResolvedPlan,
+    asks_the_model,
+    check_samples,
+    check_settings,
+    choose_plan,
+    count_steps,
+    count_updates,
+    resolve_plan,
+    server_settings,
+)
 from shoal.models.check import check_model, facts_of
 from shoal.models.config import OwnModelConfig
 from shoal.serverrun.rulecheck import rule_problems
@@ -26,17 +37,6 @@ from shoal.telemetry.config import parse_window
 from shoal.telemetry.tensorboard import wants_curves
 from shoal.trainer.claim import check_claim, choose_run_dir, list_gentler, require_run_dir
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.layout import (
-    Layout,
-    asks_the_model,
-    check_samples,
-    check_settings,
-    choose_plan,
-    count_steps,
-    count_updates,
-    derive_layout,
-    server_settings,
-)
 from shoal.trainer.summary import read_summary
 
 
@@ -59,7 +59,7 @@ class Prepared:
     """A request that was checked: what will run, where, for how long."""
 
     recipe: Recipe
-    layout: Layout
+    layout: ResolvedPlan
     spec: DataSpec
     train_samples: int
     total_steps: int
@@ -132,7 +132,7 @@ def say_finished(run_dir: Path, steps: int, wanted: int) -> str:
 
 
 def check_parts(
-    recipe: Recipe, plan: Plan, layout: Layout, *, run_dir: Path, resume: bool, own: OwnParts, tries: bool = False
+    recipe: Recipe, plan: Plan, layout: ResolvedPlan, *, run_dir: Path, resume: bool, own: OwnParts, tries: bool = False
 ) -> Prepared:
     """Check the data, the model and the settings of a request that was read.
 
@@ -192,7 +192,7 @@ def check_parts(
     )
 
 
-def read_request(request: TrainRequest) -> tuple[Recipe, Plan, Layout]:
+def read_request(request: TrainRequest) -> tuple[Recipe, Plan, ResolvedPlan]:
     """The recipe of a request with its plan filled in, the plan as it was chosen, and the layout that is derived from it.
 
     Raises:
@@ -201,7 +201,7 @@ def read_request(request: TrainRequest) -> tuple[Recipe, Plan, Layout]:
     recipe = load_recipe(request.recipe, request.overrides)
     plan = choose_plan(recipe.plan, plan_text=request.plan, num_processes=request.num_processes)
     sizes = recipe.paramserver.portion_sizes(plan.num_shares)
-    layout = derive_layout(recipe.train, plan, sizes=sizes)
+    layout = resolve_plan(recipe.train, plan, sizes=sizes)
     return recipe.model_copy(update={"plan": str(layout.plan)}), plan, layout
 
 

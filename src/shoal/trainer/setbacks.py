@@ -10,12 +10,12 @@ from dataclasses import replace
 from shoal.core.errors import FinalError
 from shoal.core.events import LossSpiked, NonFinite, RolledBack
 from shoal.data.loader import StepBatch
-from shoal.trainer.config import TrainConfig
-from shoal.trainer.finite import trace_nonfinite
+from shoal.engine.config import TrainConfig
+from shoal.engine.nonfinite import trace_nonfinite
+from shoal.engine.state import Outline, RankState
+from shoal.engine.step import StepResult, StepRunner
 from shoal.trainer.persist import Persistence
-from shoal.trainer.recovery import MOST_ROLLBACKS, after_rollback, loss_limit, rate_factor
-from shoal.trainer.state import Held, Outline, Progress
-from shoal.trainer.step import StepResult, StepRunner
+from shoal.trainer.progress import MOST_ROLLBACKS, Progress, after_rollback, loss_limit, rate_factor
 
 # Each is an event; on the terminal a run that skips every step would drown everything else.
 _SKIPS_SAID = 5
@@ -72,7 +72,7 @@ class Setbacks:
         if progress.skipped < _SKIPS_SAID:
             self._reporter.warn(f"{what}; the step is skipped on all ranks")
 
-    def roll_back(self, progress: Progress, held_at: Callable[[Progress], Held]) -> Progress:
+    def roll_back(self, progress: Progress, held_at: Callable[[Progress], RankState]) -> Progress:
         """Load the last good checkpoint, and go on from it with a lower rate: too many steps in a row were left out.
 
         Args:

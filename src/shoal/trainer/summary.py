@@ -3,12 +3,23 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, replace_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run ended, for the command line."""
+
+    exit_code: int
+    summary: dict[str, Any]
+    was_orderly: bool = True
+    """False when ranks died: the story was told already, and the summary has little to add."""
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

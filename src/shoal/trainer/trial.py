@@ -18,12 +18,11 @@ from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
 from shoal.data.source import Splits
+from shoal.engine.objective import Objective, Scoring
 from shoal.optim.precision import Precision
 from shoal.parallel.batchnorm import apply_batchnorm
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.trainer.config import Recipe
-from shoal.trainer.objective import Objective
-from shoal.trainer.scoring import Scoring
 
 _FEW = 2
 """Samples that are enough to see whether layers fit: a whole microbatch may need the memory that the plan saves."""

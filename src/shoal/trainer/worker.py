@@ -27,6 +27,7 @@ from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestErr
 from shoal.core.functions import place_of
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, withhold
+from shoal.engine.resolve import default_threads
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.errorreport import ErrorReport, write_report
 from shoal.telemetry.board import Board, Heartbeat, RankSlot, SlotState
@@ -34,7 +35,6 @@ from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors,
 from shoal.trainer.build import build_trainer
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
-from shoal.trainer.layout import default_threads
 from shoal.trainer.loop import Trainer
 from shoal.trainer.profiler import RunProfiler
 from shoal.trainer.summarise import summarise

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.core.errors import RequestError
+from shoal.engine.resolve import default_threads
 from shoal.launch.pool import Pool
 from shoal.planner.calibrate import SIZES, Measured, build_machine
 from shoal.planner.machine import (
@@ -22,7 +23,6 @@ from shoal.planner.machine import (
     write_machine,
 )
 from shoal.telemetry.headroom import free_bytes
-from shoal.trainer.layout import default_threads
 
 COUNTS = (1, 2, 4)
 """Numbers of processes that are timed."""

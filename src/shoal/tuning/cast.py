@@ -13,12 +13,12 @@ from typing import Any
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.core.units import format_bytes
+from shoal.engine.resolve import default_threads, resolve_plan
 from shoal.launch.pool import Pool
 from shoal.planner.machine import Machine
 from shoal.telemetry.headroom import free_bytes
 from shoal.telemetry.memory import tells_of_memory
 from shoal.trainer.config import Recipe
-from shoal.trainer.layout import default_threads, derive_layout
 from shoal.tuning.localtime import Page, price_plan
 
 WARM = 1
@@ -88,7 +88,7 @@ class Cast:
             RequestError: it is asynchronous, does not fit the model, or has another number of ranks.
             RunError: a process failed in another way.
         """
-        plan = derive_layout(self.recipe.train, plan).plan
+        plan = resolve_plan(self.recipe.train, plan).plan
         if plan.world_size != self.num_processes:
             raise RequestError(
                 f"plan {str(plan)!r} has {plan.world_size} ranks, and {self.num_processes} processes rehearse"

@@ -9,10 +9,10 @@ from typing import Any
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
+from shoal.engine.resolve import check_processes
 from shoal.planner.machine import Machine, num_cores
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.layout import check_processes
 from shoal.tuning.auto import choose_finalists, search_plans
 from shoal.tuning.calibrating import find_machine
 from shoal.tuning.cast import Cast

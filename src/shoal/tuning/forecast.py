@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shoal.comm.ledger import Account, plain_account
 from shoal.comm.rehearsal import rehearsed_world
 from shoal.core.plan import Plan
-from shoal.trainer.layout import derive_layout
+from shoal.engine.resolve import resolve_plan
 from shoal.tuning.rehearsal import RankTrace, Subject, trace_rank
 
 
@@ -41,14 +41,14 @@ def forecast_rank(subject: Subject, plan: Plan, rank: int) -> RankForecast:
     Raises:
         RequestError: the plan is asynchronous or does not fit the model.
     """
-    plan = derive_layout(subject.recipe.train, plan).plan
+    plan = resolve_plan(subject.recipe.train, plan).plan
     with rehearsed_world(rank, plan.world_size) as world:
         return read_trace(trace_rank(subject, plan, world=world))
 
 
 def forecast_ranks(subject: Subject, plan: Plan) -> tuple[RankForecast, ...]:
     """The same of all ranks, in their order."""
-    plan = derive_layout(subject.recipe.train, plan).plan
+    plan = resolve_plan(subject.recipe.train, plan).plan
     return tuple(forecast_rank(subject, plan, rank) for rank in range(plan.world_size))
 
 

@@ -3,9 +3,9 @@
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
+from shoal.engine.resolve import check_samples, check_settings, resolve_plan
 from shoal.models.check import facts_of
 from shoal.parallel.requirements import describe_facts
-from shoal.trainer.layout import check_samples, check_settings, derive_layout
 from shoal.tuning.rehearsal import Subject
 
 
@@ -24,7 +24,7 @@ def legal_plans(subject: Subject, num_processes: int) -> list[Plan]:
         try:
             check_settings(recipe.train, plan)
             check_samples(num_samples=len(subject.data.train), replicas=plan.num_shares)
-            derived = derive_layout(recipe.train, plan).plan
+            derived = resolve_plan(recipe.train, plan).plan
         except RequestError:
             continue
         if derived not in found:

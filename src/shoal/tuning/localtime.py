@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.core.plan import Plan
+from shoal.engine.resolve import schedule_of
 from shoal.planner.local import RankWork, predict_step
 from shoal.planner.machine import Machine
 from shoal.schedules.action import parse_action
-from shoal.trainer.layout import schedule_of
 
 Page = dict[str, Any]
 """A prediction as JSON: ``plan``, ``seconds``, ``compute_seconds``, ``communication_seconds`` by axis, ``bubble``,

@@ -1,7 +1,7 @@
 """One rank of a plan, rehearsed: laid out as on its place in the plan, with steps taken without peers and looked at.
 
 Nothing of the run is imitated. The model, the techniques, the reduction, the schedule's cells and the optimizer are those of
-``trainer/laying.py`` and ``trainer/step.py``; only the channels echo (``comm/rehearsal.py``). What the ledger has counted and
+``engine/parallelize.py`` and ``engine/step.py``; only the channels echo (``comm/rehearsal.py``). What the ledger has counted and
 what the rank then holds is what it will count and hold in the run, and what its passes took is what they take on this machine.
 """
 
@@ -19,6 +19,10 @@ from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.source import Splits
+from shoal.engine.parallelize import ParallelModel, analyse, build_runner, parallelize, resolve_stages
+from shoal.engine.resolve import asks_the_model, resolve_plan
+from shoal.engine.sizes import measure_state
+from shoal.engine.step import StepRunner
 from shoal.models.losses import Loss
 from shoal.optim.precision import Precision
 from shoal.optim.rates import rate
@@ -27,11 +31,6 @@ from shoal.pipeline.build import Stages
 from shoal.schedules.action import Action
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
-from shoal.trainer.laying import Placed, build_runner, look_at, place_model
-from shoal.trainer.layout import asks_the_model, derive_layout
-from shoal.trainer.sizes import measure_state
-from shoal.trainer.staging import look_at_stages
-from shoal.trainer.step import StepRunner
 
 _STEPS = 1000
 """Of the run that the rehearsed steps are taken to begin; it decides their learning rate and nothing else."""
@@ -52,12 +51,12 @@ class Subject:
     def analysis(self) -> ModuleAnalysis:
         """What was found in the model; looked for once."""
         if not self._analysis:
-            self._analysis.append(look_at(copy.deepcopy(self.model), self.data, self.recipe.parallel))
+            self._analysis.append(analyse(copy.deepcopy(self.model), self.data, self.recipe.parallel))
         return self._analysis[0]
 
     def stages(self, plan: Plan) -> Stages:
         """Where a derived plan cuts the model."""
-        return look_at_stages(
+        return resolve_stages(
             copy.deepcopy(self.model),
             self.data,
             self.analysis,
@@ -132,7 +131,7 @@ def trace_rank(
     if plan.ps or (plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous):
         raise RequestError(f"plan {str(plan)!r} is not synchronous, and only the steps of those can be rehearsed")
     recipe = subject.recipe
-    plan = derive_layout(recipe.train, plan).plan
+    plan = resolve_plan(recipe.train, plan).plan
     batches = _batches(subject, plan, world.rank, num_steps)
     placed = _place(subject, plan, world, batches[0])
     try:
@@ -147,7 +146,7 @@ def trace_rank(
         placed.mesh.close()
 
 
-def _place(subject: Subject, plan: Plan, world: World, batch: StepBatch) -> Placed:
+def _place(subject: Subject, plan: Plan, world: World, batch: StepBatch) -> ParallelModel:
     recipe, precision = subject.recipe, Precision.named(subject.recipe.train.precision)
     pipeline = recipe.pipeline
     if plan.pp > 1 and world.is_rehearsed and pipeline.balance == "measured" and not pipeline.stages:
@@ -155,7 +154,7 @@ def _place(subject: Subject, plan: Plan, world: World, batch: StepBatch) -> Plac
         stages = subject.stages(plan)
         pipeline = replace_stages(recipe, stages).pipeline
     inputs = batch.microbatches[0].inputs if batch.microbatches else ()
-    return place_model(
+    return parallelize(
         copy.deepcopy(subject.model),
         subject.data,
         subject.loss,
@@ -194,7 +193,7 @@ def _batches(subject: Subject, plan: Plan, rank: int, num_steps: int) -> Sequenc
         loader.close()
 
 
-def _step(subject: Subject, placed: Placed, runner: StepRunner, batch: StepBatch, number: int) -> StepTrace:
+def _step(subject: Subject, placed: ParallelModel, runner: StepRunner, batch: StepBatch, number: int) -> StepTrace:
     optim, precision = subject.recipe.optim, Precision.named(subject.recipe.train.precision)
     cells: list[CellTime] = []
     mesh = placed.mesh

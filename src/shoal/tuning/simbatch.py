@@ -11,10 +11,11 @@ from shoal.core.combine import divisors
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import Plan
+from shoal.engine.config import TrainConfig
 from shoal.planner.job import MOST_SAMPLES
 from shoal.planner.simulation.bounds import MOST_CELLS, count_cells
 from shoal.schedules.find import fitting_microbatches
-from shoal.trainer.config import Recipe, TrainConfig
+from shoal.trainer.config import Recipe
 
 
 def is_batch_given(overrides: Sequence[str]) -> bool:

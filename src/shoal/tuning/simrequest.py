@@ -11,13 +11,13 @@ from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
+from shoal.engine.resolve import choose_plan, resolve_plan
 from shoal.models.check import check_model, facts_of
 from shoal.planner.clusters import read_cluster
 from shoal.planner.hardware import Cluster
 from shoal.planner.job import check_batch
 from shoal.planner.simulation.bounds import check_cells
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.layout import choose_plan, derive_layout
 from shoal.trainer.request import OwnParts, refuse_settings
 from shoal.tuning.simbatch import is_batch_given, named_microbatches, share_batch
 
@@ -92,7 +92,7 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
     plan = _fit_plan(recipe, request.plan, cluster)
     recipe, derived = share_batch(recipe, plan, is_given=is_batch_given(request.overrides))
     check_cells(plan, named_microbatches(recipe.train, plan))
-    layout = derive_layout(recipe.train, plan)
+    layout = resolve_plan(recipe.train, plan)
     data = check_data(recipe.data)
     if data.spec is None:
         data = own.measure_data(recipe)

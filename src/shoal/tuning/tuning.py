@@ -10,9 +10,9 @@ from typing import Any
 from shoal.core.errors import RunError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
+from shoal.engine.resolve import check_processes
 from shoal.planner.machine import num_cores
 from shoal.trainer.config import Recipe
-from shoal.trainer.layout import check_processes
 from shoal.tuning.calibrating import find_machine
 from shoal.tuning.cast import Cast
 from shoal.tuning.deciding import AUTO, require_plans, search

@@ -10,6 +10,10 @@ from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.source import Splits
+from shoal.engine.feed import kind_of
+from shoal.engine.objective import is_known
+from shoal.engine.parallelize import example_of
+from shoal.engine.resolve import updates_per_step
 from shoal.models.losses import Loss
 from shoal.parallel.tensor.traffic_forecast import CrossingRecord, record_crossings
 from shoal.parallel.tensor.vocabulary import rows_per_rank
@@ -17,11 +21,7 @@ from shoal.parallel.traffic_forecast import MicrobatchShape, StepShape, count_tr
 from shoal.pipeline.build import Pipeline
 from shoal.pipeline.reduction import StageReduction
 from shoal.pipeline.traffic import Boundaries, expected_exchange, expected_sends, survey_boundaries
-from shoal.trainer.feed import kind_of
-from shoal.trainer.layout import updates_per_step
 from shoal.trainer.loop import Trainer
-from shoal.trainer.scoring import is_known
-from shoal.trainer.staging import example_of
 
 _FLOAT64 = 8
 

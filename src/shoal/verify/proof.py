@@ -22,6 +22,8 @@ from torch import nn
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.plan import Plan
 from shoal.data.source import Splits
+from shoal.engine.parallelize import example_of, resolve_stages
+from shoal.engine.resolve import resolve_plan
 from shoal.launch.pool import Pool
 from shoal.models.losses import build_loss
 from shoal.optim.config import PrecisionName
@@ -29,9 +31,7 @@ from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.build import Stages, cut_chain
 from shoal.pipeline.config import PipelineConfig
 from shoal.trainer.config import Recipe, dump_recipe
-from shoal.trainer.layout import derive_layout
 from shoal.trainer.meancheck import find_other_mean
-from shoal.trainer.staging import example_of, look_at_stages
 from shoal.verify.compare.assemble import assemble_step
 from shoal.verify.compare.diagnose import RankGrid
 from shoal.verify.compare.judge import judge_run
@@ -126,7 +126,7 @@ class Prover:
         between = {"time_limit": None, "watch_every": 0}
         train = subject.recipe.train.model_copy(update={"precision": precision, **between})
         recipe = subject.recipe.model_copy(update={"train": train})
-        derived = derive_layout(train, plan).plan
+        derived = resolve_plan(train, plan).plan
         recipe, tree = _tree_of(subject, recipe, derived)
         case = _case_of(recipe, subject, derived, min(self.steps, subject.total_steps))
         return ProofRequest(
@@ -319,7 +319,7 @@ def cut_model(
     Raises:
         RequestError: it cannot be cut so.
     """
-    stages = look_at_stages(model, data, analysis, plan=plan, config=config, global_batch=global_batch)
+    stages = resolve_stages(model, data, analysis, plan=plan, config=config, global_batch=global_batch)
     own = copy.deepcopy(model)
     chain = cut_chain(own, example_of(data), stages)
     first = {id(parameter): name for name, parameter in own.named_parameters()}

@@ -5,7 +5,7 @@ trainer is replaced, except by a mutant, and then only for that job.
 
 The bytes of activations are predicted by running one rank's forward pass without data, on fake tensors and a mesh without
 peers, and counting what autograd saves; they are measured by the same count around the real forward pass. The bytes of state
-are predicted in ``trainer/sizes.py``.
+are predicted in ``engine/sizes.py``.
 """
 
 import copy
@@ -27,6 +27,8 @@ from shoal.core.plan import Plan
 from shoal.costs.fake import faked
 from shoal.costs.saved import measure_saved
 from shoal.data.loader import Microbatch
+from shoal.engine.objective import NUM_PASSENGERS, Scoring
+from shoal.engine.sizes import measure_state, predict_state
 from shoal.launch.pool import serve
 from shoal.models.losses import Loss
 from shoal.optim.precision import Precision
@@ -37,9 +39,6 @@ from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
-from shoal.trainer.objective import NUM_PASSENGERS
-from shoal.trainer.scoring import Scoring
-from shoal.trainer.sizes import measure_state, predict_state
 from shoal.verify.mutants.catalogue import MUTANTS, planted
 from shoal.verify.observation import TrafficObserver
 from shoal.verify.reference.recording import Recorder, model_tensors, placement_values, saved_buffers

@@ -14,6 +14,9 @@ from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
 from shoal.core.updates import UpdateRule
 from shoal.data.source import Splits
+from shoal.engine.parallelize import analyse
+from shoal.engine.resolve import check_processes, check_samples, choose_plan, count_steps, resolve_plan
+from shoal.engine.state import hash_weights
 from shoal.models.embeddings import make_dense
 from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.torchclass import check_named
@@ -22,10 +25,7 @@ from shoal.parallel.requirements import describe_facts
 from shoal.serverrun.flatmodel import refuse_batch_norm
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.laying import look_at
-from shoal.trainer.layout import check_processes, check_samples, choose_plan, count_steps, derive_layout
 from shoal.trainer.request import refuse_settings
-from shoal.trainer.state import hash_weights
 from shoal.verify.compare.tolerance import needs_float64
 from shoal.verify.mutants.catalogue import Death
 from shoal.verify.reference.case import Case, Tree
@@ -174,7 +174,7 @@ def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
     model, _, data = build_parts(recipe)
     make_dense(model)
     total = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
-    analysis = look_at(model, data, recipe.parallel)
+    analysis = analyse(model, data, recipe.parallel)
     facts = describe_facts(analysis, model)
     subject = Subject(
         recipe=recipe,
@@ -199,7 +199,7 @@ def check_plan(subject: Subject, plan: Plan) -> None:
     refuse_settings(subject.recipe, plan)
     _refuse_unprovable(subject, plan)
     _refuse_centered(subject.recipe.optim, plan)
-    derive_layout(subject.recipe.train, plan)
+    resolve_plan(subject.recipe.train, plan)
     check_samples(num_samples=subject.num_samples, replicas=plan.num_shares)
 
 

@@ -18,6 +18,8 @@ from shoal.comm.wire.node import new_incarnation
 from shoal.core.config import apply_overrides, validate
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
+from shoal.engine.resolve import choose_plan
+from shoal.engine.state import hash_weights
 from shoal.serverrun import serving, working
 from shoal.serverrun.centering import lead
 from shoal.serverrun.closing import read_steps
@@ -26,9 +28,7 @@ from shoal.serverrun.serving import serve
 from shoal.serverrun.working import work
 from shoal.trainer.build import build_parts, load_run
 from shoal.trainer.config import Recipe, dump_recipe
-from shoal.trainer.layout import choose_plan
 from shoal.trainer.loop import Trainer
-from shoal.trainer.state import hash_weights
 
 DIGITS = {
     "model": {"name": "mlp", "hidden": 24},

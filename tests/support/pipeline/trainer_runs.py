@@ -64,7 +64,7 @@ def train(world, job: dict) -> dict:
         "skipped": [info.step for info in infos if info.skipped],
         "validation": trainer.progress.validation_loss,
         "step": trainer.progress.step,
-        "stream": [trainer.progress.stream, trainer.progress.stream_start],
+        "stream": [trainer.progress.async_signature, trainer.progress.async_start],
     }
     trainer.persistence.close()
     trainer.reporter.close()

@@ -8,9 +8,9 @@ from torch.utils.data import TensorDataset
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.data.order import permute
 from shoal.data.sources.own import from_datasets
+from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
 from shoal.telemetry.config import TelemetryConfig
-from shoal.trainer.config import TrainConfig
 from shoal.trainer.loop import Trainer
 
 BATCH = 4

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from shoal.engine.resolve import MOST_PER_CORE
 from shoal.planner.machine import num_cores
-from shoal.trainer.layout import MOST_PER_CORE
 
 pytestmark = pytest.mark.timeout(120)
 MOST = MOST_PER_CORE * num_cores()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.plan import Plan
+from shoal.engine.resolve import choose_plan
 from shoal.optim.precision import Precision
 from shoal.paramserver import local
 from shoal.paramserver.answers import Portion
@@ -24,7 +25,6 @@ from shoal.serverrun.serving import ShardSource
 from shoal.serverrun.working import build_worker, pulls_ahead, way_of_working
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import describe_dry_run, dry_run_result
-from shoal.trainer.layout import choose_plan
 from shoal.trainer.measure import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
 from support.paramserver.lbfgs_problems import rugged

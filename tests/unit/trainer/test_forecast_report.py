@@ -2,8 +2,8 @@
 
 import json
 
-from shoal.trainer.ended import Ended
 from shoal.trainer.forecast_report import compare, describe_forecast, keep_forecast, with_forecast
+from shoal.trainer.summary import Ended
 
 
 def page(**changes):

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.data.sources.own import from_datasets
-from shoal.trainer.config import TrainConfig
+from shoal.engine.config import TrainConfig
 from shoal.trainer.loop import Trainer
 from shoal.trainer.meancheck import find_other_mean
 

@@ -8,11 +8,11 @@ from shoal.core.config import validate
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
+from shoal.engine.config import TrainConfig
+from shoal.engine.resolve import choose_plan, resolve_plan, server_settings, updates_per_step
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import ParamServerConfig
 from shoal.serverrun.hot import match_hot
-from shoal.trainer.config import TrainConfig
-from shoal.trainer.layout import choose_plan, derive_layout, server_settings, updates_per_step
 from shoal.trainer.measure import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
 
@@ -116,16 +116,16 @@ def test_a_step_has_as_many_updates_as_its_rule_makes_of_four_shares(plan, wante
 
 
 def test_shares_are_of_the_batch():
-    layout = derive_layout(TrainConfig(steps=1, global_batch=12), Plan.parse("ps=1 workers=3"))
+    layout = resolve_plan(TrainConfig(steps=1, global_batch=12), Plan.parse("ps=1 workers=3"))
     assert (layout.micro_batch, layout.plan.microbatches) == (4, 1)
     with pytest.raises(RequestError, match=r"global_batch 16 is not divisible by workers 3"):
-        derive_layout(TrainConfig(steps=1, global_batch=16), Plan.parse("ps=1 workers=3"))
+        resolve_plan(TrainConfig(steps=1, global_batch=16), Plan.parse("ps=1 workers=3"))
 
 
 def test_shares_of_unequal_size_need_no_batch_that_divides_evenly():
     """It was refused for a division that nobody makes."""
     train, plan = TrainConfig(steps=1, global_batch=16), Plan.parse("ps=1 workers=3 microbatches=2")
-    layout = derive_layout(train, plan, sizes=(3.0, 1.0, 1.0))
+    layout = resolve_plan(train, plan, sizes=(3.0, 1.0, 1.0))
     # Portions of 10, 3 and 3 samples.
     assert (layout.micro_batch, layout.plan.microbatches) == (5, 2)
 

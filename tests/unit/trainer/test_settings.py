@@ -10,10 +10,10 @@ import torch
 from shoal.core.config import apply_overrides
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
+from shoal.engine.state import hash_weights
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
-from shoal.trainer.state import hash_weights
 from support.processes.command import TINY, read_events
 
 BASE = tomllib.loads(TINY)

@@ -10,12 +10,12 @@ from shoal.costs.layers import LayerKind, ModelCosts, OpKind, TensorSplit
 from shoal.costs.saved import measure_saved
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
+from shoal.engine.parallelize import analyse
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import SplitKind
 from shoal.parallel.requirements import describe_facts
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.laying import look_at
 from shoal.trainer.measure import OwnPartsHere
 from shoal.tuning.chain import chain_of
 
@@ -76,7 +76,7 @@ def test_cuts_are_those_that_are_found_in_the_model(name):
     recipe, spec = load(*CASES[name])
     chain = chain_of(recipe, spec)
     model, _, data = build_parts(recipe)
-    analysis = look_at(model, data, recipe.parallel)
+    analysis = analyse(model, data, recipe.parallel)
     facts = describe_facts(analysis, model)
     cut = {split.path: split.kind for split in analysis.splits}
     weights = {id(p): p for path in cut for p in model.get_submodule(path).parameters() if p.ndim > 1}

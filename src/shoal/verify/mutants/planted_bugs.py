@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from shoal.comm.world import World
 from shoal.core.axes import Axis
+from shoal.engine import feed, step
+from shoal.engine import parallelize as laying
 from shoal.parallel import batchnorm, data, gradnorm
 from shoal.parallel import data as replicated
 from shoal.parallel.context import apply as context
@@ -22,7 +24,7 @@ from shoal.parallel.tensor import vocabulary
 from shoal.parallel.tensor.crossing import sum_out
 from shoal.parallel.zero import apply as zero
 from shoal.pipeline import deferred, share, versions
-from shoal.trainer import feed, laying, loop, step
+from shoal.trainer import loop
 
 
 class Swap(NamedTuple):
@@ -34,7 +36,7 @@ class Swap(NamedTuple):
 
 
 PlantedBug = Callable[[World], list[Swap]]
-# trainer/objective.py: the loss and the wish to stop.
+# engine/objective.py: the loss and the wish to stop.
 _PASSENGERS = torch.Size([2])
 
 

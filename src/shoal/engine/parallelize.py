@@ -14,6 +14,11 @@ from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch
 from shoal.data.source import Splits
+from shoal.engine.config import TrainConfig
+from shoal.engine.objective import Objective, Scoring, is_known
+from shoal.engine.resolve import asks_the_model, check_settings, schedule_of
+from shoal.engine.state import Outline, RankState, draw_outline, export_rank_state, hash_rank_states
+from shoal.engine.step import StepRunner
 from shoal.models.build import refuse_lazy
 from shoal.models.embeddings import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, decide_groups, initialise_state
@@ -27,23 +32,16 @@ from shoal.parallel.apply import ModelLayout, apply_to_model, apply_to_objective
 from shoal.parallel.data import Reduction
 from shoal.parallel.gradnorm import WholeNorms, build_norms
 from shoal.parallel.requirements import describe_facts
-from shoal.pipeline.build import Pipeline, Stages, build_pipeline
+from shoal.pipeline.build import Pipeline, Stages, build_pipeline, find_stages
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 from shoal.telemetry.board import RankSlot
-from shoal.trainer.config import TrainConfig
-from shoal.trainer.layout import asks_the_model, check_settings
-from shoal.trainer.objective import Objective
-from shoal.trainer.scoring import Scoring, is_known
-from shoal.trainer.staging import example_of, look_at_stages
-from shoal.trainer.state import Held, Outline, draw_outline, export_held, hash_held
-from shoal.trainer.step import StepRunner
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class ParallelModel:
     """A model laid out on this rank, and everything that was made along the way."""
 
     plan: Plan
@@ -64,15 +62,15 @@ class Placed:
     runtime: Runtime | None = None
     """What executes the pipeline's schedule."""
 
-    def held(self) -> Held:
+    def held(self) -> RankState:
         """What this rank holds of the run's state."""
-        return export_held(self.model, self.optimizer, self.reduction, self.laid, self.outline)
+        return export_rank_state(self.model, self.optimizer, self.reduction, self.laid, self.outline)
 
     def is_first_keeper(self, name: str) -> bool:
         """True where this rank speaks for a saved tensor among the ranks of its pipeline."""
         return self.pipeline is None or self.pipeline.is_first_keeper(name)
 
-    def watched(self) -> Held:
+    def watched(self) -> RankState:
         """What several ranks must hold alike: ``held``, and the weights that forward passes read where those are others."""
         held = self.held()
         if self.plan.zero not in (1, 2):
@@ -86,7 +84,7 @@ class Placed:
 
     def hash_weights(self) -> str:
         """SHA-256 over the whole weights; all ranks call it together."""
-        return hash_held(
+        return hash_rank_states(
             self.outline,
             self.held(),
             laid=self.laid,
@@ -96,12 +94,12 @@ class Placed:
         )
 
 
-def look_at(model: nn.Module, data: Splits, config: ParallelConfig) -> ModuleAnalysis:
+def analyse(model: nn.Module, data: Splits, config: ParallelConfig) -> ModuleAnalysis:
     """What a module is made of, found by running a few samples through it."""
     return analyse_module(model, example_of(data), config)
 
 
-def place_model(
+def parallelize(
     model: nn.Module,
     data: Splits,
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
@@ -114,7 +112,7 @@ def place_model(
     world: World,
     analysis: ModuleAnalysis | None = None,
     rehearsed: Sequence[torch.Tensor] = (),
-) -> Placed:
+) -> ParallelModel:
     """Lay a whole model, as one process builds it, out on this rank.
 
     Args:
@@ -136,7 +134,7 @@ def place_model(
     precision = Precision.named(train.precision)
     mesh = build_mesh(world, plan)
     if analysis is None and asks_the_model(plan):
-        analysis = look_at(model, data, parallel)
+        analysis = analyse(model, data, parallel)
         plan.check(describe_facts(analysis, model))
     analysis = analysis or ModuleAnalysis()
     stages = _find_stages(model, data, analysis, plan=plan, config=pipeline, train=train, world=world)
@@ -164,7 +162,7 @@ def place_model(
     norms = _whole_norms(model, outline, cut, plan=plan, mesh=mesh, laid=laid, reduction=reduction, device=world.device)
     optimizer = build_optimizer(optim, model, updated=reduction.updated, norms=norms, groups=groups)
     initialise_state(optimizer)
-    return Placed(
+    return ParallelModel(
         plan=plan,
         model=model,
         mesh=mesh,
@@ -196,7 +194,7 @@ def _find_stages(
     if plan.pp == 1:
         return None
     asked = None if world.is_rehearsed else world
-    return look_at_stages(model, data, analysis, plan=plan, config=config, global_batch=train.global_batch, world=asked)
+    return resolve_stages(model, data, analysis, plan=plan, config=config, global_batch=train.global_batch, world=asked)
 
 
 def _whole_norms(
@@ -265,7 +263,7 @@ def _reduce(
 
 
 def build_runner(
-    placed: Placed, data: Splits, *, train: TrainConfig, optim: OptimConfig, world: World, slot: RankSlot | None
+    placed: ParallelModel, data: Splits, *, train: TrainConfig, optim: OptimConfig, world: World, slot: RankSlot | None
 ) -> StepRunner:
     """The step over a placed model."""
     return StepRunner(
@@ -287,7 +285,7 @@ def build_runner(
     )
 
 
-def _empty_microbatch(placed: Placed, data: Splits, train: TrainConfig) -> Microbatch | None:
+def _empty_microbatch(placed: ParallelModel, data: Splits, train: TrainConfig) -> Microbatch | None:
     """What a replica without samples runs where its peers' forward passes wait for it; None where they do not."""
     if not placed.mesh.has(Axis.DATA) and placed.pipeline is None:
         return None
@@ -301,3 +299,50 @@ def _empty_microbatch(placed: Placed, data: Splits, train: TrainConfig) -> Micro
         return None
     # A real sample that counts for nothing: not every module takes a batch of none.
     return Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=np.zeros(1, dtype=np.int64), weight=0.0)
+
+
+def example_of(data: Splits) -> tuple[torch.Tensor, ...]:
+    """Inputs of two samples, for looking at a module; of one where there is no second."""
+    return tuple(data.train.collate(range(min(2, len(data.train)))).inputs)
+
+
+def resolve_stages(
+    model: nn.Module,
+    data: Splits,
+    analysis: ModuleAnalysis,
+    *,
+    plan: Plan,
+    config: PipelineConfig,
+    global_batch: int,
+    world: World | None = None,
+) -> Stages:
+    """Where a plan cuts a plain model; the same wherever it is asked.
+
+    Args:
+        model: as one process builds it.
+        data: what it will be trained on.
+        analysis: what was found in it.
+        plan: derived, so that its schedule is known.
+        config: the recipe's wishes.
+        global_batch: samples of a step; a bound on memory is one on the activations of a microbatch of them.
+        world: the ranks, which must agree where costs are measured; None for one process that only looks.
+
+    Raises:
+        RequestError: it has fewer places to be cut at than the schedule has stages.
+    """
+
+    def agree(starts: Sequence[int]) -> Sequence[int]:
+        if world is None or world.size == 1:
+            return starts
+        told = torch.tensor(starts if world.is_first else [0] * len(starts), device=world.device)
+        return [int(start) for start in world.all_reduce_(told).tolist()]
+
+    return find_stages(
+        model,
+        example_of(data),
+        analysis,
+        schedule=schedule_of(plan),
+        config=config,
+        agree=agree,
+        samples=max(1, global_batch // (plan.num_shares * (plan.microbatches or 1))),
+    )

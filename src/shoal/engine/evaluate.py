@@ -13,9 +13,9 @@ from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch
 from shoal.data.order import replica_share
 from shoal.data.source import Source
+from shoal.engine.feed import kind_of
+from shoal.engine.objective import Objective
 from shoal.pipeline.runtime import Runtime
-from shoal.trainer.feed import kind_of
-from shoal.trainer.objective import Objective
 
 _SENT_AT_ONCE = 8
 """Batches after which a pipeline waits for what it has sent: it is in memory until then."""

@@ -5,10 +5,8 @@ as JSON. A run that loads both takes the very step that it would have taken.
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from types import NoneType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,111 +17,9 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.core.placement import Placement, place_whole
-from shoal.data.order import Position
 from shoal.optim.build import export_state
-from shoal.optim.precision import LossScale
-from shoal.optim.rates import PlateauState
 from shoal.parallel.apply import ModelLayout
 from shoal.parallel.data import Reduction
-from shoal.trainer.recovery import Recovery
-
-_MAX_COUNT = 2**62
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a run is; replaced, never changed, after each step."""
-
-    step: int = 0
-    position: Position
-    loss_scale: LossScale = field(default_factory=LossScale)
-    plateau: PlateauState = field(default_factory=PlateauState)
-    first_loss: float | None = None
-    last_loss: float | None = None
-    validation_loss: float | None = None
-    validation_accuracy: float | None = None
-    """Share of validation targets with the highest score; None where that makes no sense."""
-    tokens: int = 0
-    skipped: int = 0
-    """Steps whose update was left out."""
-    recovery: Recovery = field(default_factory=Recovery)
-    stream: str = ""
-    """Of an asynchronous pipeline: what its versions of weights belong to; empty without one."""
-    stream_start: int = 0
-    """The step at which its history of versions began."""
-    trained_seconds: float = 0.0
-
-    def validated(self, loss: float | None, accuracy: float | None) -> "Progress":
-        """With what an evaluation on the validation split found."""
-        return replace(self, validation_loss=loss, validation_accuracy=accuracy)
-
-    def as_values(self) -> dict[str, Any]:
-        """JSON for the manifest."""
-        return asdict(self)
-
-    @classmethod
-    def from_values(cls, values: Any, *, origin: str) -> "Progress":
-        """Back from the manifest's JSON.
-
-        Raises:
-            RunError: a field is missing, left over or impossible.
-        """
-        try:
-            plain = dict(values)
-            recovery = dict(plain.pop("recovery", {}))
-            progress = cls(
-                position=Position(**plain.pop("position")),
-                loss_scale=LossScale(**plain.pop("loss_scale")),
-                plateau=PlateauState(**plain.pop("plateau")),
-                recovery=Recovery(**{**recovery, "losses": tuple(recovery.get("losses", ()))}),
-                **plain,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise RunError(f"{origin} does not say how far it was: {error}") from error
-        impossible = _impossible(progress)
-        if impossible is not None:
-            name, value = impossible
-            raise RunError(f"{origin} says that it was at an impossible place: {name} is {str(value)[:80]!r}")
-        return progress
-
-
-def _impossible(progress: Progress) -> tuple[str, Any] | None:
-    """The first field whose value no run can have."""
-    scale, plateau, recovery = progress.loss_scale, progress.plateau, progress.recovery
-    counts = {
-        "step": progress.step,
-        "tokens": progress.tokens,
-        "skipped": progress.skipped,
-        "stream_start": progress.stream_start,
-        "position.epoch": progress.position.epoch,
-        "position.offset": progress.position.offset,
-        "loss_scale.good_steps": scale.good_steps,
-        "plateau.num_worse": plateau.num_worse,
-        "recovery.left_out": recovery.left_out,
-        "recovery.rollbacks": recovery.rollbacks,
-    }
-    losses = {
-        "first_loss": progress.first_loss,
-        "last_loss": progress.last_loss,
-        "validation_loss": progress.validation_loss,
-        "plateau.best": plateau.best,
-        **{f"recovery.losses[{place}]": loss for place, loss in enumerate(recovery.losses)},
-    }
-    above_zero = {"loss_scale.scale": scale.scale, "plateau.factor": plateau.factor}
-    # By exact type: True is an int in Python, and no count.
-    wrong: list[tuple[str, Any]] = [
-        item for item in counts.items() if type(item[1]) is not int or not 0 <= item[1] <= _MAX_COUNT
-    ]
-    wrong += [(name, loss) for name, loss in losses.items() if type(loss) not in (float, int, NoneType)]
-    wrong += [
-        (name, one) for name, one in above_zero.items() if type(one) not in (float, int) or not 0 < one < math.inf
-    ]
-    seconds = progress.trained_seconds
-    if type(seconds) not in (float, int) or not 0 <= seconds < math.inf:
-        wrong.append(("trained_seconds", seconds))
-    if type(progress.stream) is not str:
-        wrong.append(("stream", progress.stream))
-    return wrong[0] if wrong else None
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -138,7 +34,7 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankState:
     """What one rank holds of a run's state, by checkpoint name, and where it lies in the whole."""
 
     tensors: dict[str, torch.Tensor]
@@ -180,9 +76,9 @@ def draw_outline(model: nn.Module) -> Outline:
     }
 
 
-def export_held(
+def export_rank_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, reduction: Reduction, laid: ModelLayout, outline: Outline
-) -> Held:
+) -> RankState:
     """This rank's part of weights, buffers and optimizer state; the live tensors, not copies.
 
     A rank that updates only some rows of a parameter holds those rows, whatever else of it is in memory.
@@ -206,7 +102,7 @@ def export_held(
         has_rows = tensor.shape == reduction.updated[name].shape and tensor.ndim > 0
         tensors[f"optimizer/{path}"] = tensor
         placements[f"optimizer/{path}"] = reduction.placements[name] if has_rows else place_whole(tensor.shape)
-    return Held(
+    return RankState(
         tensors=tensors,
         placements=placements,
         all_weights=frozenset(f"weights/{name}" for name in outline),
@@ -225,7 +121,7 @@ def _saved_names(model: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[st
     return found
 
 
-def refuse_other_state(held: Held, saved_names: Iterable[str], *, origin: str) -> None:
+def refuse_other_state(held: RankState, saved_names: Iterable[str], *, origin: str) -> None:
     """Refuse a checkpoint that holds more than this run: the state of another model or another optimizer.
 
     Raises:
@@ -248,7 +144,7 @@ def refuse_other_state(held: Held, saved_names: Iterable[str], *, origin: str) -
 
 
 @torch.no_grad()
-def import_held(held: Held, tensors: Mapping[str, torch.Tensor], *, origin: str) -> None:
+def load_rank_state(held: RankState, tensors: Mapping[str, torch.Tensor], *, origin: str) -> None:
     """Copy a checkpoint's tensors, already cut to this rank's part, into the live ones.
 
     Raises:
@@ -265,9 +161,9 @@ def import_held(held: Held, tensors: Mapping[str, torch.Tensor], *, origin: str)
         target.copy_(tensors[name])
 
 
-def hash_held(
+def hash_rank_states(
     outline: Outline,
-    held: Held,
+    held: RankState,
     *,
     laid: ModelLayout,
     mesh: Mesh,

@@ -5,6 +5,7 @@ import pytest
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
+from shoal.engine.sizes import predict_state
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
@@ -16,7 +17,6 @@ from shoal.pipeline.build import Part, Stages
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.units import find_units
 from shoal.schedules.catalogue import make_schedule
-from shoal.trainer.sizes import predict_state
 from support.pipeline.cut_modules import gpt
 from support.pipeline.stages_on_ranks import batch
 

@@ -11,6 +11,7 @@ from torch import nn
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
+from shoal.engine.parallelize import ParallelModel
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import ModuleAnalysis
@@ -19,7 +20,6 @@ from shoal.parallel.state_bytes import measure_state_bytes, predict_state_bytes
 from shoal.pipeline.build import Part
 from shoal.pipeline.reduction import StageReduction
 from shoal.randomness.dropout import apply_keyed_dropout
-from shoal.trainer.laying import Placed
 
 STATE = ("weights", "gradients", "optimizer")
 
@@ -58,7 +58,7 @@ def predict_state(
     return {name: value for name, value in asdict(sizes).items() if name in STATE}
 
 
-def measure_state(placed: Placed, *, is_asynchronous: bool = False) -> dict[str, int]:
+def measure_state(placed: ParallelModel, *, is_asynchronous: bool = False) -> dict[str, int]:
     """Bytes that a rank really keeps from step to step."""
     reduction = placed.reduction
     if isinstance(reduction, StageReduction) and reduction.sharded is not None:

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm.channel import is_silent
 from shoal.data.loader import StepBatch
+from shoal.engine.step import StepRunner
 from shoal.parallel import batchnorm
-from shoal.trainer.step import StepRunner
 
 _FINE = -2
 _LOSS = -1

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shoal.data.loader import Microbatch
+from shoal.engine.objective import Objective
 from shoal.parallel import batchnorm
 from shoal.randomness.dropout import DropoutKey
-from shoal.trainer.objective import Objective
 
 
 class StepFeed:

@@ -4,18 +4,18 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.schedules.catalogue import make_schedule
-from shoal.schedules.csvform import write_csv
-from shoal.trainer.config import TrainConfig
-from shoal.trainer.layout import (
+from shoal.engine.config import TrainConfig
+from shoal.engine.resolve import (
     check_samples,
     check_settings,
     choose_plan,
     count_steps,
-    derive_layout,
+    resolve_plan,
     schedule_of,
     updates_per_step,
 )
+from shoal.schedules.catalogue import make_schedule
+from shoal.schedules.csvform import write_csv
 
 
 def chosen(recipe_plan="dp=2", plan_text=None, num_processes=None):
@@ -41,7 +41,7 @@ def test_auto_is_picked_by_the_command_and_refused_everywhere_else():
 
 
 def layout(plan="dp=2", **train):
-    return derive_layout(TrainConfig(steps=1, **train), Plan.parse(plan))
+    return resolve_plan(TrainConfig(steps=1, **train), Plan.parse(plan))
 
 
 def test_microbatches_come_from_either_side():

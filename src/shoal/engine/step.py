@@ -18,6 +18,8 @@ from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.data.loader import Microbatch, StepBatch
+from shoal.engine.feed import StepFeed
+from shoal.engine.objective import Objective
 from shoal.optim.build import set_rate
 from shoal.optim.precision import LossScale
 from shoal.parallel import batchnorm
@@ -26,8 +28,6 @@ from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.board import RankSlot
-from shoal.trainer.feed import StepFeed
-from shoal.trainer.objective import Objective
 
 _MOST_NAMED = 5
 """Parameters that a message names; of more it says the number."""

@@ -13,11 +13,11 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.core.updates import UpdateRule
+from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
+from shoal.paramserver.shares import portion_samples
 from shoal.schedules.find import fitting_microbatches, schedule_of_plan
 from shoal.schedules.schedule import Schedule
-from shoal.serverrun.sizes import portion_samples
-from shoal.trainer.config import TrainConfig
 
 DEFAULT_WORKERS = 2
 """Of parameter servers, when neither the plan nor --nproc says."""
@@ -27,7 +27,7 @@ that is a model's at best. Beyond them a machine starts processes for minutes be
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ResolvedPlan:
     """A plan with everything derived, and the batch sizes that follow from it."""
 
     plan: Plan
@@ -120,7 +120,7 @@ def count_updates(plan: Plan, total_steps: int) -> int:
     return total_steps * updates_per_step(plan)
 
 
-def derive_layout(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | None = None) -> Layout:
+def resolve_plan(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | None = None) -> ResolvedPlan:
     """Batch sizes for a plan.
 
     Args:
@@ -135,7 +135,7 @@ def derive_layout(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | No
         # Portions are rounded to whole samples, whatever their number; what does not go with it is refused by rulecheck.py.
         plan = replace(plan, microbatches=plan.microbatches or 1)
         largest = max(portion_samples(train.global_batch, sizes))
-        return Layout(plan=plan, micro_batch=math.ceil(largest / (plan.microbatches or 1)))
+        return ResolvedPlan(plan=plan, micro_batch=math.ceil(largest / (plan.microbatches or 1)))
     replicas, axis = plan.num_shares, "workers" if plan.ps else "dp"
     if train.global_batch % replicas:
         smaller = train.global_batch - train.global_batch % replicas
@@ -173,7 +173,7 @@ def derive_layout(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | No
     plan = replace(plan, microbatches=share // size)
     if plan.pp > 1:
         schedule_of(plan)
-    return Layout(plan=plan, micro_batch=size)
+    return ResolvedPlan(plan=plan, micro_batch=size)
 
 
 def _divisor_below(number: int, wanted: int) -> int:

@@ -20,6 +20,10 @@ from shoal.core.errors import FinalError
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch, StepBatch
+from shoal.engine.feed import StepFeed
+from shoal.engine.resolve import schedule_of, updates_per_step
+from shoal.engine.state import RankState
+from shoal.engine.step import StepResult, StepRunner
 from shoal.optim.build import set_rate
 from shoal.parallel import batchnorm
 from shoal.parallel.gradnorm import clip_, global_norm
@@ -27,10 +31,6 @@ from shoal.pipeline.build import Pipeline
 from shoal.pipeline.reduction import sum_gradients_
 from shoal.pipeline.runtime import Runtime
 from shoal.pipeline.versions import VersionRule, Versions
-from shoal.trainer.feed import StepFeed
-from shoal.trainer.layout import schedule_of, updates_per_step
-from shoal.trainer.state import Held, Progress
-from shoal.trainer.step import StepResult, StepRunner
 
 LONGEST_WINDOW = 8
 """Steps; a wish to stop is heard when one ends, and its batches are in memory at once."""
@@ -46,7 +46,7 @@ class _Window:
     """Of the norm of this stage's gradient, by update."""
 
 
-class Stream:
+class AsyncPipeline:
     """The asynchronous steps of one rank.
 
     Args:
@@ -217,7 +217,7 @@ class Stream:
 
     # --- what a checkpoint keeps of it
 
-    def add_versions(self, held: Held, step: int) -> Held:
+    def add_versions(self, held: RankState, step: int) -> RankState:
         """What a rank holds after ``step`` steps, with the older versions that later microbatches will use."""
         first = (step - self.start) * self._microbatches
         newest = self.versions.newest_at(first)
@@ -229,14 +229,13 @@ class Stream:
         placements = {name: place_whole(tensor.shape) for name, tensor in older.items()}
         return replace(held, tensors={**held.tensors, **older}, placements={**held.placements, **placements})
 
-    def go_on(self, progress: Progress) -> None:
-        """Make room for the versions of a checkpoint; where they are another pipeline's, a new history begins there."""
-        self.start = progress.stream_start if progress.stream == self.signature else progress.step
-        self.versions.begin_at((progress.step - self.start) * self._microbatches)
+    def resume_at(self, step: int, *, signature: str, start: int) -> None:
+        """Make room for the versions of a checkpoint after ``step`` steps, whose history has this signature and start.
 
-    def sign(self, progress: Progress) -> Progress:
-        """The progress of a run that has this history of versions."""
-        return replace(progress, stream=self.signature, stream_start=self.start)
+        Where they are another pipeline's, a new history begins there.
+        """
+        self.start = start if signature == self.signature else step
+        self.versions.begin_at((step - self.start) * self._microbatches)
 
 
 def nonfinite(result: StepResult, *, step: int, plan: Plan, fallback: str) -> FinalError:

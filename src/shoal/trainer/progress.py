@@ -1,0 +1,168 @@
+"""How far a run is: a frozen value that every checkpoint keeps as JSON. No torch.
+
+It also remembers the steps that were left out because their loss jumped, so that a resumed run decides as the one that was left
+alone. A jump is measured against the median of the last losses, which a few wild ones do not move; all ranks have these losses
+alike, so the decisions below are pure functions of them.
+"""
+
+import math
+import statistics
+from dataclasses import asdict, dataclass, field, replace
+from types import NoneType
+from typing import Any
+
+from shoal.core.errors import RunError
+from shoal.data.order import Position
+from shoal.engine.config import TrainConfig
+from shoal.optim.precision import LossScale
+from shoal.optim.rates import PlateauState
+
+_MAX_COUNT = 2**62
+_FORMER_KEYS = {"stream": "async_signature", "stream_start": "async_start"}
+"""Of checkpoints that were written before these fields had their present names."""
+WINDOW = 16
+"""Losses of taken steps that a loss is compared with."""
+LEAST = 4
+"""Fewer say nothing yet, and no step is left out."""
+MOST_ROLLBACKS = 8
+"""After so many the rate is not what is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What a run remembers of the steps that it left out."""
+
+    losses: tuple[float, ...] = ()
+    """Of the last steps that were taken, where ``train.spike`` asks for them."""
+    left_out: int = 0
+    """Steps in a row that were not taken, up to now."""
+    rollbacks: int = 0
+    """How often the run went back to a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is; replaced, never changed, after each step."""
+
+    step: int = 0
+    position: Position
+    loss_scale: LossScale = field(default_factory=LossScale)
+    plateau: PlateauState = field(default_factory=PlateauState)
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
+    """Share of validation targets with the highest score; None where that makes no sense."""
+    tokens: int = 0
+    skipped: int = 0
+    """Steps whose update was left out."""
+    recovery: Recovery = field(default_factory=Recovery)
+    async_signature: str = ""
+    """Of an asynchronous pipeline: what its versions of weights belong to; empty without one."""
+    async_start: int = 0
+    """The step at which its history of versions began."""
+    trained_seconds: float = 0.0
+
+    def validated(self, loss: float | None, accuracy: float | None) -> "Progress":
+        """With what an evaluation on the validation split found."""
+        return replace(self, validation_loss=loss, validation_accuracy=accuracy)
+
+    def as_values(self) -> dict[str, Any]:
+        """JSON for the manifest."""
+        return asdict(self)
+
+    @classmethod
+    def from_values(cls, values: Any, *, origin: str) -> "Progress":
+        """Back from the manifest's JSON.
+
+        Raises:
+            RunError: a field is missing, left over or impossible.
+        """
+        try:
+            plain: dict[str, Any] = {_FORMER_KEYS.get(str(key), str(key)): value for key, value in dict(values).items()}
+            recovery = dict(plain.pop("recovery", {}))
+            progress = cls(
+                position=Position(**plain.pop("position")),
+                loss_scale=LossScale(**plain.pop("loss_scale")),
+                plateau=PlateauState(**plain.pop("plateau")),
+                recovery=Recovery(**{**recovery, "losses": tuple(recovery.get("losses", ()))}),
+                **plain,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{origin} does not say how far it was: {error}") from error
+        impossible = _impossible(progress)
+        if impossible is not None:
+            name, value = impossible
+            raise RunError(f"{origin} says that it was at an impossible place: {name} is {str(value)[:80]!r}")
+        return progress
+
+
+def _impossible(progress: Progress) -> tuple[str, Any] | None:
+    """The first field whose value no run can have."""
+    scale, plateau, recovery = progress.loss_scale, progress.plateau, progress.recovery
+    counts = {
+        "step": progress.step,
+        "tokens": progress.tokens,
+        "skipped": progress.skipped,
+        "async_start": progress.async_start,
+        "position.epoch": progress.position.epoch,
+        "position.offset": progress.position.offset,
+        "loss_scale.good_steps": scale.good_steps,
+        "plateau.num_worse": plateau.num_worse,
+        "recovery.left_out": recovery.left_out,
+        "recovery.rollbacks": recovery.rollbacks,
+    }
+    losses = {
+        "first_loss": progress.first_loss,
+        "last_loss": progress.last_loss,
+        "validation_loss": progress.validation_loss,
+        "plateau.best": plateau.best,
+        **{f"recovery.losses[{place}]": loss for place, loss in enumerate(recovery.losses)},
+    }
+    above_zero = {"loss_scale.scale": scale.scale, "plateau.factor": plateau.factor}
+    # By exact type: True is an int in Python, and no count.
+    wrong: list[tuple[str, Any]] = [
+        item for item in counts.items() if type(item[1]) is not int or not 0 <= item[1] <= _MAX_COUNT
+    ]
+    wrong += [(name, loss) for name, loss in losses.items() if type(loss) not in (float, int, NoneType)]
+    wrong += [
+        (name, one) for name, one in above_zero.items() if type(one) not in (float, int) or not 0 < one < math.inf
+    ]
+    seconds = progress.trained_seconds
+    if type(seconds) not in (float, int) or not 0 <= seconds < math.inf:
+        wrong.append(("trained_seconds", seconds))
+    if type(progress.async_signature) is not str:
+        wrong.append(("async_signature", progress.async_signature))
+    return wrong[0] if wrong else None
+
+
+def loss_limit(state: Recovery, config: TrainConfig) -> float:
+    """The loss above which a step is not taken; infinite where none is too high."""
+    if config.spike is None or len(state.losses) < LEAST:
+        return math.inf
+    usual = statistics.median(state.losses)
+    # A loss that is negative, or nothing, has no multiple that would be too high.
+    return config.spike * usual if usual > 0 else math.inf
+
+
+def after_step(state: Recovery, loss: float, config: TrainConfig, *, is_taken: bool) -> Recovery:
+    """What is remembered after one more step."""
+    if not is_taken:
+        return replace(state, left_out=state.left_out + 1)
+    losses = (*state.losses, loss)[-WINDOW:] if config.spike is not None else ()
+    return replace(state, losses=losses, left_out=0)
+
+
+def wants_rollback(state: Recovery, config: TrainConfig) -> bool:
+    """True when so many steps in a row were left out that the run goes back."""
+    return config.rollback_after > 0 and state.left_out >= config.rollback_after
+
+
+def rate_factor(state: Recovery, config: TrainConfig) -> float:
+    """What the learning rate is multiplied by."""
+    return config.rollback_rate**state.rollbacks
+
+
+def after_rollback(state: Recovery, restored: Recovery) -> Recovery:
+    """What is remembered after going back from ``state`` to a checkpoint that had ``restored``."""
+    return replace(restored, left_out=0, rollbacks=state.rollbacks + 1)
