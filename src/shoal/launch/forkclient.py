@@ -102,6 +102,22 @@ class Streams:
     stderr: int
 
 
+def start_interpreter(
+    arguments: Sequence[str], *, environment: Mapping[str, str], descriptor: int
+) -> "subprocess.Popen[bytes] | ForkedProcess":
+    """Start ``python -m ARGUMENTS`` without input or output, in a session of its own, with one descriptor besides."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # What it says when it cannot import is said again by the ranks, which are started by themselves then.
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=(descriptor,),
+        env=environment,
+    )
+
+
 class ForkClient:
     """See the module; opened from the main thread, for what is forked dies with the thread that opened it.
 
@@ -113,7 +129,7 @@ class ForkClient:
     def __init__(self, warm: Sequence[str], environment: Mapping[str, str]) -> None:
         self._warm = tuple(warm)
         self._environment = dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._line: socket.socket | None = None
         self._is_ready = False
         self._num_failed = 0
@@ -134,16 +150,10 @@ class ForkClient:
         with theirs:
             arguments = ["shoal.launch.child", "shoal.launch.forkserver", str(theirs.fileno()), *self._warm, ROOM]
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    # What it says when it cannot import is said again by the ranks, which are started by themselves then.
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    pass_fds=(theirs.fileno(),),
-                    # numpy's own threads would not survive a fork, and nothing here needs them.
-                    env={**self._environment, "OPENBLAS_NUM_THREADS": "1", "SHOAL_SUPERVISOR_PID": str(os.getpid())},
+                # numpy's own threads would not survive a fork, and nothing here needs them.
+                variables = {"OPENBLAS_NUM_THREADS": "1", "SHOAL_SUPERVISOR_PID": str(os.getpid())}
+                self._process = start_interpreter(
+                    arguments, environment={**self._environment, **variables}, descriptor=theirs.fileno()
                 )
             except OSError:
                 ours.close()
