@@ -27,7 +27,7 @@ from shoal.models.build import build_model
 from shoal.models.config import GptConfig
 from shoal.models.losses import build_loss
 from shoal.optim.config import OptimConfig
-from shoal.telemetry.board import Board, Heartbeat
+from shoal.telemetry.statusboard import Heartbeat, StatusBoard
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.loop import Trainer
 
@@ -91,7 +91,7 @@ def fabric_steps(world: World, folder: Path) -> Iterator[None]:
 def shoal_steps(world: World, folder: Path) -> Iterator[None]:
     """The trainer as a run has it: events, TensorBoard, the board with its heartbeat, the norm, the checks."""
     model, loss_of, data = parts()
-    board = Board.create(1)
+    board = StatusBoard.create(1)
     trainer = Trainer(
         model,
         data,
@@ -99,10 +99,10 @@ def shoal_steps(world: World, folder: Path) -> Iterator[None]:
         train=TrainConfig(steps=10**9, global_batch=GLOBAL_BATCH),
         optim=OptimConfig(name="adamw", lr=LR),
         run_dir=folder / f"shoal-{world.rank}",
-        slot=board.slot(0),
+        rank_status=board.of_rank(0),
         world=world,
     )
-    heartbeat = Heartbeat(board.slot(0))
+    heartbeat = Heartbeat(board.of_rank(0))
     yield from (None for _ in trainer.training_steps())
     heartbeat.stop()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from shoal.comm.ledger import Ledger
+from shoal.comm.trafficcounter import TrafficCounter
 from shoal.comm.world import World
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
@@ -107,7 +107,7 @@ def build_rank(world: World, schedule: Schedule) -> Rank:
     """This rank's stages."""
     chain = cut(schedule)
     own = chain.keep(schedule.grid.stages_of(world.rank))
-    mail = Mail(world.group, ledger=Ledger(), device=world.device, deadline_seconds=60.0)
+    mail = Mail(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=60.0)
     return Rank(chain, own, mail)
 
 

@@ -104,7 +104,7 @@ def train_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list:
     monkeypatch.setenv("NOTES", str(folder / "alone-notes"))
     recipe, world = load_recipe(folder / "own.toml"), join_world({}, deadline_seconds=60.0)
     with build_trainer(
-        recipe, plan=Plan(dp=1), run_dir=folder / "alone", resume=False, world=world, slot=None
+        recipe, plan=Plan(dp=1), run_dir=folder / "alone", resume=False, world=world, rank_status=None
     ) as trainer:
         trainer.train()
     monkeypatch.delenv("NOTES")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.comm.ledger import account_rows
+from shoal.comm.trafficcounter import traffic_rows
 from shoal.comm.world import World
 from shoal.core.config import validate
 from shoal.core.pipelines import schedule_facts
@@ -85,7 +85,7 @@ def traced_on(world: World, recipe: dict, plans: list[str]) -> list[dict]:
     for text in plans:
         plan = resolve_plan(subject.recipe.train, Plan.parse(text)).plan
         seen = read_trace(trace_rank(subject, plan, world=world, num_steps=3))
-        found.append({"traffic": account_rows(seen.traffic), "state": dict(seen.state)})
+        found.append({"traffic": traffic_rows(seen.traffic), "state": dict(seen.state)})
     return found
 
 
@@ -94,7 +94,7 @@ def compare(recipe: dict, plans: list[str], num_ranks: int, *, deadline_seconds:
     full = [str(resolve_plan(subject.recipe.train, with_replicas(text, num_ranks)).plan) for text in plans]
     expected = [
         [
-            {"traffic": account_rows(rank.traffic), "state": dict(rank.state)}
+            {"traffic": traffic_rows(rank.traffic), "state": dict(rank.state)}
             for rank in forecast_ranks(subject, Plan.parse(text))
         ]
         for text in full

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from shoal.checkpoint.reader import read
-from shoal.comm.ledger import account_rows
+from shoal.comm.trafficcounter import traffic_rows
 from shoal.core.config import validate
 from shoal.core.plan import Plan
 from shoal.engine.resolve import resolve_plan
@@ -146,13 +146,13 @@ REHEARSED = {
 def traced(world, text):
     subject = build_rehearsed(validate(Recipe, REHEARSED, origin="test"))
     seen = read_trace(trace_rank(subject, Plan.parse(text), world=world, num_steps=3))
-    return {"traffic": account_rows(seen.traffic), "state": dict(seen.state)}
+    return {"traffic": traffic_rows(seen.traffic), "state": dict(seen.state)}
 
 
 def test_what_is_rehearsed_is_what_ranks_count_and_hold():
     subject = build_rehearsed(validate(Recipe, REHEARSED, origin="test"))
     plan = resolve_plan(subject.recipe.train, Plan.parse(f"dp=1 {PLAN}")).plan
     expected = [
-        {"traffic": account_rows(rank.traffic), "state": dict(rank.state)} for rank in forecast_ranks(subject, plan)
+        {"traffic": traffic_rows(rank.traffic), "state": dict(rank.state)} for rank in forecast_ranks(subject, plan)
     ]
     assert run_on_ranks(traced, 3, str(plan), deadline_seconds=100.0) == expected

@@ -12,7 +12,7 @@ from shoal.launch.config import ProcessConfig
 from shoal.launch.failurereport import describe
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.supervisor import supervise
-from shoal.telemetry.board import SlotState
+from shoal.telemetry.statusboard import StatusReading
 from support.processes.supervised_ranks import Recorder, once, run
 from support.processes.supervised_ranks import nothing_left as nothing_left
 
@@ -49,12 +49,12 @@ def test_environment_is_torchruns(tmp_path: Path) -> None:
 
 def test_kill_9_of_a_rank_is_named(tmp_path: Path) -> None:
     body = """
-    slot.enter("backward" if rank == 1 else "wait: gradients", 12)
+    rank_status.enter("backward" if rank == 1 else "wait: gradients", 12)
     for_ever()
     """
     killed_at: list[float] = []
 
-    def kill(states: Sequence[SlotState]) -> None:
+    def kill(states: Sequence[StatusReading]) -> None:
         killed_at.append(time.monotonic())
         os.kill(states[1].pid, signal.SIGKILL)
 
@@ -77,7 +77,7 @@ def test_kill_9_of_a_rank_is_named(tmp_path: Path) -> None:
 def test_exception_is_told_with_its_traceback_and_peers_are_not_blamed(tmp_path: Path) -> None:
     # Rank 0 fails first in time with a consequence, as when a socket is reset before the report of the culprit is on disk.
     body = """
-    slot.enter("forward", 3)
+    rank_status.enter("forward", 3)
     until(lambda: all(state.phase == "forward" for state in board.read()))
     if rank == 0:
         fail(ConnectionError("peer reset"), peer_failure=True)
@@ -96,7 +96,7 @@ def test_exception_is_told_with_its_traceback_and_peers_are_not_blamed(tmp_path:
 
 
 def test_death_without_report_shows_the_end_of_stderr(tmp_path: Path) -> None:
-    outcome = run(tmp_path, 'slot.enter("x", 1); raise KeyError("unreported") if rank == 1 else for_ever()')
+    outcome = run(tmp_path, 'rank_status.enter("x", 1); raise KeyError("unreported") if rank == 1 else for_ever()')
     assert outcome.culprit is not None
     assert outcome.culprit.cause == "exit code 1, without a report"
     assert "KeyError: 'unreported'" in describe(outcome.culprit)
@@ -148,12 +148,12 @@ def test_wrong_request_found_by_a_rank_is_exit_2_and_never_restarted(tmp_path: P
 def test_sigstop_is_named_within_the_deadline(tmp_path: Path) -> None:
     body = """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    slot.enter("forward" if rank == 1 else "wait: gradients", 5)
+    rank_status.enter("forward" if rank == 1 else "wait: gradients", 5)
     for_ever()
     """
     stopped_at: list[float] = []
 
-    def stop(states: Sequence[SlotState]) -> None:
+    def stop(states: Sequence[StatusReading]) -> None:
         stopped_at.append(time.monotonic())
         os.kill(states[1].pid, signal.SIGSTOP)
 
@@ -172,7 +172,7 @@ def test_a_rank_that_runs_in_circles_is_named_with_its_stack(tmp_path: Path) -> 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     def circles():
         for_ever()
-    slot.enter("forward" if rank == 1 else "wait: gradients", 5)
+    rank_status.enter("forward" if rank == 1 else "wait: gradients", 5)
     circles()
     """
     outcome = run(tmp_path, body, collective_deadline=1.0)

@@ -13,7 +13,7 @@ from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.supervisor import supervise
-from shoal.telemetry.board import SlotState
+from shoal.telemetry.statusboard import StatusReading
 from support.processes.supervised_ranks import Recorder, all_in, assert_gone, make_request, once, run
 from support.processes.supervised_ranks import nothing_left as nothing_left
 
@@ -82,13 +82,13 @@ def test_what_a_rank_left_running_is_ended_and_does_not_hold_us_up(tmp_path: Pat
 def test_ranks_share_a_store_and_nothing_listens(tmp_path: Path) -> None:
     body = """
     store = os.stat(os.environ["SHOAL_STORE"])
-    slot.enter("train", store.st_ino)
+    rank_status.enter("train", store.st_ino)
     until(lambda: (run_dir / "looked").exists())
     """
     listening: list[object] = []
     stores: set[int] = set()
 
-    def look(states: Sequence[SlotState]) -> None:
+    def look(states: Sequence[StatusReading]) -> None:
         stores.update(state.step for state in states)
         for pid in (os.getpid(), *(state.pid for state in states)):
             found = psutil.Process(pid).net_connections("inet")
@@ -109,7 +109,7 @@ def test_rank_that_cannot_be_started(tmp_path: Path) -> None:
 
 
 def test_broken_display_leaves_nothing_running(tmp_path: Path) -> None:
-    def broken(states: Sequence[SlotState]) -> None:
+    def broken(states: Sequence[StatusReading]) -> None:
         raise RuntimeError("display")
 
     with pytest.raises(RuntimeError, match="display"):

@@ -13,7 +13,7 @@ import pytest
 from shoal.launch.failurereport import describe
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.supervisor import supervise
-from shoal.telemetry.board import SlotState
+from shoal.telemetry.statusboard import StatusReading
 from support.processes.command import wait_until
 from support.processes.supervised_ranks import Recorder, all_in, once, run
 from support.processes.supervised_ranks import nothing_left as nothing_left
@@ -21,10 +21,10 @@ from support.processes.supervised_ranks import nothing_left as nothing_left
 ORDERLY = """
 stopping = []
 signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
-slot.enter("train", 7)
+rank_status.enter("train", 7)
 until(lambda: stopping)
 (run_dir / f"saved-{rank}").write_text("x")
-slot.finish("interrupted", heard=stopping[0])
+rank_status.finish("interrupted", stop_signal=stopping[0])
 sys.exit(3)
 """
 
@@ -43,7 +43,7 @@ def test_signal_stops_all_ranks_in_order(tmp_path: Path, number: signal.Signals)
 
 
 def test_ranks_that_stop_by_themselves_are_an_interruption_without_signal(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "slot.finish('interrupted'); sys.exit(3)")
+    outcome = run(tmp_path, "rank_status.finish('interrupted'); sys.exit(3)")
     assert (outcome.status, outcome.signal, outcome.exit_code) == ("interrupted", None, 0)
 
 
@@ -55,7 +55,7 @@ def test_a_signal_to_one_rank_alone_is_an_interruption_by_that_signal(tmp_path: 
 
 STUBBORN = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-slot.enter("train", 7)
+rank_status.enter("train", 7)
 for_ever()
 """
 
@@ -71,7 +71,7 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> 
 def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     strikes: list[float] = []
 
-    def strike(states: Sequence[SlotState]) -> None:
+    def strike(states: Sequence[StatusReading]) -> None:
         asked = "finishing the step" in display.text
         if (not strikes and all_in("train")(states)) or (len(strikes) == 1 and asked):
             strikes.append(time.monotonic())
@@ -88,7 +88,7 @@ def test_failure_while_stopping_is_told(tmp_path: Path) -> None:
     body = """
     stopping = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
-    slot.enter("train", 7)
+    rank_status.enter("train", 7)
     until(lambda: stopping)
     fail(OSError("disk full")) if rank == 1 else for_ever()
     """
@@ -103,7 +103,7 @@ def test_restart_has_a_new_generation_and_a_new_store(tmp_path: Path) -> None:
     body = """
     with (run_dir / f"starts-{rank}").open("a") as file:
         print(generation, os.stat(os.environ["SHOAL_STORE"]).st_ino, os.environ["TORCHELASTIC_RESTART_COUNT"], file=file)
-    slot.enter("train", 4)
+    rank_status.enter("train", 4)
     if generation < 2 and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if generation < 2:
@@ -122,7 +122,7 @@ def test_restart_has_a_new_generation_and_a_new_store(tmp_path: Path) -> None:
 
 def test_restarts_are_given_up_after_n(tmp_path: Path) -> None:
     body = """
-    slot.enter("train", generation)
+    rank_status.enter("train", generation)
     fail(ValueError(f"generation {generation}")) if rank == 0 else for_ever()
     """
     outcome = run(tmp_path, body, max_restarts=2)

@@ -137,7 +137,7 @@ def run_job(mesh, plan, name):
         apply_recompute(model, analysis=analysis, mode=plan.recompute, dropout=dropout)
     tokens, arguments, targets = batch_of(name)
     dropout.begin(0, range(BATCH))
-    with mesh.ledger.counting() as account:
+    with mesh.traffic.counting() as counts:
         loss = loss_of(model, tokens, arguments, targets[:, context.positions(LENGTH)])
         loss.backward()
     found = {"loss": mesh.replicas.all_reduce_(loss.detach().clone()).reshape(1)}
@@ -147,13 +147,13 @@ def run_job(mesh, plan, name):
             mesh.channel(Axis.TENSOR).all_reduce_(parameter.grad)
     whole = run_reference(name)
     expected = {key: take_local(whole[key], placements[key]) if key in placements else whole[key] for key in found}
-    counted = {key: traffic for key, traffic in account.items() if key[0] == "cp"}
+    counted = {key: traffic for key, traffic in counts.items() if key[0] == "cp"}
     predicted = context.forecast_traffic(recomputes=plan.recompute != "none")
     return {"found": found, "expected": expected, "counted": values_of(counted), "predicted": values_of(predicted)}
 
 
-def values_of(account):
-    return {" ".join(key): [traffic.calls, traffic.num_bytes] for key, traffic in account.items()}
+def values_of(counts):
+    return {" ".join(key): [traffic.calls, traffic.num_bytes] for key, traffic in counts.items()}
 
 
 def run_rank(world, jobs):

@@ -57,18 +57,18 @@ def loss_of(output):
 
 def run_whole(mesh, plan):
     laid = ModelLayout(mesh, plan, ())
-    with mesh.ledger.counting() as account:
+    with mesh.traffic.counting() as counts:
         for microbatch in range(2):
             with laid.begin(microbatch):
                 output = laid.model(*inputs_of(microbatch))
             loss_of(output).backward()
-    return dict(laid.model.named_parameters()), account
+    return dict(laid.model.named_parameters()), counts
 
 
 def run_stages(mesh, plan, places):
     stages = [ModelLayout(mesh, plan, places, stage) for stage in range(len(places) + 1)]
     ends = {}
-    with mesh.ledger.counting() as account:
+    with mesh.traffic.counting() as counts:
         for microbatch in range(2):
             received = ()
             for stage, laid in enumerate(stages):
@@ -83,7 +83,7 @@ def run_stages(mesh, plan, places):
                 received, outputs = ends[microbatch, stage]
                 torch.autograd.backward(outputs, grads)
                 grads = [tensor.grad for tensor in received]
-    return {name: value for laid in stages for name, value in laid.model.named_parameters()}, account
+    return {name: value for laid in stages for name, value in laid.model.named_parameters()}, counts
 
 
 def compare(world):
@@ -95,10 +95,10 @@ def compare(world):
         axis = text.split()[0]
         if axis not in meshes:
             meshes[axis] = build_mesh(world, plan)
-        (expected, account), (own, counted) = run_whole(meshes[axis], plan), run_stages(meshes[axis], plan, places)
+        (expected, counts), (own, counted) = run_whole(meshes[axis], plan), run_stages(meshes[axis], plan, places)
         names = [name for name in expected if not torch.equal(expected[name].grad, own[name].grad)]
         missing = sorted(expected.keys() ^ own.keys())
-        found[case] = [*names, *missing, *([] if account == counted else [f"{account} != {counted}"])]
+        found[case] = [*names, *missing, *([] if counts == counted else [f"{counts} != {counted}"])]
         world.barrier()
     for mesh in meshes.values():
         mesh.close()

@@ -130,7 +130,7 @@ def run_split(mesh, case, dtype, sequence_parallel, recompute="none", skip_parti
         inputs, targets = batch_of(case, step, weights_of(dtype))
         optimizer.zero_grad()
         key.begin(step, range(BATCH))
-        with mesh.ledger.counting() as counted:
+        with mesh.traffic.counting() as counted:
             with autocast(dtype):
                 output = model(*inputs)
                 if layout.splits_logits:
@@ -153,11 +153,11 @@ def run_split(mesh, case, dtype, sequence_parallel, recompute="none", skip_parti
         weight_bytes=weight_bytes,
         num_targets=targets.numel() if layout.splits_logits else None,
     )
-    accounts = [
-        sorted([*key, traffic.calls, traffic.num_bytes] for key, traffic in account.items())
-        for account in (counted, expected)
+    all_counts = [
+        sorted([*key, traffic.calls, traffic.num_bytes] for key, traffic in counts.items())
+        for counts in (counted, expected)
     ]
-    return {"steps": found, "placements": placements, "partial": sorted(layout.partial), "traffic": accounts}
+    return {"steps": found, "placements": placements, "partial": sorted(layout.partial), "traffic": all_counts}
 
 
 def pack(placement):

@@ -214,7 +214,7 @@ def run_rank(mesh, case, stage, mutant=None):
     scale, found = loss_scale(precision), []
     for step, parts in enumerate(step_parts(recipe, data, replicas)):
         total = float(sum(data.train.collate(chunk).weight for part in parts for chunk in part if len(chunk)))
-        with mesh.ledger.counting() as account:
+        with mesh.traffic.counting() as moved:
             reduction.begin_step()
             # At stage 3 replicas run equally many passes, with an empty batch where one has no sample.
             own = [chunk for chunk in parts[rank] if len(chunk) or reduction.needs_lockstep]
@@ -224,14 +224,14 @@ def run_rank(mesh, case, stage, mutant=None):
                     (share_of_loss(model, loss_of, data, dropout, precision, **how) * scale).backward()
             reduction.finish()
             grads = {name: piece.grad for name, piece in reduction.updated.items()}
-            counted = dict(account)
+            counted = dict(moved)
             norm = global_norm(grads.items(), exact=True, norms=norms) / scale
             fast = global_norm(grads.items(), exact=False, norms=norms) / scale
             clip_(grads.values(), norm, recipe.optim.clip, scale)
             optimizer.step()
-            before_publish = dict(account)
+            before_publish = dict(moved)
             reduction.publish()
-        gathers = account.get(("dp", "all_gather"))
+        gathers = moved.get(("dp", "all_gather"))
         traffic = dict(counted)
         if gathers is not None and ("dp", "all_gather") not in before_publish:
             traffic["dp", "all_gather"] = gathers
@@ -258,8 +258,8 @@ def visible(model, stage):
     return {}
 
 
-def describe(account):
-    return {f"{axis} {operation}": [traffic.calls, traffic.num_bytes] for (axis, operation), traffic in account.items()}
+def describe(moved):
+    return {f"{axis} {operation}": [traffic.calls, traffic.num_bytes] for (axis, operation), traffic in moved.items()}
 
 
 def pieces(reduction, optimizer, name):

@@ -2,7 +2,7 @@
 
 A recipe's model and data are run in this process too: to check a request, to evaluate, as a rank of somebody's launcher. One that
 calls ``sys.exit(0)`` or ``os._exit(0)``, or a library of it, would make a success of a command that did nothing. A supervisor
-sees that from outside (``telemetry/board.py``); here there is nobody outside, so both are caught where Python calls them. What
+sees that from outside (``telemetry/statusboard.py``); here nobody is outside, so both are caught where Python calls them. What
 native code does by itself cannot be.
 """
 

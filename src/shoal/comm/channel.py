@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.ledger import Ledger
+from shoal.comm.trafficcounter import TrafficCounter
 from shoal.core.errors import RunError
 
 
@@ -81,18 +81,20 @@ class Transport(Protocol):
 class Channel:
     """One axis of the mesh, seen from this rank. With one rank on it every operation is the identity and costs nothing."""
 
-    def __init__(self, axis: str, *, rank: int, size: int, transport: Transport | None, ledger: Ledger) -> None:
+    def __init__(
+        self, axis: str, *, rank: int, size: int, transport: Transport | None, traffic: TrafficCounter
+    ) -> None:
         assert size == 1 or transport is not None
         self.axis = axis
         self.rank = rank
         self.size = size
         self.transport = transport
-        self.ledger = ledger
+        self.traffic = traffic
 
     @property
     def is_counting(self) -> bool:
-        """True while what crosses now will be in the account."""
-        return self.ledger.is_open and not is_silent()
+        """True while what crosses now will be counted."""
+        return self.traffic.is_open and not is_silent()
 
     def __deepcopy__(self, memo: object) -> "Channel":
         # A copy of a model talks to the same ranks.
@@ -101,14 +103,14 @@ class Channel:
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Add over ranks, in place; the tensor must be contiguous."""
         if self.transport is not None and tensor.numel() and not is_silent():
-            self.ledger.note(self.axis, "all_reduce", tensor.nbytes)
+            self.traffic.note(self.axis, "all_reduce", tensor.nbytes)
             self.transport.all_reduce_(tensor)
         return tensor
 
     def all_reduce_max_(self, tensor: Tensor) -> Tensor:
         """The largest over ranks, elementwise, in place; the tensor must be contiguous."""
         if self.transport is not None and tensor.numel() and not is_silent():
-            self.ledger.note(self.axis, "all_reduce_max", tensor.nbytes)
+            self.traffic.note(self.axis, "all_reduce_max", tensor.nbytes)
             self.transport.all_reduce_max_(tensor)
         return tensor
 
@@ -127,7 +129,7 @@ class Channel:
         elif is_silent():
             own.copy_(torch.split(whole, list(counts))[self.rank])
         elif whole.numel():
-            self.ledger.note(self.axis, "reduce_scatter", whole.nbytes)
+            self.traffic.note(self.axis, "reduce_scatter", whole.nbytes)
             self.transport.reduce_scatter(whole, own, counts)
         return own
 
@@ -141,7 +143,7 @@ class Channel:
             for part in torch.split(whole, list(counts)):
                 _pretend(own, part)
         elif whole.numel():
-            self.ledger.note(self.axis, "all_gather", whole.nbytes)
+            self.traffic.note(self.axis, "all_gather", whole.nbytes)
             self.transport.all_gather(own, whole, counts)
         return whole
 
@@ -154,7 +156,7 @@ class Channel:
             for outgoing, incoming in zip(sent, received, strict=True):
                 _pretend(outgoing, incoming)
             return
-        self.ledger.note(self.axis, "all_to_all", sum(part.nbytes for part in sent))
+        self.traffic.note(self.axis, "all_to_all", sum(part.nbytes for part in sent))
         self.transport.all_to_all(sent, received)
 
     def ring_shift(self, sent: Tensor, received: Tensor, *, by: int = 1) -> None:
@@ -162,13 +164,13 @@ class Channel:
         if self.transport is None or is_silent():
             received.copy_(sent)
             return
-        self.ledger.note(self.axis, "ring_shift", sent.nbytes)
+        self.traffic.note(self.axis, "ring_shift", sent.nbytes)
         self.transport.ring_shift(sent, received, by)
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Everyone gets the tensor of rank ``source`` of this channel."""
         if self.transport is not None and tensor.numel() and not is_silent():
-            self.ledger.note(self.axis, "broadcast", tensor.nbytes)
+            self.traffic.note(self.axis, "broadcast", tensor.nbytes)
             self.transport.broadcast_(tensor, source)
         return tensor
 

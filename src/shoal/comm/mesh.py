@@ -14,9 +14,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shoal.comm.channel import Channel, EchoTransport, SilentTransport, TorchTransport, Transport
-from shoal.comm.ledger import Ledger
 from shoal.comm.sealing import sealed_listeners
 from shoal.comm.shared import SharedTransport, build_shared_transport
+from shoal.comm.trafficcounter import TrafficCounter
 from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
@@ -35,7 +35,7 @@ class Mesh:
         channels: Mapping[Axis, Channel],
         replicas: Channel,
         everyone: Channel,
-        ledger: Ledger,
+        traffic: TrafficCounter,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
         self.degrees = degrees
@@ -45,7 +45,7 @@ class Mesh:
         """The ranks with the same weights and different data or positions: dp and cp together, dp slowest."""
         self.everyone = everyone
         """All ranks of the run."""
-        self.ledger = ledger
+        self.traffic = traffic
         self.groups = groups or {}
         self._own_groups: list[dist.ProcessGroup] = []
 
@@ -115,7 +115,7 @@ def build_mesh(world: World, plan: Plan, *, shared: bool = True) -> Mesh:
     for key, shared_by in names.items():
         transport = _build_transport(world, groups[shared_by[0]], axis="/".join(shared_by), shared=shared)
         transports.update(dict.fromkeys(names[key], transport))
-    mesh = _mesh(world.rank, degrees, Ledger(), groups, transports)
+    mesh = _mesh(world.rank, degrees, TrafficCounter(), groups, transports)
     mesh._own_groups = [group for group in made.values() if group is not None and group is not world.group]
     return mesh
 
@@ -141,7 +141,7 @@ def pretend_mesh(plan: Plan, rank: int = 0) -> Mesh:
     """The mesh of one rank of a plan without any other process: for shapes and sizes on meta tensors."""
     degrees = {axis: plan.degree(axis) for axis in GRID}
     names = [name for name, _ in _named_axes(degrees)]
-    return _mesh(rank, degrees, Ledger(), {}, {name: SilentTransport() for name in names})
+    return _mesh(rank, degrees, TrafficCounter(), {}, {name: SilentTransport() for name in names})
 
 
 def rank_groups(degrees: Mapping[Axis, int], axes: Sequence[Axis]) -> list[list[int]]:
@@ -172,7 +172,7 @@ def _make_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
 def _mesh(
     rank: int,
     degrees: Mapping[Axis, int],
-    ledger: Ledger,
+    traffic: TrafficCounter,
     groups: Mapping[str, dist.ProcessGroup],
     transports: Mapping[str, Transport],
 ) -> Mesh:
@@ -181,7 +181,7 @@ def _mesh(
 
     def channel(name: str, axes: Sequence[Axis]) -> Channel:
         ranks = next(ranks for ranks in rank_groups(degrees, axes) if rank in ranks)
-        return Channel(name, rank=ranks.index(rank), size=len(ranks), transport=transports.get(name), ledger=ledger)
+        return Channel(name, rank=ranks.index(rank), size=len(ranks), transport=transports.get(name), traffic=traffic)
 
     return Mesh(
         degrees=degrees,
@@ -189,6 +189,6 @@ def _mesh(
         channels={axis: channel(axis.value, (axis,)) for axis in GRID},
         replicas=channel("replicas", (Axis.DATA, Axis.CONTEXT)),
         everyone=channel("everyone", GRID),
-        ledger=ledger,
+        traffic=traffic,
         groups=groups,
     )

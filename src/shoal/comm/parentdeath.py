@@ -35,7 +35,7 @@ def die_with_parent(expected_parent: int | None = None) -> None:
     if sys.platform == "linux":
         _ask_kernel()
     else:
-        threading.Thread(target=_watch, args=(parent,), name="lifeline", daemon=True).start()
+        threading.Thread(target=_watch, args=(parent,), name="parent-death", daemon=True).start()
     # After the request, not before: a parent that dies between a check and the request would be missed for ever.
     if os.getppid() != parent:
         _die()

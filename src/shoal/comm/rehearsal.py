@@ -1,6 +1,6 @@
 """A world without other processes: one rank of a plan is laid out, and takes its steps, as if its peers were there.
 
-Every channel echoes what this rank gives it (``EchoTransport``) and counts as always, so the ledger of a rehearsal is the ledger
+Every channel echoes what this rank gives it (``EchoTransport``) and counts it, so the traffic of a rehearsal is the traffic
 that the rank will have, before any other process exists. torch's ``fake`` process group stands where torch itself wants one: DDP
 cuts its buckets by looking at gradients, not at peers.
 """

@@ -37,7 +37,7 @@ from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
-from shoal.telemetry.board import RankSlot
+from shoal.telemetry.statusboard import RankStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +263,13 @@ def _reduce(
 
 
 def build_runner(
-    placed: ParallelModel, data: Splits, *, train: TrainConfig, optim: OptimConfig, world: World, slot: RankSlot | None
+    placed: ParallelModel,
+    data: Splits,
+    *,
+    train: TrainConfig,
+    optim: OptimConfig,
+    world: World,
+    rank_status: RankStatus | None,
 ) -> StepRunner:
     """The step over a placed model."""
     return StepRunner(
@@ -276,7 +282,7 @@ def build_runner(
         mesh=placed.mesh,
         world=world,
         dropout=placed.dropout,
-        slot=slot,
+        rank_status=rank_status,
         clip=optim.clip,
         num_microbatches=placed.plan.microbatches or 1,
         empty_microbatch=_empty_microbatch(placed, data, train),

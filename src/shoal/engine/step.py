@@ -27,7 +27,7 @@ from shoal.parallel.data import Reduction, sum_partial_
 from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey
-from shoal.telemetry.board import RankSlot
+from shoal.telemetry.statusboard import RankStatus
 
 _MOST_NAMED = 5
 """Parameters that a message names; of more it says the number."""
@@ -61,7 +61,7 @@ class StepRunner:
         mesh: Mesh,
         world: World,
         dropout: DropoutKey,
-        slot: RankSlot | None,
+        rank_status: RankStatus | None,
         clip: float | None,
         num_microbatches: int,
         empty_microbatch: Microbatch | None,
@@ -77,7 +77,7 @@ class StepRunner:
         self.mesh = mesh
         self.world = world
         self.dropout = dropout
-        self.slot = slot
+        self.rank_status = rank_status
         self.clip = clip
         self.num_microbatches = num_microbatches
         self.empty_microbatch = empty_microbatch
@@ -248,5 +248,5 @@ class StepRunner:
 
     def enter(self, phase: str, step: int) -> None:
         """Say what this rank does now, where the supervisor looks."""
-        if self.slot is not None:
-            self.slot.enter(phase, step + 1)  # people count steps from 1
+        if self.rank_status is not None:
+            self.rank_status.enter(phase, step + 1)  # people count steps from 1

@@ -17,7 +17,7 @@ from typing import Literal
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST
 from shoal.launch.errorreport import ErrorReport
 from shoal.launch.hangs import Hang, is_waiting
-from shoal.telemetry.board import Said
+from shoal.telemetry.statusboard import FinalStatus
 
 EXIT_INTERRUPTED = 3
 """The exit code of a rank that was asked to stop and did so in an orderly way."""
@@ -37,9 +37,9 @@ class RankEnd:
     step: int = 0
     phase: str = ""
     phase_count: int = 0
-    said: Said = ""
+    final_status: FinalStatus = ""
     """Its last word on the board. An exit code alone proves nothing."""
-    heard: int = 0
+    stop_signal: int = 0
     """The signal by which it was asked to stop, if it was."""
     last_step: int = 0
     """Of the run; 0 when unknown."""
@@ -61,12 +61,12 @@ class RankEnd:
     @property
     def is_orderly(self) -> bool:
         """True when it did what was asked of it, by its own word."""
-        return self.is_complete or (self.exit_code == EXIT_INTERRUPTED and self.said == "interrupted")
+        return self.is_complete or (self.exit_code == EXIT_INTERRUPTED and self.final_status == "interrupted")
 
     @property
     def is_complete(self) -> bool:
         """True when it did all there was to do, by its own word."""
-        return self.exit_code == EXIT_DONE and self.said == "completed"
+        return self.exit_code == EXIT_DONE and self.final_status == "completed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,10 +254,10 @@ def judge(end: GenerationEnd, *, restarts: int) -> Outcome:
             step=step,
         )
     if culprit is None and any(rank.exit_code == EXIT_INTERRUPTED for rank in end.ends):
-        asked = next((rank for rank in end.ends if rank.heard), None)
+        asked = next((rank for rank in end.ends if rank.stop_signal), None)
         return Outcome(
             status="interrupted",
-            signal=asked.heard if asked is not None else None,
+            signal=asked.stop_signal if asked is not None else None,
             signalled_rank=asked.rank if asked is not None else None,
             restarts=restarts,
             step=step,

@@ -27,7 +27,7 @@ from shoal.launch.output import RankStream
 from shoal.launch.procfs import catches_signal, count_oom_kills, process_state, resident_bytes
 from shoal.launch.signals import SignalInbox
 from shoal.launch.spawn import RankProcess, StoreFile, rank_environment, start_rank
-from shoal.telemetry.board import Board
+from shoal.telemetry.statusboard import StatusBoard
 
 COLLECT_S = 1.0
 """How long the others may still report after one rank has failed."""
@@ -65,7 +65,7 @@ class Generation:
         self._progress = [(-1, 0.0)] * request.num_ranks
         self._awake_since = self._looked_at = time.monotonic()
         self._oom_kills = count_oom_kills()
-        self._board = Board.create(request.num_ranks)
+        self._board = StatusBoard.create(request.num_ranks)
         self._store = StoreFile()
 
     def run(self) -> GenerationEnd:
@@ -228,7 +228,7 @@ class Generation:
     def _look_for_hang(self, now: float) -> None:
         watched = [
             Watched(
-                state=self._board.slot(process.rank).read(),
+                state=self._board.of_rank(process.rank).read(),
                 started_at=process.started_at,
                 progress_at=self._progress[process.rank][1],
                 is_running=process.is_running,
@@ -252,7 +252,7 @@ class Generation:
 
     def _is_absent(self, process: RankProcess) -> bool:
         """Whether others may have waited for this rank in vain: it runs, does not wait itself and has not said why it fails."""
-        is_busy = process.is_running and not is_waiting(self._board.slot(process.rank).read().phase)
+        is_busy = process.is_running and not is_waiting(self._board.of_rank(process.rank).read().phase)
         return is_busy and read_report(self._request.run_dir, process.rank) is None
 
     def _describe_end(self) -> GenerationEnd:
@@ -265,7 +265,7 @@ class Generation:
         )
 
     def _describe_rank(self, process: RankProcess) -> RankEnd:
-        state = self._board.slot(process.rank).read()
+        state = self._board.of_rank(process.rank).read()
         return RankEnd(
             rank=process.rank,
             exit_code=process.exit_code,
@@ -273,8 +273,8 @@ class Generation:
             step=state.step,
             phase=state.phase,
             phase_count=state.phase_count,
-            said=state.said,
-            heard=state.heard,
+            final_status=state.final_status,
+            stop_signal=state.stop_signal,
             last_step=self._request.last_step,
             signals_sent=frozenset(process.signals_sent),
             report=read_report(self._request.run_dir, process.rank),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.launch.config import ProcessConfig
-from shoal.telemetry.board import SlotState
+from shoal.telemetry.statusboard import StatusReading
 
 WAIT_PREFIX = "wait:"
 """Phases in which a rank waits for others begin with this."""
@@ -26,7 +26,7 @@ class Hang:
 class Watched:
     """One rank as the watch sees it. All times are monotonic seconds."""
 
-    state: SlotState
+    state: StatusReading
     started_at: float
     progress_at: float
     """When its phase counter was last seen to change."""

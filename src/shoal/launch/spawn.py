@@ -20,7 +20,7 @@ from shoal.core.rundir import RunDir
 from shoal.launch.forkclient import ForkClient, ForkedProcess, Streams, kill_group, reap
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.output import Log, RankStream
-from shoal.telemetry.board import Board
+from shoal.telemetry.statusboard import StatusBoard
 
 _KILLED_SECONDS = 10.0
 
@@ -161,7 +161,7 @@ def start_rank(
     request: LaunchRequest,
     *,
     rank: int,
-    board: Board,
+    board: StatusBoard,
     environment: Mapping[str, str],
     store: StoreFile,
     client: ForkClient,

@@ -98,7 +98,7 @@ def apply_data_parallel(
 
 def _sum_bucket(channel: Channel, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     if isinstance(channel.transport, TorchTransport):
-        channel.ledger.note(channel.axis, "all_reduce", bucket.buffer().nbytes)
+        channel.traffic.note(channel.axis, "all_reduce", bucket.buffer().nbytes)
         work: Any = dist.all_reduce(bucket.buffer(), group=channel.transport.group, async_op=True)
         future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
         return future.then(lambda done: done.value()[0])

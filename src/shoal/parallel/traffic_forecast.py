@@ -1,14 +1,14 @@
 """What one step of a plan should move between ranks: the accounts of all techniques put together, and the small sums of the step.
 
-Worked out from the plain model, the layout and the batch, not from what the code did; the ledger has that. A difference between
+Worked out from the plain model, the layout and the batch, not from what the code did, which is counted. A difference between
 the two is a collective too many, too few or of the wrong size, whatever the numbers that it carried.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.comm.ledger import Account, Traffic, add_accounts
 from shoal.comm.mesh import Mesh
+from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.parallel.apply import ModelLayout
@@ -60,15 +60,15 @@ def forecast_step_traffic(
     microbatches: Sequence[MicrobatchShape],
     step: StepShape,
     counted: Mapping[tuple[str, str], Traffic],
-) -> Account:
+) -> TrafficCounts:
     """Calls and bytes by axis and operation.
 
     Args: plan: what runs. mesh: where this rank stands. laid: what techniques made of the model; a context-parallel one has
     noted the attentions of this step. reduction: what this rank updates.
-    microbatches: of this rank in this step. step: the rest. counted: what the ledger has. Only one number is taken from it:
+    microbatches: of this rank in this step. step: the rest. counted: what was counted. Only one number is taken from it:
     into how many buckets DDP cut the gradients. Their bytes are not.
     """
-    accounts: list[Account] = []
+    accounts: list[TrafficCounts] = []
     for microbatch in microbatches:
         if microbatch.survey is not None and mesh.has(Axis.TENSOR):
             accounts.append(
@@ -90,12 +90,12 @@ def forecast_step_traffic(
         held = [parameter.nbytes for name, parameter in reduction.updated.items() if name in laid.partial]
         accounts.append(_one("tp", "all_reduce", sum(held)) if held else {})
     accounts.append(_small_sums(plan, mesh, laid, step))
-    return add_accounts(*accounts)
+    return add_traffic(*accounts)
 
 
 def _gradients(
     reduction: Reduction, mesh: Mesh, step: StepShape, num_microbatches: int, counted: Mapping[tuple[str, str], Traffic]
-) -> Account:
+) -> TrafficCounts:
     if isinstance(reduction, ZeroReduction):
         return reduction.forecast_traffic(num_microbatches)
     if mesh.replicas.size == 1:
@@ -106,9 +106,9 @@ def _gradients(
     return {key: Traffic(calls=max(1, counted.get(key, Traffic()).calls), num_bytes=num_bytes)}
 
 
-def _small_sums(plan: Plan, mesh: Mesh, laid: ModelLayout, step: StepShape) -> Account:
+def _small_sums(plan: Plan, mesh: Mesh, laid: ModelLayout, step: StepShape) -> TrafficCounts:
     """The norm, the loss with the wish to stop, and the weight of the global batch."""
-    accounts: list[Account] = []
+    accounts: list[TrafficCounts] = []
     cuts = bool(laid.placements) or plan.zero > 0 or mesh.has(Axis.PIPELINE)
     if cuts:
         by_row = step.num_rows * _FLOAT64
@@ -121,7 +121,7 @@ def _small_sums(plan: Plan, mesh: Mesh, laid: ModelLayout, step: StepShape) -> A
         accounts.append(_one("everyone", "all_reduce", 2 * step.weight_bytes))
     if step.counts_weight and mesh.has(Axis.DATA):
         accounts.append(_one("dp", "all_reduce", _FLOAT64))
-    return add_accounts(*accounts)
+    return add_traffic(*accounts)
 
 
 def count_trust_norms(optimizer: object, groups: Sequence[Mapping[str, object]]) -> int:
@@ -130,5 +130,5 @@ def count_trust_norms(optimizer: object, groups: Sequence[Mapping[str, object]])
     return 2 * sum(bool(group.get("adapt", True)) for group in groups) if has_trust else 0
 
 
-def _one(axis: str, operation: str, num_bytes: int) -> Account:
+def _one(axis: str, operation: str, num_bytes: int) -> TrafficCounts:
     return {(axis, operation): Traffic(calls=1, num_bytes=num_bytes)}

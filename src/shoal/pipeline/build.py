@@ -193,7 +193,7 @@ def build_pipeline(
     own = chain.keep(grid.stages_of(rank))
     group = mesh.group(Axis.PIPELINE.value)
     assert group is not None, "a pipeline has at least two ranks"
-    mail = Mail(group, ledger=mesh.ledger, device=world.device, deadline_seconds=world.deadline_seconds)
+    mail = Mail(group, traffic=mesh.traffic, device=world.device, deadline_seconds=world.deadline_seconds)
     if world.is_rehearsed:
         mail = RehearsedMail(mail, forms)
     trained = {name: parameter for name, parameter in own.items() if parameter.requires_grad}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.channel import PeerLost
-from shoal.comm.ledger import Ledger
+from shoal.comm.trafficcounter import TrafficCounter
 from shoal.core.axes import Axis
 
 _DTYPES = (
@@ -126,7 +126,7 @@ class Mail:
     """This rank's lanes along ``pp``."""
 
     def __init__(
-        self, group: dist.ProcessGroup, *, ledger: Ledger, device: torch.device, deadline_seconds: float
+        self, group: dist.ProcessGroup, *, traffic: TrafficCounter, device: torch.device, deadline_seconds: float
     ) -> None:
         self.device = device
         self.forms: dict[tuple[Lane, Hashable], Form] = {}
@@ -135,7 +135,7 @@ class Mail:
         self._told: dict[tuple[Lane, Hashable], Form] = {}
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
-        self._ledger = ledger
+        self._traffic = traffic
         self._deadline = deadline_seconds
         self._unsent: deque[tuple[dist.Work, Tensor, Lane, int]] = deque()
 
@@ -157,14 +157,14 @@ class Mail:
             lane: where to.
             kind: tells microbatches of different shapes apart, the same on both sides.
             needed_at: when the other rank will need it, by a count of its own (``let_go``).
-            called: the ledger's word for it.
+            called: the traffic counter's name for it.
         """
         if (lane, kind) not in self._told:
             header = write_header(tensors)
             self._told[lane, kind] = read_header(header)
             self._post(header, lane, needed_at)
         for tensor, piece in zip(tensors, self._told[lane, kind], strict=True):
-            self._ledger.note(Axis.PIPELINE, called, tensor.nbytes)
+            self._traffic.note(Axis.PIPELINE, called, tensor.nbytes)
             # In the order that was told, whatever this one's is.
             laid = tensor.detach().permute(piece.order) if piece.order else tensor.detach()
             self._post(laid.contiguous(), lane, needed_at)

@@ -35,7 +35,7 @@ class RehearsedMail(Mail):
     """Sends into the void, which is counted, and receives what was made up."""
 
     def __init__(self, mail: Mail, learnt: Mapping[int, Form]) -> None:
-        # All that the real one has, a ledger and a device among it; nothing is ever sent through its group.
+        # All that the real one has, a traffic counter and a device among it; nothing is ever sent through its group.
         self.__dict__.update(mail.__dict__)
         self._learnt = learnt
         self._made: dict[Piece, Tensor] = {}

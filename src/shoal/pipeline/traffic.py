@@ -1,4 +1,4 @@
-"""What a pipeline should send in one step, from the schedule and the shapes of the plain model; the ledger has what it sent."""
+"""What a pipeline should send in one step, from the schedule and the shapes of the plain model, beside what is counted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.comm.ledger import Account, Traffic, add_accounts
+from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.costs.undisturbed import undisturbed
 from shoal.pipeline.build import Stages
@@ -62,7 +62,7 @@ def survey_boundaries(
     return found
 
 
-def expected_sends(schedule: Schedule, rank: int, microbatches: Sequence[Boundaries]) -> Account:
+def expected_sends(schedule: Schedule, rank: int, microbatches: Sequence[Boundaries]) -> TrafficCounts:
     """Activations and gradients that one rank sends in the cells of its row.
 
     Args:
@@ -86,7 +86,7 @@ def expected_sends(schedule: Schedule, rank: int, microbatches: Sequence[Boundar
 
 def expected_exchange(
     trained: Mapping[str, Tensor], holders: Mapping[str, frozenset[int]], *, grid: Grid, rank: int
-) -> Account:
+) -> TrafficCounts:
     """Sums of weights that several stages hold: one message to every rank that holds one of them too.
 
     Args:
@@ -95,7 +95,7 @@ def expected_exchange(
         grid: where stages lie.
         rank: along ``pp``.
     """
-    accounts: list[Account] = []
+    all_counts: list[TrafficCounts] = []
     for peer in (other for other in range(grid.num_ranks) if other != rank):
         sent = 0
         for name, parameter in trained.items():
@@ -103,9 +103,9 @@ def expected_exchange(
             if peer in ranks:
                 sent += (parameter.nbytes + parameter.element_size()) * ranks.count(rank)
         if sent:
-            accounts.append({(Axis.PIPELINE.value, SHARE): Traffic(calls=1, num_bytes=sent)})
-    return add_accounts(*accounts)
+            all_counts.append({(Axis.PIPELINE.value, SHARE): Traffic(calls=1, num_bytes=sent)})
+    return add_traffic(*all_counts)
 
 
-def _sends(calls: int, num_bytes: int) -> Account:
+def _sends(calls: int, num_bytes: int) -> TrafficCounts:
     return {(Axis.PIPELINE.value, "send"): Traffic(calls=calls, num_bytes=num_bytes)} if calls else {}

@@ -17,7 +17,7 @@ from shoal.planner.machine import Machine
 from shoal.schedules.action import Action
 from shoal.schedules.schedule import Result, Schedule, made_by, needs_of
 
-Account = Mapping[tuple[str, str], tuple[int, int]]
+TrafficCounts = Mapping[tuple[str, str], tuple[int, int]]
 """Calls and bytes by axis and operation."""
 IN_CELLS = ("tp", "cp")
 """Axes whose collectives are part of forward and backward passes."""
@@ -31,7 +31,7 @@ class RankWork:
     """A whole step."""
     cells: Mapping[Action, float]
     """With a pipeline: what each action takes; empty without."""
-    account: Account
+    traffic: TrafficCounts
     threads: int = 1
 
 
@@ -69,7 +69,7 @@ def predict_step(
     fit = machine.fit
     if schedule is None:
         (work,) = ranks
-        moved = communication(work.account, plan, machine)
+        moved = communication(work.traffic, plan, machine)
         total = work.seconds * fit.compute + sum(moved.values()) + fit.fixed_seconds
         return LocalTime(
             seconds=total,
@@ -78,11 +78,11 @@ def predict_step(
             bubble=None,
             fixed=fit.fixed_seconds,
         )
-    moved = communication(ranks[0].account, plan, machine)
+    moved = communication(ranks[0].traffic, plan, machine)
     makespan, busy = _pipeline(plan, schedule, ranks, machine, slow_down)
     tails = [max(0.0, work.seconds - sum(work.cells.values())) * fit.compute for work in ranks]
     after = max(
-        tail + sum(_after_cells(work.account, plan, machine).values()) for tail, work in zip(tails, ranks, strict=True)
+        tail + sum(_after_cells(work.traffic, plan, machine).values()) for tail, work in zip(tails, ranks, strict=True)
     )
     return LocalTime(
         seconds=makespan + after + fit.fixed_seconds,
@@ -93,10 +93,10 @@ def predict_step(
     )
 
 
-def communication(account: Account, plan: Plan, machine: Machine) -> dict[str, float]:
+def communication(traffic: TrafficCounts, plan: Plan, machine: Machine) -> dict[str, float]:
     """Seconds of all collectives of one rank in one step, by axis."""
     found: dict[str, float] = {}
-    for (axis, operation), (calls, num_bytes) in account.items():
+    for (axis, operation), (calls, num_bytes) in traffic.items():
         # A share of a weight that several stages hold is a message as any other, at the end of the pipeline.
         name, ranks = ("send", 2) if operation == "share" else (operation, axis_size(axis, plan))
         one = machine.collective_seconds(name, num_bytes / max(1, calls), ranks=ranks, processes=plan.world_size)
@@ -113,8 +113,8 @@ def axis_size(axis: str, plan: Plan) -> int:
     return {"dp": plan.dp or 1, "tp": plan.tp, "cp": plan.cp, "pp": plan.pp}[axis]
 
 
-def _after_cells(account: Account, plan: Plan, machine: Machine) -> dict[str, float]:
-    after = {key: moved for key, moved in account.items() if key[0] not in IN_CELLS and key[1] != "send"}
+def _after_cells(traffic: TrafficCounts, plan: Plan, machine: Machine) -> dict[str, float]:
+    after = {key: moved for key, moved in traffic.items() if key[0] not in IN_CELLS and key[1] != "send"}
     return communication(after, plan, machine)
 
 
@@ -125,9 +125,9 @@ def _pipeline(
     inside: dict[int, float] = {}
     transfer = 0.0
     for place, work in enumerate(ranks):
-        cells = {key: moved for key, moved in work.account.items() if key[0] in IN_CELLS}
+        cells = {key: moved for key, moved in work.traffic.items() if key[0] in IN_CELLS}
         inside[place] = sum(communication(cells, plan, machine).values()) / max(1, len(work.cells))
-        calls, num_bytes = work.account.get(("pp", "send"), (0, 0))
+        calls, num_bytes = work.traffic.get(("pp", "send"), (0, 0))
         if calls:
             one = machine.collective_seconds("send", num_bytes / calls, ranks=2, processes=plan.world_size)
             transfer = max(transfer, one * machine.fit.communication)

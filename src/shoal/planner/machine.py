@@ -91,7 +91,7 @@ class CollectiveTime(Config):
     processes: int = Field(ge=2)
     """Processes of the run; more than ``ranks`` where several channels worked at once."""
     num_bytes: int = Field(gt=0)
-    """As the ledger counts them."""
+    """As the traffic counter counts them."""
     seconds: float = Field(gt=0)
 
 

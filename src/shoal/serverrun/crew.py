@@ -41,8 +41,8 @@ from shoal.serverrun.places import Place, describe_end, kill_one, kill_places, m
 from shoal.serverrun.spawning import Spawner, Started
 from shoal.serverrun.standstill import Member, Standstill
 from shoal.serverrun.tidings import Tidings
-from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.progress import Display
+from shoal.telemetry.statusboard import StatusBoard, StatusReading
 
 _LOOK_SECONDS = 0.1
 _TIDINGS_SECONDS = 0.5
@@ -113,7 +113,7 @@ class Crew:
         )
         sweep_job_directories()
         self._folder = JobDirectory()
-        self._board = Board.create(len(self._places))
+        self._board = StatusBoard.create(len(self._places))
         self._spawner = Spawner(self._environment(), descriptors=(self._board.fd,))
         self._node = Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=self._folder.path)
         self._herald = Herald(self._node, find=lambda: read_center(self._folder.path / "lease"))
@@ -219,13 +219,13 @@ class Crew:
         for place in self._places:
             if place is place.leader or place.process is None or not place.is_running:
                 continue
-            slot, pid = self._board.slot(place.rank), place.process.pid
-            # Twice: between two words of the first look the slot may have passed to a new process, which beats before it signs.
-            if _is_silent(slot.read(), pid, seconds) and _is_silent(slot.read(), pid, seconds):
+            rank_status, pid = self._board.of_rank(place.rank), place.process.pid
+            # Twice: between two words of the first look the status may be a new process's, which beats before it signs.
+            if _is_silent(rank_status.read(), pid, seconds) and _is_silent(rank_status.read(), pid, seconds):
                 self._request.display.message(f"{place.name} (process {pid}) is silent for {seconds:g} s; it is killed")
                 place.process.kill()
 
-    def _end_hanging(self, standstill: Standstill, states: Sequence[SlotState]) -> None:
+    def _end_hanging(self, standstill: Standstill, states: Sequence[StatusReading]) -> None:
         """End a server or a worker that holds the run up for longer than a deadline, after it was asked for its stack."""
         self._next_look = time.monotonic() + _STANDSTILL_SECONDS
         members = [
@@ -249,7 +249,7 @@ class Crew:
         asyncio.get_running_loop().call_later(_STACK_SECONDS, kill_one, process)
         self._next_look += _STACK_SECONDS
 
-    def _states(self) -> list[SlotState]:
+    def _states(self) -> list[StatusReading]:
         # The display shows the first: the server that keeps the book is the one that has numbers.
         return sorted(self._board.read(), key=lambda state: -int(state.metrics.get("step", -1)))
 
@@ -361,8 +361,8 @@ class Crew:
 
     def _has_finished(self, place: Place) -> bool:
         """Whether a process that has ended did what it was for: it says so itself, on the board (``entry.py``)."""
-        state, process = self._board.slot(place.rank).read(), place.process
-        has_said = process is not None and state.pid == process.pid and state.said == "completed"
+        state, process = self._board.of_rank(place.rank).read(), place.process
+        has_said = process is not None and state.pid == process.pid and state.final_status == "completed"
         return has_said and process is not None and process.returncode == EXIT_DONE
 
     def _culprit(self, place: Place) -> tuple[Place, Started]:
@@ -437,8 +437,8 @@ class Crew:
         )
 
 
-def _is_silent(state: SlotState, pid: int, seconds: float) -> bool:
-    """True when this process has a slot, and its heart has not beaten for so long."""
+def _is_silent(state: StatusReading, pid: int, seconds: float) -> bool:
+    """True when this process has a rank status, and its heart has not beaten for so long."""
     return state.pid == pid and state.heartbeat is not None and time.monotonic() - state.heartbeat > seconds
 
 

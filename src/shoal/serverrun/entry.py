@@ -17,7 +17,7 @@ from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
-from shoal.serverrun.member import MemberPlace, attach_slot
+from shoal.serverrun.member import MemberPlace, attach_status
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
 
@@ -55,10 +55,10 @@ def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
 
 def _say_done(place: MemberPlace) -> None:
     """Tell the crew that this process did what it was for: an exit code of 0 says only that something called exit."""
-    slot = attach_slot(place)
-    if slot is not None:
-        slot.claim()  # A center had no use for it until now.
-        slot.finish("completed")
+    rank_status = attach_status(place)
+    if rank_status is not None:
+        rank_status.claim()  # A center had no use for it until now.
+        rank_status.finish("completed")
 
 
 def run_process(run: Callable[[str, MemberPlace], None]) -> None:

@@ -20,7 +20,7 @@ from shoal.paramserver.messages import OPERATIONS
 from shoal.serverrun.agreement import shared_settings
 from shoal.serverrun.cluster import Cluster
 from shoal.serverrun.tally import Tally
-from shoal.telemetry.board import Board, RankSlot
+from shoal.telemetry.statusboard import RankStatus, StatusBoard
 from shoal.trainer.config import Recipe
 
 
@@ -117,6 +117,6 @@ def open_finder(place: MemberPlace, node: Node) -> Callable[[], Center | None]:
     return seeker.find
 
 
-def attach_slot(place: MemberPlace) -> RankSlot | None:
-    """This process's slot on the crew's board; None when nobody looks."""
-    return None if place.board_fd is None else Board.attach(place.board_fd, place.num_ranks).slot(place.rank)
+def attach_status(place: MemberPlace) -> RankStatus | None:
+    """This process's status on the crew's board; None when nobody looks."""
+    return None if place.board_fd is None else StatusBoard.attach(place.board_fd, place.num_ranks).of_rank(place.rank)

@@ -51,9 +51,9 @@ from shoal.paramserver.shard import ShardState
 from shoal.serverrun.cutsave import BOOK, CutSaver, load_shard, read_checkpoint
 from shoal.serverrun.flatmodel import describe_model, refuse_batch_norm
 from shoal.serverrun.hot import cut_for
-from shoal.serverrun.member import MemberPlace, attach_slot, open_finder, open_node
+from shoal.serverrun.member import MemberPlace, attach_status, open_finder, open_node
 from shoal.serverrun.tidings import describe_refusal, describe_return
-from shoal.telemetry.board import Heartbeat
+from shoal.telemetry.statusboard import Heartbeat
 from shoal.trainer.build import build_parts
 from shoal.trainer.progress import Progress
 from shoal.trainer.reporting import Reporter
@@ -87,12 +87,16 @@ async def serve(
         RunError: a shard cannot go on here, or the last checkpoint could not be written.
     """
     torch.set_num_threads(place.threads)
-    slot = attach_slot(place)
-    beating = Heartbeat(slot) if slot is not None else None
+    rank_status = attach_status(place)
+    beating = Heartbeat(rank_status) if rank_status is not None else None
     source = (make_source or ShardSource)(place)
     world = World(Place(rank=place.rank, world_size=place.num_ranks), device=torch.device("cpu"), deadline_seconds=0.0)
     reporter = Reporter(
-        place.kept_dir, world=world, config=place.recipe.telemetry, slot=slot, total_steps=source.total_steps
+        place.kept_dir,
+        world=world,
+        config=place.recipe.telemetry,
+        rank_status=rank_status,
+        total_steps=source.total_steps,
     )
     try:
         while True:

@@ -13,9 +13,9 @@ from shoal.serverrun.closing import conclude_run
 from shoal.serverrun.member import MemberPlace
 from shoal.serverrun.serving import serve
 from shoal.serverrun.standalone import run_async
-from shoal.telemetry.board import Board
 from shoal.telemetry.live import build_display
 from shoal.telemetry.progress import Display
+from shoal.telemetry.statusboard import StatusBoard
 from shoal.trainer.claim import Claim
 from shoal.trainer.launch import describe_summary
 from shoal.trainer.request import Prepared, already_finished
@@ -49,7 +49,7 @@ def run_server(place: MemberPlace, prepared: Prepared) -> tuple[int, dict[str, A
     def conclude(halt: str) -> None:
         written.append(conclude_run(place, halt, total_steps=prepared.total_steps, started=started))
 
-    board = Board.create(place.num_ranks)
+    board = StatusBoard.create(place.num_ranks)
     seen = replace(place, board_fd=board.fd)
     display = build_display(sys.stderr, every=place.recipe.telemetry.progress_every)
 
@@ -74,7 +74,7 @@ def run_server(place: MemberPlace, prepared: Prepared) -> tuple[int, dict[str, A
     return code, written[-1] if written else None
 
 
-async def _show(board: Board, display: Display) -> None:
+async def _show(board: StatusBoard, display: Display) -> None:
     while True:
         # The display shows the first, and only the server that keeps the book has numbers.
         display.update(sorted(board.read(), key=lambda state: -int(state.metrics.get("step", -1))))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shoal.launch.config import ProcessConfig
 from shoal.launch.hangs import Hang, Watched, find_hang
-from shoal.telemetry.board import SlotState
+from shoal.telemetry.statusboard import StatusReading
 
 _PAUSE_SECONDS = 2.0
 _NEVER = float("inf")
@@ -21,7 +21,7 @@ _NEVER = float("inf")
 class Member:
     """A server, or a rank of a worker, that runs."""
 
-    state: SlotState
+    state: StatusReading
     pid: int
     is_server: bool
 
@@ -65,6 +65,6 @@ class Standstill:
         elif count != state.phase_count:
             progress = now
         self._seen[rank] = (member.pid, state.phase_count, started, progress)
-        # Until it has signed its slot, what is there is the one before's.
+        # Until it has claimed its rank status, what is there is the one before's.
         own = state if state.pid == member.pid else replace(state, heartbeat=None, phase="")
         return Watched(state=own, started_at=started, progress_at=progress)

@@ -34,10 +34,10 @@ from shoal.serverrun.hanging import watch_shares
 from shoal.serverrun.hot import cut_for
 from shoal.serverrun.leading import Leader, follow
 from shoal.serverrun.localwork import LocalSteps
-from shoal.serverrun.member import MemberPlace, attach_slot
+from shoal.serverrun.member import MemberPlace, attach_status
 from shoal.serverrun.portion import ShareRunner
 from shoal.serverrun.workline import Line, Pace, Worker, describe
-from shoal.telemetry.board import Heartbeat, RankSlot
+from shoal.telemetry.statusboard import Heartbeat, RankStatus
 from shoal.trainer.build import build_parts
 from shoal.trainer.samedata import SameData
 
@@ -52,12 +52,12 @@ def work(
         open_line: makes its connection under one name; left out, ``Line``.
     """
     torch.set_num_threads(place.threads)
-    slot = attach_slot(place)
-    with Heartbeat(slot) if slot is not None else LoopThread("idle"):
+    rank_status = attach_status(place)
+    with Heartbeat(rank_status) if rank_status is not None else LoopThread("idle"):
         if place.group_rank:
-            serve_group(place, slot)
+            serve_group(place, rank_status)
             return ""
-        worker = build_worker(place, slot)
+        worker = build_worker(place, rank_status)
         worker = replace(worker, shares=watch_shares(worker.shares, place))
         halt = _work_under_names(place, worker, open_line or Line)
         worker.shares.end()
@@ -109,7 +109,7 @@ class Bench:
     """The data as this process has it, for the door."""
 
 
-def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
+def build_bench(place: MemberPlace, rank_status: RankStatus | None) -> Bench:
     """Lay the model out as the plan wants it on this process; the ranks of a worker call it together."""
     recipe = place.recipe
     model, loss, data = build_parts(recipe)
@@ -139,7 +139,7 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
         world=world,
     )
     shares = ShareRunner(
-        build_runner(placed, data, train=train, optim=plain, world=world, slot=slot),
+        build_runner(placed, data, train=train, optim=plain, world=world, rank_status=rank_status),
         data.train,
         seed=recipe.train.seed,
         global_batch=recipe.train.global_batch,
@@ -160,9 +160,9 @@ def build_bench(place: MemberPlace, slot: RankSlot | None) -> Bench:
     )
 
 
-def build_worker(place: MemberPlace, slot: RankSlot | None) -> Worker:
+def build_worker(place: MemberPlace, rank_status: RankStatus | None) -> Worker:
     """What computes: this process alone, or this one at the head of its group."""
-    bench, recipe = build_bench(place, slot), place.recipe
+    bench, recipe = build_bench(place, rank_status), place.recipe
     placed = bench.placed
     shard_map = cut_for(bench.model, place.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
     if placed.mesh.everyone.size == 1:
@@ -174,9 +174,9 @@ def build_worker(place: MemberPlace, slot: RankSlot | None) -> Worker:
     return Worker(flat=row, shares=leader, total_steps=bench.total_steps, data=bench.data)
 
 
-def serve_group(place: MemberPlace, slot: RankSlot | None) -> None:
+def serve_group(place: MemberPlace, rank_status: RankStatus | None) -> None:
     """The life of a rank of a worker that is not its first."""
-    bench = build_bench(place, slot)
+    bench = build_bench(place, rank_status)
     follow(bench.shares, Dealing(bench.placed, bench.dtype, None), bench.placed.mesh.everyone)
 
 

@@ -10,8 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.telemetry.board import SlotState
 from shoal.telemetry.progress import Display, PlainDisplay, describe_metrics, describe_ranks, number
+from shoal.telemetry.statusboard import StatusReading
 
 _DRAW_EVERY_S = 0.2
 _LABELS = {
@@ -40,11 +40,11 @@ class LiveDisplay:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._drawn = 0.0
-        self._states: Sequence[SlotState] = ()
+        self._states: Sequence[StatusReading] = ()
         self._is_open = False
         self._is_mute = False
 
-    def update(self, states: Sequence[SlotState]) -> None:
+    def update(self, states: Sequence[StatusReading]) -> None:
         """Draw again, at most five times a second."""
         self._states = states
         if time.monotonic() - self._drawn >= _DRAW_EVERY_S:
@@ -82,7 +82,7 @@ class LiveDisplay:
             self._is_mute = True
 
 
-def render(states: Sequence[SlotState]) -> Group:
+def render(states: Sequence[StatusReading]) -> Group:
     """The picture of these states: where the run is, and its numbers."""
     metrics = states[0].metrics if states else {}
     if not metrics:

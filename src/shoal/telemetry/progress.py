@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from shoal.core.units import format_bytes, format_count, format_duration
-from shoal.telemetry.board import SlotState
+from shoal.telemetry.statusboard import StatusReading
 
 
 class Display(Protocol):
     """Where the supervisor shows progress and messages."""
 
-    def update(self, states: Sequence[SlotState]) -> None:
+    def update(self, states: Sequence[StatusReading]) -> None:
         """Show what the ranks last said; called several times a second."""
 
     def message(self, text: str) -> None:
@@ -51,7 +51,7 @@ def number(value: Any) -> float | None:
     return converted if math.isfinite(converted) else None
 
 
-def describe_ranks(states: Sequence[SlotState]) -> str:
+def describe_ranks(states: Sequence[StatusReading]) -> str:
     """Where each rank is, for the time before there are metrics."""
     return ", ".join(f"rank {state.rank} {state.phase or 'starting'}" for state in states)
 
@@ -67,7 +67,7 @@ class PlainDisplay:
         self._printed: dict[str, str] = {}
         self._is_mute = False
 
-    def update(self, states: Sequence[SlotState]) -> None:
+    def update(self, states: Sequence[StatusReading]) -> None:
         """Print a line when it is time for one and something has changed."""
         if states and states[0].metrics:
             self._latest = describe_metrics(states[0].metrics)

@@ -25,7 +25,7 @@ from shoal.models.build import build_model
 from shoal.models.config import AnyModelConfig
 from shoal.models.losses import Loss, build_loss
 from shoal.optim.precision import Precision
-from shoal.telemetry.board import RankSlot
+from shoal.telemetry.statusboard import RankStatus
 from shoal.trainer.claim import check_inside
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
@@ -63,7 +63,7 @@ def build_without_memory(config: AnyModelConfig, spec: DataSpec) -> nn.Module:
 
 
 def build_trainer(
-    recipe: Recipe, *, plan: Plan, run_dir: Path, resume: bool, world: World, slot: RankSlot | None
+    recipe: Recipe, *, plan: Plan, run_dir: Path, resume: bool, world: World, rank_status: RankStatus | None
 ) -> Trainer:
     """The trainer that a recipe describes, on this rank."""
     model, loss, data = build_parts(recipe)
@@ -84,7 +84,7 @@ def build_trainer(
         resume=resume,
         prefetch=recipe.data.prefetch,
         workers=recipe.data.workers,
-        slot=slot,
+        rank_status=rank_status,
         world=world,
         was_tried=True,
     )

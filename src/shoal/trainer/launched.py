@@ -34,8 +34,8 @@ from shoal.core.errors import (
 )
 from shoal.core.rundir import withhold
 from shoal.launch.errorreport import clear_reports
-from shoal.telemetry.board import Board, SlotState
 from shoal.telemetry.live import build_display
+from shoal.telemetry.statusboard import StatusBoard, StatusReading
 from shoal.trainer.claim import Claim, read_plan
 from shoal.trainer.launch import describe_summary
 from shoal.trainer.measure import OwnPartsHere
@@ -72,14 +72,14 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     run_dir = _read_start(found)
     if run_dir is None:
         return EXIT_DONE, None
-    board = Board.create(1)
+    board = StatusBoard.create(1)
     progress = PrintedProgress(board) if place.rank == 0 else None
     started, before = time.time(), read_summary(run_dir)
     try:
-        run_rank(run_dir, resume=request.resume, store=PrefixStore("ranks", store), slot=board.slot(0))
+        run_rank(run_dir, resume=request.resume, store=PrefixStore("ranks", store), rank_status=board.of_rank(0))
     except (Exception, SystemExit) as error:
         end_if_forked(owner)
-        state = board.slot(0).read()
+        state = board.of_rank(0).read()
         report_failure(run_dir, error, os.environ, state=state)
         if claim is not None:
             cause = f"rank {place.rank}: {type(error).__name__}: {error}"
@@ -111,7 +111,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     return _EXIT_CODES.get(str(summary["stopped_by"]) if summary else "", EXIT_DONE), summary
 
 
-def _tell(error: BaseException, rank: int, state: SlotState) -> ShoalError:
+def _tell(error: BaseException, rank: int, state: StatusReading) -> ShoalError:
     """The error as the user should read it; a traceback only where nobody foresaw it."""
     where = f"rank {rank} failed at step {state.step} in phase {state.phase!r}"
     if isinstance(error, RequestError):
@@ -173,7 +173,7 @@ def _read_start(found: dict[str, Any]) -> Path | None:
 class PrintedProgress:
     """Progress on stderr from inside the rank, where no supervisor looks: a board of one, and a thread that reads it."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: StatusBoard) -> None:
         self._board = board
         self._display = build_display(sys.stderr, every=_PROGRESS_SECONDS)
         self._closing = threading.Event()

@@ -46,8 +46,8 @@ from shoal.parallel.data import Reduction
 from shoal.parallel.describe import describe
 from shoal.parallel.replica_check import check_replicas
 from shoal.pipeline.config import PipelineConfig
-from shoal.telemetry.board import RankSlot, Said
 from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
 from shoal.trainer.draws import describe_draws
@@ -81,7 +81,7 @@ class Trainer:
         resume: bool = False,
         prefetch: int = 2,
         workers: int = 0,
-        slot: RankSlot | None = None,
+        rank_status: RankStatus | None = None,
         world: World | None = None,
         environment: Mapping[str, str] | None = None,
         was_tried: bool = False,
@@ -109,8 +109,10 @@ class Trainer:
         self.total_steps = count_steps(
             train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample
         )
-        self.slot = slot
-        self.reporter = Reporter(run_dir, world=self.world, config=telemetry, slot=slot, total_steps=self.total_steps)
+        self.rank_status = rank_status
+        self.reporter = Reporter(
+            run_dir, world=self.world, config=telemetry, rank_status=rank_status, total_steps=self.total_steps
+        )
         self.memory_every = telemetry.memory_every
         self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
         if not was_tried and (remark := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
@@ -128,7 +130,7 @@ class Trainer:
         )
         self.setbacks = Setbacks(train, self.runner, self.placed.outline, self.persistence)
         self.progress = self._signed(Progress(position=Position(), loss_scale=self.precision.first_loss_scale))
-        self.status: Said = "completed"
+        self.status: FinalStatus = "completed"
         self.stopped_by: str | None = None
         self._stop_wish: str | None = None
         self._looked_for_draws = False
@@ -170,7 +172,9 @@ class Trainer:
             pipeline=pipeline,
             world=world,
         )
-        self.runner = build_runner(self.placed, self.data, train=train, optim=optim, world=world, slot=self.slot)
+        self.runner = build_runner(
+            self.placed, self.data, train=train, optim=optim, world=world, rank_status=self.rank_status
+        )
         cut = self.placed.pipeline
         self.stream = (
             AsyncPipeline(self.runner, cut, self.plan) if cut is not None and cut.schedule.updates.flows else None

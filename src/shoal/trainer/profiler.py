@@ -1,6 +1,6 @@
 """The run profiler: what a run that has a forecast really did, measured on every rank while it trains.
 
-One step's ledger is read, every step is timed, and with a pipeline every cell is asked how long it waited. Runs without a
+One step's traffic is read, every step is timed, and with a pipeline every cell is asked how long it waited. Runs without a
 forecast have none of this.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.ledger import Account, plain_account
+from shoal.comm.trafficcounter import TrafficCounts, plain_traffic
 from shoal.engine.sizes import measure_state
 from shoal.engine.step import StepResult
 from shoal.schedules.action import Action
@@ -20,7 +20,7 @@ _AXES = ("tp", "cp", "dp", "pp", "replicas", "everyone")
 _OPERATIONS = ("sum", "largest", "reduce_scatter", "gather", "exchange", "shift", "broadcast", "send", "share")
 _KEYS = [(axis, operation) for axis in _AXES for operation in _OPERATIONS]
 _COUNTED = 2
-"""The step whose ledger is read, from 0: the first of those that are all alike."""
+"""The step whose traffic is read, from 0: the first of those that are all alike."""
 _STATE = ("weights", "gradients", "optimizer")
 
 
@@ -30,7 +30,7 @@ class RunProfiler:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._run = trainer.runner.run
-        self._account: Account = {}
+        self._moved: TrafficCounts = {}
         self._seconds: list[float] = []
         self._busy: list[float] = []
         self._spans: list[float] = []
@@ -40,14 +40,14 @@ class RunProfiler:
             trainer.placed.runtime.observe = self._observe
 
     def _watch(self, *arguments: Any, **options: Any) -> StepResult:
-        ledger = self._trainer.mesh.ledger
+        traffic = self._trainer.mesh.traffic
         counts = len(self._seconds) == _COUNTED
         self._cells = []
         started = time.perf_counter()
         if counts:
-            with ledger.counting() as account:
+            with traffic.counting() as moved:
                 result: StepResult = self._run(*arguments, **options)
-            self._account = plain_account(account)
+            self._moved = plain_traffic(moved)
         else:
             result = self._run(*arguments, **options)
         self._seconds.append(time.perf_counter() - started)
@@ -63,7 +63,7 @@ class RunProfiler:
         """What was seen on all ranks; they call it together, and each gets the same answer."""
         trainer = self._trainer
         state = measure_state(trainer.placed)
-        counts = [number for key in _KEYS for number in _numbers(self._account, key)]
+        counts = [number for key in _KEYS for number in _numbers(self._moved, key)]
         whole = torch.tensor(
             [*counts, *(state[name] for name in _STATE)], dtype=torch.int64, device=trainer.world.device
         )
@@ -80,8 +80,8 @@ class RunProfiler:
         }
 
 
-def _numbers(account: Account, key: tuple[str, str]) -> tuple[int, int]:
-    found = account.get(key)
+def _numbers(moved: TrafficCounts, key: tuple[str, str]) -> tuple[int, int]:
+    found = moved.get(key)
     return (found.calls, found.num_bytes) if found is not None else (0, 0)
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from shoal.comm.world import World
 from shoal.core.events import Evaluated, Event, MemoryMeasured, StepDone, Warned
 from shoal.core.rundir import RunDir
-from shoal.telemetry.board import RankSlot
 from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.memory import breakdown, rss_bytes
+from shoal.telemetry.statusboard import RankStatus
 from shoal.telemetry.tensorboard import TensorBoardSink, wants_curves
 from shoal.telemetry.writer import EventLog
 
@@ -34,11 +34,11 @@ class Reporter:
         *,
         world: World,
         config: TelemetryConfig,
-        slot: RankSlot | None,
+        rank_status: RankStatus | None,
         total_steps: int,
     ) -> None:
         self.world = world
-        self.slot = slot
+        self.rank_status = rank_status
         self.total_steps = total_steps
         self.log: EventLog | None = None
         if run_dir is not None:
@@ -65,16 +65,16 @@ class Reporter:
         self._recent.append((done.seconds, done.tokens))
         now = time.monotonic()
         is_last = done.step >= self.total_steps
-        if self.slot is not None and (is_last or now - self._published >= _PUBLISH_EVERY_SECONDS):
+        if self.rank_status is not None and (is_last or now - self._published >= _PUBLISH_EVERY_SECONDS):
             self._published = now
-            self._publish(self.slot, done)
+            self._publish(self.rank_status, done)
 
-    def _publish(self, slot: RankSlot, done: StepDone) -> None:
+    def _publish(self, rank_status: RankStatus, done: StepDone) -> None:
         seconds = sum(step_seconds for step_seconds, _ in self._recent)
         tokens = sum(step_tokens for _, step_tokens in self._recent)
         # An image or a row of a table is one item, and nobody calls it a token.
         items = "tokens" if done.tokens > done.samples else "samples"
-        slot.publish(
+        rank_status.publish(
             {
                 "step": done.step,
                 "total_steps": self.total_steps,
@@ -112,8 +112,8 @@ class Reporter:
 
     def enter(self, phase: str, step: int) -> None:
         """Say what the loop is about to do, for whoever has to explain a hang."""
-        if self.slot is not None:
-            self.slot.enter(phase, step)
+        if self.rank_status is not None:
+            self.rank_status.enter(phase, step)
 
     def close(self) -> None:
         """Flush and stop the writer."""

@@ -30,8 +30,8 @@ from shoal.core.rundir import RunDir, withhold
 from shoal.engine.resolve import default_threads
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.errorreport import ErrorReport, write_report
-from shoal.telemetry.board import Board, Heartbeat, RankSlot, SlotState
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, table
+from shoal.telemetry.statusboard import Heartbeat, RankStatus, StatusBoard, StatusReading
 from shoal.trainer.build import build_trainer
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
@@ -50,7 +50,7 @@ def run_rank(
     resume: bool,
     environment: Mapping[str, str] = os.environ,
     store: Store | None = None,
-    slot: RankSlot | None = None,
+    rank_status: RankStatus | None = None,
 ) -> str:
     """Train this rank's part of the run in ``run_dir`` and return its status. The recipe and the plan are read from there."""
     started = time.monotonic()
@@ -62,16 +62,16 @@ def run_rank(
     withhold(recipe.run.readable_by)
     place = Place.read(environment)
     torch.set_num_threads(recipe.train.threads or default_threads(place.world_size))
-    slot = slot or attach_slot(environment)
+    rank_status = rank_status or attach_status(environment)
     with contextlib.ExitStack() as stack:
-        if slot is not None:
-            stack.enter_context(Heartbeat(slot))
-            slot.enter("wait: joining the other ranks", 0)
+        if rank_status is not None:
+            stack.enter_context(Heartbeat(rank_status))
+            rank_status.enter("wait: joining the other ranks", 0)
         world = join_world(environment, deadline_seconds=recipe.elastic.collective_deadline, store=store)
-        if slot is not None:
-            slot.enter("building model and data", 0)
+        if rank_status is not None:
+            rank_status.enter("building model and data", 0)
         resume = resume or place.generation > 0
-        trainer = build_trainer(recipe, plan=plan, run_dir=run_dir, resume=resume, world=world, slot=slot)
+        trainer = build_trainer(recipe, plan=plan, run_dir=run_dir, resume=resume, world=world, rank_status=rank_status)
         stack.enter_context(trainer)
         stop_wish.tell(trainer.request_stop)
         profiler = RunProfiler(trainer) if run.forecast.exists() and trainer.stream is None else None
@@ -82,8 +82,8 @@ def run_rank(
         world.barrier()
         if trainer.persistence.failure is not None:
             raise RunError(f"the last checkpoint could not be written: {trainer.persistence.failure}")
-    if slot is not None:
-        slot.finish(trainer.status, heard=stop_wish.number)
+    if rank_status is not None:
+        rank_status.finish(trainer.status, stop_signal=stop_wish.number)
     return trainer.status
 
 
@@ -122,24 +122,24 @@ def _train_explaining_memory(trainer: Trainer) -> None:
         raise RunError(f"out of memory at step {trainer.progress.step + 1}: {error}\n{where}") from error
 
 
-def attach_slot(environment: Mapping[str, str]) -> RankSlot | None:
-    """This rank's slot on the supervisor's board; None when nobody supervises."""
+def attach_status(environment: Mapping[str, str]) -> RankStatus | None:
+    """This rank's status on the supervisor's board; None when nobody supervises."""
     if "SHOAL_BOARD_FD" not in environment:
         return None
     place = Place.read(environment)
-    slot = Board.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).slot(place.rank)
-    slot.claim()
-    return slot
+    rank_status = StatusBoard.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).of_rank(place.rank)
+    rank_status.claim()
+    return rank_status
 
 
 def report_failure(
-    run_dir: Path, error: BaseException, environment: Mapping[str, str], *, state: SlotState | None = None
+    run_dir: Path, error: BaseException, environment: Mapping[str, str], *, state: StatusReading | None = None
 ) -> None:
     """Put down what this rank knows of its failure, where the supervisor looks for it."""
     error = explain_exit(error)
     place = Place.read(environment)
     if state is None and "SHOAL_BOARD_FD" in environment:
-        state = Board.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).slot(place.rank).read()
+        state = StatusBoard.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).of_rank(place.rank).read()
     step, phase = (state.step, state.phase) if state is not None else (0, "")
     report = ErrorReport.of(error, rank=place.rank, step=step, phase=phase, peer_failure=is_peer_failure(error))
     try:

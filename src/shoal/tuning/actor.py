@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import FileStore  # torch types this name only there
 
-from shoal.comm.ledger import account_rows
+from shoal.comm.trafficcounter import traffic_rows
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.launch.pool import serve
@@ -66,7 +66,7 @@ def _play(subject: Subject, plan: Plan, store: FileStore, job: Mapping[str, Any]
     return {
         "seconds": [step.seconds for step in trace.steps],
         "cells": [step.cell_seconds for step in trace.steps],
-        "traffic": account_rows(seen.traffic),
+        "traffic": traffic_rows(seen.traffic),
         "state": dict(seen.state),
     }
 

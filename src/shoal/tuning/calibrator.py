@@ -244,7 +244,7 @@ def _num_turns(world: World, work: Callable[[], object], seconds: float) -> int:
 
 
 def _operations(channel: Channel, num_bytes: int) -> dict[str, Callable[[], object]]:
-    """By the words of the ledger, each of so many bytes as the ledger counts them."""
+    """By the words of the traffic counter, each of so many bytes as the traffic counter counts them."""
     size, count = channel.size, num_bytes // 4
     counts = [count // size] * size
     counts[0] += count - sum(counts)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store  # torch types this name only there
 
-from shoal.comm.ledger import account_rows
 from shoal.comm.rehearsal import rehearsed_world
+from shoal.comm.trafficcounter import traffic_rows
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
@@ -95,7 +95,7 @@ class Company:
         return {
             "seconds": rest + sum(cells.values()) if cells else statistics.median(step.seconds for step in timed),
             "cells": {str(action): seconds for action, seconds in cells.items()},
-            "traffic": account_rows(read_trace(trace).traffic),
+            "traffic": traffic_rows(read_trace(trace).traffic),
             "state": dict(trace.state),
             "grown_bytes": grown,
             "slow_down": sum(cells.values()) / sum(_smooth(alone).values()) if alone else None,

@@ -8,8 +8,8 @@ batch, at the end of an epoch, moves less. Asynchronous schedules and parameter 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.comm.ledger import Account, plain_account
 from shoal.comm.rehearsal import rehearsed_world
+from shoal.comm.trafficcounter import TrafficCounts, plain_traffic
 from shoal.core.plan import Plan
 from shoal.engine.resolve import resolve_plan
 from shoal.tuning.rehearsal import RankTrace, Subject, trace_rank
@@ -19,14 +19,14 @@ from shoal.tuning.rehearsal import RankTrace, Subject, trace_rank
 class RankForecast:
     """One rank."""
 
-    traffic: Account
+    traffic: TrafficCounts
     """Of one step, by axis and operation."""
     state: Mapping[str, int]
     """Bytes of weights, gradients and optimizer state."""
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of all collectives of a step, as the ledger counts them."""
+        """Bytes of all collectives of a step, as the traffic counter counts them."""
         return sum(traffic.num_bytes for traffic in self.traffic.values())
 
     @property
@@ -54,4 +54,4 @@ def forecast_ranks(subject: Subject, plan: Plan) -> tuple[RankForecast, ...]:
 
 def read_trace(trace: RankTrace) -> RankForecast:
     """What a trace, rehearsed or real, says of every later step."""
-    return RankForecast(traffic=plain_account(trace.steps[-1].account), state=dict(trace.state))
+    return RankForecast(traffic=plain_traffic(trace.steps[-1].traffic), state=dict(trace.state))

@@ -72,7 +72,7 @@ def _work(place: Sequence[Mapping[str, Any]], threads: int) -> RankWork:
     return RankWork(
         seconds=slowest["seconds"],
         cells={parse_action(text): seconds for text, seconds in slowest["cells"].items()},
-        account={_key(name): (moved[0], moved[1]) for name, moved in slowest["traffic"].items()},
+        traffic={_key(name): (moved[0], moved[1]) for name, moved in slowest["traffic"].items()},
         threads=threads,
     )
 

@@ -1,7 +1,7 @@
 """One rank of a plan, rehearsed: laid out as on its place in the plan, with steps taken without peers and looked at.
 
 Nothing of the run is imitated. The model, the techniques, the reduction, the schedule's cells and the optimizer are those of
-``engine/parallelize.py`` and ``engine/step.py``; only the channels echo (``comm/rehearsal.py``). What the ledger has counted and
+``engine/parallelize.py`` and ``engine/step.py``; only the channels echo (``comm/rehearsal.py``). The traffic counted and
 what the rank then holds is what it will count and hold in the run, and what its passes took is what they take on this machine.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from shoal.comm.ledger import Account
+from shoal.comm.trafficcounter import TrafficCounts
 from shoal.comm.world import World
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
@@ -84,7 +84,7 @@ class CellTime:
 class StepTrace:
     """One step of one rank."""
 
-    account: Account
+    traffic: TrafficCounts
     """Calls and bytes by axis and operation."""
     seconds: float
     """From its first microbatch to the end of its update, without loading data or what a rehearsal's channels do."""
@@ -135,7 +135,9 @@ def trace_rank(
     batches = _batches(subject, plan, world.rank, num_steps)
     placed = _place(subject, plan, world, batches[0])
     try:
-        runner = build_runner(placed, subject.data, train=recipe.train, optim=recipe.optim, world=world, slot=None)
+        runner = build_runner(
+            placed, subject.data, train=recipe.train, optim=recipe.optim, world=world, rank_status=None
+        )
         placed.objective.train()
         go_on = go_on or (lambda number: number < num_steps)
         steps: list[StepTrace] = []
@@ -207,10 +209,10 @@ def _step(subject: Subject, placed: ParallelModel, runner: StepRunner, batch: St
 
     if placed.runtime is not None:
         placed.runtime.observe = observe
-    with mesh.ledger.counting() as account:
+    with mesh.traffic.counting() as counts:
         started = time.perf_counter()
         runner.run(
             batch, step=number, lr=rate(optim, number, _STEPS), loss_scale=precision.first_loss_scale, stop=False
         )
         seconds = time.perf_counter() - started - (mesh.echo_seconds - echoed)
-    return StepTrace(account=dict(account), seconds=seconds, cells=tuple(cells))
+    return StepTrace(traffic=dict(counts), seconds=seconds, cells=tuple(cells))

@@ -226,8 +226,8 @@ def _difference_values(difference: Difference) -> dict[str, Any]:
     return {**asdict(difference), "text": str(difference)}
 
 
-def _totals(account: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    return sum(entry[0] for entry in account.values()), sum(entry[1] for entry in account.values())
+def _totals(traffic: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+    return sum(entry[0] for entry in traffic.values()), sum(entry[1] for entry in traffic.values())
 
 
 def _size_pair(sizes: Mapping[str, Any], names: Sequence[str]) -> str:

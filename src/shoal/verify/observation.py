@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.comm.ledger import Account, Traffic, add_accounts
+from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.source import Splits
@@ -57,14 +57,14 @@ class TrafficObserver:
         if self._trainer.placed.laid.context is not None:
             self._trainer.placed.laid.context.seen.forget()
 
-    def expected(self, counted: Account) -> Account:
-        """The account that the step should have."""
+    def expected(self, counted: TrafficCounts) -> TrafficCounts:
+        """The counts that the step should have."""
         trainer, batch = self._trainer, self._batch
         assert batch is not None
         if trainer.stream is not None:
             context = trainer.placed.laid.context
             attended = context.forecast_traffic(recomputes=trainer.plan.recompute != "none") if context else {}
-            return add_accounts(attended, self._pipeline(batch, counted), self._updates(counted))
+            return add_traffic(attended, self._pipeline(batch, counted), self._updates(counted))
         reduction = trainer.reduction
         if isinstance(reduction, StageReduction) and reduction.sharded is not None:
             reduction = reduction.sharded
@@ -78,9 +78,9 @@ class TrafficObserver:
             counted=counted,
         )
         if trainer.plan.pp > 1 and trainer.plan.zero == 3 and (key := (Axis.DATA.value, "all_gather")) in counted:
-            # Which units are still there when they are needed again depends on the schedule; only that is taken from the ledger.
+            # Which units are still there when they are needed again depends on the schedule; only that is taken from the count.
             found[key] = counted[key]
-        return add_accounts(found, self._pipeline(batch, counted))
+        return add_traffic(found, self._pipeline(batch, counted))
 
     def _step_shape(self, batch: StepBatch) -> StepShape:
         trainer = self._trainer
@@ -99,7 +99,7 @@ class TrafficObserver:
             num_rows=sum(shape[0] if shape else 1 for shape in whole),
         )
 
-    def _pipeline(self, batch: StepBatch, counted: Account) -> Account:
+    def _pipeline(self, batch: StepBatch, counted: TrafficCounts) -> TrafficCounts:
         """What goes from stage to stage; nothing without a pipeline."""
         cut, trainer = self._trainer.placed.pipeline, self._trainer
         if cut is None:
@@ -114,7 +114,7 @@ class TrafficObserver:
         told = trainer.reduction.num_flag_bytes if isinstance(trainer.reduction, StageReduction) else 0
         # In the last bucket of gradients: no message of their own.
         flags = {(trainer.mesh.replicas.axis, "all_reduce"): Traffic(calls=0, num_bytes=told)} if told else {}
-        return add_accounts(sent, shared, flags)
+        return add_traffic(sent, shared, flags)
 
     def _boundary(self, cut: Pipeline, microbatch: Microbatch) -> Boundaries:
         kind = kind_of(microbatch)
@@ -125,19 +125,19 @@ class TrafficObserver:
                 self._boundaries[kind] = survey_boundaries(plain, cut.stages, cut.chain.parcels, inputs)
         return self._boundaries[kind]
 
-    def _updates(self, counted: Account) -> Account:
+    def _updates(self, counted: TrafficCounts) -> TrafficCounts:
         """Sums of an asynchronous step: gradients of every update, weights of the microbatches, losses and norms."""
         trainer = self._trainer
         mesh, updates = trainer.mesh, updates_per_step(trainer.plan)
-        found: Account = {("everyone", "all_reduce"): Traffic(calls=1, num_bytes=4 * _FLOAT64)}
+        found: TrafficCounts = {("everyone", "all_reduce"): Traffic(calls=1, num_bytes=4 * _FLOAT64)}
         if mesh.replicas.size > 1:
             own = sum(value.nbytes for value in trainer.reduction.updated.values())
             calls = max(1, counted.get((mesh.replicas.axis, "all_reduce"), Traffic()).calls)
-            sums: Account = {(mesh.replicas.axis, "all_reduce"): Traffic(calls=calls, num_bytes=updates * own)}
-            found = add_accounts(found, sums)
+            sums: TrafficCounts = {(mesh.replicas.axis, "all_reduce"): Traffic(calls=calls, num_bytes=updates * own)}
+            found = add_traffic(found, sums)
         if mesh.has(Axis.DATA):
             weights = Traffic(calls=1, num_bytes=_FLOAT64 * (trainer.plan.microbatches or 1))
-            found = add_accounts(found, {(Axis.DATA.value, "all_reduce"): weights})
+            found = add_traffic(found, {(Axis.DATA.value, "all_reduce"): weights})
         return found
 
     def _shape(self, index: int, microbatch: Microbatch) -> MicrobatchShape:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch types this name only there
 
-from shoal.comm.ledger import Account
 from shoal.comm.mesh import GRID, pretend_mesh
 from shoal.comm.shared import SharedTransport
+from shoal.comm.trafficcounter import TrafficCounts
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.costs.fake import faked
@@ -160,15 +160,15 @@ def _record(trainer: Trainer, survey: TrafficObserver, steps: int, folder: Path)
                 gradients[f"grad/{name}"] = parameter.grad.detach() / scale
 
     trainer.runner.on_gradients = keep
-    counted: list[Account] = []
-    expected: list[Account] = []
+    counted: list[TrafficCounts] = []
+    expected: list[TrafficCounts] = []
     running = itertools.islice(trainer.training_steps(), steps)
     for _ in range(steps):
         survey.begin_step()
-        with trainer.mesh.ledger.counting() as account:
+        with trainer.mesh.traffic.counting() as counts:
             done = next(running)
-        counted.append(dict(account))
-        expected.append(survey.expected(account))
+        counted.append(dict(counts))
+        expected.append(survey.expected(counts))
         tensors = model_tensors(trainer.reduction.updated.items(), trainer.optimizer, saved_buffers(trainer.model))
         if not done.skipped:
             tensors |= gradients
@@ -180,8 +180,8 @@ def _record(trainer: Trainer, survey: TrafficObserver, steps: int, folder: Path)
         "degrees": {axis.value: trainer.mesh.degree(axis) for axis in GRID},
         "microbatches": trainer.plan.microbatches or 1,
         "adds_in_order": adds_in_order(trainer),
-        "traffic": [_account_values(account) for account in counted],
-        "expected_traffic": [_account_values(account) for account in expected],
+        "traffic": [_traffic_rows(counts) for counts in counted],
+        "expected_traffic": [_traffic_rows(counts) for counts in expected],
     }
 
 
@@ -233,10 +233,10 @@ def adds_in_order(trainer: Trainer) -> bool:
     return transport is None or isinstance(transport, SharedTransport)
 
 
-def _account_values(account: Account) -> dict[str, list[int]]:
+def _traffic_rows(counts: TrafficCounts) -> dict[str, list[int]]:
     return {
         f"{axis} {operation}": [traffic.calls, traffic.num_bytes]
-        for (axis, operation), traffic in sorted(account.items())
+        for (axis, operation), traffic in sorted(counts.items())
     }
 
 

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shoal.comm.ledger import Ledger
+from shoal.comm.trafficcounter import TrafficCounter
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
@@ -174,7 +174,7 @@ def train_in_stages(world, kind, schedule, references, *, steps, plant=None):
     chain, key = cut(kind, grid.num_stages)
     holders = chain.holders()
     own = chain.keep(grid.stages_of(world.rank))
-    mail = Mail(world.group, ledger=Ledger(), device=world.device, deadline_seconds=30.0)
+    mail = Mail(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=30.0)
     shared = Shared(own, holders, grid=grid, rank=world.rank, mail=mail)
     runtime = Runtime(chain, schedule, rank=world.rank, mail=mail, sums=shared)
     if plant is not None:
@@ -232,7 +232,7 @@ def train_delayed(world, kind, name, windows, plant=None):
     stages = [[path for path, held in chain.holders().items() if stage in held] for stage in range(world.size)]
     own = chain.keep({world.rank})
     optimizer = adamw(own.values())
-    mail = Mail(world.group, ledger=Ledger(), device=world.device, deadline_seconds=30.0)
+    mail = Mail(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=30.0)
     versions, first = None, 0
     for steps in windows:
         schedule = make_schedule(name, ranks=world.size, microbatches=MICROBATCHES, steps=steps)

@@ -16,22 +16,22 @@ from shoal.launch.blame import Outcome
 from shoal.launch.config import ProcessConfig
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.supervisor import supervise
-from shoal.telemetry.board import SlotState
+from shoal.telemetry.statusboard import StatusReading
 
 PRELUDE = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
 from shoal.comm.parentdeath import die_with_parent
 from shoal.launch.errorreport import ErrorReport, write_report
-from shoal.telemetry.board import Board, Heartbeat
+from shoal.telemetry.statusboard import StatusBoard, Heartbeat
 
 die_with_parent(int(os.environ["SHOAL_SUPERVISOR_PID"]))
 run_dir = Path(os.environ["SHOAL_RUN_DIR"])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 generation = int(os.environ["SHOAL_GENERATION"])
-board = Board.attach(int(os.environ["SHOAL_BOARD_FD"]), size)
-slot = board.slot(rank)
-heart = Heartbeat(slot, every=0.05)
+board = StatusBoard.attach(int(os.environ["SHOAL_BOARD_FD"]), size)
+rank_status = board.of_rank(rank)
+heart = Heartbeat(rank_status, every=0.05)
 
 def until(condition, seconds=20.0):
     end = time.monotonic() + seconds
@@ -46,7 +46,7 @@ def fail(cause, peer_failure=False, code=1):
             cause()
         raise cause
     except Exception as raised:
-        where = slot.read()
+        where = rank_status.read()
         report = ErrorReport.of(raised, rank=rank, step=where.step, phase=where.phase, peer_failure=peer_failure)
         write_report(run_dir, report)
     os._exit(code)
@@ -55,13 +55,13 @@ def for_ever():
     until(lambda: False, seconds=30.0)
 
 """
-LAST_WORD = "\nslot.finish('completed')\n"
+LAST_WORD = "\nrank_status.finish('completed')\n"
 
 
 class Recorder:
     """A display that keeps what it is shown, and can act on what it sees: that is how tests strike at an exact moment."""
 
-    def __init__(self, on_update: Callable[[Sequence[SlotState]], None] | None = None) -> None:
+    def __init__(self, on_update: Callable[[Sequence[StatusReading]], None] | None = None) -> None:
         self.messages: list[str] = []
         self.is_closed = False
         self._on_update = on_update
@@ -70,7 +70,7 @@ class Recorder:
     def text(self) -> str:
         return "\n".join(self.messages)
 
-    def update(self, states: Sequence[SlotState]) -> None:
+    def update(self, states: Sequence[StatusReading]) -> None:
         if self._on_update is not None:
             self._on_update(states)
 
@@ -82,11 +82,11 @@ class Recorder:
 
 
 def once(
-    ready: Callable[[Sequence[SlotState]], bool], act: Callable[[Sequence[SlotState]], None]
-) -> Callable[[Sequence[SlotState]], None]:
+    ready: Callable[[Sequence[StatusReading]], bool], act: Callable[[Sequence[StatusReading]], None]
+) -> Callable[[Sequence[StatusReading]], None]:
     done: list[bool] = []
 
-    def look(states: Sequence[SlotState]) -> None:
+    def look(states: Sequence[StatusReading]) -> None:
         if not done and ready(states):
             done.append(True)
             act(states)
@@ -94,7 +94,7 @@ def once(
     return look
 
 
-def all_in(phase: str) -> Callable[[Sequence[SlotState]], bool]:
+def all_in(phase: str) -> Callable[[Sequence[StatusReading]], bool]:
     return lambda states: all(state.phase == phase for state in states)
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from shoal.comm.channel import Channel, is_silent, silent
-from shoal.comm.ledger import Ledger
+from shoal.comm.trafficcounter import TrafficCounter
 
 
 class Loud:
@@ -14,9 +14,9 @@ class Loud:
 
 
 def test_every_operation_does_as_if_all_ranks_had_what_this_one_has():
-    channel = Channel("tp", rank=1, size=2, transport=Loud(), ledger=Ledger())
+    channel = Channel("tp", rank=1, size=2, transport=Loud(), traffic=TrafficCounter())
     own = torch.tensor([1.0, 2.0])
-    with channel.ledger.counting() as account, silent():
+    with channel.traffic.counting() as counts, silent():
         assert is_silent() and not channel.is_counting
         for operation in (channel.all_reduce_, channel.all_reduce_max_, channel.broadcast_):
             assert operation(own.clone()).tolist() == [1.0, 2.0]
@@ -29,4 +29,4 @@ def test_every_operation_does_as_if_all_ranks_had_what_this_one_has():
         assert [part.tolist() for part in received] == [[1.0, 2.0], [1.0, 1.0, 1.0]]
         channel.ring_shift(own, received[0])
         assert received[0].tolist() == [1.0, 2.0]
-    assert account == {} and not is_silent()
+    assert counts == {} and not is_silent()

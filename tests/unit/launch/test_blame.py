@@ -37,7 +37,7 @@ def culprit(*ends: RankEnd, hang: Hang | None = None) -> Culprit:
 
 
 def test_nobody() -> None:
-    assert blame([end(0, 0, said="completed"), end(1, 3, said="interrupted")]) is None
+    assert blame([end(0, 0, final_status="completed"), end(1, 3, final_status="interrupted")]) is None
     assert blame([killed_by_us(0), end(1, -15, signals_sent=frozenset({15}))]) is None
 
 
@@ -47,7 +47,9 @@ def test_who_leaves_without_a_word_is_named_and_not_who_lost_it() -> None:
     assert (found.rank, found.kind, found.exit_code) == (1, "exit", 1)
     assert found.cause.startswith("it left with exit code 0 before step 40, the last, was done")
     # The word of one who did other than it said is worth nothing either.
-    assert culprit(end(0, 0, said="interrupted")).cause.startswith("it left with exit code 0 without having finished")
+    assert culprit(end(0, 0, final_status="interrupted")).cause.startswith(
+        "it left with exit code 0 without having finished"
+    )
 
 
 def test_foreign_signal_before_everything() -> None:
@@ -119,15 +121,15 @@ def test_signal_names() -> None:
     assert name_signal(63) == "signal 63"
 
 
-def ended(rank: int, exit_code: int | None, *sent: int, heard: int = 0, is_mute: bool = False) -> RankEnd:
+def ended(rank: int, exit_code: int | None, *sent: int, stop_signal: int = 0, is_mute: bool = False) -> RankEnd:
     said = {0: "completed", 3: "interrupted"}.get(exit_code, "") if exit_code is not None and not is_mute else ""
     return RankEnd(
         rank=rank,
         exit_code=exit_code,
         ended_at=1.0,
         signals_sent=frozenset(sent),
-        said=said,
-        heard=heard,  # type: ignore[arg-type]
+        final_status=said,
+        stop_signal=stop_signal,  # type: ignore[arg-type]
     )
 
 
@@ -150,10 +152,10 @@ def test_interrupted() -> None:
 
 
 def test_a_signal_to_a_rank_alone_is_not_a_success() -> None:
-    stopped = outcome(ended(0, 3), ended(1, 3, heard=15))
+    stopped = outcome(ended(0, 3), ended(1, 3, stop_signal=15))
     assert (stopped.status, stopped.signalled_rank, stopped.exit_code) == ("interrupted", 1, 143)
     # It came after the last step.
-    assert outcome(ended(0, 0), ended(1, 0, heard=15)).exit_code == 0
+    assert outcome(ended(0, 0), ended(1, 0, stop_signal=15)).exit_code == 0
 
 
 def test_an_exit_code_alone_completes_nothing() -> None:

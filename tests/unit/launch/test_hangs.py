@@ -2,7 +2,7 @@
 
 from shoal.launch.config import ProcessConfig
 from shoal.launch.hangs import Hang, Watched, find_hang, is_waiting
-from shoal.telemetry.board import SlotState
+from shoal.telemetry.statusboard import StatusReading
 
 CONFIG = ProcessConfig(heartbeat_deadline=30, collective_deadline=300, start_deadline=120)
 
@@ -16,7 +16,7 @@ def rank(
     progress: float = 1000.0,
     running: bool = True,
 ) -> Watched:
-    state = SlotState(rank=number, heartbeat=heartbeat, phase=phase, phase_count=count)
+    state = StatusReading(rank=number, heartbeat=heartbeat, phase=phase, phase_count=count)
     return Watched(state=state, started_at=0.0, progress_at=progress, is_running=running)
 
 

@@ -148,12 +148,12 @@ def test_one_rank_is_traced_on_meta_tensors_and_its_traffic_is_as_expected(kind)
     analysis = ModuleAnalysis(stacks=(Stack(blocks=("blocks.0", "blocks.1"), sequence_dim=1),), tail_is_pointwise=True)
     mesh = pretend_mesh(Plan(dp=1, cp=4, cp_kind=kind), 1)
     layout = apply_context_parallel(model, analysis=analysis, mesh=mesh, kind=kind)
-    with mesh.ledger.counting() as account:
+    with mesh.traffic.counting() as counts:
         logits = model(tokens)
         logits.sum().backward()
     assert logits.shape == (3, 4, 11)
-    assert account == layout.forecast_traffic(recomputes=False)
-    (traffic,) = account.values()
+    assert counts == layout.forecast_traffic(recomputes=False)
+    (traffic,) = counts.values()
     if kind == "ring":
         # Per block: keys and values 3 hops forward, 3 backward, their gradients 4; each 3 x 2 heads x 4 positions x (4 + 4).
         assert (traffic.calls, traffic.num_bytes) == (2 * 10, 2 * 10 * 3 * 2 * 4 * 8 * 4)

@@ -1,12 +1,12 @@
-"""Gradients of replicas under DDP are their sum in the order of ranks, through shared memory; what crossed is in the ledger."""
+"""Gradients of replicas under DDP are their sum in the order of ranks, through shared memory; what crossed is counted."""
 
 import pytest
 import torch
 from torch import nn
 
 import shoal.parallel.data as data_parallel
-from shoal.comm.ledger import Traffic
 from shoal.comm.mesh import build_mesh
+from shoal.comm.trafficcounter import Traffic
 from shoal.core.plan import Plan
 from shoal.parallel.data import apply_data_parallel
 from shoal.testing.ranks import run_on_ranks
@@ -30,11 +30,11 @@ def sum_on_rank(world, shared, is_broken):
     if is_broken:
         mesh.replicas.transport.all_reduce_ = lambda tensor: None
     wrapped = apply_data_parallel(model, mesh=mesh, device=torch.device("cpu"), unused_parameters=False)
-    with mesh.ledger.counting() as account:
+    with mesh.traffic.counting() as counts:
         found = gradients_of(model, wrapped, inputs)
-    traffic = account.get(("replicas", "all_reduce"), Traffic())
+    traffic = counts.get(("replicas", "all_reduce"), Traffic())
     mesh.close()
-    return [found, traffic.num_bytes, len(account)]
+    return [found, traffic.num_bytes, len(counts)]
 
 
 def reference(num_ranks):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import shoal.parallel.context.ring as ring
 from shoal.comm.channel import Channel
-from shoal.comm.ledger import Ledger
+from shoal.comm.trafficcounter import TrafficCounter
 from shoal.parallel.context.alltoall import alltoall_attention, num_copies
 from shoal.parallel.context.positions import Positions, gather_sequence
 from shoal.parallel.context.ring import ring_attention, visible_part
@@ -51,7 +51,7 @@ def on_threads(size, function):
     def work(rank):
         transport = Threads(rank, queues) if size > 1 else None
         try:
-            results[rank] = function(Channel("cp", rank=rank, size=size, transport=transport, ledger=Ledger()))
+            results[rank] = function(Channel("cp", rank=rank, size=size, transport=transport, traffic=TrafficCounter()))
         except BaseException as error:
             results[rank] = error
 

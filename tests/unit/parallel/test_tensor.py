@@ -157,10 +157,10 @@ def test_an_attention_that_changes_its_input_is_refused_under_sp():
 
 def test_layers_that_read_one_input_share_one_crossing():
     model, _, mesh = split_on("gpt")
-    with mesh.ledger.counting() as account:
+    with mesh.traffic.counting() as counts:
         model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     # Forward: the embedding and two row layers in each of two blocks. Backward: two inputs in each block, and the head's.
-    assert account["tp", "all_reduce"].calls == (1 + 4) + (4 + 1)
+    assert counts["tp", "all_reduce"].calls == (1 + 4) + (4 + 1)
 
 
 def test_a_second_step_crosses_as_often_as_the_first_and_nothing_is_kept():
@@ -168,9 +168,9 @@ def test_a_second_step_crosses_as_often_as_the_first_and_nothing_is_kept():
     inputs = [torch.ones(1, 4, dtype=torch.long), torch.ones(1, 8, dtype=torch.long)]
     calls = []
     for _ in range(3):
-        with mesh.ledger.counting() as account:
+        with mesh.traffic.counting() as counts:
             model(*inputs).sum().backward()
-        calls.append(account["tp", "all_reduce"].calls)
+        calls.append(counts["tp", "all_reduce"].calls)
     # Two embeddings forward; backward the head's input and the memory once in each decoder block, for key and value together.
     assert calls == [2 + 1 + 2] * 3
     entry = model.decoder[0].cross.key.entry

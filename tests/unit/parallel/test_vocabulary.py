@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.comm.channel import Channel
-from shoal.comm.ledger import Ledger
+from shoal.comm.trafficcounter import TrafficCounter
 from shoal.core.errors import RequestError
 from shoal.models.losses import count_correct, cross_entropy
 from shoal.parallel.tensor.vocabulary import (
@@ -28,7 +28,7 @@ class Meeting:
         self.barrier = threading.Barrier(size, timeout=20)
 
     def channel(self, rank):
-        return Channel("tp", rank=rank, size=self.size, transport=_Seat(self, rank), ledger=Ledger())
+        return Channel("tp", rank=rank, size=self.size, transport=_Seat(self, rank), traffic=TrafficCounter())
 
 
 class _Seat:

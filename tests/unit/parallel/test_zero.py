@@ -145,7 +145,7 @@ def test_a_block_that_puts_out_what_it_was_given_is_not_gathered_again(num_micro
     how = {"stage": 3, "num_microbatches": num_microbatches, "placements": {}}
     reduction = apply_zero(model, analysis=ANALYSIS, mesh=mesh, **how)
     for _ in range(2):
-        with mesh.ledger.counting() as counted:
+        with mesh.traffic.counting() as counted:
             step(model, reduction, num_microbatches)
         assert dict(counted) == reduction.forecast_traffic(num_microbatches)
         reduction.publish()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.comm.channel import PeerLost
-from shoal.comm.ledger import Ledger
+from shoal.comm.trafficcounter import TrafficCounter
 from shoal.pipeline.mail import _DTYPES, Lane, Mail, Piece, parcel_problem, read_header, write_header
 from shoal.testing.ranks import run_on_ranks
 
@@ -120,7 +120,7 @@ def test_an_expanded_tensor_arrives_expanded_and_another_of_its_kind_whole():
 
 
 def open_mail(world, deadline_seconds=20.0):
-    return Mail(world.group, ledger=Ledger(), device=world.device, deadline_seconds=deadline_seconds)
+    return Mail(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=deadline_seconds)
 
 
 # Kinds in the order in which they are sent: "short" is met only when three "long" ones are under way already.

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shoal.comm.channel import Channel
-from shoal.comm.ledger import Ledger
+from shoal.comm.trafficcounter import TrafficCounter
 from shoal.pipeline.reduction import sum_gradients_
 
 
@@ -25,7 +25,7 @@ def test_a_gradient_that_is_missing_here_is_summed_as_zeros():
     parameters = {"a": nn.Parameter(torch.zeros(3)), "b": nn.Parameter(torch.zeros(2))}
     parameters["a"].grad = torch.full((3,), 5.0)
     transport = Adding()
-    sum_gradients_(parameters, Channel("dp", rank=0, size=2, transport=transport, ledger=Ledger()))
+    sum_gradients_(parameters, Channel("dp", rank=0, size=2, transport=transport, traffic=TrafficCounter()))
     assert transport.sizes == [5]
     assert parameters["a"].grad.tolist() == [6.0] * 3 and parameters["b"].grad.tolist() == [1.0] * 2
 
@@ -50,7 +50,7 @@ def test_a_gradient_that_no_replica_has_stays_none_where_that_is_allowed(other_h
     parameters = {"a": nn.Parameter(torch.zeros(3)), "b": nn.Parameter(torch.zeros(2))}
     parameters["a"].grad = torch.full((3,), 5.0)
     transport = AddingTo(1.0, 1.0, 1.0, 1.0, 1.0, *other_has)
-    channel = Channel("dp", rank=0, size=2, transport=transport, ledger=Ledger())
+    channel = Channel("dp", rank=0, size=2, transport=transport, traffic=TrafficCounter())
     sum_gradients_(parameters, channel, allows_untouched=True)
     assert transport.sizes == [7], "one message, with a number for each"
     grads = tuple(None if value.grad is None else value.grad.tolist() for value in parameters.values())

@@ -4,7 +4,7 @@ import time
 
 from shoal.launch.config import ProcessConfig
 from shoal.serverrun.standstill import Member, Standstill
-from shoal.telemetry.board import SlotState
+from shoal.telemetry.statusboard import StatusReading
 
 CONFIG = ProcessConfig(heartbeat_deadline=10.0, collective_deadline=20.0, start_deadline=30.0)
 
@@ -13,7 +13,7 @@ def member(
     rank: int, *, beat: float, phases: int = 0, phase: str = "forward", is_server: bool = False, pid: int = 0
 ) -> Member:
     own = pid or 100 + rank
-    state = SlotState(rank=rank, pid=100 + rank, heartbeat=beat, phase=phase, phase_count=phases)
+    state = StatusReading(rank=rank, pid=100 + rank, heartbeat=beat, phase=phase, phase_count=phases)
     return Member(state=state, pid=own, is_server=is_server)
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shoal.telemetry.board import SlotState
 from shoal.telemetry.live import LiveDisplay, build_display, render
 from shoal.telemetry.progress import PlainDisplay
+from shoal.telemetry.statusboard import StatusReading
 
 METRICS = {
     "step": 12,
@@ -32,7 +32,7 @@ def terminal() -> tuple[io.StringIO, Console]:
 
 def draw(metrics: dict[str, Any]) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=120).print(render([SlotState(rank=0, metrics=metrics)]))
+    Console(file=stream, width=120).print(render([StatusReading(rank=0, metrics=metrics)]))
     return stream.getvalue()
 
 
@@ -70,7 +70,7 @@ def test_messages_are_shown_as_they_are_and_no_thread_is_made() -> None:
     stream, console = terminal()
     display = LiveDisplay(console)
     threads = threading.active_count()
-    display.update([SlotState(rank=0, metrics=METRICS)])
+    display.update([StatusReading(rank=0, metrics=METRICS)])
     display.message("[rank 1] [bold]no markup[/bold] " + "w" * 200)
     assert threading.active_count() == threads
     display.close()
@@ -82,11 +82,11 @@ def test_messages_are_shown_as_they_are_and_no_thread_is_made() -> None:
 def test_terminal_that_goes_away_does_not_stop_the_run() -> None:
     stream, console = terminal()
     display = LiveDisplay(console)
-    display.update([SlotState(rank=0, metrics=METRICS)])
+    display.update([StatusReading(rank=0, metrics=METRICS)])
     stream.close()
     display.message("x")
     display._drawn = 0.0
-    display.update([SlotState(rank=0, metrics=METRICS)])
+    display.update([StatusReading(rank=0, metrics=METRICS)])
     display.close()
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.telemetry.board import SlotState
 from shoal.telemetry.progress import PlainDisplay, describe_metrics, describe_ranks
+from shoal.telemetry.statusboard import StatusReading
 
 USUAL = {
     "step": 12,
@@ -24,8 +24,8 @@ USUAL = {
 }
 
 
-def state(metrics: dict[str, Any]) -> list[SlotState]:
-    return [SlotState(rank=0, phase="forward", metrics=metrics), SlotState(rank=1)]
+def state(metrics: dict[str, Any]) -> list[StatusReading]:
+    return [StatusReading(rank=0, phase="forward", metrics=metrics), StatusReading(rank=1)]
 
 
 def test_usual_line() -> None:

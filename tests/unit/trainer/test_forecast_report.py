@@ -8,7 +8,7 @@ from shoal.trainer.summary import Ended
 
 def page(**changes):
     state = {"weights": 100, "gradients": 100, "optimizer": 200}
-    ranks = [{"state_bytes": state, "traffic": {"dp sum": [2, 400]}, "peak_bytes": 1400}] * 2
+    ranks = [{"state_bytes": state, "traffic": {"dp all_reduce": [2, 400]}, "peak_bytes": 1400}] * 2
     values = {"plan": "dp=2", "seconds": 0.11, "bubble": None, "machine": "m", "ranks": ranks}
     return {**values, **changes}
 
@@ -30,7 +30,7 @@ def test_equal_numbers_are_said_to_be_equal():
 
 
 def test_one_call_more_is_seen():
-    other = [page()["ranks"][0], {**page()["ranks"][0], "traffic": {"dp sum": [3, 400]}}]
+    other = [page()["ranks"][0], {**page()["ranks"][0], "traffic": {"dp all_reduce": [3, 400]}}]
     found = compare(page(), measured(ranks=other), [])
     assert not found["traffic_is_equal"] and found["state_is_equal"]
     assert any("NOT equal" in line for line in describe_forecast({"forecast": found}))

@@ -1,4 +1,4 @@
-"""One rank without peers: a rehearsal's ledger counts, what comes out is finite, and nothing is left of it in the process."""
+"""One rank without peers: a rehearsal's traffic is counted, what comes out is finite, and nothing of it is left."""
 
 import sys
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm.ledger import account_rows
 from shoal.comm.rehearsal import rehearsed_world
+from shoal.comm.trafficcounter import traffic_rows
 from shoal.core.config import validate
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
@@ -39,7 +39,9 @@ def test_a_single_rank_moves_nothing(subject):
 
 def test_replicas_sum_their_gradients_with_the_loss_aboard(subject):
     weights = sum(parameter.nbytes for parameter in subject.model.parameters())
-    assert account_rows(forecast_rank(subject, Plan.parse("dp=2"), 1).traffic) == {"replicas sum": [1, weights + 8]}
+    assert traffic_rows(forecast_rank(subject, Plan.parse("dp=2"), 1).traffic) == {
+        "replicas all_reduce": [1, weights + 8]
+    }
 
 
 def test_the_model_and_the_process_are_left_as_they_were(subject):

@@ -24,7 +24,7 @@ def plan_result(ok=True, **changes):
         "tolerance": 0.0,
         "reason": "every bit" if ok else str(difference),
         "prediction": Prediction(is_made=True),
-        "traffic": {"expected": {"dp sum": [1, 8]}, "counted": {"dp sum": [1, 8]}},
+        "traffic": {"expected": {"dp all_reduce": [1, 8]}, "counted": {"dp all_reduce": [1, 8]}},
         "sizes": {"predicted": {"weights": 4, "activations": 100}, "measured": {"weights": 4, "activations": 98}},
     }
     return PlanResult(**{**values, **changes})

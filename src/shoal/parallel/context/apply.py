@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from shoal.comm.channel import Channel
-from shoal.comm.ledger import Account
 from shoal.comm.mesh import Mesh
+from shoal.comm.trafficcounter import TrafficCounts
 from shoal.core.axes import Axis
 from shoal.core.errors import Refusal, RequestError
 from shoal.models.transformer import Rotary
@@ -41,7 +41,7 @@ class ContextLayout:
     keeps_local: bool
     """The model's output has this rank's positions only, and so must the targets. Otherwise it has all of them."""
     seen: Seen = field(default_factory=Seen)
-    """Attentions that ran while the ledger was open; ``seen.forget()`` begins anew."""
+    """Attentions that ran while the traffic counter was open; ``seen.forget()`` begins anew."""
 
     @property
     def loss_factor(self) -> float:
@@ -56,7 +56,7 @@ class ContextLayout:
         """
         return self.where.select(length)
 
-    def forecast_traffic(self, *, recomputes: bool) -> Account:
+    def forecast_traffic(self, *, recomputes: bool) -> TrafficCounts:
         """What the forward passes in ``seen`` and their backward passes should have moved along ``cp``, without gradient sums."""
         return forecast_traffic(
             kind=self.where.kind,

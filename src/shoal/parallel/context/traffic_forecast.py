@@ -1,13 +1,13 @@
 """What context parallelism should move between ranks, worked out from the shapes of attentions alone.
 
 The numbers come from the algorithm on paper (``ring.py``, ``alltoall.py``) and not from what a channel was asked to do, so that a
-hop too many or too few is a difference from the ledger.
+hop too many or too few is a difference from the traffic counter.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shoal.comm.ledger import Account, Traffic, add_accounts
+from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.parallel.context.alltoall import num_copies
 
@@ -48,7 +48,7 @@ class GatherShape:
 
 @dataclass
 class Seen:
-    """The attentions and gathers of forward passes that ran while the ledger was open; recomputed ones are not entered again."""
+    """The attentions and gathers of forward passes that ran while traffic was counted; recomputed ones are not entered again."""
 
     attentions: list[AttentionShape] = field(default_factory=list)
     gathers: list[GatherShape] = field(default_factory=list)
@@ -66,7 +66,7 @@ def forecast_traffic(
     attentions: Sequence[AttentionShape],
     gathers: Sequence[GatherShape] = (),
     recomputes: bool = False,
-) -> Account:
+) -> TrafficCounts:
     """What one rank's forward and backward passes should move along ``cp``; the sum of gradients is not in it.
 
     Args:
@@ -79,16 +79,16 @@ def forecast_traffic(
     if degree == 1:
         return {}
     of_one = _ring_traffic if kind == "ring" else _alltoall_traffic
-    accounts = [of_one(shape, degree, recomputes) for shape in attentions if shape.batch]
+    all_counts = [of_one(shape, degree, recomputes) for shape in attentions if shape.batch]
     for gather in gathers:
         if gather.num_bytes:
             traffic = Traffic(calls=1, num_bytes=gather.num_bytes)
-            accounts.append({(_AXIS, "all_gather"): traffic})
-            accounts.append({(_AXIS, "reduce_scatter"): traffic} if gather.trains else {})
-    return add_accounts(*accounts)
+            all_counts.append({(_AXIS, "all_gather"): traffic})
+            all_counts.append({(_AXIS, "reduce_scatter"): traffic} if gather.trains else {})
+    return add_traffic(*all_counts)
 
 
-def _ring_traffic(shape: AttentionShape, degree: int, recomputes: bool) -> Account:
+def _ring_traffic(shape: AttentionShape, degree: int, recomputes: bool) -> TrafficCounts:
     """Keys and values make degree - 1 hops per pass; their gradients, in float32 at least, make degree: the last one home."""
     num_passes = 1 if not shape.trains else 3 if recomputes else 2
     block = (degree - 1) * num_passes
@@ -97,7 +97,7 @@ def _ring_traffic(shape: AttentionShape, degree: int, recomputes: bool) -> Accou
     return {(_AXIS, "ring_shift"): Traffic(calls=block + gradient, num_bytes=num_bytes)}
 
 
-def _alltoall_traffic(shape: AttentionShape, degree: int, recomputes: bool) -> Account:
+def _alltoall_traffic(shape: AttentionShape, degree: int, recomputes: bool) -> TrafficCounts:
     """A trade before attention and one after it; their backward passes are the same trades the other way."""
     num_passes = 1 if not shape.trains else 3 if recomputes else 2
     copies = num_copies(shape.num_heads, shape.num_kv_heads, degree)

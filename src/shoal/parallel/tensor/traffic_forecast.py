@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.ledger import Account, Traffic, add_accounts
+from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
@@ -100,7 +100,7 @@ def record_crossings(model: nn.Module, analysis: ModuleAnalysis, example: Sequen
 
 def forecast_traffic(
     survey: CrossingRecord, plan: Plan, *, batch: int, compute_bytes: int, weight_bytes: int, num_targets: int | None
-) -> Account:
+) -> TrafficCounts:
     """Calls and bytes along ``tp`` of one microbatch, forward and backward.
 
     Args:
@@ -113,19 +113,19 @@ def forecast_traffic(
     """
     if plan.tp == 1:
         return {}
-    accounts: list[Account] = []
+    all_counts: list[TrafficCounts] = []
     for crossing in survey.crossings:
         numel = crossing.numel * batch // survey.batch
         numel //= plan.cp if _has_own_positions(crossing, survey) else 1
         is_wide = crossing.kind in (CrossingKind.EMBEDDING, CrossingKind.ENTRY, CrossingKind.EXIT)
         num_bytes = numel * (weight_bytes if is_wide else compute_bytes)
         for operation, calls in _operations(crossing, plan):
-            accounts.append({(Axis.TENSOR.value, operation): Traffic(calls=calls, num_bytes=calls * num_bytes)})
+            all_counts.append({(Axis.TENSOR.value, operation): Traffic(calls=calls, num_bytes=calls * num_bytes)})
     if num_targets is not None:
         score_bytes = max(weight_bytes, 4)
         num_bytes = plan.tp * _SCORES_PER_TARGET * num_targets * score_bytes
-        accounts.append({(Axis.TENSOR.value, "all_gather"): Traffic(calls=1, num_bytes=num_bytes)})
-    return add_accounts(*accounts)
+        all_counts.append({(Axis.TENSOR.value, "all_gather"): Traffic(calls=1, num_bytes=num_bytes)})
+    return add_traffic(*all_counts)
 
 
 def _has_own_positions(crossing: Crossing, survey: CrossingRecord) -> bool:

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.ledger import Account, Traffic
 from shoal.comm.mesh import Mesh
+from shoal.comm.trafficcounter import Traffic, TrafficCounts
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.placement import Placement, place_whole
@@ -174,7 +174,7 @@ class ZeroReduction:
         """Parameters that got no gradient on this rank in this step, in the order of names; they count as zeros."""
         return self.gradients.untouched()
 
-    def forecast_traffic(self, num_microbatches: int) -> Account:
+    def forecast_traffic(self, num_microbatches: int) -> TrafficCounts:
         """What one step should move, from the layout and the modules that the last forward pass called."""
         calls = self.store.calls if self.store is not None and self.store.calls else None
         return forecast_traffic(
@@ -211,7 +211,7 @@ def forecast_traffic(
     itemsize: int,
     num_context_ranks: int = 1,
     calls: list[tuple[int, bool]] | None = None,
-) -> Account:
+) -> TrafficCounts:
     """What one step of one rank should move, by axis and operation.
 
     Args:
@@ -224,16 +224,16 @@ def forecast_traffic(
             left out.
     """
     sizes = [unit.size * itemsize for unit in layout.units]
-    account: Account = {}
+    counts: TrafficCounts = {}
     if num_context_ranks > 1:
-        account[Axis.CONTEXT.value, "all_reduce"] = Traffic(calls=len(sizes), num_bytes=sum(sizes))
+        counts[Axis.CONTEXT.value, "all_reduce"] = Traffic(calls=len(sizes), num_bytes=sum(sizes))
     if layout.num_ranks == 1:
-        return account
-    account[Axis.DATA.value, "reduce_scatter"] = Traffic(calls=len(sizes), num_bytes=sum(sizes))
+        return counts
+    counts[Axis.DATA.value, "reduce_scatter"] = Traffic(calls=len(sizes), num_bytes=sum(sizes))
     gathered = list(range(len(sizes))) if stage < 3 else _gathered_units(layout, num_microbatches, calls)[0]
     num_bytes = sum(sizes[index] for index in gathered)
-    account[Axis.DATA.value, "all_gather"] = Traffic(calls=len(gathered), num_bytes=num_bytes)
-    return account
+    counts[Axis.DATA.value, "all_gather"] = Traffic(calls=len(gathered), num_bytes=num_bytes)
+    return counts
 
 
 def predict_pool(layout: ZeroLayout) -> list[int]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shoal.core.errors import EXIT_DONE, RunError
 from shoal.core.plan import Plan
 from shoal.serverrun.crew import Crew, CrewEnd, CrewRequest
-from shoal.telemetry.board import SlotState
+from shoal.telemetry.statusboard import StatusReading
 from shoal.trainer.claim import Claim
 from shoal.trainer.config import Recipe
 from shoal.verify.compare.assemble import AssembledStep, RankPiece, assemble, placement_of
@@ -105,7 +105,7 @@ class Quiet:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def update(self, states: Sequence[SlotState]) -> None:
+    def update(self, states: Sequence[StatusReading]) -> None:
         """Nobody looks."""
 
     def message(self, text: str) -> None:

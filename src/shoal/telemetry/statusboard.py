@@ -1,17 +1,17 @@
-"""A page of shared memory on which every rank says where it is, and the supervisor reads.
+"""The status board: a page of shared memory on which every rank writes where it is, and which the supervisor reads.
 
-A rank writes with plain stores: no lock, no system call, no message, so saying "step 12, backward" costs under a microsecond and
-can never block training. What is on the board survives the rank: after ``kill -9`` it still says in which step and phase it died.
+A rank writes with plain stores: no lock, no system call, no message, so writing "step 12, backward" costs under a microsecond and
+can never block training. The board outlives the rank: after ``kill -9`` it still says in which step and phase the rank died.
 
-The memory is a file without a name, handed to the ranks as a file descriptor: nothing is left behind whoever dies. Each slot has
-one writer. Text is guarded by a sequence number that is odd while it is being written; a reader that meets an odd or changed
-number tries again a few times and then makes do with the words that are there and no metrics: the rank may have been killed.
+The memory is a file without a name, handed to the ranks as a file descriptor, so nothing is left behind by any death. Each rank
+status has one writer. Text is guarded by a sequence number that is odd while it is being written; a reader that meets an odd or a
+changed number tries again a few times and then takes the text that is there and no metrics: the rank may have been killed.
 
-    slot:  heartbeat | step | phase sequence | pid | metrics sequence | metrics length | said | heard | phase text | metrics
-    bytes: 8         | 8    | 8              | 8   | 8                | 8              | 8    | 8     | 80         | 4096
+    heartbeat | step | phase sequence | pid | metrics sequence | metrics length | final status | stop signal | phase | metrics
+    8 bytes   | 8    | 8              | 8   | 8                | 8              | 8            | 8           | 80    | 4096
 
-The last word of a rank is here too (``finish``). An exit code of 0 proves nothing: any library can call ``os._exit(0)`` in the
-middle of a step. Whoever has not said that it is done is not.
+A rank's final status is here too (``finish``). An exit code of 0 proves nothing: any library can call ``os._exit(0)`` in the
+middle of a step. A rank that has not written a final status has not finished.
 """
 
 import json
@@ -31,18 +31,18 @@ METRICS_BYTES = 4096
 _PHASE_BYTES = 80
 _HEADER_WORDS = 8
 _HEADER_BYTES = 8 * _HEADER_WORDS
-_SLOT_BYTES = _HEADER_BYTES + _PHASE_BYTES + METRICS_BYTES
-_HEARTBEAT, _STEP, _PHASE_SEQ, _PID, _METRICS_SEQ, _METRICS_LENGTH, _SAID, _HEARD = range(_HEADER_WORDS)
+_STATUS_BYTES = _HEADER_BYTES + _PHASE_BYTES + METRICS_BYTES
+_HEARTBEAT, _STEP, _PHASE_SEQ, _PID, _METRICS_SEQ, _METRICS_LENGTH, _FINAL_STATUS, _STOP_SIGNAL = range(_HEADER_WORDS)
 _READ_TRIES = 8
 
-Said = Literal["", "completed", "interrupted"]
-"""The last word of a rank; empty until it has spoken it."""
-_WORDS: tuple[Said, ...] = ("", "completed", "interrupted")
+FinalStatus = Literal["", "completed", "interrupted"]
+"""How a rank ended; empty until it has."""
+_WORDS: tuple[FinalStatus, ...] = ("", "completed", "interrupted")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlotState:
-    """What one rank last said."""
+class StatusReading:
+    """What one rank last wrote."""
 
     rank: int
     pid: int = 0
@@ -54,18 +54,18 @@ class SlotState:
     phase_count: int = 0
     """Phases entered so far; a rank whose count stands still makes no progress, however well its heart beats."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    said: Said = ""
-    heard: int = 0
+    final_status: FinalStatus = ""
+    stop_signal: int = 0
     """The signal by which it was asked to stop; 0 when it was not."""
 
 
-class RankSlot:
-    """One rank's part of the board. One process writes it, any number read it."""
+class RankStatus:
+    """One rank's part of the status board. One process writes it, any number read it."""
 
     def __init__(self, memory: mmap.mmap, rank: int) -> None:
         self.rank = rank
         self._memory = memory
-        start = rank * _SLOT_BYTES
+        start = rank * _STATUS_BYTES
         self._words = memoryview(memory)[start : start + _HEADER_BYTES].cast("q")
         self._phase_at = start + _HEADER_BYTES
         self._metrics_at = self._phase_at + _PHASE_BYTES
@@ -73,10 +73,10 @@ class RankSlot:
         self._owner = 0
 
     def claim(self) -> None:
-        """Say that this process is the one that writes here, after a first beat: who reads its name must not find another's."""
+        """Make this process the writer, after a first heartbeat: a reader of its pid must not find an older heartbeat."""
         self.beat()
-        # What the process before it said is not this one's.
-        self._words[_SAID] = self._words[_HEARD] = 0
+        # The process before it wrote its own.
+        self._words[_FINAL_STATUS] = self._words[_STOP_SIGNAL] = 0
         self._words[_PID] = self._owner = os.getpid()
 
     def beat(self) -> None:
@@ -87,7 +87,7 @@ class RankSlot:
         """Say that a phase begins. Phases in which a rank waits for others are named ``wait: <operation>``.
 
         Raises:
-            RunError: this is a fork of the process whose slot this is, and goes on as if it were that one.
+            RunError: this is a fork of the process that claimed this status, and goes on as if it were that one.
         """
         if self._owner and os.getpid() != self._owner:
             raise RunError(
@@ -103,16 +103,16 @@ class RankSlot:
         self._memory[self._phase_at : self._phase_at + _PHASE_BYTES] = encoded
         words[_PHASE_SEQ] += 1
 
-    def finish(self, said: Said, *, heard: int = 0) -> None:
-        """Say that this process did what it was for. A fork of it that came this far has no say.
+    def finish(self, final_status: FinalStatus, *, stop_signal: int = 0) -> None:
+        """Write how this process ended. A fork of the process that comes this far writes nothing.
 
         Args:
-            said: whether all was done, or it stopped in order because it was asked to.
-            heard: the signal that asked it.
+            final_status: whether all was done, or it stopped in order because it was asked to.
+            stop_signal: the signal that asked it.
         """
         if self._words[_PID] == os.getpid():
-            self._words[_HEARD] = heard
-            self._words[_SAID] = _WORDS.index(said)
+            self._words[_STOP_SIGNAL] = stop_signal
+            self._words[_FINAL_STATUS] = _WORDS.index(final_status)
 
     def publish(self, metrics: Mapping[str, Any]) -> bool:
         """Show these metrics in place of the last ones; False when they do not fit, which is no reason to stop training."""
@@ -126,11 +126,11 @@ class RankSlot:
         words[_METRICS_SEQ] += 1
         return True
 
-    def read(self) -> SlotState:
-        """What the rank last said. Never waits for the writer and never fails on what it finds."""
+    def read(self) -> StatusReading:
+        """What the rank last wrote. Never waits for the writer and never fails on what it finds."""
         heartbeat_ns = self._words[_HEARTBEAT]
         step, phase, sequence = self._read_phase()
-        return SlotState(
+        return StatusReading(
             rank=self.rank,
             pid=self._words[_PID],
             heartbeat=heartbeat_ns / 1e9 if heartbeat_ns else None,
@@ -138,8 +138,8 @@ class RankSlot:
             phase=phase,
             phase_count=sequence // 2,
             metrics=self._read_metrics(),
-            said=_WORDS[self._words[_SAID]] if 0 <= self._words[_SAID] < len(_WORDS) else "",
-            heard=self._words[_HEARD],
+            final_status=_WORDS[self._words[_FINAL_STATUS]] if 0 <= self._words[_FINAL_STATUS] < len(_WORDS) else "",
+            stop_signal=self._words[_STOP_SIGNAL],
         )
 
     def release(self) -> None:
@@ -171,28 +171,28 @@ class RankSlot:
         return metrics if isinstance(metrics, dict) else {}
 
 
-class Board:
-    """The slots of all ranks. The supervisor creates it; a rank attaches to the descriptor it was given."""
+class StatusBoard:
+    """The status of every rank. The supervisor creates it; a rank attaches to the descriptor it was given."""
 
     def __init__(self, fd: int, num_ranks: int) -> None:
         self.fd = fd
         self.num_ranks = num_ranks
-        self._memory = mmap.mmap(fd, num_ranks * _SLOT_BYTES)
-        self._slots = tuple(RankSlot(self._memory, rank) for rank in range(num_ranks))
+        self._memory = mmap.mmap(fd, num_ranks * _STATUS_BYTES)
+        self._statuses = tuple(RankStatus(self._memory, rank) for rank in range(num_ranks))
 
     @classmethod
-    def create(cls, num_ranks: int) -> "Board":
-        """A new board with empty slots."""
+    def create(cls, num_ranks: int) -> "StatusBoard":
+        """A new board on which no rank has written."""
         fd = _unnamed_file()
         try:
-            os.ftruncate(fd, num_ranks * _SLOT_BYTES)
+            os.ftruncate(fd, num_ranks * _STATUS_BYTES)
             return cls(fd, num_ranks)
         except OSError:
             os.close(fd)
             raise
 
     @classmethod
-    def attach(cls, fd: int, num_ranks: int) -> "Board":
+    def attach(cls, fd: int, num_ranks: int) -> "StatusBoard":
         """The board behind a descriptor that another process created. The descriptor belongs to this board from here on.
 
         Raises:
@@ -202,28 +202,28 @@ class Board:
             found = os.fstat(fd).st_size
         except OSError as error:
             raise RunError(f"descriptor {fd} is not the supervisor's board: {error}") from error
-        if found != num_ranks * _SLOT_BYTES:
+        if found != num_ranks * _STATUS_BYTES:
             raise RunError(
-                f"descriptor {fd} holds {found} bytes, a board for {num_ranks} ranks has {num_ranks * _SLOT_BYTES}; "
+                f"descriptor {fd} holds {found} bytes, a board for {num_ranks} ranks has {num_ranks * _STATUS_BYTES}; "
                 "the supervisor and this rank run different versions of Shoal or disagree about the number of ranks"
             )
         os.set_inheritable(fd, False)
         return cls(fd, num_ranks)
 
-    def slot(self, rank: int) -> RankSlot:
-        """The part of one rank."""
-        return self._slots[rank]
+    def of_rank(self, rank: int) -> RankStatus:
+        """The status of one rank."""
+        return self._statuses[rank]
 
-    def read(self) -> tuple[SlotState, ...]:
-        """What every rank last said, by rank."""
-        return tuple(slot.read() for slot in self._slots)
+    def read(self) -> tuple[StatusReading, ...]:
+        """What every rank last wrote, by rank."""
+        return tuple(rank_status.read() for rank_status in self._statuses)
 
     def close(self) -> None:
         """Unmap the memory and close the descriptor; closing twice is allowed."""
         if self.fd < 0:
             return
-        for slot in self._slots:
-            slot.release()
+        for rank_status in self._statuses:
+            rank_status.release()
         self._memory.close()
         os.close(self.fd)
         self.fd = -1
@@ -232,11 +232,11 @@ class Board:
 class Heartbeat:
     """A daemon thread that beats. It falls silent when the process is stopped or something holds the interpreter's lock."""
 
-    def __init__(self, slot: RankSlot, every: float = 0.25) -> None:
-        self._slot = slot
+    def __init__(self, rank_status: RankStatus, every: float = 0.25) -> None:
+        self._slot = rank_status
         self._every = every
         self._stopped = threading.Event()
-        slot.claim()
+        rank_status.claim()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 

@@ -20,50 +20,50 @@ class Traffic:
         return Traffic(calls=self.calls + other.calls, num_bytes=self.num_bytes + other.num_bytes)
 
 
-Account = dict[tuple[str, str], Traffic]
+TrafficCounts = dict[tuple[str, str], Traffic]
 """Traffic by (axis, operation), such as ``("tp", "all_reduce")``."""
 
 
-def add_accounts(*accounts: Mapping[tuple[str, str], Traffic]) -> Account:
+def add_traffic(*all_counts: Mapping[tuple[str, str], Traffic]) -> TrafficCounts:
     """All of them together."""
-    total: Account = {}
-    for account in accounts:
-        for key, traffic in account.items():
+    total: TrafficCounts = {}
+    for counts in all_counts:
+        for key, traffic in counts.items():
             total[key] = total.get(key, Traffic()) + traffic
     return total
 
 
-def plain_account(account: Mapping[tuple[str, str], Traffic]) -> Account:
-    """The account with plain words for its keys, in their order."""
-    return {(str(axis), str(operation)): traffic for (axis, operation), traffic in sorted(account.items())}
+def plain_traffic(counts: Mapping[tuple[str, str], Traffic]) -> TrafficCounts:
+    """The counts with plain words for their keys, in their order."""
+    return {(str(axis), str(operation)): traffic for (axis, operation), traffic in sorted(counts.items())}
 
 
-def account_rows(account: Mapping[tuple[str, str], Traffic]) -> dict[str, list[int]]:
-    """An account as JSON: ``"tp sum": [calls, bytes]``."""
+def traffic_rows(counts: Mapping[tuple[str, str], Traffic]) -> dict[str, list[int]]:
+    """The counts as JSON: ``"tp all_reduce": [calls, bytes]``."""
     return {
         f"{axis} {operation}": [traffic.calls, traffic.num_bytes]
-        for (axis, operation), traffic in plain_account(account).items()
+        for (axis, operation), traffic in plain_traffic(counts).items()
     }
 
 
 @dataclass
-class Ledger:
-    """Adds up the traffic of one rank; free of cost while it is closed."""
+class TrafficCounter:
+    """Adds up the traffic of one rank. It costs nothing while it is closed."""
 
     is_open: bool = False
-    account: Account = field(default_factory=dict)
+    counts: TrafficCounts = field(default_factory=dict)
 
     def note(self, axis: str, operation: str, num_bytes: int) -> None:
         """Enter one call."""
         if self.is_open:
             key = (axis, operation)
-            self.account[key] = self.account.get(key, Traffic()) + Traffic(calls=1, num_bytes=num_bytes)
+            self.counts[key] = self.counts.get(key, Traffic()) + Traffic(calls=1, num_bytes=num_bytes)
 
     @contextmanager
-    def counting(self) -> Iterator[Account]:
-        """Count from zero inside the context; the account is complete when it is left."""
-        self.account, self.is_open = {}, True
+    def counting(self) -> Iterator[TrafficCounts]:
+        """Count from zero inside the context; the counts are complete when it is left."""
+        self.counts, self.is_open = {}, True
         try:
-            yield self.account
+            yield self.counts
         finally:
             self.is_open = False
