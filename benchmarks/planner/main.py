@@ -19,7 +19,7 @@ from shoal.planner.score import score, score_by_source
 from shoal.planner.search import Limits, search
 from shoal.planner.stacks import find_software, find_stack
 from shoal.planner.table import read_table
-from shoal.tuning.planned import shape_chain, shape_facts
+from shoal.tuning.planned_model import shape_chain, shape_facts
 
 RESULTS = Path(__file__).with_name("results")
 TABLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "published_runs_calibration.csv"

@@ -26,9 +26,9 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.planner.machine import Machine, cpu_name, num_cores, read_machine, torch_version
 from shoal.trainer.config import load_recipe
-from shoal.tuning.calibrating import measure_machine
-from shoal.tuning.cast import Cast
-from shoal.tuning.deciding import pick_from, search
+from shoal.tuning.calibration import measure_machine
+from shoal.tuning.plan_choice import pick_from, search
+from shoal.tuning.rehearsal_pool import RehearsalPool
 
 ROOT = Path(__file__).resolve().parents[2]
 _FINALISTS = 6
@@ -37,8 +37,8 @@ _FINALISTS = 6
 class Bench:
     """One take: the processes, the machine's constants, and how long there is."""
 
-    def __init__(self, cast: Cast, machine: Machine, *, steps: int, ends: float) -> None:
-        self.cast = cast
+    def __init__(self, pool: RehearsalPool, machine: Machine, *, steps: int, ends: float) -> None:
+        self.pool = pool
         self.machine = machine
         self.steps = steps
         self.failed: dict[str, str] = {}
@@ -49,7 +49,7 @@ class Bench:
     def pick(self) -> None:
         """Let auto pick, as ``shoal train --plan auto`` does."""
         started = time.monotonic()
-        decision = pick_from(self.cast, search(self.cast, self.machine, "measured for this take"))
+        decision = pick_from(self.pool, search(self.pool, self.machine, "measured for this take"))
         self.picks.append(
             {
                 "plan": decision.plan,
@@ -102,10 +102,10 @@ class Bench:
         return Pair(predicted=self._predict(plan), measured=measured)
 
     def _predict(self, plan: Plan) -> float:
-        return float(self.cast.rehearse(plan, self.machine, steps=self.steps)["seconds"])
+        return float(self.pool.rehearse(plan, self.machine, steps=self.steps)["seconds"])
 
     def _measure(self, plan: Plan) -> float:
-        return statistics.median(self.cast.play(plan, steps=self.steps).seconds)
+        return statistics.median(self.pool.play(plan, steps=self.steps).seconds)
 
 
 def take(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -119,9 +119,9 @@ def take(arguments: argparse.Namespace) -> dict[str, Any]:
         else read_machine(arguments.machine)
     )
     rounds: list[Round] = []
-    with Cast(load_recipe(arguments.recipe, arguments.set), count) as cast:
-        bench = Bench(cast, machine, steps=arguments.steps, ends=ends)
-        plans = [str(plan) for plan in cast.legal_plans()]
+    with RehearsalPool(load_recipe(arguments.recipe, arguments.set), count) as pool:
+        bench = Bench(pool, machine, steps=arguments.steps, ends=ends)
+        plans = [str(plan) for plan in pool.legal_plans()]
         plans = [plan for plan in plans if not arguments.only or any(word in plan for word in arguments.only)]
         fixed = plans[0]
         say(f"{len(plans)} legal plans on {count} processes; {fixed} is there twice in every round")

@@ -8,8 +8,8 @@ from shoal.core.config import validate
 from shoal.core.plan import Plan
 from shoal.planner.machine import write_machine
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.tuning.calibrating import measure_machine
-from shoal.tuning.cast import Cast, NoRoom
+from shoal.tuning.calibration import measure_machine
+from shoal.tuning.rehearsal_pool import NoRoom, RehearsalPool
 from support.planner.machines import build
 from support.processes.command import read_summary
 
@@ -114,12 +114,12 @@ def test_constants_are_refitted_to_a_run(shoal, tiny, at, cache):
 
 def test_a_plan_without_room_is_known_for_it_and_the_next_has_its_turn():
     whole, cut = Plan.parse("dp=2"), Plan.parse("dp=2 microbatches=16")
-    with Cast(validate(Recipe, WORDY, origin="test"), 2, memory_bytes=300 << 20) as cast:
+    with RehearsalPool(validate(Recipe, WORDY, origin="test"), 2, memory_bytes=300 << 20) as pool:
         with pytest.raises(NoRoom, match="plan dp=2 does not fit"):
-            cast.rehearse(whole, build(), steps=1)
-        assert cast.rehearse(cut, build(), steps=1)["seconds"] > 0
+            pool.rehearse(whole, build(), steps=1)
+        assert pool.rehearse(cut, build(), steps=1)["seconds"] > 0
         with pytest.raises(NoRoom, match="plan dp=2 does not fit"):
-            cast.play(whole, steps=1)
+            pool.play(whole, steps=1)
 
 
 def test_an_odd_number_of_processes_is_timed():

@@ -11,8 +11,7 @@ from shoal.engine.resolve import resolve_plan
 from shoal.models.check import facts_of
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
-from shoal.tuning.forecast import forecast_ranks, read_trace
-from shoal.tuning.rehearsal import build_subject, trace_rank
+from shoal.tuning.rehearsal import build_subject, forecast_ranks, read_trace, trace_rank
 
 RECIPE = {
     "plan": "dp=1",

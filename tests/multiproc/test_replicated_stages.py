@@ -13,9 +13,8 @@ from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.csvform import write_csv
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
-from shoal.tuning.forecast import forecast_ranks, read_trace
 from shoal.tuning.rehearsal import build_subject as build_rehearsed
-from shoal.tuning.rehearsal import trace_rank
+from shoal.tuning.rehearsal import forecast_ranks, read_trace, trace_rank
 from shoal.verify.mutants.catalogue import MUTANTS
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject

@@ -30,7 +30,7 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
     check_result_file(file, "the machine file")
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.planner.machine import default_path, read_machine, write_machine
-    from shoal.tuning.calibrating import measure_machine
+    from shoal.tuning.calibration import measure_machine
     from shoal.tuning.refitting import refit
 
     # Unwinding ends the processes; the default action would leave their files behind.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from shoal.planner.simulation.conditions import Conditions
     from shoal.planner.simulation.goodput import Failures, Goodput
     from shoal.planner.simulation.simulated import Simulated
-    from shoal.tuning.simprice import Priced
-    from shoal.tuning.simrequest import Asked
+    from shoal.tuning.simulation import Priced
+    from shoal.tuning.simulation_request import Asked
 
     Array = NDArray[np.float64]
 
@@ -119,7 +119,7 @@ def simulate(
     from shoal.cli.train import OwnParts
     from shoal.planner.simulation.conditions import Conditions, check_conditions, parse_slow
     from shoal.planner.simulation.widearea import find_link
-    from shoal.tuning.simrequest import SimulationRequest, read_simulation
+    from shoal.tuning.simulation_request import SimulationRequest, read_simulation
 
     conditions = Conditions(
         slow=tuple(parse_slow(text) for text in (*(straggler or ()), *(slow or ()))),
@@ -225,7 +225,7 @@ def _play(asked: "Asked", conditions: "Conditions", *, num_steps: int | None) ->
     from shoal.planner.simulation.bounds import most_steps
     from shoal.planner.simulation.conditions import split_sites
     from shoal.planner.simulation.simreport import describe_step
-    from shoal.tuning.simprice import price_asked
+    from shoal.tuning.simulation import price_asked
 
     own = split_sites(conditions, asked.plan, asked.num_sites)[0] if asked.num_sites > 1 else conditions
     priced = price_asked(asked)

@@ -7,7 +7,7 @@ from shoal.cli.result import print_table
 from shoal.core.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
-    from shoal.tuning.simrequest import Asked
+    from shoal.tuning.simulation_request import Asked
 
 
 def print_result(asked: "Asked", result: Mapping[str, Any]) -> None:

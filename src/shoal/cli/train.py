@@ -101,7 +101,7 @@ def train(
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     _check_processes(None if launched or dry_run else nproc)
     changes = _changes(overrides, max_restarts, profile)
-    from shoal.tuning.deciding import asks_auto, decide, decide_for_run
+    from shoal.tuning.plan_choice import asks_auto, decide, decide_for_run
 
     own = OwnParts(is_dry=dry_run)
     decision = None

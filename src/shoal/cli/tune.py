@@ -51,7 +51,7 @@ def tune(
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.cli.train import try_before_search
     from shoal.trainer.config import load_recipe
-    from shoal.tuning.tuning import tune as tune_plans
+    from shoal.tuning.tune import tune as tune_plans
 
     try_before_search(recipe, tuple(overrides or ()))
     # Unwinding ends the ranks; the default action would leave their files behind.

@@ -1,6 +1,6 @@
 """From measurements to a machine, and from past runs to better constants: pure functions over numbers. No torch.
 
-What measures is ``tuning/calibrating.py``.
+What measures is ``tuning/calibration.py``.
 """
 
 import statistics

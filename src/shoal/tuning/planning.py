@@ -29,7 +29,7 @@ from shoal.planner.smallest import refuse_small
 from shoal.planner.stacks import find_software, find_stack
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.request import OwnParts
-from shoal.tuning.planned import chain_for, check_experts, facts_for
+from shoal.tuning.planned_model import chain_for, check_experts, facts_for
 
 _MANY = 1_000_000
 _MOST_SPLIT = 256

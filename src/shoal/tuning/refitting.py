@@ -15,7 +15,7 @@ from shoal.planner.machine import Fit, Machine, write_machine
 from shoal.telemetry.lines import decode_events
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
-from shoal.tuning.deciding import decide
+from shoal.tuning.plan_choice import decide
 
 _FEWEST = 5
 _WARM = 2

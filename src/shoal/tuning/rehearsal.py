@@ -1,8 +1,12 @@
-"""One rank of a plan, rehearsed: laid out as on its place in the plan, with steps taken without peers and looked at.
+"""One rank of a plan, rehearsed: built as on its place in the plan, with steps taken without peers, measured.
 
-Nothing of the run is imitated. The model, the techniques, the reduction, the schedule's cells and the optimizer are those of
-``engine/parallelize.py`` and ``engine/step.py``; only the channels echo (``comm/rehearsal.py``). The traffic counted and
-what the rank then holds is what it will count and hold in the run, and what its passes took is what they take on this machine.
+Nothing of the run is imitated. The model, the techniques, the reduction, the schedule's cells and the optimizer are those of a
+run; only the channels echo (``comm/rehearsal.py``). The traffic that the rank has counted and the bytes that it then holds are
+those of the run, and its passes take as long as they take on this machine.
+
+A forecast of all ranks is exact too: each is rehearsed in this process, one after another, and the step that is reported is one
+like all that follow: the second, when DDP has cut its buckets by the order in which gradients came. A step with a short batch, at
+the end of an epoch, moves less. Asynchronous schedules and parameter servers cannot be rehearsed.
 """
 
 import copy
@@ -12,7 +16,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from shoal.comm.trafficcounter import TrafficCounts
+from shoal.comm.rehearsal import rehearsed_world
+from shoal.comm.trafficcounter import TrafficCounts, plain_traffic
 from shoal.comm.world import World
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
@@ -216,3 +221,45 @@ def _step(subject: Subject, placed: ParallelModel, runner: StepRunner, batch: St
         )
         seconds = time.perf_counter() - started - (mesh.echo_seconds - echoed)
     return StepTrace(traffic=dict(counts), seconds=seconds, cells=tuple(cells))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankForecast:
+    """One rank."""
+
+    traffic: TrafficCounts
+    """Of one step, by axis and operation."""
+    state: Mapping[str, int]
+    """Bytes of weights, gradients and optimizer state."""
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of all collectives of a step, as the traffic counter counts them."""
+        return sum(traffic.num_bytes for traffic in self.traffic.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """All that is kept from step to step."""
+        return sum(self.state.values())
+
+
+def forecast_rank(subject: Subject, plan: Plan, rank: int) -> RankForecast:
+    """What one rank of a plan will move and hold.
+
+    Raises:
+        RequestError: the plan is asynchronous or does not fit the model.
+    """
+    plan = resolve_plan(subject.recipe.train, plan).plan
+    with rehearsed_world(rank, plan.world_size) as world:
+        return read_trace(trace_rank(subject, plan, world=world))
+
+
+def forecast_ranks(subject: Subject, plan: Plan) -> tuple[RankForecast, ...]:
+    """The same of all ranks, in their order."""
+    plan = resolve_plan(subject.recipe.train, plan).plan
+    return tuple(forecast_rank(subject, plan, rank) for rank in range(plan.world_size))
+
+
+def read_trace(trace: RankTrace) -> RankForecast:
+    """What a trace, rehearsed or real, says of every later step."""
+    return RankForecast(traffic=plain_traffic(trace.steps[-1].traffic), state=dict(trace.state))

@@ -10,7 +10,7 @@ from shoal.engine.config import TrainConfig
 from shoal.planner.precisions import EXECUTED_PRECISIONS
 from shoal.planner.splits import Half, half_of, possible_splits
 from shoal.trainer.config import load_recipe
-from shoal.tuning.planned import shape_facts
+from shoal.tuning.planned_model import shape_facts
 from shoal.tuning.planning import PlanRequest, build_job, plan_for
 from support.planner.jobs import all_assignments
 

@@ -12,8 +12,7 @@ from shoal.core.config import validate
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe
-from shoal.tuning.forecast import forecast_rank, forecast_ranks
-from shoal.tuning.rehearsal import build_subject, trace_rank
+from shoal.tuning.rehearsal import build_subject, forecast_rank, forecast_ranks, trace_rank
 
 RECIPE = {
     "plan": "dp=1",

@@ -13,10 +13,10 @@ from shoal.engine.resolve import check_processes
 from shoal.planner.machine import Machine, num_cores
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.tuning.auto import choose_finalists, search_plans
-from shoal.tuning.calibrating import find_machine
-from shoal.tuning.cast import Cast
-from shoal.tuning.heats import run_heats
+from shoal.tuning.calibration import find_machine
+from shoal.tuning.rehearsal_pool import RehearsalPool
+from shoal.tuning.search import choose_finalists, search_plans
+from shoal.tuning.successive_halving import halve_plans
 
 AUTO = "auto"
 _UNSURE = 1.25
@@ -127,21 +127,21 @@ def decide(
     found, origin = find_machine(
         machine, num_processes=count, tell=_tell, before=None if plans else partial(require_plans, recipe, count)
     )
-    with Cast(recipe, count) as cast:
-        return search(cast, found, origin) if not plans else _predict_all(cast, found, origin, plans)
+    with RehearsalPool(recipe, count) as pool:
+        return search(pool, found, origin) if not plans else _predict_all(pool, found, origin, plans)
 
 
-def search(cast: Cast, machine: Machine, origin: str) -> Decision:
+def search(pool: RehearsalPool, machine: Machine, origin: str) -> Decision:
     """Rank the legal plans that may be best, by rehearsing them.
 
     Raises:
         RequestError: no plan fits.
     """
-    legal = cast.legal_plans()
+    legal = pool.legal_plans()
     if not legal:
-        raise _no_plan(cast.recipe, cast.num_processes)
-    budget = cast.recipe.planner.auto.search_seconds
-    choice = search_plans(legal, lambda plan: cast.rehearse(plan, machine), machine, budget_seconds=budget)
+        raise _no_plan(pool.recipe, pool.num_processes)
+    budget = pool.recipe.planner.auto.search_seconds
+    choice = search_plans(legal, lambda plan: pool.rehearse(plan, machine), machine, budget_seconds=budget)
     return Decision(
         ranked=choice.ranked,
         num_legal=choice.num_legal,
@@ -164,13 +164,13 @@ def require_plans(recipe: Recipe, num_processes: int) -> None:
     Raises:
         RequestError: no plan fits.
     """
-    with Cast(recipe, 1) as cast:
-        if not cast.legal_plans(num_processes):
+    with RehearsalPool(recipe, 1) as pool:
+        if not pool.legal_plans(num_processes):
             raise _no_plan(recipe, num_processes)
 
 
-def _predict_all(cast: Cast, machine: Machine, origin: str, plans: Sequence[str]) -> Decision:
-    pages = tuple(cast.rehearse(Plan.parse(plan), machine) for plan in plans)
+def _predict_all(pool: RehearsalPool, machine: Machine, origin: str, plans: Sequence[str]) -> Decision:
+    pages = tuple(pool.rehearse(Plan.parse(plan), machine) for plan in plans)
     return Decision(ranked=pages, num_legal=len(pages), seconds=0.0, machine=origin, remarks=())
 
 
@@ -189,29 +189,29 @@ def pick(recipe: Recipe, num_processes: int | None, *, machine: Path | None = No
         f"plan auto: looking at plans for {count} processes, for at most {auto.search_seconds:g} s, and then trying the best "
         f"for at most {auto.try_seconds:g} s (planner.auto.search_seconds, try_seconds)"
     )
-    with Cast(recipe, count) as cast:
-        return pick_from(cast, search(cast, found, origin))
+    with RehearsalPool(recipe, count) as pool:
+        return pick_from(pool, search(pool, found, origin))
 
 
-def pick_from(cast: Cast, decision: Decision) -> Decision:
+def pick_from(pool: RehearsalPool, decision: Decision) -> Decision:
     """Try the finalists of a search, on the processes that rehearsed them; the fastest comes first."""
-    auto = cast.recipe.planner.auto
+    auto = pool.recipe.planner.auto
     finalists = choose_finalists(decision.ranked, most=auto.finalists, fewest=_FEWEST, unsure=_UNSURE)
     if len(finalists) < 2 or auto.try_seconds == 0:
         return decision
-    heats = run_heats(
+    halving = halve_plans(
         [str(page["plan"]) for page in finalists],
-        lambda plan, steps: cast.play(plan, steps=steps).seconds,
+        lambda plan, steps: pool.play(plan, steps=steps).seconds,
         steps=_STEPS,
         budget_seconds=auto.try_seconds,
     )
     pages = {page["plan"]: page for page in finalists}
     tried = [
         {**pages[entry.plan], "tried_seconds": entry.seconds, "tried_ratio": entry.ratio, "num_turns": len(entry.turns)}
-        for entry in heats.entries
+        for entry in halving.entries
         if not entry.problem
     ]
-    failed = {entry.plan: str(entry.problem).splitlines()[0] for entry in heats.entries if entry.problem}
+    failed = {entry.plan: str(entry.problem).splitlines()[0] for entry in halving.entries if entry.problem}
     if not tried:
         plan, problem = next(iter(failed.items()))
         raise RunError(f"none of the {len(failed)} best plans can make a step here; {plan}: {problem}")
@@ -219,8 +219,8 @@ def pick_from(cast: Cast, decision: Decision) -> Decision:
     rest = [page for page in decision.ranked if page["plan"] not in spoken_for]
     rest += [page for page in finalists if page["plan"] in failed]
     remarks = (*decision.remarks, *(f"{plan} was tried and failed: {problem}" for plan, problem in failed.items()))
-    rounds = f"{heats.num_rounds} round{'' if heats.num_rounds == 1 else 's'}"
-    told = f"tried for {rounds} of {_STEPS} real steps in {heats.seconds:.0f} s, until {heats.why}"
+    rounds = f"{halving.num_rounds} round{'' if halving.num_rounds == 1 else 's'}"
+    told = f"tried for {rounds} of {_STEPS} real steps in {halving.seconds:.0f} s, until {halving.why}"
     return replace(decision, ranked=(*tried, *rest), tried=told, remarks=remarks)
 
 

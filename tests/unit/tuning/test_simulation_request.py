@@ -7,7 +7,7 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.data.check import DataSummary
-from shoal.tuning.simrequest import Asked, SimulationRequest, read_simulation
+from shoal.tuning.simulation_request import Asked, SimulationRequest, read_simulation
 
 GIVEN = {"overrides": ("train.global_batch = 8",)}
 """The recipe's own batch, asked for."""
@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused_with_both_numbers_and_the_fix(tiny, cluster, 
 
 
 def test_a_request_is_checked_without_torch():
-    line = "import sys, shoal.tuning.simrequest, shoal.planner.simulate"
+    line = "import sys, shoal.tuning.simulation_request, shoal.planner.simulate"
     line += ", shoal.planner.simulation.timeline, shoal.planner.simulation.record"
     line += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", line], timeout=60, check=False).returncode == 0

@@ -11,9 +11,9 @@ from shoal.planner.memory import price_memory, rank_kept_bytes
 from shoal.planner.parts import StepParts
 from shoal.planner.simulate import schedule_for
 from shoal.planner.simulation.holding import Held, StepBytes
-from shoal.tuning.planned import chain_for, check_experts, facts_for
+from shoal.tuning.planned_model import chain_for, check_experts, facts_for
 from shoal.tuning.planning import job_on
-from shoal.tuning.simrequest import Asked
+from shoal.tuning.simulation_request import Asked
 
 
 @dataclass(frozen=True, kw_only=True)

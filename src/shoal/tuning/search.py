@@ -16,8 +16,7 @@ from shoal.core.plan import Plan
 from shoal.core.units import format_bytes
 from shoal.planner.machine import Machine
 from shoal.telemetry.headroom import free_bytes
-from shoal.tuning.cast import MEMORY_SHARE, NoRoom
-from shoal.tuning.localtime import Page, held_bytes
+from shoal.tuning.rehearsal_pool import MEMORY_SHARE, NoRoom, Page, held_bytes
 
 _BEST_FAMILIES = 2
 _NEAR = 1.25

@@ -1,8 +1,8 @@
-"""A process that plays one rank of one plan after another: rehearsed, with echoing channels, or for real with its peers.
+"""A rehearsal worker: a process that takes steps of one rank of one plan after another, rehearsed or for real with its peers.
 
-There are as many as a plan has ranks, and they serve a ``Cast`` (``cast.py``) for many jobs: importing torch and building the
-model and the data cost seconds, which a plan that is played for half a second must not pay. A job that asks for more memory than
-there is fails in this process, by a limit on what it may take; and where the kernel is quicker, it takes this process first.
+There are as many as a plan has ranks, and they serve a ``RehearsalPool`` for many jobs: importing torch and building the model
+and the data cost seconds, which a plan that is timed for half a second must not pay. A job that asks for more memory than there
+is fails in this process, by a limit on what it may take; and where the kernel is quicker, it takes this process first.
 """
 
 import gc
@@ -17,19 +17,45 @@ from torch._C._distributed_c10d import FileStore  # torch types this name only t
 
 from shoal.comm.trafficcounter import traffic_rows
 from shoal.comm.world import join_world
-from shoal.core.plan import Plan
+from shoal.core.errors import RequestError
+from shoal.core.pipelines import schedule_facts
+from shoal.core.plan import Plan, all_plans
+from shoal.engine.resolve import check_samples, check_settings, resolve_plan
 from shoal.launch.pool import serve
+from shoal.models.check import facts_of
+from shoal.parallel.requirements import describe_facts
 from shoal.telemetry.headroom import limited_growth, offer_to_the_kernel
 from shoal.telemetry.memory import rss_bytes
 from shoal.trainer.config import Recipe
-from shoal.tuning.company import Company
-from shoal.tuning.forecast import read_trace
-from shoal.tuning.legal import legal_plans
-from shoal.tuning.rehearsal import Subject, build_subject, trace_rank
+from shoal.tuning.joint_rehearsal import JointRehearsal
+from shoal.tuning.rehearsal import Subject, build_subject, read_trace, trace_rank
+
+
+def legal_plans(subject: Subject, num_processes: int) -> list[Plan]:
+    """The synchronous plans over so many processes that the model and the recipe allow, derived; plain ones first."""
+    recipe = subject.recipe
+    facts = describe_facts(subject.analysis, subject.model)
+    # A run is checked by what the recipe says of a model of ours: a single head is not seen by looking.
+    said = facts_of(recipe.model, subject.data.spec)
+    found: list[Plan] = []
+    for plan in all_plans(num_processes, facts):
+        if plan.recompute != "none" or (plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous):
+            continue
+        if said is not None and plan.problems(said):
+            continue
+        try:
+            check_settings(recipe.train, plan)
+            check_samples(num_samples=len(subject.data.train), replicas=plan.num_shares)
+            derived = resolve_plan(recipe.train, plan).plan
+        except RequestError:
+            continue
+        if derived not in found:
+            found.append(derived)
+    return found
 
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what a job says; see ``Cast`` for the three kinds."""
+    """Do what a job says; ``RehearsalPool`` has the three kinds."""
     torch.set_num_threads(job["threads"])
     try:
         return _do(job)
@@ -48,8 +74,8 @@ def _do(job: Mapping[str, Any]) -> dict[str, Any]:
         plan = Plan.parse(job["plan"])
         store = FileStore(str(Path(job["folder"]) / job["store"]), size)
         if job["kind"] == "rehearse":
-            company = Company(store, rank=rank, size=size, threads=job["threads"], num_timed=job["steps"])
-            return {"loaded_bytes": loaded, **company.rehearse(subject, plan)}
+            rehearsal = JointRehearsal(store, rank=rank, size=size, threads=job["threads"], num_timed=job["steps"])
+            return {"loaded_bytes": loaded, **rehearsal.rehearse(subject, plan)}
         return _play(subject, plan, store, job)
 
 

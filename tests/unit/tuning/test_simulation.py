@@ -3,8 +3,8 @@
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.tuning.simprice import price_asked
-from shoal.tuning.simrequest import SimulationRequest, read_simulation
+from shoal.tuning.simulation import price_asked
+from shoal.tuning.simulation_request import SimulationRequest, read_simulation
 
 SHAPE = """
 [planner.shape]

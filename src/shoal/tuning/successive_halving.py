@@ -45,7 +45,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heats:
+class Halving:
     """How it ended."""
 
     entries: tuple[Entry, ...]
@@ -56,7 +56,7 @@ class Heats:
     """Why it ended, in words."""
 
 
-def run_heats(
+def halve_plans(
     plans: Sequence[str],
     play: Play,
     *,
@@ -66,7 +66,7 @@ def run_heats(
     most_rounds: int = _MOST_ROUNDS,
     tell: Tell | None = None,
     now: Callable[[], float] = time.monotonic,
-) -> Heats:
+) -> Halving:
     """Try plans against each other. A plan that fails is given up with its reason; the others go on.
 
     Args:
@@ -106,7 +106,7 @@ def run_heats(
             why = f"the {budget_seconds:g} s for it were over"
             break
     left.sort(key=lambda entry: bool(entry.problem))
-    return Heats(entries=(*alive, *left), num_rounds=num_rounds, seconds=now() - started, why=why)
+    return Halving(entries=(*alive, *left), num_rounds=num_rounds, seconds=now() - started, why=why)
 
 
 def rank(entries: list[Entry]) -> None:

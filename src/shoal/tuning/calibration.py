@@ -87,7 +87,7 @@ def _measure_group(count: int, threads: int, *, quick: bool) -> Measured:
 
 
 def _pool(count: int, threads: int) -> Pool:
-    return Pool("shoal.tuning.calibrator", count, threads=threads, called="process")
+    return Pool("shoal.tuning.calibration_worker", count, threads=threads, called="process")
 
 
 def find_machine(

@@ -1,11 +1,13 @@
-"""The processes that play plans of one recipe, seen from the launcher: rehearsals and real steps by the same ones. No torch.
+"""The rehearsal pool: processes that rehearse plans of one recipe and take real steps of them, seen from the launcher. No torch.
 
-They stay up over many plans (``actor.py``). A plan that needs more memory than there is makes its processes fail or die; the
-plan is then known not to fit, and the next job has fresh ones.
+They stay up over many plans (``rehearsal_worker.py``). A plan that needs more memory than there is makes its processes fail or
+die; the plan is then known not to fit, and the next job has fresh ones. The time of a plan's step is made of what its rehearsed
+ranks measured and of the machine's constants; how a schedule's cells follow one another, and which ranks then share the cores,
+is played by ``planner/local.py``.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,13 +15,84 @@ from typing import Any
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.core.units import format_bytes
-from shoal.engine.resolve import default_threads, resolve_plan
+from shoal.engine.resolve import default_threads, resolve_plan, schedule_of
 from shoal.launch.pool import Pool
+from shoal.planner.local import RankWork, predict_step
 from shoal.planner.machine import Machine
+from shoal.schedules.action import parse_action
 from shoal.telemetry.headroom import free_bytes
 from shoal.telemetry.memory import tells_of_memory
 from shoal.trainer.config import Recipe
-from shoal.tuning.localtime import Page, price_plan
+
+Page = dict[str, Any]
+"""A prediction as JSON: ``plan``, ``seconds``, ``compute_seconds``, ``communication_seconds`` by axis, ``bubble``,
+``fixed_seconds``, and ``ranks``: what each will move and hold."""
+
+
+def price_plan(plan: Plan, answers: Sequence[Mapping[str, Any]], machine: Machine, *, threads: int) -> Page:
+    """The step of a derived plan.
+
+    Args:
+        plan: the plan.
+        answers: of all its ranks, in their order (``joint_rehearsal.py``).
+        machine: its constants.
+        threads: of a rank.
+    """
+    per_place = plan.world_size // plan.pp
+    places = [answers[start : start + per_place] for start in range(0, plan.world_size, per_place)]
+    time = predict_step(
+        plan,
+        schedule_of(plan) if plan.pp > 1 else None,
+        [_work(place, threads) for place in places],
+        machine,
+        slow_down=answers[0]["slow_down"],
+    )
+    return {
+        "plan": str(plan),
+        "seconds": time.seconds,
+        "compute_seconds": time.compute,
+        "communication_seconds": dict(time.communication),
+        "bubble": time.bubble,
+        "fixed_seconds": time.fixed,
+        "ranks": [
+            {"state_bytes": answer["state"], "traffic": answer["traffic"], "peak_bytes": _peak(answer, machine)}
+            for answer in answers
+        ],
+    }
+
+
+def held_bytes(page: Mapping[str, Any], machine: Machine) -> float:
+    """What all ranks together hold at most; activations left out where the system does not say."""
+    return float(
+        sum(
+            machine.rank_bytes + sum(rank["state_bytes"].values()) if rank["peak_bytes"] is None else rank["peak_bytes"]
+            for rank in page["ranks"]
+        )
+    )
+
+
+def _peak(answer: Mapping[str, Any], machine: Machine) -> int | None:
+    """The most memory that a rank will have; None where the system does not say."""
+    if answer["grown_bytes"] is None:
+        return None
+    return int(machine.rank_bytes + answer["loaded_bytes"] + answer["grown_bytes"])
+
+
+def _work(place: Sequence[Mapping[str, Any]], threads: int) -> RankWork:
+    """Of the ranks of one pipeline place: they do the same, and the slowest is waited for."""
+    slowest = max(place, key=lambda answer: float(answer["seconds"]))
+    return RankWork(
+        seconds=slowest["seconds"],
+        cells={parse_action(text): seconds for text, seconds in slowest["cells"].items()},
+        traffic={_key(name): (moved[0], moved[1]) for name, moved in slowest["traffic"].items()},
+        threads=threads,
+    )
+
+
+def _key(name: str) -> tuple[str, str]:
+    axis, _, operation = name.partition(" ")
+    return axis, operation
+
 
 WARM = 1
 """First real steps of a turn, which are not counted; the median takes care of the next, in which DDP cuts its buckets anew."""
@@ -44,7 +117,7 @@ class Turn:
     """What the ranks said, in their order."""
 
 
-class Cast:
+class RehearsalPool:
     """Processes that play plans of one recipe; use it as a context manager, which ends them.
 
     Args:
@@ -57,8 +130,8 @@ class Cast:
         self.recipe = recipe
         self.num_processes = num_processes
         self.threads = recipe.train.threads or default_threads(num_processes)
-        self._pool = Pool("shoal.tuning.actor", num_processes, threads=self.threads)
-        self._folder = tempfile.TemporaryDirectory(prefix="shoal-cast-")
+        self._pool = Pool("shoal.tuning.rehearsal_worker", num_processes, threads=self.threads)
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-pool-")
         self._memory_bytes = memory_bytes
         self._num_jobs = 0
 
@@ -143,7 +216,7 @@ class Cast:
                 ) from failure
             raise
 
-    def __enter__(self) -> "Cast":
+    def __enter__(self) -> "RehearsalPool":
         return self
 
     def __exit__(

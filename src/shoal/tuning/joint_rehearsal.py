@@ -1,11 +1,11 @@
-"""The ranks of a plan rehearsed at once, a process for each: what a rank's passes take in the company that it will have.
+"""The ranks of a plan rehearsed together, a process for each, so that each is timed beside the others.
 
 A rank that is timed alone has the caches, the memory bus and the other half of its core to itself, and what it loses when the
 others come depends on the plan. So the others come: every process rehearses its own rank of the same plan, and goes on computing
 until all have been timed. Of a pipeline, whose ranks also wait for each other, the first rank is then timed alone as well.
 
-The processes are those of a ``Cast``, which gives all of them the same plan; they meet in a store. Every one answers with a page
-of JSON, and ``localtime.py`` makes a prediction of all answers together.
+The processes are those of a ``RehearsalPool``, which gives all of them the same plan; they meet in a store. Every one answers
+with a page of JSON, and the pool makes a prediction of all answers together.
 """
 
 import json
@@ -26,8 +26,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.schedules.action import Action, Kind
 from shoal.telemetry.memory import GrowthMeter, is_out_of_memory
-from shoal.tuning.forecast import read_trace
-from shoal.tuning.rehearsal import StepTrace, Subject, replace_stages, trace_rank
+from shoal.tuning.rehearsal import StepTrace, Subject, read_trace, replace_stages, trace_rank
 
 _WARM = 1
 """Steps that are not timed: the first makes buffers and lets DDP look."""
@@ -38,7 +37,7 @@ _STEP_SECONDS = 120.0
 """The longest that a process waits for the others before or after a step of theirs."""
 
 
-class Company:
+class JointRehearsal:
     """This process among those that rehearse one plan together.
 
     Args:
@@ -150,11 +149,11 @@ class _Left(RunError):
 class _Pace:
     """Says after every step whether there is another: all begin together, and none stops before all were timed."""
 
-    def __init__(self, company: Company, *, times_alone: bool) -> None:
+    def __init__(self, rehearsal: JointRehearsal, *, times_alone: bool) -> None:
         self.alone_from: int | None = None
         """The first step that nobody computed beside; None where there is none."""
-        self._company, self._times_alone = company, times_alone
-        self._last = _WARM + company.num_timed
+        self._company, self._times_alone = rehearsal, times_alone
+        self._last = _WARM + rehearsal.num_timed
         self._deadline: Deadline | None = None
 
     def go_on(self, number: int) -> bool:

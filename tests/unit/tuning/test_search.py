@@ -7,11 +7,10 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.models.check import facts_of
 from shoal.trainer.config import Recipe
-from shoal.tuning.auto import choose_finalists, family_of, search_plans
-from shoal.tuning.cast import NoRoom
-from shoal.tuning.legal import legal_plans
-from shoal.tuning.localtime import held_bytes
 from shoal.tuning.rehearsal import build_subject
+from shoal.tuning.rehearsal_pool import NoRoom, held_bytes
+from shoal.tuning.rehearsal_worker import legal_plans
+from shoal.tuning.search import choose_finalists, family_of, search_plans
 from support.planner.machines import build
 
 MACHINE = build()

@@ -13,10 +13,10 @@ from shoal.core.plan import Plan
 from shoal.engine.resolve import check_processes
 from shoal.planner.machine import num_cores
 from shoal.trainer.config import Recipe
-from shoal.tuning.calibrating import find_machine
-from shoal.tuning.cast import Cast
-from shoal.tuning.deciding import AUTO, require_plans, search
-from shoal.tuning.heats import Entry, run_heats
+from shoal.tuning.calibration import find_machine
+from shoal.tuning.plan_choice import AUTO, require_plans, search
+from shoal.tuning.rehearsal_pool import RehearsalPool
+from shoal.tuning.successive_halving import Entry, halve_plans
 
 _LEAST_STEPS, _MOST_TURNS = 2, 4
 """Of a turn, and turns of a plan: short ones, so that a machine that drifts slows all plans alike."""
@@ -85,24 +85,24 @@ def tune(
         f"looking for the best {top} plans for {count} processes, for at most {recipe.planner.auto.search_seconds:g} s "
         f"(planner.auto.search_seconds)"
     )
-    with Cast(recipe, count) as cast:
-        decision = search(cast, found, origin)
+    with RehearsalPool(recipe, count) as pool:
+        decision = search(pool, found, origin)
         chosen = {str(page["plan"]): page for page in decision.ranked[:top]}
         turns = min(_MOST_TURNS, max(1, steps // _LEAST_STEPS))
-        heats = run_heats(
+        halving = halve_plans(
             list(chosen),
-            lambda plan, steps: cast.play(plan, steps=steps).seconds,
+            lambda plan, steps: pool.play(plan, steps=steps).seconds,
             steps=math.ceil(steps / turns),
             budget_seconds=math.inf,
             halves=False,
             most_rounds=turns,
             tell=tell,
         )
-    fastest = heats.entries[0]
+    fastest = halving.entries[0]
     if fastest.problem:
         raise RunError(f"none of the {len(chosen)} plans could be tried; the first failed with: {fastest.problem}")
-    plans = [_tuned(chosen[entry.plan], entry, fastest.seconds) for entry in heats.entries]
-    first = next(entry for entry in heats.entries if entry.plan == decision.plan)
+    plans = [_tuned(chosen[entry.plan], entry, fastest.seconds) for entry in halving.entries]
+    first = next(entry for entry in halving.entries if entry.plan == decision.plan)
     return Tuned(
         plan=fastest.plan,
         plans=tuple(plans),

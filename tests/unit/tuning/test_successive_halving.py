@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from shoal.core.errors import RunError
-from shoal.tuning.heats import Entry, rank, run_heats
+from shoal.tuning.successive_halving import Entry, halve_plans, rank
 
 TRUE = {"dp=4": 1.00, "dp=2 tp=2": 1.08, "dp=2 cp=2": 1.30, "dp=1 cp=4": 2.0}
 
@@ -31,29 +31,29 @@ def clock(step=1.0):
 
 
 def test_drift_that_is_larger_than_the_difference_does_not_decide():
-    heats = run_heats(list(TRUE), drifting(TRUE, drift=[1.0, 1.4, 0.8, 1.3]), steps=2, budget_seconds=1e9)
-    assert heats.entries[0].plan == "dp=4" and heats.why == "one was left"
-    assert next(entry for entry in heats.entries if entry.plan == "dp=2 tp=2").ratio == pytest.approx(1.08)
+    halving = halve_plans(list(TRUE), drifting(TRUE, drift=[1.0, 1.4, 0.8, 1.3]), steps=2, budget_seconds=1e9)
+    assert halving.entries[0].plan == "dp=4" and halving.why == "one was left"
+    assert next(entry for entry in halving.entries if entry.plan == "dp=2 tp=2").ratio == pytest.approx(1.08)
 
 
 def test_the_slower_half_has_no_more_turns():
     seen = []
-    heats = run_heats(list(TRUE), drifting(TRUE, drift=[1.0], seen=seen), steps=2, budget_seconds=1e9)
-    assert [entry.plan for entry in heats.entries] == list(TRUE)
+    halving = halve_plans(list(TRUE), drifting(TRUE, drift=[1.0], seen=seen), steps=2, budget_seconds=1e9)
+    assert [entry.plan for entry in halving.entries] == list(TRUE)
     assert seen.count("dp=2 cp=2") == seen.count("dp=1 cp=4") == 2
-    assert seen.count("dp=4") == seen.count("dp=2 tp=2") == 4 == heats.num_rounds
+    assert seen.count("dp=4") == seen.count("dp=2 tp=2") == 4 == halving.num_rounds
 
 
 def test_plans_that_are_as_good_as_each_other_stay_until_the_end():
     equal = {"dp=4": 1.0, "dp=4 zero=1": 1.01, "dp=4 zero=2": 1.015}
-    heats = run_heats(list(equal), drifting(equal, drift=[1.0]), steps=1, budget_seconds=1e9, most_rounds=5)
-    assert {len(entry.turns) for entry in heats.entries} == {5} and "5 rounds" in heats.why
+    halving = halve_plans(list(equal), drifting(equal, drift=[1.0]), steps=1, budget_seconds=1e9, most_rounds=5)
+    assert {len(entry.turns) for entry in halving.entries} == {5} and "5 rounds" in halving.why
 
 
 def test_a_round_that_would_not_end_in_time_is_not_begun():
-    heats = run_heats(list(TRUE), drifting(TRUE, drift=[1.0]), steps=1, budget_seconds=0.5, now=clock())
-    assert heats.num_rounds == 1 and "0.5 s for it were over" in heats.why
-    assert heats.entries[0].plan == "dp=4"
+    halving = halve_plans(list(TRUE), drifting(TRUE, drift=[1.0]), steps=1, budget_seconds=0.5, now=clock())
+    assert halving.num_rounds == 1 and "0.5 s for it were over" in halving.why
+    assert halving.entries[0].plan == "dp=4"
 
 
 def test_a_plan_that_fails_is_given_up_with_its_reason_and_comes_last():
@@ -64,22 +64,22 @@ def test_a_plan_that_fails_is_given_up_with_its_reason_and_comes_last():
             raise RunError("rank 1 has gone\nand more")
         return play(plan, steps)
 
-    heats = run_heats(list(TRUE), failing, steps=1, budget_seconds=1e9)
-    assert heats.entries[0].plan == "dp=2 tp=2"
-    assert (heats.entries[-1].plan, heats.entries[-1].problem) == ("dp=4", "rank 1 has gone")
+    halving = halve_plans(list(TRUE), failing, steps=1, budget_seconds=1e9)
+    assert halving.entries[0].plan == "dp=2 tp=2"
+    assert (halving.entries[-1].plan, halving.entries[-1].problem) == ("dp=4", "rank 1 has gone")
 
 
 def test_all_may_fail():
     def failing(plan, steps):
         raise RunError("no")
 
-    heats = run_heats(list(TRUE), failing, steps=1, budget_seconds=1e9)
-    assert heats.why == "none could be tried" and all(entry.problem == "no" for entry in heats.entries)
+    halving = halve_plans(list(TRUE), failing, steps=1, budget_seconds=1e9)
+    assert halving.why == "none could be tried" and all(entry.problem == "no" for entry in halving.entries)
 
 
 def test_without_halving_all_have_all_turns():
     seen = []
-    run_heats(
+    halve_plans(
         list(TRUE), drifting(TRUE, drift=[1.0], seen=seen), steps=1, budget_seconds=1e9, halves=False, most_rounds=4
     )
     assert {seen.count(plan) for plan in TRUE} == {4}
@@ -88,7 +88,7 @@ def test_without_halving_all_have_all_turns():
 def test_who_has_a_turn_is_said_once():
     told = []
     play = drifting(TRUE, drift=[1.0])
-    run_heats(list(TRUE), play, steps=1, budget_seconds=1e9, halves=False, most_rounds=4, tell=told.append)
+    halve_plans(list(TRUE), play, steps=1, budget_seconds=1e9, halves=False, most_rounds=4, tell=told.append)
     assert sorted(told) == sorted(f"trying {plan}" for plan in TRUE)
 
 

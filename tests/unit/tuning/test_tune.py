@@ -4,7 +4,7 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.trainer.config import load_recipe
-from shoal.tuning.tuning import tune
+from shoal.tuning.tune import tune
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """One process of a calibration: times what a rank does, alone and beside the others, and answers with seconds.
 
-Started by ``calibrating.py`` through a ``Pool``, with the threads that a rank would have.
+Started by ``calibration.py`` through a ``Pool``, with the threads that a rank would have.
 """
 
 import math
