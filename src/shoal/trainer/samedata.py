@@ -73,7 +73,7 @@ class SameData:
             raise RunError(
                 f"{file.path} had {file.needed_bytes} bytes when it was opened and is shorter now; {_UNSAVED}"
             )
-        seen = file.look(file.path)
+        seen = file.observe(file.path)
         found = take_fingerprint(self._data)
         changes = list_differences(self.fingerprint, found, here="when it was opened", there="now")
         if changes:
