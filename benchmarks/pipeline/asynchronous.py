@@ -16,9 +16,9 @@ from workload import SAMPLES, Feed, Rank, Record, build_rank
 from shoal.comm.world import World
 from shoal.pipeline.runtime import Runtime
 from shoal.pipeline.versions import VersionRule, Versions
-from shoal.schedules.action import Action
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.pricing import Costs, price
+from shoal.schedules.schedule import Action
 
 MICROBATCHES, STEPS = 4, 6
 """Of a step and of a window. Few microbatches, so that the bubble is large enough to be seen."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from workload import Taken
 
-from shoal.schedules.action import Action, parse_action
 from shoal.schedules.pricing import Costs, price
-from shoal.schedules.schedule import Schedule, made_by, needs_of
+from shoal.schedules.schedule import Action, Schedule, made_by, needs_of, parse_action
 
 Rows = list[list[Taken]]
 """What each rank's observer was told in one step."""

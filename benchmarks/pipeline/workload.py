@@ -17,11 +17,10 @@ from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.pipeline.cut import Chain
-from shoal.pipeline.mail import Mail
+from shoal.pipeline.p2p import Mail
 from shoal.pipeline.runtime import Runtime
 from shoal.pipeline.units import find_units
-from shoal.schedules.action import Action
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Action, Schedule
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB = 8, 192, 6, 128, 256
 MICROBATCHES, SAMPLES = 8, 2

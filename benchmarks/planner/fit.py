@@ -17,9 +17,9 @@ from pathlib import Path
 from fitting import EVERY, FREE, Learned, choose, fitted_as, learn, mean, mean_error, own_rows, start_of, thin, usable
 from folds import WAYS, Folds, learn_folds, left_out, write_folds
 
-from shoal.planner import stacks
-from shoal.planner.covered import cover
-from shoal.planner.table import Run, read_table
+from shoal.planner.hardware import software as stacks
+from shoal.planner.tables.predict import cover
+from shoal.planner.tables.table import Run, read_table
 
 TARGET = Path(stacks.__file__).with_name("constants.json")
 

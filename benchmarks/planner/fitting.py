@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shoal.planner.predict import TIMED, job_of, mixed_seconds, needed_recompute, step_seconds, timed_value
-from shoal.planner.stacks import Constants, Stack, chip_of, constants_of
-from shoal.planner.table import Run
+from shoal.planner.hardware.software import Constants, Stack, chip_of, constants_of
+from shoal.planner.tables.predict import TIMED, job_of, mixed_seconds, needed_recompute, step_seconds, timed_value
+from shoal.planner.tables.table import Run
 
 LIMITS = {
     "matmul": (0.2, 1.0), "memory": (0.2, 1.0), "launch": (1e-6, 1e-4), "link": (0.05, 1.0), "network": (0.05, 1.0),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fitting import FREE, START, Learned, choose, learn, own_rows, ratio_of, start_of
 
-from shoal.planner.stacks import Constants
-from shoal.planner.table import Run
+from shoal.planner.hardware.software import Constants
+from shoal.planner.tables.table import Run
 
 FILE = Path(__file__).with_name("folds.json")
 WAYS = ("rows", "group", "device")

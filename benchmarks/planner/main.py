@@ -12,13 +12,13 @@ from datetime import date
 from pathlib import Path
 
 from shoal.planner.config import ShapeConfig
-from shoal.planner.job import Job
-from shoal.planner.predict import predict_run
-from shoal.planner.presets import build_cluster
-from shoal.planner.score import score, score_by_source
-from shoal.planner.search import Limits, search
-from shoal.planner.stacks import find_software, find_stack
-from shoal.planner.table import read_table
+from shoal.planner.hardware.presets import build_cluster
+from shoal.planner.hardware.software import find_software, find_stack
+from shoal.planner.pricing.job import Job
+from shoal.planner.search.search import Limits, search
+from shoal.planner.tables.predict import predict_run
+from shoal.planner.tables.score import score, score_by_source
+from shoal.planner.tables.table import read_table
 from shoal.tuning.planned_model import shape_chain, shape_facts
 
 RESULTS = Path(__file__).with_name("results")

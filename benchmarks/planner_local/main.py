@@ -24,7 +24,7 @@ from judging import CONTROL, Heat, Pair, Round, finalists, judge, judge_finals
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
-from shoal.planner.machine import Machine, cpu_name, num_cores, read_machine, torch_version
+from shoal.planner.hardware.machine import Machine, cpu_name, num_cores, read_machine, torch_version
 from shoal.trainer.config import load_recipe
 from shoal.tuning.calibration import measure_machine
 from shoal.tuning.plan_choice import pick_from, search

@@ -80,14 +80,14 @@ def test_no_level_of_a_room_is_crowded(modules):
 
 def test_a_cycle_between_sub_rooms_is_refused(plant):
     down = [
-        plant("shoal.planner.search.best", "from shoal.planner.pricing.memory import fit"),
-        plant("shoal.planner.pricing.memory", "from shoal.planner.job import Job"),
+        plant("shoal.planner.search.search.best", "from shoal.planner.pricing.memory import fit"),
+        plant("shoal.planner.pricing.memory", "from shoal.planner.pricing.job import Job"),
     ]
     assert list(cycles_in_rooms(down)) == []
     # No two files make a cycle here, and yet the two folders need each other.
-    for text in ("from shoal.planner.search.best import Best", "from shoal.planner.search import best"):
+    for text in ("from shoal.planner.search.search.best import Best", "from shoal.planner.search.search import best"):
         assert len(list(cycles_in_rooms([*down, plant("shoal.planner.pricing.time", text)]))) == 1
-    top = plant("shoal.planner.job", "from shoal.planner import search")
+    top = plant("shoal.planner.pricing.job", "from shoal.planner import search")
     assert len(list(cycles_in_rooms([*down, top]))) == 1
 
 

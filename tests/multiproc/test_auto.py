@@ -6,7 +6,7 @@ import pytest
 
 from shoal.core.config import validate
 from shoal.core.plan import Plan
-from shoal.planner.machine import write_machine
+from shoal.planner.hardware.machine import write_machine
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.tuning.calibration import measure_machine
 from shoal.tuning.rehearsal_pool import NoRoom, RehearsalPool

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.schedules.catalogue import make_schedule
-from shoal.schedules.csvform import write_csv
+from shoal.schedules.csv_file import write_csv
 from shoal.testing.ranks import run_on_ranks
 from support.pipeline.trainer_runs import train_alone, train_on_ranks
 

@@ -10,7 +10,7 @@ from shoal.core.config import validate
 from shoal.core.plan import Plan
 from shoal.engine.resolve import resolve_plan
 from shoal.schedules.catalogue import make_schedule
-from shoal.schedules.csvform import write_csv
+from shoal.schedules.csv_file import write_csv
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
 from shoal.tuning.rehearsal import build_subject as build_rehearsed

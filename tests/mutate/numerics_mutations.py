@@ -27,7 +27,7 @@ NUMERICS = [
     Mutation(
         promise=FAMILIES,
         what="the most even cut is taken without a look whether it is legal",
-        file="src/shoal/pipeline/legal.py",
+        file="src/shoal/pipeline/stages.py",
         old="        if found is None:\n            return starts",
         new="        if True:\n            return starts",
         test="tests/families/test_families.py::test_some_cells_are_proved_again",
@@ -198,10 +198,10 @@ NUMERICS = [
     Mutation(
         promise=PREDICT,
         what="a share is read as percent when what was measured is above one",
-        file="src/shoal/planner/predict.py",
+        file="src/shoal/planner/tables/predict.py",
         old="with_recompute=False) * 1e12 / job.cluster",
         new="with_recompute=False) * (1e14 if (run.measured or 0) > 1 else 1e12) / job.cluster",
-        test="tests/unit/planner/test_predict.py::test_what_was_measured_does_not_change_what_is_predicted",
+        test="tests/unit/planner/tables/test_predict.py::test_what_was_measured_does_not_change_what_is_predicted",
         seconds=10,
     ),
     Mutation(

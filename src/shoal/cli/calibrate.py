@@ -11,7 +11,7 @@ from shoal.cli.result import JsonFile, check_result_file, print_table, write_res
 from shoal.core.errors import EXIT_SIGTERM
 
 if TYPE_CHECKING:
-    from shoal.planner.machine import Machine
+    from shoal.planner.hardware.machine import Machine
 
 _File = Annotated[
     Path | None,
@@ -29,7 +29,7 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
     check_result_file(json)
     check_result_file(file, "the machine file")
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.planner.machine import default_path, read_machine, write_machine
+    from shoal.planner.hardware.machine import default_path, read_machine, write_machine
     from shoal.tuning.calibration import measure_machine
     from shoal.tuning.refitting import refit
 
@@ -52,7 +52,7 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
 
 
 def _show(machine: "Machine", path: Path) -> None:
-    from shoal.planner.machine import doubts
+    from shoal.planner.hardware.machine import doubts
 
     origin = machine.provenance
     print(f"{origin.cpu}, {origin.cores} core(s), torch {origin.torch}; measured in {origin.seconds:.0f} s")

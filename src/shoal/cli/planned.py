@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.result import print_table
 from shoal.core.units import format_bytes, format_count
-from shoal.planner.search import AS_GOOD
+from shoal.planner.search.search import AS_GOOD
 
 if TYPE_CHECKING:
-    from shoal.planner.estimate import Estimate
-    from shoal.planner.search import Found
+    from shoal.planner.search.estimate import Estimate
+    from shoal.planner.search.search import Found
     from shoal.tuning.planning import Answer, PlanRequest
 
 _COLUMNS = ("", "plan", "precision", "step", "{items}/s", "MFU", "bubble", "exposed", "memory", "head room")

@@ -9,8 +9,8 @@ from shoal.cli.result import STDOUT, JsonFile, check_result_file, print_table, w
 from shoal.core.errors import RunError
 
 if TYPE_CHECKING:
-    from shoal.planner.predict import Predicted
-    from shoal.planner.score import Score
+    from shoal.planner.tables.predict import Predicted
+    from shoal.planner.tables.score import Score
 
 _COLUMNS = (
     "source",
@@ -37,9 +37,9 @@ def predict(table: _Table, json: JsonFile = None) -> None:
     """Predict every run of a table from its model, devices and plan, and compare with what was measured."""
     check_result_file(json)
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.planner.predict import predict_run
-    from shoal.planner.score import score, score_by_source, short_names
-    from shoal.planner.table import read_table
+    from shoal.planner.tables.predict import predict_run
+    from shoal.planner.tables.score import score, score_by_source, short_names
+    from shoal.planner.tables.table import read_table
 
     rows = [predict_run(run) for run in read_table(table)]
     sources = score_by_source(rows)

@@ -134,7 +134,7 @@ def _find(
 
 
 def _read(path: Path, asked: dict[str, int | str | None]) -> "Schedule":
-    from shoal.schedules.find import numbers_of, read_schedule
+    from shoal.schedules.catalogue import numbers_of, read_schedule
 
     found = read_schedule(path)
     has = numbers_of(found.grid)
@@ -170,7 +170,7 @@ def _join(numbers: tuple[int, ...]) -> str:
 
 
 def _print_csv(found: "Schedule", timeline: "Timeline", report: "Report") -> None:
-    from shoal.schedules.csvform import write_csv
+    from shoal.schedules.csv_file import write_csv
 
     sys.stdout.write(write_csv(found))
 

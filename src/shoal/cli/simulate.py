@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shoal.planner.simulation.conditions import Conditions
     from shoal.planner.simulation.goodput import Failures, Goodput
-    from shoal.planner.simulation.simulated import Simulated
+    from shoal.planner.simulation.result import Simulated
     from shoal.tuning.simulation import Priced
     from shoal.tuning.simulation_request import Asked
 
@@ -118,7 +118,7 @@ def simulate(
     from shoal.cli.simulated import print_result
     from shoal.cli.train import OwnParts
     from shoal.planner.simulation.conditions import Conditions, check_conditions, parse_slow
-    from shoal.planner.simulation.widearea import find_link
+    from shoal.planner.simulation.local_sgd import find_link
     from shoal.tuning.simulation_request import SimulationRequest, read_simulation
 
     conditions = Conditions(
@@ -161,7 +161,7 @@ def simulate(
 
 def _check_steps(asked: "Asked", conditions: "Conditions", *, num_steps: int | None, local_steps: int | None) -> None:
     """Refuse what would be played for ever, before the model is traced."""
-    from shoal.planner.simulation.bounds import check_steps
+    from shoal.planner.simulation.limits import check_steps
 
     plan, count = asked.site_plan, asked.plan.microbatches or 1
     if num_steps is not None:
@@ -221,10 +221,10 @@ class _Played:
 
 
 def _play(asked: "Asked", conditions: "Conditions", *, num_steps: int | None) -> _Played:
-    from shoal.planner.simulate import simulate_step, step_times
-    from shoal.planner.simulation.bounds import most_steps
     from shoal.planner.simulation.conditions import split_sites
-    from shoal.planner.simulation.simreport import describe_step
+    from shoal.planner.simulation.limits import most_steps
+    from shoal.planner.simulation.report import describe_step
+    from shoal.planner.simulation.step import simulate_step, step_times
     from shoal.tuning.simulation import price_asked
 
     own = split_sites(conditions, asked.plan, asked.num_sites)[0] if asked.num_sites > 1 else conditions
@@ -268,10 +268,10 @@ def _fits(simulated: "Simulated", asked: "Asked") -> bool:
 def _average(played: _Played, conditions: "Conditions", *, period: int, wan: str, compression: float) -> dict[str, Any]:
     import numpy as np
 
-    from shoal.planner.simulate import step_times
     from shoal.planner.simulation.conditions import split_sites
-    from shoal.planner.simulation.simreport import describe_sites
-    from shoal.planner.simulation.widearea import LocalUpdates, find_link, simulate_rounds
+    from shoal.planner.simulation.local_sgd import LocalUpdates, find_link, simulate_rounds
+    from shoal.planner.simulation.report import describe_sites
+    from shoal.planner.simulation.step import step_times
 
     asked, link = played.asked, find_link(wan)
     updates = LocalUpdates(
@@ -315,7 +315,7 @@ def _run_with_failures(played: _Played, failing: _Failing, *, num_steps: int, se
 
 
 def _fail(played: _Played, failing: _Failing, *, seed: int) -> dict[str, Any]:
-    from shoal.planner.simulation.simreport import describe_goodput
+    from shoal.planner.simulation.report import describe_goodput
 
     num_steps = max(1, round(failing.days * 86_400.0 / played.step_seconds))
     run = _run_with_failures(played, failing, num_steps=num_steps, seed=seed)
@@ -333,7 +333,7 @@ def _write_files(
     failing: _Failing | None,
     seed: int,
 ) -> None:
-    from shoal.planner.simulation.timeline import MOST_LANES, draw_step, num_lanes, write_trace
+    from shoal.planner.simulation.trace import MOST_LANES, draw_step, num_lanes, write_trace
 
     files: dict[str, str] = {}
     lanes = num_lanes(played.simulated, expand=expand)
@@ -360,7 +360,7 @@ def _write_run(played: _Played, run_dir: Path, *, expand: bool, failing: _Failin
     import numpy as np
 
     from shoal.core.rundir import RunDir, replace_text
-    from shoal.planner.simulation.record import RunNumbers, write_run
+    from shoal.planner.simulation.run_directory import RunNumbers, write_run
     from shoal.trainer.config import dump_recipe
 
     asked, seconds = played.asked, played.seconds

@@ -16,7 +16,7 @@ from shoal.core.updates import UpdateRule
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.shares import portion_samples
-from shoal.schedules.find import fitting_microbatches, schedule_of_plan
+from shoal.schedules.catalogue import fitting_microbatches, schedule_of_plan
 from shoal.schedules.schedule import Schedule
 
 DEFAULT_WORKERS = 2

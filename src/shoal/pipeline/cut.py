@@ -27,10 +27,8 @@ from shoal.comm.channel import silent
 from shoal.core.errors import RequestError, RunError
 from shoal.costs.undisturbed import undisturbed
 from shoal.parallel.recompute import surrounding
-from shoal.pipeline.absent import keep_part
-from shoal.pipeline.mail import parcel_problem
-from shoal.pipeline.passing import Gone, Left, Pass, Received, are_same, has_no_value
-from shoal.pipeline.standin import StandIns
+from shoal.pipeline.p2p import parcel_problem
+from shoal.pipeline.stand_in import Gone, Left, Pass, Received, StandIns, are_same, has_no_value, keep_part
 from shoal.pipeline.units import Unit
 from shoal.randomness.dropout import DropoutKey
 

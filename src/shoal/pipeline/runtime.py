@@ -17,10 +17,9 @@ from torch import Tensor
 
 from shoal.pipeline.cut import Chain
 from shoal.pipeline.deferred import Later, deferring
-from shoal.pipeline.mail import Form, Lane, Mail, Parcel, Piece
+from shoal.pipeline.p2p import Form, Lane, Mail, Parcel, Piece
 from shoal.pipeline.versions import Versions
-from shoal.schedules.action import Action, Kind
-from shoal.schedules.schedule import Point, Result, Schedule, made_by, needs_of
+from shoal.schedules.schedule import Action, Kind, Point, Result, Schedule, made_by, needs_of
 
 NUM_AHEAD = 3
 """Parcels beyond those of the next cell for which memory waits. Gloo moves nothing until both sides have posted: a parcel whose

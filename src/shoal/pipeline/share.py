@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shoal.pipeline.mail import Lane, Mail, Parcel, Piece
-from shoal.schedules.grid import Grid
+from shoal.pipeline.p2p import Lane, Mail, Parcel, Piece
+from shoal.schedules.schedule import Grid
 
 SHARE = "share"
 """The ledger's word for what is sent here: it comes after the last cell, and not with every microbatch."""

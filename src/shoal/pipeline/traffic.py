@@ -14,9 +14,7 @@ from shoal.core.axes import Axis
 from shoal.costs.undisturbed import undisturbed
 from shoal.pipeline.build import Stages
 from shoal.pipeline.share import SHARE, places_of
-from shoal.schedules.action import Kind
-from shoal.schedules.grid import Grid
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Grid, Kind, Schedule
 
 
 @dataclass(frozen=True)

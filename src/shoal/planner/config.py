@@ -2,25 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from shoal.core.config import Config
-from shoal.core.errors import nearest
-from shoal.planner.hardware import COMPUTE_TYPES
+from shoal.planner.hardware.devices import DeviceConfig
 
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0.0)]
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp8": "float8", "fp4": "float4"}
-
-
-def _check_types(peaks: dict[str, float]) -> dict[str, float]:
-    for name in peaks:
-        if name not in COMPUTE_TYPES:
-            close = _SHORT.get(name.lower()) or nearest(name.lower(), COMPUTE_TYPES)
-            offer = f"did you mean {close!r}? " if close else ""
-            raise ValueError(f"there is no compute type {name!r}; {offer}there are {', '.join(COMPUTE_TYPES)}")
-    return peaks
 
 
 class ShapeConfig(Config):
@@ -86,25 +75,6 @@ class ShapeConfig(Config):
                 f"has keys of its own; leave kv_heads out"
             )
         return self
-
-
-class DeviceConfig(Config):
-    """A device by the user's own numbers; named in --cluster like a preset."""
-
-    peak_tflops: Annotated[dict[str, Positive], Field(min_length=1), AfterValidator(_check_types)]
-    """Dense matrix products per second, in 10^12, by compute type: float64, float32, tf32, bfloat16, float16, float8, float4."""
-    memory_gib: Positive
-    """Memory."""
-    memory_gb_per_s: Positive
-    """Bandwidth of the memory, in 10^9 bytes per second."""
-    link_gb_per_s: Positive
-    """What one device sends to others of its node, in 10^9 bytes per second."""
-    link_latency_us: Positive = 10.0
-    """Microseconds of a message inside a node."""
-    network_gb_per_s: Positive = 12.5
-    """What one device sends to other nodes, in 10^9 bytes per second."""
-    network_latency_us: Positive = 20.0
-    """Microseconds of a message between nodes."""
 
 
 class AutoConfig(Config):

@@ -1,8 +1,7 @@
 """A schedule as text: by order, for messages, and by time, for the terminal."""
 
-from shoal.schedules.action import Cell, Kind
 from shoal.schedules.pricing import Span, Timeline
-from shoal.schedules.schedule import Row, Schedule
+from shoal.schedules.schedule import Cell, Kind, Row, Schedule
 
 _AROUND = 6
 """Cells shown on each side of an arrow."""

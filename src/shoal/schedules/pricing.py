@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.core.errors import RequestError
-from shoal.schedules.action import Action, Cell, Kind
-from shoal.schedules.schedule import Point, Result, Schedule, made_by, needs_of
+from shoal.schedules.schedule import Action, Cell, Kind, Point, Result, Schedule, made_by, needs_of
 
 _SHORTEST, _LONGEST = 1e-300, 1e300
 """Beyond these, sums of times or a drawing's scale could come to infinity."""

@@ -3,9 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.schedules.action import write_cell
 from shoal.schedules.pricing import Costs, Timeline, peak_activations
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Schedule, write_cell
 from shoal.schedules.versions import peak_versions
 
 

@@ -10,10 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from shoal.core.errors import RequestError
-from shoal.schedules.action import Action, Kind, write_cell
 from shoal.schedules.draw import draw_order
 from shoal.schedules.pricing import peak_activations, price
-from shoal.schedules.schedule import Point, Result, Schedule, made_by, needs_of
+from shoal.schedules.schedule import Action, Kind, Point, Result, Schedule, made_by, needs_of, write_cell
 from shoal.schedules.versions import held_versions, peak_versions
 
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from shoal.schedules.action import Action, Cell, Kind
 from shoal.schedules.draw import short
 from shoal.schedules.pricing import Span, Timeline
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Action, Cell, Kind, Schedule
 
 _WORDS = {
     Kind.FORWARD: "forward",

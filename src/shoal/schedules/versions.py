@@ -10,8 +10,7 @@ A version is the number of updates that made it. Synchronous schedules have one;
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.schedules.action import Action, Kind
-from shoal.schedules.schedule import Point, Schedule, Updates, made_by
+from shoal.schedules.schedule import Action, Kind, Point, Schedule, Updates, made_by
 
 Used = Mapping[tuple[int, int], int]
 

@@ -21,8 +21,8 @@ from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.describe import describe
 from shoal.parallel.state_bytes import predict_state_bytes
 from shoal.parallel.tensor.apply import apply_tensor_parallel
-from shoal.pipeline.advise import advise_replicas
 from shoal.pipeline.build import Part, Stages, prove_stages
+from shoal.pipeline.stages import advise_replicas
 from shoal.serverrun.dryservers import sizes_with_servers
 from shoal.serverrun.flatmodel import describe_model
 from shoal.serverrun.group import group_plan, share_of

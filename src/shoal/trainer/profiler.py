@@ -13,7 +13,7 @@ import torch
 from shoal.comm.trafficcounter import TrafficCounts, plain_traffic
 from shoal.engine.sizes import measure_state
 from shoal.engine.step import StepResult
-from shoal.schedules.action import Action
+from shoal.schedules.schedule import Action
 from shoal.trainer.loop import Trainer
 
 _AXES = ("tp", "cp", "dp", "pp", "replicas", "everyone")

@@ -10,8 +10,8 @@ from pathlib import Path
 from shoal.core.errors import RequestError
 from shoal.engine.resolve import default_threads
 from shoal.launch.pool import Pool
-from shoal.planner.calibrate import SIZES, Measured, build_machine
-from shoal.planner.machine import (
+from shoal.planner.hardware.calibrate import SIZES, Measured, build_machine
+from shoal.planner.hardware.machine import (
     Machine,
     Provenance,
     cpu_name,

@@ -24,7 +24,7 @@ from shoal.comm.world import World, join_world
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.launch.pool import serve
-from shoal.planner.calibrate import MEETING_SIZES, SHAPES
+from shoal.planner.hardware.calibrate import MEETING_SIZES, SHAPES
 from shoal.telemetry.memory import rss_bytes
 
 _COPY_BYTES = 32 << 20
@@ -38,7 +38,7 @@ _CALL_BYTES = 16 << 20
 
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Time everything once; see ``shoal.planner.calibrate.build_machine`` for what is made of it."""
+    """Time everything once; see ``shoal.planner.hardware.calibrate.build_machine`` for what is made of it."""
     torch.set_num_threads(job["threads"])
     size = int(os.environ["WORLD_SIZE"])
     store = FileStore(str(Path(job["folder"]) / "store"), size)

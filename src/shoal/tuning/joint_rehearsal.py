@@ -24,7 +24,7 @@ from shoal.comm.trafficcounter import traffic_rows
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
-from shoal.schedules.action import Action, Kind
+from shoal.schedules.schedule import Action, Kind
 from shoal.telemetry.memory import GrowthMeter, is_out_of_memory
 from shoal.tuning.rehearsal import StepTrace, Subject, read_trace, replace_stages, trace_rank
 

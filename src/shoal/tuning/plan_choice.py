@@ -10,7 +10,7 @@ from typing import Any
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.engine.resolve import check_processes
-from shoal.planner.machine import Machine, num_cores
+from shoal.planner.hardware.machine import Machine, num_cores
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.tuning.calibration import find_machine

@@ -29,7 +29,7 @@ from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
 from shoal.parallel.requirements import describe_facts
 from shoal.planner.config import ShapeConfig
-from shoal.planner.stacks import Software, find_software
+from shoal.planner.hardware.software import Software, find_software
 from shoal.trainer.build import build_without_memory
 from shoal.trainer.config import Recipe
 

@@ -16,17 +16,16 @@ from shoal.data.spec import DataSpec
 from shoal.models.check import check_model
 from shoal.models.config import OwnModelConfig
 from shoal.optim.build import num_state_bytes
-from shoal.planner.candidates import Limits
-from shoal.planner.clusters import read_cluster
-from shoal.planner.estimate import Estimate, estimate_by_schedule
-from shoal.planner.explain import explain, why_not
-from shoal.planner.hardware import Cluster
-from shoal.planner.job import Job, check_batch, weight_bytes_of
-from shoal.planner.perlayer import Choices, choose_splits, is_uneven
-from shoal.planner.precisions import EXECUTED_PRECISIONS, check_precisions, faster_precisions
-from shoal.planner.search import Found, merge, search
-from shoal.planner.smallest import refuse_small
-from shoal.planner.stacks import find_software, find_stack
+from shoal.planner.hardware.clusters import read_cluster
+from shoal.planner.hardware.devices import EXECUTED_PRECISIONS, Cluster, check_precisions, faster_precisions
+from shoal.planner.hardware.software import find_software, find_stack
+from shoal.planner.pricing.job import Job, check_batch, weight_bytes_of
+from shoal.planner.search.candidates import Limits
+from shoal.planner.search.estimate import Estimate, estimate_by_schedule
+from shoal.planner.search.explain import explain, why_not
+from shoal.planner.search.per_layer import Choices, choose_splits, is_uneven
+from shoal.planner.search.search import Found, merge, search
+from shoal.planner.search.smallest import refuse_small
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.request import OwnParts
 from shoal.tuning.planned_model import chain_for, check_experts, facts_for

@@ -10,8 +10,8 @@ from pathlib import Path
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import RequestError
 from shoal.core.rundir import RunDir
-from shoal.planner.calibrate import PastRun, fit_runs
-from shoal.planner.machine import Fit, Machine, write_machine
+from shoal.planner.hardware.calibrate import PastRun, fit_runs
+from shoal.planner.hardware.machine import Fit, Machine, write_machine
 from shoal.telemetry.lines import decode_events
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe

@@ -33,7 +33,7 @@ from shoal.optim.precision import Precision
 from shoal.optim.rates import rate
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.build import Stages
-from shoal.schedules.action import Action
+from shoal.schedules.schedule import Action
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 

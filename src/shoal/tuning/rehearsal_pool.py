@@ -3,7 +3,7 @@
 They stay up over many plans (``rehearsal_worker.py``). A plan that needs more memory than there is makes its processes fail or
 die; the plan is then known not to fit, and the next job has fresh ones. The time of a plan's step is made of what its rehearsed
 ranks measured and of the machine's constants; how a schedule's cells follow one another, and which ranks then share the cores,
-is played by ``planner/local.py``.
+is played by ``planner/pricing/local.py``.
 """
 
 import tempfile
@@ -17,9 +17,9 @@ from shoal.core.plan import Plan
 from shoal.core.units import format_bytes
 from shoal.engine.resolve import default_threads, resolve_plan, schedule_of
 from shoal.launch.pool import Pool
-from shoal.planner.local import RankWork, predict_step
-from shoal.planner.machine import Machine
-from shoal.schedules.action import parse_action
+from shoal.planner.hardware.machine import Machine
+from shoal.planner.pricing.local import RankWork, predict_step
+from shoal.schedules.schedule import parse_action
 from shoal.telemetry.headroom import free_bytes
 from shoal.telemetry.memory import tells_of_memory
 from shoal.trainer.config import Recipe

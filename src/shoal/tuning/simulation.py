@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.costs.layers import ModelCosts
-from shoal.planner.cost import price_parts
-from shoal.planner.job import Job, count_stages
-from shoal.planner.memory import price_memory, rank_kept_bytes
-from shoal.planner.parts import StepParts
-from shoal.planner.simulate import schedule_for
-from shoal.planner.simulation.holding import Held, StepBytes
+from shoal.planner.pricing.cost import StepParts, price_parts
+from shoal.planner.pricing.job import Job, count_stages
+from shoal.planner.pricing.memory import price_memory, rank_kept_bytes
+from shoal.planner.simulation.memory import Held, StepBytes
+from shoal.planner.simulation.step import schedule_for
 from shoal.tuning.planned_model import chain_for, check_experts, facts_for
 from shoal.tuning.planning import job_on
 from shoal.tuning.simulation_request import Asked

@@ -19,11 +19,11 @@ from shoal.data.spec import DataSpec
 from shoal.engine.config import TrainConfig
 from shoal.engine.resolve import choose_plan, resolve_plan
 from shoal.models.check import check_model, facts_of
-from shoal.planner.clusters import read_cluster
-from shoal.planner.hardware import Cluster
-from shoal.planner.job import MOST_SAMPLES, check_batch
-from shoal.planner.simulation.bounds import MOST_CELLS, check_cells, count_cells
-from shoal.schedules.find import fitting_microbatches
+from shoal.planner.hardware.clusters import read_cluster
+from shoal.planner.hardware.devices import Cluster
+from shoal.planner.pricing.job import MOST_SAMPLES, check_batch
+from shoal.planner.simulation.limits import MOST_CELLS, check_cells, count_cells
+from shoal.schedules.catalogue import fitting_microbatches
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.request import OwnParts, refuse_settings
 

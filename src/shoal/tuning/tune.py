@@ -11,7 +11,7 @@ from shoal.core.errors import RunError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.engine.resolve import check_processes
-from shoal.planner.machine import num_cores
+from shoal.planner.hardware.machine import num_cores
 from shoal.trainer.config import Recipe
 from shoal.tuning.calibration import find_machine
 from shoal.tuning.plan_choice import AUTO, require_plans, search

@@ -12,14 +12,14 @@ from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.pipeline.cut import Chain
-from shoal.pipeline.mail import Mail
+from shoal.pipeline.p2p import Mail
 from shoal.pipeline.runtime import Runtime
 from shoal.pipeline.share import Shared
 from shoal.pipeline.units import find_units
 from shoal.pipeline.versions import VersionRule, Versions
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.schedules.catalogue import make_schedule
-from shoal.schedules.grid import Fold
+from shoal.schedules.schedule import Fold
 from shoal.verify.oracle.delayed import Delay, Oracle
 
 MICROBATCHES = 8

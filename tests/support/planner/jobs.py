@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shoal.costs.transformer import TransformerShape, transformer_chain
-from shoal.planner.job import Job
-from shoal.planner.parts import StepParts
-from shoal.planner.presets import build_cluster
-from shoal.planner.splits import Lying, Split, redistribute, ways_of
-from shoal.planner.stacks import SOFTWARE, Constants, Stack
+from shoal.planner.hardware.presets import build_cluster
+from shoal.planner.hardware.software import SOFTWARE, Constants, Stack
+from shoal.planner.pricing.cost import StepParts
+from shoal.planner.pricing.job import Job
+from shoal.planner.search.per_layer import Lying, Split, redistribute, ways_of
 
 PLAIN = TransformerShape(
     layers=8, hidden=1024, heads=16, vocab=51200, sequence=1024, fused_attention=True, dropout=False, tied=False

@@ -1,6 +1,6 @@
 """A machine with round numbers, as this machine's own file would have them."""
 
-from shoal.planner.machine import (
+from shoal.planner.hardware.machine import (
     CollectiveTime,
     CopyTime,
     Machine,

@@ -6,7 +6,7 @@ Shares no code with ``shoal.planner``'s playing: ranks are separate, lockstep al
 import itertools
 
 from shoal.core.plan import Plan
-from shoal.planner.parts import StepParts
+from shoal.planner.pricing.cost import StepParts
 from shoal.schedules.schedule import Schedule, made_by, needs_of
 
 

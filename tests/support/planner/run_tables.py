@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from shoal.planner.table import COLUMNS
+from shoal.planner.tables.table import COLUMNS
 
 ROW = {
     "source": "somebody with Megatron", "model": "GPT-1.7B", "layers": 24, "hidden": 2304, "heads": 24, "kv_heads": 24,

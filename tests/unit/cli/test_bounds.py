@@ -5,7 +5,7 @@ import os
 import pytest
 
 from shoal.engine.resolve import MOST_PER_CORE
-from shoal.planner.machine import num_cores
+from shoal.planner.hardware.machine import num_cores
 
 pytestmark = pytest.mark.timeout(120)
 MOST = MOST_PER_CORE * num_cores()

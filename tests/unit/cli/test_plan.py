@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shoal.planner.machine import write_machine
+from shoal.planner.hardware.machine import write_machine
 from support.planner.machines import measured
 from support.processes.command import TINY
 

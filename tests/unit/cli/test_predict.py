@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shoal.planner.table import COLUMNS
+from shoal.planner.tables.table import COLUMNS
 from support.planner.run_tables import write_table
 
 pytestmark = pytest.mark.timeout(240)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.schedules.catalogue import FAMILIES, make_schedule
-from shoal.schedules.csvform import MOST_BYTES, MOST_CELLS
+from shoal.schedules.csv_file import MOST_BYTES, MOST_CELLS
 from shoal.schedules.pricing import price
 from shoal.schedules.svg import draw_svg
 

@@ -10,7 +10,7 @@ from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import DEFAULT_SCHEDULE, SCHEDULES, is_file, schedule_facts
 from shoal.core.plan import Plan, all_plans, nearest_plan
 from shoal.schedules.catalogue import FAMILIES
-from shoal.schedules.grid import Fold
+from shoal.schedules.schedule import Fold
 from support.processes.instruction_count import instructions
 
 GPT = ModelFacts(

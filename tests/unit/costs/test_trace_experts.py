@@ -9,9 +9,9 @@ from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.costs.layers import OpKind
 from shoal.costs.trace import trace_module
-from shoal.pipeline.standin import StandIns
-from shoal.planner.sharing import expert_weights, share_weights
-from shoal.planner.stacks import SOFTWARE
+from shoal.pipeline.stand_in import StandIns
+from shoal.planner.hardware.software import SOFTWARE
+from shoal.planner.pricing.job import expert_weights, share_weights
 
 WIDTH, INNER, EXPERTS, CHOSEN, LENGTH, LAYERS = 16, 24, 4, 2, 32, 6
 

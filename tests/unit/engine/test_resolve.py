@@ -15,7 +15,7 @@ from shoal.engine.resolve import (
     updates_per_step,
 )
 from shoal.schedules.catalogue import make_schedule
-from shoal.schedules.csvform import write_csv
+from shoal.schedules.csv_file import write_csv
 
 
 def chosen(recipe_plan="dp=2", plan_text=None, num_processes=None):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.zero.layout import lay_out
-from shoal.pipeline.absent import Absent
 from shoal.pipeline.build import Part, Stages
+from shoal.pipeline.stand_in import Absent
 from shoal.schedules.catalogue import make_schedule
 from support.pipeline.cut_modules import D, cut_at, gpt, tokens
 from support.pipeline.stages_on_ranks import batch

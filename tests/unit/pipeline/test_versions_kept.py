@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from shoal.pipeline.versions import VersionRule, Versions
-from shoal.schedules.action import Kind
 from shoal.schedules.catalogue import make_schedule
+from shoal.schedules.schedule import Kind
 from shoal.schedules.versions import versions_used
 
 FAMILIES = ["pipedream", "pipedream-vsync", "pipedream-2bw"]

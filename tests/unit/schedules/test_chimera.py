@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.schedules.action import Kind
-from shoal.schedules.families.chimera import CHIMERA
-from shoal.schedules.family import Size
-from shoal.schedules.grid import Grid
+from shoal.schedules.families.bidirectional import CHIMERA
+from shoal.schedules.families.family import Size
 from shoal.schedules.pricing import Costs, peak_activations, price
 from shoal.schedules.rules import check
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Grid, Kind, Schedule
 from support.processes.instruction_count import instructions
 
 EQUAL = Costs(forward=1, input=0.5, weight=0.5)

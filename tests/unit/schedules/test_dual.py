@@ -7,14 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.schedules.action import Kind
 from shoal.schedules.draw import short
-from shoal.schedules.families.dual import DUALPIPE, DUALPIPEV
-from shoal.schedules.family import Family, Size
-from shoal.schedules.grid import Grid
+from shoal.schedules.families.bidirectional import DUALPIPE, DUALPIPEV
+from shoal.schedules.families.family import Family, Size
 from shoal.schedules.pricing import Costs, peak_activations, price
 from shoal.schedules.rules import check
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Grid, Kind, Schedule
 from support.processes.instruction_count import instructions
 
 BOTH = pytest.mark.parametrize("family", [DUALPIPE, DUALPIPEV], ids=lambda family: family.name)

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.schedules.families.family import Family, Size
 from shoal.schedules.families.line import GPIPE, ONE_F_ONE_B
-from shoal.schedules.family import Family, Size
-from shoal.schedules.grid import Grid
 from shoal.schedules.pricing import Costs, peak_activations, price
 from shoal.schedules.rules import check
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Grid, Schedule
 
 BOTH = pytest.mark.parametrize("family", [GPIPE, ONE_F_ONE_B], ids=lambda family: family.name)
 ALL_SIZES = [Size(ranks, microbatches, 1) for ranks in range(1, 9) for microbatches in range(1, 33)]

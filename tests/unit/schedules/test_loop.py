@@ -4,14 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.schedules.action import Kind
+from shoal.schedules.families.family import Family, Size
 from shoal.schedules.families.line import GPIPE, ONE_F_ONE_B
 from shoal.schedules.families.loop import INTERLEAVED, LOOPED_BFS
-from shoal.schedules.family import Family, Size
-from shoal.schedules.grid import Grid
 from shoal.schedules.pricing import Costs, peak_activations, price
 from shoal.schedules.rules import check
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Grid, Kind, Schedule
 
 BOTH = pytest.mark.parametrize("family", [INTERLEAVED, LOOPED_BFS], ids=lambda family: family.name)
 SIZES = st.builds(Size, st.integers(1, 8), st.integers(1, 32), st.integers(1, 4))

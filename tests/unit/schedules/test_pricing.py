@@ -2,9 +2,9 @@
 
 import pytest
 
-from shoal.schedules.action import parse_action
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.pricing import Costs, price
+from shoal.schedules.schedule import parse_action
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipev"])

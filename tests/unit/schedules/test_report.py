@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from shoal.schedules.action import parse_cell
 from shoal.schedules.catalogue import FAMILIES, make_schedule
 from shoal.schedules.pricing import Costs, price
 from shoal.schedules.report import Report, build_report
+from shoal.schedules.schedule import parse_cell
 
 
 def report_of(name: str, ranks: int, microbatches: int, costs: Costs | None = None, **size) -> Report:

@@ -3,10 +3,8 @@
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.schedules.action import parse_cell
-from shoal.schedules.grid import Fold, Grid
 from shoal.schedules.rules import IllegalSchedule, check
-from shoal.schedules.schedule import Schedule, Updates
+from shoal.schedules.schedule import Fold, Grid, Schedule, Updates, parse_cell
 
 GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
 

@@ -9,17 +9,14 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import write_replicas
-from shoal.schedules.action import Kind
-from shoal.schedules.catalogue import FAMILIES, make_schedule
-from shoal.schedules.csvform import read_csv, write_csv
+from shoal.schedules.catalogue import FAMILIES, find_schedule, fitting_microbatches, make_schedule
+from shoal.schedules.csv_file import read_csv, write_csv
+from shoal.schedules.families.family import Size
 from shoal.schedules.families.line import ONE_F_ONE_B
-from shoal.schedules.family import Size
-from shoal.schedules.find import find_schedule, fitting_microbatches
-from shoal.schedules.grid import Fold, Grid
 from shoal.schedules.pricing import Costs, peak_activations, price
 from shoal.schedules.report import build_report
 from shoal.schedules.rules import IllegalSchedule, check
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Fold, Grid, Kind, Schedule
 
 TAKERS = [name for name, family in FAMILIES.items() if family.takes_replicas]
 ROWS = st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple).filter(lambda row: max(row) > 1)

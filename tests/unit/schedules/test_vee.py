@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.schedules.action import Kind, parse_cell
+from shoal.schedules.families.family import Family, Size
 from shoal.schedules.families.line import ONE_F_ONE_B
-from shoal.schedules.families.vee import V_HALF, V_MIN, ZBV, Block, half_block, min_block, repeat, squeeze
-from shoal.schedules.family import Family, Size
-from shoal.schedules.grid import Grid
+from shoal.schedules.families.zero_bubble import V_HALF, V_MIN, ZBV, Block, half_block, min_block, repeat, squeeze
 from shoal.schedules.pricing import Costs, peak_activations, price
 from shoal.schedules.rules import check
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Grid, Kind, Schedule, parse_cell
 
 FAMILIES = pytest.mark.parametrize("family", [ZBV, V_HALF, V_MIN], ids=lambda family: family.name)
 FEW_AND_MANY = (1, 2, 3, 4, 5, 8, 15, 32)

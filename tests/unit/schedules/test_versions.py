@@ -4,13 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.schedules.action import Kind
-from shoal.schedules.families.asynchronous import PIPEDREAM, PIPEDREAM_2BW, PIPEDREAM_VSYNC
-from shoal.schedules.family import Family, Size
-from shoal.schedules.grid import Grid
+from shoal.schedules.families.family import Family, Size
+from shoal.schedules.families.line import PIPEDREAM, PIPEDREAM_2BW, PIPEDREAM_VSYNC
 from shoal.schedules.pricing import price
 from shoal.schedules.rules import check
-from shoal.schedules.schedule import Schedule, Updates
+from shoal.schedules.schedule import Grid, Kind, Schedule, Updates
 from shoal.schedules.versions import held_versions, peak_versions, versions_used
 
 RANKS, MICROBATCHES = range(1, 7), range(1, 17)

@@ -6,14 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.schedules.action import Kind
+from shoal.schedules.families.family import Family, Size
 from shoal.schedules.families.line import ONE_F_ONE_B
-from shoal.schedules.families.zerobubble import ZB_H1, ZB_H2
-from shoal.schedules.family import Family, Size
-from shoal.schedules.grid import Grid
+from shoal.schedules.families.zero_bubble import ZB_H1, ZB_H2
 from shoal.schedules.pricing import Costs, Timeline, peak_activations, price
 from shoal.schedules.rules import check
-from shoal.schedules.schedule import Schedule
+from shoal.schedules.schedule import Grid, Kind, Schedule
 
 BOTH = pytest.mark.parametrize("family", [ZB_H1, ZB_H2], ids=lambda family: family.name)
 ALL_SIZES = [Size(ranks, microbatches, 1) for ranks in range(1, 9) for microbatches in range(1, 33)]

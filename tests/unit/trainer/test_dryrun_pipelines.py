@@ -4,7 +4,7 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.schedules.catalogue import make_schedule
-from shoal.schedules.csvform import write_csv
+from shoal.schedules.csv_file import write_csv
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import dry_run_result
 from shoal.trainer.measure import OwnPartsHere

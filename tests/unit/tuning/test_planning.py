@@ -7,8 +7,8 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.data.check import DataSummary
 from shoal.engine.config import TrainConfig
-from shoal.planner.precisions import EXECUTED_PRECISIONS
-from shoal.planner.splits import Half, half_of, possible_splits
+from shoal.planner.hardware.devices import EXECUTED_PRECISIONS
+from shoal.planner.search.per_layer import Half, half_of, possible_splits
 from shoal.trainer.config import load_recipe
 from shoal.tuning.planned_model import shape_facts
 from shoal.tuning.planning import PlanRequest, build_job, plan_for

@@ -1,1 +1,1 @@
-"""What ``simulate.py`` is made of: prices of cells, ranks that are unlike, long horizons, and what is shown of a step."""
+"""A step simulated on a whole cluster: slow ranks, failures over a long run, and what is shown of it."""

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import RequestError
-from shoal.schedules.action import Cell
-from shoal.schedules.schedule import Result, Schedule, made_by, needs_of
+from shoal.schedules.schedule import Cell, Result, Schedule, made_by, needs_of
 
 Array = NDArray[np.float64]
 

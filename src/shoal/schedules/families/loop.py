@@ -10,11 +10,9 @@ last rank works for 3VM with P-1 forwards before and P-1 backwards after; the la
 
 from itertools import pairwise
 
-from shoal.schedules.action import Action, Kind
+from shoal.schedules.families.family import Family, Size
 from shoal.schedules.families.line import one_by_one
-from shoal.schedules.family import Family, Size
-from shoal.schedules.grid import Fold
-from shoal.schedules.schedule import Row
+from shoal.schedules.schedule import Action, Fold, Kind, Row
 
 
 def _groups(size: Size) -> list[range]:

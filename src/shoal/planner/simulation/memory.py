@@ -1,0 +1,75 @@
+"""What a rank holds in the course of a step: weights and state throughout, activations from a forward to their last use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.planner.simulation.cell_times import ends_backward
+from shoal.schedules.schedule import Action, Kind, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes on a rank of one pipeline place."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    other: float = 0.0
+    """Buffers, working space, what the allocator keeps: there throughout the step."""
+
+    @property
+    def constant(self) -> float:
+        """What is there whatever is worked on."""
+        return self.weights + self.gradients + self.optimizer + self.other
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What a step needs, for every pipeline place and stage."""
+
+    places: tuple[Held, ...]
+    activations: tuple[float, ...]
+    """Of one microbatch, by stage, on one rank."""
+
+
+Moment = tuple[float, float]
+"""A time, and the bytes that are held from then on."""
+
+
+def memory_timeline(
+    schedule: Schedule, place: int, spans: Sequence[tuple[float, float]], needed: StepBytes
+) -> tuple[Moment, ...]:
+    """How the bytes of a rank go up and down.
+
+    Args:
+        schedule: that is worked through.
+        place: the pipeline rank.
+        spans: start and end of each of its cells.
+        needed: the bytes.
+    """
+    held = needed.places[place].constant
+    moments = [(0.0, held)]
+    for cell, (start, end) in zip(schedule.rows[place], spans, strict=True):
+        for action in cell:
+            change = _change(action, needed)
+            if change > 0:
+                held += change
+                moments.append((start, held))
+        for action in cell:
+            change = _change(action, needed)
+            if change < 0:
+                held += change
+                moments.append((end, held))
+    return tuple(moments)
+
+
+def peak_bytes(schedule: Schedule, place: int, needed: StepBytes) -> float:
+    """The most that a rank holds at once. It works in order, so this does not depend on how fast anybody is."""
+    idle = [(0.0, 0.0)] * len(schedule.rows[place])
+    return max(held for _, held in memory_timeline(schedule, place, idle, needed))
+
+
+def _change(action: Action, needed: StepBytes) -> float:
+    if action.kind is Kind.FORWARD:
+        return needed.activations[action.stage]
+    return -needed.activations[action.stage] if ends_backward(action) else 0.0

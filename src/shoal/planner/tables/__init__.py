@@ -1,0 +1,1 @@
+"""Predictions for a table of measured runs: reading the table, predicting each row, scoring the predictions."""

@@ -1,0 +1,223 @@
+"""What the words in a table's cells mean: devices, networks, software, schedules, precision, recompute.
+
+Tables are written by people: a cell says "A100-80GB-SXM", "interleaved-1F1B v=3" or "1 (distributed optimizer, assumed)".
+What is not understood is no error here, but for a device: it is said to be unknown, and ``table.py`` says what it took instead,
+or ``wrongcells.py`` what it may be.
+"""
+
+import re
+from dataclasses import replace
+
+from shoal.core.errors import RequestError
+from shoal.core.pipelines import SCHEDULES, schedule_facts
+from shoal.planner.hardware.devices import Cluster
+from shoal.planner.hardware.presets import LINKS, PRESETS, Preset, cluster_of, unknown_device
+
+_DEVICE = re.compile(r"(mi\d{3}[ax]|gb\d00|gh\d00|[abhvl]\d{2,3}s?)(?!\d)", re.IGNORECASE)
+_PER_NODE = re.compile(r"(?<!\d)(\d{1,2}) ?x ?(?:MI|GB|GH|V|A|H|B)\d{2,3}|(\d{1,2})-GPU nodes", re.IGNORECASE)
+
+_RATE = re.compile(r"(?:(?<![\d.,])(?P<cards>\d+) ?x ?)?(?<![\d.,])(?P<rate>\d[\d,]*(?:\.\d+)?) ?Gb(?:ps|/s)")
+"""Bits a second, not bytes ("600 GB/s")."""
+_NODE_WORDS = r"node-node|inter-?node|/ ?node|per node|between nodes|network|ethernet|infiniband|EFA\b|IB\b|RoCE"
+"""What follows a rate that is a node's."""
+_MOST_PER_NODE = 16
+"""Devices of a node that are believed; "64xH100" speaks of a cluster."""
+
+
+def find_device(text: str) -> Preset:
+    """The preset that a cell means: its family, and its memory and form where it says them.
+
+    Raises:
+        RequestError: there is none.
+    """
+    families = {name.split("-")[0] for name in PRESETS}
+    family = next((word for word in map(str.lower, _DEVICE.findall(text)) if word in families), None)
+    if family is None:
+        raise RequestError(
+            f"{unknown_device(text)}; `shoal plan` takes devices by numbers of one's own, a table does not"
+        )
+    alike = [preset for name, preset in PRESETS.items() if name.split("-")[0] == family]
+    is_card = "pcie" in text.lower()
+    size = re.search(r"(\d+)\s*g(?:i?b)?(?![a-z])", text.lower())
+    # Where the memory is not said, the usual one: the last of those without a mark of their own.
+    ranked = sorted(
+        alike,
+        key=lambda preset: (
+            ("pcie" in preset.device.name) == is_card,
+            size is not None and f"-{size[1]}gb" in preset.device.name,
+            preset.is_usual,
+            preset.device.memory_bytes,
+        ),
+    )
+    return ranked[-1]
+
+
+def read_cluster(preset: Preset, num_devices: int, text: str, *, device_cell: str = "") -> Cluster:
+    """The cluster of a run: nodes of its device's usual size and network, or of what the row says.
+
+    Args:
+        preset: of its device.
+        num_devices: all of them.
+        text: the words of the row.
+        device_cell: the cell of the device, which may say a network's rate; "16xH100" in it is the whole cluster, and no node.
+    """
+    found = _PER_NODE.search(text)
+    said = int(found[1] or found[2]) if found else 0
+    at_most = min(said if 1 <= said <= _MOST_PER_NODE else preset.devices_per_node, num_devices)
+    num_nodes = _num_nodes(num_devices, at_most)
+    devices = -(-num_devices // num_nodes)
+    cluster = cluster_of(preset, num_nodes=num_nodes, devices_per_node=devices)
+    bandwidth = _network(f"{text}; {device_cell}", devices)
+    if not bandwidth or len(cluster.tiers) == 1:
+        return cluster
+    return replace(cluster, tiers=(cluster.tiers[0], replace(cluster.tiers[1], bandwidth=bandwidth)))
+
+
+def _num_nodes(num_devices: int, at_most: int) -> int:
+    """Nodes of a run that does not fill them: the fewest of which all can give as many, or else the fewest.
+
+    A run on 256 devices of racks of 72 takes 64 of each of four (NVIDIA's block topology for SLURM, ``--segment``), not three
+    racks and a half: groups of eight or of sixteen would straddle.
+    """
+    fewest = -(-num_devices // at_most)
+    return next((nodes for nodes in range(fewest, 2 * fewest) if num_devices % nodes == 0), fewest)
+
+
+def _network(text: str, devices: int) -> float | None:
+    """Bytes per second of one device between nodes, where a row says so."""
+    if "Omni-Path" in text:
+        links = re.search(r"(\d+) Omni-Path links", text)
+        return (int(links[1]) if links else 4) * 2 * LINKS["omni-path"].bandwidth / devices
+    for rate in _RATE.finditer(text):
+        # Several cards of a node are written "8x 400 Gb/s".
+        total = int(rate["cards"] or 1) * float(rate["rate"].replace(",", "")) / 8 * 1e9
+        after = text[rate.end() : rate.end() + 24]
+        if re.match(r"[^;.]{0,20}?(?:/|\bper[ -]) ?(?:GPU|device)", after, re.IGNORECASE):
+            return total
+        if re.match(rf" ?(?:{_NODE_WORDS})", after, re.IGNORECASE):
+            return total / devices
+    return None
+
+
+_SOFTWARE_WORDS = (
+    ("torchtitan", ("torchtitan", "TorchTitan", "FSDP2")),
+    ("fsdp", ("llm-foundry", "FSDP FULL_SHARD", "FSDP SHARD_GRAD_OP")),
+    ("megatron-core", ("Megatron-Bridge", "NeMo", "Megatron-Core", "Megatron-core", "TE 2.")),
+    ("bigscience", ("bigscience", "BigScience")),
+    ("megatron-deepspeed", ("DeepSpeed",)),
+    ("megatron", ("Megatron",)),
+)
+"""Names of software, its makers' own and of forks, by which a text says what ran; the first that is found counts."""
+_RAN_ON = (
+    ("megatron-deepspeed", "MT-NLG"),
+    ("bigscience", "BLOOM"),
+    ("megatron", "Korthikanti"),
+)
+"""Models and authors of whom it is published what they ran, for texts that name no software: Smith et al. 2022
+(arXiv:2201.11990), section 3; Le Scao et al. 2022 (arXiv:2211.05100), section 3.4; Korthikanti et al. 2022 (arXiv:2205.05198),
+section 6."""
+_OWN_SOFTWARE = ("Llama-3", "Llama 3", "LLaMA", "DeepSeek")
+"""Models whose makers ran a software of their own, whatever word for sharding they use: they get the likeliest one, and are out
+of the calibrated range."""
+_RECENT = re.compile(r"\b(gb\d00|gh\d00|[bh]\d{2,3}|mi3\d\d[ax])", re.IGNORECASE)
+
+
+def read_software(text: str) -> str | None:
+    """The name of a software of ``SOFTWARE`` that a text speaks of; None where it speaks of none."""
+    named = next((name for name, words in _SOFTWARE_WORDS if any(word in text for word in words)), None)
+    named = named or next((name for name, word in _RAN_ON if word in text), None)
+    if named is None and "FSDP" in text and not any(word in text for word in _OWN_SOFTWARE):
+        return "fsdp"
+    return named
+
+
+_GRAPHED = (26, 6)
+"""Year and month of the NeMo container from which on steps with experts in MXFP8 are captured whole."""
+
+
+def release_of(software: str, text: str, precision: str, *, has_experts: bool) -> str:
+    """The software as of the release that a text names, where what it does depends on that."""
+    found = re.search(r"(\d\d)\.(\d\d)(?:\.\d+)? NeMo", text)
+    is_new = found is not None and (int(found[1]), int(found[2])) >= _GRAPHED
+    is_graphed = software == "megatron-core" and is_new and has_experts and "mx" in precision.lower()
+    return "megatron-core-graphs" if is_graphed else software
+
+
+def likely_software(device: str, zero: int | None, *, has_stages: bool) -> str:
+    """What a run of an unknown software is most like: by whether only its weights are sharded, and how old its device is."""
+    if zero == 3 and not has_stages:
+        return "fsdp"
+    return "megatron-core" if _RECENT.match(device) else "megatron"
+
+
+_PRECISIONS = (
+    ("float4", ("fp4", "float4", "mxfp4", "nvfp4")),
+    ("float8", ("fp8", "float8", "mxfp8", "e4m3")),
+    ("bfloat16", ("bf16", "bfloat16")),
+    ("float16", ("fp16", "float16", "half", "amp")),
+    ("tf32", ("tf32",)),
+    ("float32", ("fp32", "float32", "single")),
+    ("float64", ("fp64", "float64", "double")),
+)
+
+
+def read_precision(text: str) -> str | None:
+    """The compute type of a cell, the narrowest that it names: what is added up in 32 bits is computed in 16."""
+    lowered = text.lower()
+    return next((name for name, words in _PRECISIONS if any(word in lowered for word in words)), None)
+
+
+_SCHEDULE_WORDS = (("zb1p", "zb-h1"), ("zb2p", "zb-h2"), ("zero-bubble", "zb-h1"), ("zerobubble", "zb-h1"))
+
+
+def _chunks(text: str) -> int | None:
+    found = re.search(r"v\s*=\s*(\d+)", text) or re.search(r"(?:vp|vpp|virtual)\D{0,3}(\d+)", text, re.IGNORECASE)
+    return int(found[1]) if found else None
+
+
+def is_schedule(text: str) -> bool:
+    """Whether a cell names a schedule, or how many chunks each rank has."""
+    word = re.sub(r"[\s_]+", "-", text.lower())
+    named = (*SCHEDULES, "interleav", *(other for other, _ in _SCHEDULE_WORDS))
+    return _chunks(text) is not None or any(name in word for name in named)
+
+
+def read_schedule(text: str) -> tuple[str, int | None]:
+    """The schedule that a cell names, and the chunks of each rank where it has several; 1F1B where it names none."""
+    given = _chunks(text)
+    chunks = 1 if given is None else given
+    word = re.sub(r"[\s_]+", "-", text.lower())
+    if chunks > 1 or re.search(r"(?<!non-)interleav", word) or word == "1f1b-i":
+        return "interleaved", max(2, chunks)
+    known = sorted((name for name in SCHEDULES if name not in ("1f1b", "interleaved")), key=len, reverse=True)
+    alias = next((name for other, name in _SCHEDULE_WORDS if other in word), "1f1b")
+    name = next((name for name in known if name in word), alias)
+    own = schedule_facts(name).chunks
+    return name, own if own > 1 else None
+
+
+_NO, _YES = ("none", "no", "off", "false", "0"), ("full", "yes", "on", "true", "1", "block", "uniform", "ac")
+
+
+def read_recompute(text: str) -> str:
+    """none, selective, full, or ``unknown``."""
+    words = re.findall(r"[a-z0-9.]+", text.lower())
+    first = words[0].removesuffix(".0") if words else ""
+    # "op-level AC" keeps the results of chosen operations and computes the others again (torchtitan's ``selective_ac_option``).
+    if first.startswith("selective") or first in ("sac", "op", "ops"):
+        return "selective"
+    return "none" if first in _NO else "full" if first in _YES else "unknown"
+
+
+def is_on(text: str) -> bool:
+    """Whether a cell says that something is on: 1, yes, true, also behind a word such as ``assumed``."""
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    return any(word in ("1", "yes", "on", "true") for word in words)
+
+
+def read_zero(text: str) -> int | None:
+    """The stage that a cell begins with, or names as FSDP or ZeRO; None where it names none."""
+    found = re.match(r"\s*([0-3])", text) or re.search(r"zero[\s-]*([0-3])", text, re.IGNORECASE)
+    if found:
+        return int(found[1])
+    return 3 if "fsdp" in text.lower() or "hsdp" in text.lower() else None
