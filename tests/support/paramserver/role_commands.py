@@ -1,7 +1,6 @@
 """Runs whose roles are started by hand, each with a command of its own: on loopback, or in network namespaces."""
 
 import json
-import os
 import socket
 import subprocess
 import time
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.comm.wire.keys import make_keys
-from support.processes.command import python_of_session, read_events
+from support.processes.command import read_events, start_command
 
 PLAN = "ps=2 workers=2 backup=1"
 
@@ -93,14 +92,8 @@ class Roles:
             words[words.index(option) + 1] = value
         log = self.folder / f"{name}-{len(self.started)}.log"
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                [*self.before.get(name, ()), *python_of_session("-m", "shoal", *words)],
-                cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
+            options = {"cwd": self.folder, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+            process = start_command(*words, before=self.before.get(name, ()), **options)
         role = Role(name=name, process=process, log=log)
         self.started.append(role)
         return role

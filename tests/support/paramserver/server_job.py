@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.processes.command import ROOT, python_of_session, read_summary, wait_until
+from support.processes.command import ROOT, read_summary, start_command, wait_until
 
 RECIPE = """
 plan = "dp=1"
@@ -65,16 +65,11 @@ class CrewRun:
         self.run_dir = run_dir or folder / "run"
         path = folder / "recipe.toml"
         path.write_text(recipe)
-        command = python_of_session("-m", "shoal", "train", path)
-        command += ["--plan", plan, "--run-dir", str(self.run_dir), *arguments]
         self._log = (folder / f"log-{time.monotonic_ns()}.txt").open("w+")
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            text=True,
+        words = ["train", path, "--plan", plan, "--run-dir", self.run_dir, *arguments]
+        path = {"PYTHONPATH": _python_path()}
+        self.process = start_command(
+            *words, environment=path, cwd=folder, stdout=self._log, stderr=subprocess.STDOUT, text=True
         )
 
     @property

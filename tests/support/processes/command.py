@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support.processes import warm
+
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORT = ROOT / "tests" / "support"
 
@@ -49,6 +51,19 @@ tensorboard = false
 """
 
 
+def start_command(*arguments, environment=None, real=False, before=(), **options):
+    """Start ``shoal ARGUMENTS`` as a child that is killed when this test session is.
+
+    It is a fork of a process with everything imported (``warm.py``), or, if it has to be ``real`` or to
+    be started by words ``before``, an interpreter of its own.
+    """
+    words = [str(argument) for argument in arguments]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    if not real and not before and warm.can_fork(variables):
+        return warm.ForkedCommand(words, env=variables, **options)
+    return subprocess.Popen([*before, *python_of_session("-m", "shoal", *words)], env=variables, **options)
+
+
 @dataclass
 class Shoal:
     """Runs the command line in a folder of its own."""
@@ -56,12 +71,13 @@ class Shoal:
     folder: Path
     started: list[subprocess.Popen] = field(default_factory=list)
 
-    def start(self, *arguments, environment=None, **options):
+    def start(self, *arguments, environment=None, real=False, **options):
         """Start ``shoal ARGUMENTS`` and return at once."""
-        process = subprocess.Popen(
-            python_of_session("-m", "shoal", *arguments),
+        process = start_command(
+            *arguments,
+            environment=environment,
+            real=real,
             cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -70,9 +86,9 @@ class Shoal:
         self.started.append(process)
         return process
 
-    def run(self, *arguments, expect=0, timeout=90, environment=None):
+    def run(self, *arguments, expect=0, timeout=90, environment=None, real=False):
         """Run ``shoal ARGUMENTS`` to its end and check its exit code."""
-        process = self.start(*arguments, environment=environment)
+        process = self.start(*arguments, environment=environment, real=real)
         stdout, stderr = process.communicate(timeout=timeout)
         code = process.returncode
         assert code == expect, f"exit {code}, expected {expect}\n--- stdout\n{stdout}\n--- stderr\n{stderr}"

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import psutil
 
-KEPT = ("resource_tracker", "shoal.testing.nursery", "support.processes.warm")
-"""The resource tracker of multiprocessing and the processes that ranks and commands are forked from: they live as long as
-the test session does."""
+from support.processes import warm
+
+KEPT = ("resource_tracker", "shoal.testing.nursery")
+"""The resource tracker of multiprocessing and the process that ranks are forked from live as long as the test session does, as
+does the one that commands are forked from."""
 
 
 def descendants(pid: int) -> set[int]:
@@ -25,7 +27,8 @@ def descendants(pid: int) -> set[int]:
 
 def left_behind(before: set[int]) -> dict[int, str]:
     """The command lines of living descendants of this process that were not there ``before``, without those that are kept."""
-    found = {pid: _command_line(pid) for pid in sorted(descendants(os.getpid()) - before) if not _is_dead(pid)}
+    new = descendants(os.getpid()) - before - warm.server_pids()
+    found = {pid: _command_line(pid) for pid in sorted(new) if not _is_dead(pid)}
     return {pid: line for pid, line in found.items() if not any(name in line for name in KEPT)}
 
 

@@ -1,0 +1,173 @@
+"""The ``shoal`` command as a fork of a process that has imported torch and Shoal: it begins in milliseconds instead of seconds.
+
+One such process serves a test session (the product's own fork server, ``launch/forkserver.py``), from its first command on. A
+forked command is a child of the test as one that ``subprocess`` started, with its own session, folder, environment and standard
+streams. It runs ``python -m shoal`` to its end, so what differs from a fresh interpreter is what was imported before, and that
+nothing is torn down after the functions of ``atexit``.
+
+Where the command starts a fork server itself, that is a fork of the command as it began. Two things stay interpreters of their
+own: a command in an environment that has to be there before torch is imported, and the reference of a proof, which must not
+have imported what it judges. Tests of the start and end of the command itself ask for an interpreter (``real=True``).
+"""
+
+import atexit
+import contextlib
+import inspect
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from shoal.comm.parentdeath import die_with_parent
+from shoal.launch import forkclient, forkserver
+from shoal.launch.child import show_command_line
+from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient, ForkedProcess, Streams
+
+TESTS = Path(__file__).resolve().parents[2]
+WARM = ("shoal.trainer.worker", "shoal.serverrun.warming", "shoal.verify.ranks", PRELOAD_OPTIMIZER, __name__)
+READ_BEFORE = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "KMP_", "LD_", "MALLOC_", "TORCH", "ATEN_")
+"""Variables that an interpreter or a library reads when it begins."""
+REFERENCE = "shoal.verify.reference"
+
+
+class ForkedCommand(subprocess.Popen):
+    """``shoal ARGUMENTS``, with the options of ``subprocess.Popen`` of which ``args`` are the command's own arguments."""
+
+    def _execute_child(self, *given):
+        asked = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
+        ends = {name: asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")}
+        client, environment = _session_client(), asked["env"] or os.environ
+        order = {
+            "arguments": list(asked["args"]),
+            "folder": os.path.abspath(asked["cwd"] or "."),
+            "unset": sorted(client.environment.keys() - environment.keys()),
+        }
+        streams = [ends["p2cread"], ends["c2pwrite"], ends["errwrite"]]
+        stdin, stdout, stderr = (number if given == -1 else given for number, given in enumerate(streams))
+        try:
+            process = client.start(
+                __name__,
+                [json.dumps(order)],
+                environment=environment,
+                streams=Streams(stdin=stdin, stdout=stdout, stderr=stderr),
+            )
+        finally:
+            self._close_pipe_fds(*ends.values())
+        assert process is not None, client.problem
+        self.pid, self._child_created = process.pid, True
+
+
+def can_fork(environment):
+    """Whether a command with these variables can be forked."""
+    if not hasattr(os, "pidfd_open"):
+        return False
+    known = _session_client().environment
+    changed = {name for name in known.keys() | environment.keys() if known.get(name) != environment.get(name)}
+    return not any(name.startswith(READ_BEFORE) for name in changed - {"PYTHONPATH"})
+
+
+class SessionClient(ForkClient):
+    """Adopts orphans only while it forks: those of whatever else a test starts are not its own."""
+
+    def __init__(self, environment):
+        super().__init__(WARM, environment)
+        self.environment = dict(environment)
+        self.open()
+        self.wait()
+        forkclient._adopt_orphans(False)
+        self.owner = os.getpid()
+
+    def start(self, *arguments, **options):
+        before = forkclient._adopts_orphans()
+        forkclient._adopt_orphans(True)
+        try:
+            return super().start(*arguments, **options)
+        finally:
+            forkclient._adopt_orphans(before)
+
+
+_client: SessionClient | None = None
+
+
+def _session_client():
+    global _client
+    if _client is None or _client.owner != os.getpid():
+        paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+        environment = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        _client = SessionClient(environment)
+        atexit.register(_client.close)
+    return _client
+
+
+def server_pids():
+    """The process that commands are forked from, if there is one."""
+    process = _client._process if _client is not None else None
+    return {process.pid} if process is not None else set()
+
+
+# ---- in the fork
+
+_LIBRARIES = [path for path in sys.path if path not in (str(TESTS), os.getcwd(), "")]
+
+
+def main():
+    """Be a ``shoal`` command."""
+    order = json.loads(sys.argv[1])
+    os.chdir(order["folder"])
+    for name in order["unset"]:
+        os.environ.pop(name, None)
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [order["folder"], *given, *(path for path in _LIBRARIES if path not in given)]
+    show_command_line([sys.executable, "-m", "shoal", *order["arguments"]])
+    forkclient.start_interpreter = _interpreters_of(_fork_template())
+    sys.argv = [sys.executable, *order["arguments"]]
+    try:
+        runpy.run_module("shoal", run_name="__main__", alter_sys=True)
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+
+
+def _fork_template():
+    """A fork of this process as it is now, from which its fork servers are forked; it waits, and dies with this one."""
+    client = ForkClient(("shoal",), os.environ)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    starter = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(starter)
+        os.setsid()
+        ours.close()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nowhere, number)
+        sys.argv = ["", str(theirs.fileno())]
+        with contextlib.suppress(BaseException):
+            forkserver.main()
+        os._exit(0)
+    theirs.close()
+    client._line, client._process = ours, ForkedProcess(pid)
+    return client
+
+
+def _interpreters_of(template):
+    start_one = forkclient.start_interpreter
+
+    def start_interpreter(arguments, *, environment, descriptor):
+        _, module, *rest = arguments
+        if REFERENCE not in rest and environment.get("OMP_NUM_THREADS") == "1":
+            with open(os.devnull, "r+b") as nowhere:
+                streams = Streams(stdout=nowhere.fileno(), stderr=nowhere.fileno())
+                found = template.start(
+                    module, rest, environment=environment, streams=streams, descriptors=(descriptor,)
+                )
+            if found is not None:
+                return found
+        return start_one(arguments, environment=environment, descriptor=descriptor)
+
+    return start_interpreter
