@@ -22,15 +22,15 @@ from shoal.elastic.election.filelease import read_center
 from shoal.elastic.view import View
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import OPERATIONS, Ask, Join, Told
-from shoal.serverrun.agreement import shared_settings
 from shoal.serverrun.flatmodel import describe_model
+from shoal.serverrun.process import shared_settings
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_SECONDS = 60.0
 LOOK_SECONDS = 0.02
-MODULES = {"shoal.serverrun.role", "shoal.serverrun.centering"}
+MODULES = {"shoal.serverrun.job.role", "shoal.serverrun.center"}
 RECIPE = """
 plan = "ps=2 workers=2 update=bsp backup={backup}"
 [model]

@@ -22,9 +22,9 @@ from torch import nn
 from shoal.models.check import DataShape
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
-from shoal.paramserver.client import Client
 from shoal.paramserver.contact import Contact
-from shoal.serverrun.serving import Diary
+from shoal.paramserver.worker.client import Client
+from shoal.serverrun.server.process import Diary
 
 
 def build(spec: DataShape, log: str) -> nn.Module:

@@ -13,7 +13,7 @@ from shoal.comm.wire.errors import Refused
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.elastic.election.sole import Sole
 from shoal.elastic.membership import Wanted
-from shoal.paramserver.center import Center
+from shoal.paramserver.center.center import Center
 from shoal.paramserver.messages import OPERATIONS, Join, Joined
 
 DEADLINE = 10.0

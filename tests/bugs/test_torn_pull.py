@@ -15,9 +15,9 @@ from shoal.comm.wire.header import PROTOCOL_VERSION, Header
 from shoal.comm.wire.message import pack, pack_chunk, unpack
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.elastic.view import Chain, Member, View
-from shoal.paramserver.client import Client
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import OPERATIONS, Join, Pulled
+from shoal.paramserver.worker.client import Client
 
 NUMEL = 1 << 20
 """4 MB: several chunks."""

@@ -10,7 +10,8 @@ import asyncio
 
 import pytest
 
-from shoal.paramserver import shelf, steward
+from shoal.paramserver.log import leader as steward
+from shoal.paramserver.server import store as shelf
 from support.paramserver.job_in_process import crewed
 
 ROUNDS = 20

@@ -7,8 +7,8 @@ import stat
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.serverrun.closing import read_steps
-from shoal.serverrun.tidings import count_tidings
+from shoal.serverrun.notices import count_tidings
+from shoal.serverrun.server.finalize import read_steps
 from shoal.telemetry.lines import decode_events
 from shoal.trainer import summary
 from shoal.trainer.claim import check_claim, read_plan

@@ -357,7 +357,7 @@ def test_a_worker_that_is_started_by_hand_joins_in_the_middle(crew, undisturbed,
     run = crew(recipe=rationed(ration))
     run.wait_for_step(3)
     words = psutil.Process(run.pid("worker-0")).cmdline()
-    module = words.index("shoal.serverrun.role")
+    module = words.index("shoal.serverrun.job.role")
     arguments = list(words[module:])
     arguments[arguments.index("--name") + 1] = "worker-7"
     arguments[arguments.index("--incarnation") + 1] = "0123456789abcdef"

@@ -11,10 +11,10 @@ from shoal.comm.wire import header as wire_header
 from shoal.comm.wire.errors import Refused
 from shoal.comm.wire.request import Request
 from shoal.core.errors import RequestError
-from shoal.paramserver.client import GradientRefused
-from shoal.paramserver.cutting import TensorSpec
 from shoal.paramserver.messages import Commit, Pulled, Push
-from shoal.paramserver.rounds import Contribution
+from shoal.paramserver.records import Contribution
+from shoal.paramserver.sharding import TensorSpec
+from shoal.paramserver.worker.client import GradientRefused
 from support.paramserver.job_in_process import (
     ATTEMPT_SECONDS,
     Faults,

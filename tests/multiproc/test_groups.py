@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shoal.comm.channel import PeerLost
 from shoal.comm.mesh import build_mesh
 from shoal.core.plan import Plan
-from shoal.serverrun.leading import Leader, follow
+from shoal.serverrun.worker.group import Leader, follow
 from shoal.testing.ranks import run_on_ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.serverrun.spawning import Spawner
+from shoal.serverrun.job.processes import Spawner
 
 PR_GET_CHILD_SUBREAPER = 37
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="orphans are adopted on Linux only")

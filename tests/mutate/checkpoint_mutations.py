@@ -67,10 +67,10 @@ CHECKPOINTS = [
     Mutation(
         promise=GOOD,
         what="servers keep the newest alone",
-        file="src/shoal/serverrun/serving.py",
+        file="src/shoal/serverrun/server/process.py",
         old="            self._saver.take(made.versions)",
         new="            pass",
-        test="tests/unit/serverrun/test_downpouring.py::"
+        test="tests/unit/serverrun/worker/test_downpour_loop.py::"
         "test_the_checkpoint_that_gradients_came_from_is_kept_beside_the_newest",
         seconds=5,
     ),

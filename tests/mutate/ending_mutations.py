@@ -44,7 +44,7 @@ ENDINGS = [
     Mutation(
         promise=FINISHED,
         what="an exit code of 0 of a role is enough",
-        file="src/shoal/serverrun/crew.py",
+        file="src/shoal/serverrun/job/job.py",
         old='state.pid == process.pid and state.final_status == "completed"',
         new="state.pid == process.pid",
         test="tests/bugs/test_left_without_a_word.py::test_a_worker_that_leaves_is_replaced_and_told_of",

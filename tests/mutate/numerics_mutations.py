@@ -144,7 +144,7 @@ NUMERICS = [
     Mutation(
         promise=SERVERS,
         what="the servers' optimizer has another learning rate",
-        file="src/shoal/paramserver/shard.py",
+        file="src/shoal/paramserver/server/shard.py",
         old="        set_rate(self._optimizer, lr)",
         new="        set_rate(self._optimizer, lr * 1.0001)",
         test="tests/multiproc/test_server_runs.py::test_async_with_one_worker_is_plain_training_bit_for_bit",
@@ -153,7 +153,7 @@ NUMERICS = [
     Mutation(
         promise=GROUPS,
         what="the last share is counted twice",
-        file="src/shoal/paramserver/shard.py",
+        file="src/shoal/paramserver/server/shard.py",
         old="        for gradient in gradients[1:]:\n            total += gradient",
         new="        for gradient in [*gradients[1:], gradients[-1]]:\n            total += gradient",
         test="tests/parity/test_server_groups.py::test_workers_that_are_pipelines_end_in_the_bits_of_replicated_pipelines",
@@ -279,7 +279,7 @@ NUMERICS = [
     Mutation(
         promise=SAME_DATA,
         what="a worker says nothing of its data",
-        file="src/shoal/serverrun/working.py",
+        file="src/shoal/serverrun/worker/process.py",
         old="        data=same_data.fingerprint.as_settings(),",
         new="        data={},",
         test="tests/multiproc/test_same_data.py::test_a_worker_of_parameter_servers_with_other_data_is_not_let_in",

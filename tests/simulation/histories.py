@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.updates import UpdateRule
-from shoal.paramserver.book import Book
-from shoal.paramserver.rounds import Round
+from shoal.paramserver.log.updates import Book
+from shoal.paramserver.records import Round
 from simulation.center import Center, Election, wanted
 from simulation.oracles import Checkpoint, Run
 from simulation.server import Server

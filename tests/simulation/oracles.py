@@ -7,7 +7,7 @@ from shoal.core.updates import UpdateRule
 from shoal.elastic.membership import Wanted
 from shoal.elastic.view import View
 from shoal.paramserver.consistency import needs
-from shoal.paramserver.rounds import Contribution, Identity, Round
+from shoal.paramserver.records import Contribution, Identity, Round
 from simulation.world import World
 
 if TYPE_CHECKING:

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.elastic.view import Chain, View
-from shoal.paramserver.answers import Committed
-from shoal.paramserver.book import Book
-from shoal.paramserver.rounds import Identity, Round, round_from_json
+from shoal.paramserver.log.updates import Book
+from shoal.paramserver.records import Committed, Identity, Round, round_from_json
 from simulation.center import Participant
 from simulation.oracles import Checkpoint, Run
 from simulation.world import Call, Message, Sleep, Task

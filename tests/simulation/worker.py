@@ -3,8 +3,7 @@
 from typing import Any
 
 from shoal.elastic.view import View
-from shoal.paramserver.answers import Finished, Portion
-from shoal.paramserver.rounds import Contribution, Identity
+from shoal.paramserver.records import Contribution, Finished, Identity, Portion
 from simulation.center import Participant
 from simulation.oracles import Run
 from simulation.world import Call, Message, Sleep, Task

@@ -82,7 +82,7 @@ def center(
     etcd: _Etcd = "",
 ) -> None:
     """Stand for the center: one leads, the others take over when it dies."""
-    from shoal.serverrun.centering import lead
+    from shoal.serverrun.center import lead
     from shoal.serverrun.standalone import run_async
 
     role = _prepare(
@@ -130,7 +130,7 @@ def server(
         resume=resume,
     )
     _keep_threads_quiet()
-    from shoal.serverrun.standserver import run_server
+    from shoal.serverrun.server.standalone import run_server
 
     assert role.prepared is not None
     code, summary = run_server(role.place, role.prepared)
@@ -152,7 +152,7 @@ def worker(
     role = _prepare("worker", recipe, centers=centers, index=index, plan=plan, overrides=overrides, keys=keys)
     _keep_threads_quiet()
     from shoal.serverrun.standalone import run_blocking
-    from shoal.serverrun.working import work
+    from shoal.serverrun.worker.process import work
 
     raise typer.Exit(run_blocking(lambda: work(role.place)))
 
@@ -165,7 +165,7 @@ def stop(
     import asyncio
 
     from shoal.serverrun.cluster import read_cluster
-    from shoal.serverrun.stopping import stop_run
+    from shoal.serverrun.standalone import stop_run
 
     check_result_file(json_file)
     found = asyncio.run(stop_run(read_cluster(centers=centers, keys=keys), reason=reason, seconds=10.0))

@@ -16,7 +16,7 @@ from typing import Literal
 from shoal.core.errors import RequestError
 from shoal.core.seeding import derive_key
 from shoal.core.updates import UpdateRule
-from shoal.paramserver.rounds import Contribution
+from shoal.paramserver.records import Contribution
 
 Aggregate = Literal["average", "accumulate", "adasum", "fednova"]
 """How the contributions of a round become one update: their mean by samples, their sum, Adasum, or FedNova."""

@@ -16,9 +16,8 @@ from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.elastic.election.elector import Center
 from shoal.elastic.view import View
-from shoal.paramserver.bell import Bell
 from shoal.paramserver.messages import FINISHED, Join, Leave, Message, Watch, Watched
-from shoal.paramserver.refusals import Moved
+from shoal.paramserver.waiting import Bell, Moved
 
 WATCH_SECONDS = 0.5
 """How long a center parks a watch: members are heard of twice a second."""

@@ -16,9 +16,8 @@ import msgspec
 
 from shoal.comm.wire.operations import Op, Operations
 from shoal.elastic.view import Role, View
-from shoal.paramserver.answers import Portion
 from shoal.paramserver.programs import Operation
-from shoal.paramserver.rounds import Contribution, Round
+from shoal.paramserver.records import Contribution, Portion, Round
 
 MAX_PAYLOAD = 64 << 30
 MAX_TEXTS = 1 << 30

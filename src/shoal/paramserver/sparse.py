@@ -9,13 +9,14 @@ caches (``cold_shards``).
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from shoal.paramserver.cutting import Model, Piece, Shard, ShardMap
-from shoal.paramserver.gradients import Rows, WrongGradient
+from shoal.core.errors import RunError
+from shoal.paramserver.sharding import Model, Piece, Shard, ShardMap
 
 Index = tuple[tuple[str, int], ...]
 """Tensors of a shard, in its order, of which only so many rows are in a payload."""
@@ -26,6 +27,20 @@ MOST_ROWS = 0.25
 MOSTLY = 0.9
 """Share of a shard that tensors of few touched rows must be for the shard to count as cold."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WrongGradient(RunError):
+    """A gradient that does not fit the shard; it is not stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A sparse gradient of one parameter: the rows that are not zero."""
+
+    indices: Tensor
+    """Rows of the whole parameter, int64, increasing."""
+    values: Tensor
+    """Their gradients, one row each."""
 
 
 class RowPacker:

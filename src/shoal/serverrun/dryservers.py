@@ -11,13 +11,12 @@ from shoal.core.plan import Plan
 from shoal.core.units import format_bytes
 from shoal.core.updates import UpdateRule
 from shoal.optim.build import num_state_bytes
-from shoal.paramserver.cutting import ITEM_BYTES, Model, ShardMap
-from shoal.paramserver.lbfgs import pair_names
-from shoal.paramserver.linesearch import GRADIENTS_HELD
-from shoal.paramserver.shard import VERSIONS_REMEMBERED
+from shoal.paramserver.lbfgs.algorithm import pair_names
+from shoal.paramserver.lbfgs.line_search import GRADIENTS_HELD
+from shoal.paramserver.server.shard import VERSIONS_REMEMBERED
+from shoal.paramserver.sharding import ITEM_BYTES, Model, ShardMap, cut_for
 from shoal.paramserver.shares import portion_samples
-from shoal.serverrun.ahead import pulls_ahead
-from shoal.serverrun.hot import cut_for
+from shoal.serverrun.worker.loops import pulls_ahead
 from shoal.trainer.config import Recipe
 
 Sizes = dict[str, int]

@@ -7,8 +7,8 @@ from torch import nn
 
 from shoal.core.errors import RequestError
 from shoal.models.embeddings import row_tables
-from shoal.paramserver.cutting import Model, ShardMap, TensorSpec, check_cover
-from shoal.serverrun.portion import trained_parameters
+from shoal.paramserver.sharding import Model, ShardMap, TensorSpec, check_cover
+from shoal.serverrun.worker.shares import trained_parameters
 
 
 def describe_model(model: nn.Module) -> dict[str, TensorSpec]:

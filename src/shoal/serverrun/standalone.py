@@ -8,6 +8,7 @@ import faulthandler
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,18 @@ from typing import Any, Literal
 
 from shoal.checkpoint.whole import committed_names
 from shoal.comm.wire.connections import raise_descriptor_limit
-from shoal.comm.wire.node import new_incarnation
-from shoal.core.errors import EXIT_DONE, RequestError
+from shoal.comm.wire.errors import Refused, WireTimeout
+from shoal.comm.wire.node import Node, new_incarnation
+from shoal.core.errors import EXIT_DONE, RequestError, RunError
 from shoal.core.rundir import RunDir
+from shoal.elastic.election.elector import Center
 from shoal.elastic.election.etcd import EtcdAccess
+from shoal.elastic.election.seeker import Seeker
 from shoal.launch.blame import EXIT_INTERRUPTED
-from shoal.serverrun.cluster import check_candidate, read_cluster
-from shoal.serverrun.member import MemberPlace
+from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS
+from shoal.paramserver.messages import Halt
+from shoal.serverrun.cluster import Cluster, check_candidate, read_cluster
+from shoal.serverrun.process import MemberPlace
 from shoal.trainer.claim import check_claim
 from shoal.trainer.config import Recipe
 from shoal.trainer.request import OwnParts, Prepared, TrainRequest, check_parts, read_request
@@ -200,3 +206,40 @@ def _begin() -> None:
     """A process that hangs on another machine says where on SIGUSR1; and it has as many descriptors as its user may have."""
     raise_descriptor_limit()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+# TODO docstring of the former serverrun.stopping:
+# Stopping a run on several machines: a word to the center, whoever it is, and every role ends after what is under way.
+
+_CALL_SECONDS = 2.0
+_LOOK_SECONDS = 0.05
+
+
+async def stop_run(cluster: Cluster, *, reason: str, seconds: float) -> Center:
+    """Ask the center to end the run with a checkpoint.
+
+    Returns:
+        The center that took it.
+
+    Raises:
+        RequestError: the centers refuse this process's key.
+        RunError: no center took it in time.
+    """
+    node = Node(incarnation=new_incarnation(), operations=CLUSTER_OPERATIONS, keys=cluster.keys)
+    seeker = Seeker(node, cluster.centers, patience=seconds)
+    seeker.start()
+    until = time.monotonic() + seconds
+    try:
+        while True:
+            center = seeker.find()
+            if center is not None:
+                try:
+                    await node.connect(center.address).call(Halt(reason=reason), deadline=_CALL_SECONDS)
+                    return center
+                except (WireTimeout, Refused):
+                    pass  # It leads no longer: look again.
+            if time.monotonic() > until:
+                raise RunError(f"no center took the word to stop within {seconds:g} s: {seeker.describe()}")
+            await asyncio.sleep(_LOOK_SECONDS)
+    finally:
+        await node.close()

@@ -25,7 +25,7 @@ from shoal.pipeline.build import Part, Stages, prove_stages
 from shoal.pipeline.stages import advise_replicas
 from shoal.serverrun.dryservers import sizes_with_servers
 from shoal.serverrun.flatmodel import describe_model
-from shoal.serverrun.group import group_plan, share_of
+from shoal.serverrun.worker.group import group_plan, share_of
 from shoal.trainer.build import build_parts, build_without_memory
 from shoal.trainer.request import Prepared
 

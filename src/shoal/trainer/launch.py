@@ -21,7 +21,7 @@ from shoal.engine.resolve import check_processes, default_threads
 from shoal.launch.failurereport import describe, headline
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.supervisor import supervise
-from shoal.serverrun.launchcrew import train_with_servers
+from shoal.serverrun.job.run import train_with_servers
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
 from shoal.trainer.forecast_report import describe_forecast, keep_forecast, with_forecast

@@ -17,13 +17,12 @@ from torch import nn
 from shoal.core.updates import UpdateRule
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
-from shoal.paramserver.answers import Committed, Finished, Portion, Refused, Wait
-from shoal.paramserver.book import Book
 from shoal.paramserver.consistency import Lateness
-from shoal.paramserver.cutting import TensorSpec, cut_model
-from shoal.paramserver.gradients import WorkerGone
-from shoal.paramserver.rounds import Contribution, Identity, Round
-from shoal.paramserver.shard import ShardState
+from shoal.paramserver.log.updates import Book
+from shoal.paramserver.records import Committed, Contribution, Finished, Identity, Portion, Refused, Round, Wait
+from shoal.paramserver.server.gradients import WorkerGone
+from shoal.paramserver.server.shard import ShardState
+from shoal.paramserver.sharding import TensorSpec, cut_model
 from support.paramserver.torch_oracle import SHAPES, Read, gradient, initial_weights, summed
 
 MODEL = {name: TensorSpec(shape, "float32") for name, shape in SHAPES.items()}

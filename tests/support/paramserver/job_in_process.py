@@ -23,21 +23,23 @@ from shoal.elastic.election.filelease import FileLease, read_center
 from shoal.elastic.membership import Wanted
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
-from shoal.paramserver import center as center_module
-from shoal.paramserver import client as client_module
 from shoal.paramserver import contact as contact_module
-from shoal.paramserver import following, shelf, steward
-from shoal.paramserver import server as server_module
-from shoal.paramserver.book import Book
-from shoal.paramserver.center import Center
-from shoal.paramserver.client import Client, RunOver
+from shoal.paramserver.center import center as center_module
+from shoal.paramserver.center.center import Center
 from shoal.paramserver.contact import Contact, Evicted
-from shoal.paramserver.cutting import TensorSpec, cut_model
-from shoal.paramserver.ledger import Ledger
+from shoal.paramserver.log import leader as steward
+from shoal.paramserver.log.commands import Ledger
+from shoal.paramserver.log.updates import Book
 from shoal.paramserver.messages import FINISHED, OPERATIONS, Dead, Halt, Join
-from shoal.paramserver.rounds import Contribution, Entry, Identity, Round
-from shoal.paramserver.server import Server
-from shoal.paramserver.shard import ShardState
+from shoal.paramserver.records import Contribution, Entry, Identity, Round
+from shoal.paramserver.server import follower as following
+from shoal.paramserver.server import server as server_module
+from shoal.paramserver.server import store as shelf
+from shoal.paramserver.server.server import Server
+from shoal.paramserver.server.shard import ShardState
+from shoal.paramserver.sharding import TensorSpec, cut_model
+from shoal.paramserver.worker import client as client_module
+from shoal.paramserver.worker.client import Client, RunOver
 
 OPTIM = OptimConfig(name="adamw", lr=0.05)
 ATTEMPT_SECONDS = 0.15

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shoal.paramserver.lbfgs import LbfgsSettings, Memory, begin, iterate
+from shoal.paramserver.lbfgs.algorithm import LbfgsSettings, Memory, begin, iterate
+from shoal.paramserver.lbfgs.vectors import LocalVectors, ShardVectors
 from shoal.paramserver.programs import GRADIENT, WEIGHTS
-from shoal.paramserver.vectors import LocalVectors, ShardVectors
 
 Objective = Callable[[Tensor], Tensor]
 

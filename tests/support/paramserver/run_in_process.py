@@ -20,12 +20,13 @@ from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.engine.resolve import choose_plan
 from shoal.engine.state import hash_weights
-from shoal.serverrun import serving, working
-from shoal.serverrun.centering import lead
-from shoal.serverrun.closing import read_steps
-from shoal.serverrun.member import MemberPlace
-from shoal.serverrun.serving import serve
-from shoal.serverrun.working import work
+from shoal.serverrun.center import lead
+from shoal.serverrun.process import MemberPlace
+from shoal.serverrun.server import process as serving
+from shoal.serverrun.server.finalize import read_steps
+from shoal.serverrun.server.process import serve
+from shoal.serverrun.worker import process as working
+from shoal.serverrun.worker.process import work
 from shoal.trainer.build import build_parts, load_run
 from shoal.trainer.config import Recipe, dump_recipe
 from shoal.trainer.loop import Trainer

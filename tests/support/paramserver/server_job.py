@@ -81,7 +81,7 @@ class CrewRun:
         found = {}
         for process in psutil.process_iter(["cmdline", "status"]):
             words = process.info["cmdline"] or []
-            roles = {"shoal.serverrun.role", "shoal.serverrun.centering"}
+            roles = {"shoal.serverrun.job.role", "shoal.serverrun.center"}
             is_role = not roles.isdisjoint(words) and "--name" in words
             if is_role and str(self.run_dir) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found[words[words.index("--name") + 1]] = process.pid

@@ -1,6 +1,6 @@
 """A round of a parameter server as its book would close it, for tests of what is made of it."""
 
-from shoal.paramserver.rounds import Entry, Identity, Round
+from shoal.paramserver.records import Entry, Identity, Round
 
 
 def a_round(number: int, *entries: tuple[str, int, float], dropped: tuple[Identity, ...] = ()) -> Round:

@@ -22,7 +22,7 @@ from shoal.comm.wire.header import PROTOCOL_VERSION
 from shoal.comm.wire.keys import Keys
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.elastic.election.majority import Seek
-from shoal.paramserver.candidate import CLUSTER_OPERATIONS
+from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS
 from shoal.paramserver.messages import Ask, Dead, Fetch, Halt, Join, Over, Pull, Push
 
 SECONDS = 0.6

@@ -17,7 +17,7 @@ from shoal.paramserver.consistency import (
     wait_seconds,
     waits_for_round,
 )
-from shoal.paramserver.rounds import Contribution
+from shoal.paramserver.records import Contribution
 
 ON_TIME = Lateness()
 

@@ -5,12 +5,11 @@ import torch
 
 from shoal.core.errors import RunError
 from shoal.paramserver import consistency
-from shoal.paramserver.book import Book
 from shoal.paramserver.consistency import Lateness
-from shoal.paramserver.gradients import Gradients
-from shoal.paramserver.members import Member
-from shoal.paramserver.portions import Portions
-from shoal.paramserver.shard import ShardState
+from shoal.paramserver.log.queue import Member, Portions
+from shoal.paramserver.log.updates import Book
+from shoal.paramserver.server.gradients import Gradients
+from shoal.paramserver.server.shard import ShardState
 from support.paramserver.fault_history import History, check_accounting, check_staleness, rate
 from support.paramserver.torch_oracle import replay, train_alone, train_stepwise
 

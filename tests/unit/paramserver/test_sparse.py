@@ -5,11 +5,11 @@ import torch
 
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
-from shoal.paramserver.cutting import TensorSpec, cut_model
-from shoal.paramserver.gradients import WrongGradient
-from shoal.paramserver.replica import Replica
-from shoal.paramserver.rounds import Identity
-from shoal.paramserver.shard import ShardState
+from shoal.paramserver.records import Identity
+from shoal.paramserver.server.gradients import WrongGradient
+from shoal.paramserver.server.replica import Replica
+from shoal.paramserver.server.shard import ShardState
+from shoal.paramserver.sharding import TensorSpec, cut_model
 from shoal.paramserver.sparse import MEASURED_PUSHES, RowPacker, unpack_rows
 
 MODEL = {

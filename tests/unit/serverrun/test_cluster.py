@@ -4,8 +4,8 @@ import pytest
 
 from shoal.comm.wire.keys import make_keys
 from shoal.core.errors import RequestError
-from shoal.serverrun.agreement import shared_settings
 from shoal.serverrun.cluster import check_candidate, find_seat, read_cluster
+from shoal.serverrun.process import shared_settings
 from shoal.trainer.config import load_recipe
 
 THREE = "tcp://10.0.0.1:7000,tcp://10.0.0.2:7000,tcp://10.0.0.3:7000"

@@ -5,7 +5,7 @@ import pytest
 from shoal.checkpoint.goodness import mark_good
 from shoal.core.events import GradientRefused, StepDone
 from shoal.core.rundir import RunDir
-from shoal.serverrun.fallback import fall_back_if_refused
+from shoal.serverrun.notices import fall_back_if_refused
 from shoal.telemetry.lines import encode_event
 from support.checkpoint.forged import make
 

@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from shoal.core.plan import Plan
 from shoal.engine.resolve import choose_plan
 from shoal.optim.precision import Precision
-from shoal.paramserver import local
-from shoal.paramserver.answers import Portion
-from shoal.paramserver.lbfgs import LbfgsSettings, begin, iterate
+from shoal.paramserver.lbfgs.algorithm import LbfgsSettings, begin, iterate
+from shoal.paramserver.lbfgs.vectors import LocalVectors
 from shoal.paramserver.programs import GRADIENT, WEIGHTS
-from shoal.paramserver.replica import Replica
-from shoal.paramserver.rounds import Identity
-from shoal.paramserver.vectors import LocalVectors
+from shoal.paramserver.records import Identity, Portion
+from shoal.paramserver.server.replica import Replica
+from shoal.paramserver.worker import local
 from shoal.serverrun.dryservers import sizes_with_servers
 from shoal.serverrun.flatmodel import describe_model
-from shoal.serverrun.serving import ShardSource
-from shoal.serverrun.working import build_worker, pulls_ahead, way_of_working
+from shoal.serverrun.server.process import ShardSource
+from shoal.serverrun.worker.process import build_worker, pulls_ahead, way_of_working
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import describe_dry_run, dry_run_result
 from shoal.trainer.measure import OwnPartsHere

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shoal.paramserver.client import Client
+from shoal.paramserver.worker.client import Client
 from support.paramserver.run_in_process import recipe_of, run_alone, run_inside
 
 WORDS = {

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from shoal.paramserver.client import Client
-from shoal.serverrun.workline import Line
+from shoal.paramserver.worker.client import Client
+from shoal.serverrun.worker.connection import Line
 from shoal.telemetry.lines import decode_events
 from support.paramserver.run_in_process import recipe_of, run_inside
 

@@ -12,7 +12,7 @@ from shoal.engine.config import TrainConfig
 from shoal.engine.resolve import choose_plan, resolve_plan, server_settings, updates_per_step
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import ParamServerConfig
-from shoal.serverrun.hot import match_hot
+from shoal.paramserver.sharding import match_hot
 from shoal.trainer.measure import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
 

@@ -13,9 +13,15 @@ from shoal.comm.world import World
 from shoal.core.placement import Patch
 from shoal.core.updates import UpdateRule
 from shoal.elastic.view import Chain
-from shoal.paramserver import client, consistency, replica, shard, shelf
-from shoal.paramserver.rounds import Contribution, Read, Round
-from shoal.serverrun import dealing, flatmodel, serving, workline
+from shoal.paramserver import consistency
+from shoal.paramserver.records import Contribution, Read, Round
+from shoal.paramserver.server import replica, shard
+from shoal.paramserver.server import store as shelf
+from shoal.paramserver.worker import client
+from shoal.serverrun import flatmodel
+from shoal.serverrun.server import process as serving
+from shoal.serverrun.worker import connection as workline
+from shoal.serverrun.worker import group as dealing
 from shoal.verify.mutants.planted_bugs import PlantedBug, Swap
 
 

@@ -1,6 +1,6 @@
 """One server or worker of a proof: the real role, with what it computes put down on the way.
 
-``python -m shoal.verify.servers.roles`` takes the place of ``shoal.serverrun.role`` in a crew. Servers put down every update of
+``python -m shoal.verify.servers.roles`` takes the place of ``shoal.serverrun.job.role`` in a crew. Servers put down every update of
 every replica, workers say what each of their gradients was computed from; nothing of either is replaced, except by a mutant.
 What the proof wants of them is in a file of the run directory.
 """
@@ -22,14 +22,12 @@ from torch import Tensor
 
 from shoal.comm.world import Place, World
 from shoal.core.errors import RunError
-from shoal.paramserver.answers import Portion
-from shoal.paramserver.rounds import Contribution, Read, Round, round_to_json
-from shoal.paramserver.shard import ShardState
-from shoal.serverrun.entry import run_process
-from shoal.serverrun.member import MemberPlace
-from shoal.serverrun.serving import ShardSource, serve
-from shoal.serverrun.working import work
-from shoal.serverrun.workline import Line, Worker
+from shoal.paramserver.records import Contribution, Portion, Read, Round, round_to_json
+from shoal.paramserver.server.shard import ShardState
+from shoal.serverrun.process import MemberPlace, run_process
+from shoal.serverrun.server.process import ShardSource, serve
+from shoal.serverrun.worker.connection import Line, Worker
+from shoal.serverrun.worker.process import work
 from shoal.verify.mutants.catalogue import MUTANTS, Death, planted
 from shoal.verify.reference.recording import placement_values
 

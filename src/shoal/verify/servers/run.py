@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from shoal.core.errors import EXIT_DONE, RunError
 from shoal.core.plan import Plan
-from shoal.serverrun.crew import Crew, CrewEnd, CrewRequest
+from shoal.serverrun.job.job import Crew, CrewEnd, CrewRequest
 from shoal.telemetry.statusboard import StatusReading
 from shoal.trainer.claim import Claim
 from shoal.trainer.config import Recipe

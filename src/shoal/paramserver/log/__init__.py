@@ -1,0 +1,1 @@
+"""The log of a run with parameter servers: updates, the commands that made them, and the log leader."""

@@ -1,0 +1,1 @@
+"""The server side: shards, their replicas, replication and the log follower."""

@@ -1,0 +1,158 @@
+"""The process of a candidate for the center. No torch: it is started, and started again, in no time."""
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shoal.comm.wire.node import Node
+from shoal.core.rundir import RunDir
+from shoal.elastic.election.etcd import EtcdLease
+from shoal.elastic.election.filelease import FileLease
+from shoal.elastic.election.sole import Sole
+from shoal.elastic.election.voters import Voters
+from shoal.elastic.membership import Wanted
+from shoal.paramserver.center.candidate import Candidate
+from shoal.paramserver.center.center import Center
+from shoal.paramserver.lbfgs.algorithm import LbfgsSettings
+from shoal.paramserver.lbfgs.coordinator import BatchSettings, Coordinator
+from shoal.serverrun.cluster import Cluster
+from shoal.serverrun.process import MemberPlace, open_node, run_process
+
+_LONELY_SECONDS = 600.0
+"""How long a voter waits for any other: longer than a machine takes to start, and than most cuts of a network last."""
+
+
+async def lead(place: MemberPlace) -> str:
+    """Stand for election until the run has ended; why it was stopped, and nothing when it was finished."""
+    return await (_lead_here(place) if place.cluster is None else _lead_cluster(place, place.cluster))
+
+
+async def _lead_here(place: MemberPlace) -> str:
+    node = open_node(place)
+    elector = FileLease(
+        place.lease_folder,
+        name=place.name,
+        address=place.address,
+        lease_seconds=place.recipe.paramserver.lease_seconds,
+    )
+    center = Center(node, elector, wanted=wanted_of(place), tell=tell, settings=place.settings, folder=place.folder)
+    center.driver = build_coordinator(place, node, center)
+    await node.listen(place.address, center.handle)
+    try:
+        return await center.run()
+    finally:
+        with contextlib.suppress(OSError):
+            await elector.resign()
+        await node.close()
+
+
+async def _lead_cluster(place: MemberPlace, cluster: Cluster) -> str:
+    node = open_node(place)
+    try:
+        elector = _build_elector(place, cluster, node)
+        others = [address for seat, address in enumerate(cluster.centers) if seat != cluster.seat]
+        candidate = Candidate(
+            node,
+            elector,
+            name=place.name,
+            others=others,
+            wanted=wanted_of(place),
+            settings=place.settings,
+            lonely_seconds=max(_LONELY_SECONDS, cluster.patience),
+            tell=tell,
+        )
+        candidate.center.driver = build_coordinator(place, node, candidate.center)
+        tell(f"{place.name} listens on {(await node.listen(place.address, candidate.handle)).partition('#')[0]}")
+        if not others and not cluster.etcd:
+            tell(
+                "it is the only candidate: there is no election, and nobody replaces it when it dies; three candidates would"
+            )
+        try:
+            if isinstance(elector, Voters):
+                await elector.start()
+            return await candidate.run()
+        finally:
+            await (elector.close() if isinstance(elector, Voters) else elector.resign())
+    finally:
+        await node.close()
+
+
+def _build_elector(place: MemberPlace, cluster: Cluster, node: Node) -> Voters | Sole | EtcdLease:
+    ballot = ballot_file(place.kept_dir, place.name)
+    own = cluster.centers[cluster.seat]
+    if cluster.etcd:
+        return EtcdLease(
+            cluster.etcd,
+            key=urlsplit(cluster.etcd).path.strip("/"),
+            name=place.name,
+            address=own,
+            lease_seconds=place.recipe.paramserver.lease_seconds,
+            access=cluster.etcd_access,
+        )
+    if len(cluster.centers) == 1:
+        return Sole(name=place.name, address=own, ballot=ballot)
+    return Voters(
+        name=place.name,
+        address=own,
+        voters=dict(zip(cluster.names, cluster.centers, strict=True)),
+        ballot=ballot,
+        lease_seconds=place.recipe.paramserver.lease_seconds,
+        seed=place.recipe.train.seed,
+        node=node,
+    )
+
+
+def ballot_file(run_dir: Path, name: str) -> Path:
+    """Where a candidate keeps its vote."""
+    return RunDir(run_dir).root / "ballots" / f"{name}.json"
+
+
+def wanted_of(place: MemberPlace) -> Wanted:
+    """What the run asked for, in the center's words."""
+    config = place.recipe.paramserver
+    return Wanted(
+        servers=place.plan.ps,
+        backups=place.plan.backup,
+        dead_seconds=config.dead_seconds,
+        join_seconds=place.recipe.elastic.start_deadline,
+    )
+
+
+def build_coordinator(place: MemberPlace, node: Node, center: Center) -> Coordinator | None:
+    """Who drives the steps beside this center; None where workers make them by themselves."""
+    if place.rule.kind != "lbfgs":
+        return None
+    config = place.recipe.paramserver
+    return Coordinator(
+        node,
+        center,
+        settings=LbfgsSettings(
+            lr=config.lbfgs_lr,
+            history=config.lbfgs_history,
+            line_search=config.lbfgs_search,
+            tolerance_gradient=config.lbfgs_tolerance,
+        ),
+        batches=BatchSettings(global_batch=place.recipe.train.global_batch, workers=place.plan.num_shares),
+        deadline_seconds=config.deadline,
+        tell=tell,
+    )
+
+
+def tell(line: str) -> None:
+    """A line for people."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Entry point of a center of a crew."""
+    run_process(lambda role, place: asyncio.run(_lead_to_the_end(place)))
+
+
+async def _lead_to_the_end(place: MemberPlace) -> None:
+    await lead(place)
+
+
+if __name__ == "__main__":
+    main()

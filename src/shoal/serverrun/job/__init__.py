@@ -1,0 +1,1 @@
+"""A parameter-server job seen from the process that starts it: start, watch, restart, finish."""

@@ -1,0 +1,237 @@
+"""A process's place in a run with parameter servers: what every role is told at its start, and how it meets the others.
+
+On one machine the processes share a folder, which has their sockets, their arenas and the lease of the center. On several they
+have a list of addresses instead (``cluster.py``).
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.comm.parentdeath import end_if_forked
+from shoal.comm.wire.node import Node
+from shoal.core.config import read_toml, validate
+from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError
+from shoal.core.plan import Plan
+from shoal.core.rundir import RunDir
+from shoal.core.updates import UpdateRule
+from shoal.elastic.election.elector import Center
+from shoal.elastic.election.filelease import read_center
+from shoal.elastic.election.seeker import Seeker
+from shoal.engine.resolve import default_threads
+from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS
+from shoal.paramserver.messages import OPERATIONS
+from shoal.serverrun.cluster import Cluster
+from shoal.serverrun.notices import Tally
+from shoal.telemetry.statusboard import RankStatus, StatusBoard
+from shoal.trainer.claim import flatten, read_plan
+from shoal.trainer.config import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberPlace:
+    """See the module."""
+
+    name: str
+    rank: int
+    num_ranks: int
+    """Of all roles together; the size of the board."""
+    incarnation: str
+    folder: Path | None = None
+    """Sockets, leases and arenas of this run on this machine; None in a cluster."""
+    cluster: Cluster | None = None
+    """None on one machine."""
+    run_dir: Path | None
+    """None for a worker in a cluster, which leaves nothing behind."""
+    resume: bool
+    """Begin with the newest whole checkpoint, if there is one."""
+    recipe: Recipe
+    plan: Plan
+    board_fd: int | None = None
+    origin: str = ""
+    """Names the process over its incarnations, where nobody sees to it that there is one of each name."""
+    group_rank: int = 0
+    """Of a process of a worker that is a group of several: 0 is the worker to everyone else, the others serve it."""
+
+    @property
+    def kept_dir(self) -> Path:
+        """The run directory of a role that cannot do without one."""
+        assert self.run_dir is not None, f"{self.name} needs a run directory"
+        return self.run_dir
+
+    @property
+    def lease_folder(self) -> Path:
+        """Where centers are elected, on one machine."""
+        assert self.folder is not None
+        return self.folder / "lease"
+
+    @property
+    def address(self) -> str:
+        """Where this process listens. In a folder its incarnation is in it: whoever calls the one before must not reach this one.
+        A machine's address stays the same, and there the epoch of a request tells."""
+        if self.cluster is not None:
+            return self.cluster.listen
+        return f"ipc://{self.folder}/{self.name}-{self.incarnation}.sock"
+
+    @property
+    def index(self) -> int:
+        """The number at the end of the name: of a worker, the share that it prefers."""
+        return int(self.name.rpartition("-")[2].partition(".")[0])
+
+    @property
+    def group_store(self) -> Path:
+        """The file through which the ranks of a worker meet. They have one incarnation, so a group that is started again never
+        meets one before it."""
+        assert self.folder is not None, "a group is of one machine"
+        return self.folder / f"group-{self.name.partition('.')[0]}-{self.incarnation}"
+
+    @property
+    def rule(self) -> UpdateRule:
+        """The update rule, resolved."""
+        return UpdateRule.parse(self.plan.update or "bsp").resolve(self.plan.num_shares)
+
+    @property
+    def threads(self) -> int:
+        """Compute threads: the machine's, shared with the others of a crew; a role that starts by itself has them all."""
+        return self.recipe.train.threads or default_threads(self.plan.world_size if self.cluster is None else 1)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What this process's recipe says of everything that all must agree on."""
+        return shared_settings(self.recipe)
+
+
+def open_node(place: MemberPlace) -> Node:
+    """This process on the wire; what it drops is written down until it is closed."""
+    if place.cluster is None:
+        node = Node(incarnation=place.incarnation, operations=OPERATIONS, arena_dir=place.folder)
+    else:
+        node = Node(incarnation=place.incarnation, operations=CLUSTER_OPERATIONS, keys=place.cluster.keys)
+    node.spawn(Tally(node, name=place.name, run_dir=place.run_dir, rank=place.rank).keep())
+    return node
+
+
+def open_finder(place: MemberPlace, node: Node) -> Callable[[], Center | None]:
+    """What tells who is the center; in a cluster it asks in the background, until the node is closed."""
+    if place.cluster is None:
+        folder = place.lease_folder
+        return lambda: read_center(folder)
+    seeker = Seeker(node, place.cluster.centers, patience=place.cluster.patience)
+    seeker.start()
+    return seeker.find
+
+
+def attach_status(place: MemberPlace) -> RankStatus | None:
+    """This process's status on the crew's board; None when nobody looks."""
+    return None if place.board_fd is None else StatusBoard.attach(place.board_fd, place.num_ranks).of_rank(place.rank)
+
+
+# TODO docstring of the former serverrun.agreement:
+# What all processes of a run must agree on: every setting of the recipe but those that concern a process alone, as plain text.
+#
+# Compared at the door (``paramserver/center/center.py``). Processes on several machines each read a recipe of their
+# own, and two that differ
+# in a seed or a rate would train together without a word.
+
+_OWN = (
+    "telemetry",
+    "eval",
+    "elastic",
+    "train.threads",
+    "data.prefetch",
+    "data.workers",
+    "paramserver.hang_after",
+    "paramserver.hang_seconds",
+)
+"""Sections and keys that may differ from process to process."""
+
+
+def shared_settings(recipe: Recipe) -> dict[str, str]:
+    """The settings that must be the same everywhere, by key; the plan is among them."""
+    return {
+        key: json.dumps(value)
+        for key, value in sorted(flatten(recipe.model_dump(mode="json")).items())
+        if value is not None and not any(key == name or key.startswith(f"{name}.") for name in _OWN)
+    }
+
+
+# TODO docstring of the former serverrun.entry:
+# The first and the last lines of a process of a crew: what its command line says, and what its exit code means.
+#
+# This is a process boundary: every exception ends here, in the log and in the exit code. No torch: a center starts
+# with this alone.
+
+
+def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
+    """What the command line says: which role, and its place in the run."""
+    parser = argparse.ArgumentParser(prog="shoal.serverrun.job.role")
+    parser.add_argument("role", choices=("server", "worker", "center"))
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--incarnation", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--group-rank", type=int, default=0)
+    given = parser.parse_args(arguments)
+    run_dir: Path = given.run_dir
+    recipe = validate(Recipe, read_toml(RunDir(run_dir).recipe), origin=str(RunDir(run_dir).recipe))
+    place = MemberPlace(
+        name=given.name,
+        rank=given.rank,
+        num_ranks=given.ranks,
+        incarnation=given.incarnation,
+        folder=given.folder,
+        run_dir=run_dir,
+        resume=given.resume,
+        recipe=recipe,
+        plan=Plan.parse(read_plan(run_dir)),
+        group_rank=given.group_rank,
+        board_fd=int(os.environ["SHOAL_BOARD_FD"]) if "SHOAL_BOARD_FD" in os.environ else None,
+    )
+    return given.role, place
+
+
+def _say_done(place: MemberPlace) -> None:
+    """Tell the crew that this process did what it was for: an exit code of 0 says only that something called exit."""
+    rank_status = attach_status(place)
+    if rank_status is not None:
+        rank_status.claim()  # A center had no use for it until now.
+        rank_status.finish("completed")
+
+
+def run_process(run: Callable[[str, MemberPlace], None]) -> None:
+    """Be a member of a crew, and never return.
+
+    Args:
+        run: does the role's work.
+    """
+    owner = os.getpid()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # The crew decides when to stop; Ctrl-C in the terminal goes to it alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = EXIT_DONE
+    try:
+        role, place = read_place(sys.argv[1:])
+        run(role, place)
+        end_if_forked(owner)
+        _say_done(place)
+    except RequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = EXIT_WRONG_REQUEST
+    except BaseException:
+        end_if_forked(owner)
+        traceback.print_exc()
+        code = EXIT_NO
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a thread in an unknown state could keep a dying process alive, and its peers waiting.
+    os._exit(code)

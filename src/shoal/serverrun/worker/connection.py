@@ -1,0 +1,286 @@
+"""What every way of working has in common: what computes, its line to the servers, and what the book is told of a gradient."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from shoal.core.errors import RunError
+from shoal.core.events import WorkerTraffic
+from shoal.elastic.view import View
+from shoal.paramserver.config import ParamServerConfig
+from shoal.paramserver.consistency import wait_seconds
+from shoal.paramserver.contact import Contact
+from shoal.paramserver.messages import FINISHED, Draw, Drawn, Join
+from shoal.paramserver.records import Contribution, Portion, Read
+from shoal.paramserver.sparse import RowPacker
+from shoal.paramserver.worker.client import Client, LoopThread, RunOver
+from shoal.serverrun.flatmodel import FlatRow
+from shoal.serverrun.process import MemberPlace, open_finder, open_node
+from shoal.serverrun.worker.shares import ShareResult
+from shoal.telemetry.writer import EventLog
+
+
+class Shares(Protocol):
+    """What computes gradients: this process (``portion.py``), or a group of processes (``leading.py``)."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of the training split."""
+
+    def run(self, step: int, share: int, *, part: int = 0, num_parts: int = 1) -> ShareResult:
+        """Compute a share of a step by the weights that are in the row, or one of so many even parts of it."""
+
+    def run_stretch(self, step: int, start: int, stop: int) -> float:
+        """Compute a stretch of a step's samples; its part of the step's mean loss."""
+
+    def end(self) -> None:
+        """There is nothing more to compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What computes."""
+
+    flat: FlatRow
+    shares: Shares
+    total_steps: int
+    """Of the run."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """The data as this process has it, for the door."""
+
+    def compute(self, portion: Portion) -> "Computed":
+        """The gradient of a portion."""
+        result = self.shares.run(portion.step, portion.share)
+        return Computed(result=result, gradient=self.flat.collect_gradient())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """What a worker makes of a portion."""
+
+    result: ShareResult
+    gradient: torch.Tensor
+    """Flat; may be overwritten by the next portion."""
+    steps: float = 1.0
+    """Local steps that it is the direction of."""
+
+
+class Line:
+    """A worker's connection under one name.
+
+    Args:
+        place: with the name.
+        worker: what computes.
+        landing: where pulled weights go; the model's own weights when left out.
+    """
+
+    def __init__(self, place: MemberPlace, worker: Worker, landing: torch.Tensor | None = None) -> None:
+        self._thread = LoopThread()
+        self._place = place
+        self._worker = worker
+        self.landing = worker.flat.weights if landing is None else landing
+        """The servers' weights, as pulled last."""
+        self.identity = place.incarnation
+        self.client = self._thread.call(self._open())
+
+    async def _open(self) -> Client:
+        place, config = self._place, self._place.recipe.paramserver
+        self._node = open_node(place)
+        flat, specs = self._worker.flat, self._worker.flat.model
+        model = {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
+
+        began = time.time()
+
+        def introduce(view: View | None) -> Join:
+            return Join(
+                name=place.name,
+                role="worker",
+                address="",
+                model=model,
+                view=view,
+                settings=place.settings,
+                data=dict(self._worker.data),
+                origin=place.origin,
+                started=began,
+            )
+
+        self._contact = Contact(
+            self._node, find=open_finder(place, self._node), introduce=introduce, ends_with_history=True
+        )
+        self._contact.start()
+        started = time.monotonic()
+        while (view := self._contact.view) is None or view.find(place.incarnation) is None:
+            self._contact.check()
+            if self._contact.halt == FINISHED:
+                raise RunOver
+            if time.monotonic() - started > place.recipe.elastic.start_deadline:
+                seconds = place.recipe.elastic.start_deadline
+                raise RunError(
+                    f"no center let {place.name} in within {seconds:g} s; see that one runs, or set elastic.start_deadline higher"
+                )
+            await self._contact.bell.wait(0.1)
+        return Client(
+            self._node,
+            self._contact,
+            weights=self.landing,
+            stretches=flat.stretches,
+            cache_staleness=config.cache_staleness,
+            packer=make_packer(flat, config),
+            caches_cold=config.hot == "measured",
+            deadline_seconds=config.deadline,
+        )
+
+    @property
+    def halt(self) -> str:
+        """Why the run was stopped; empty when it was not."""
+        return self._contact.stopped
+
+    def traffic(self) -> WorkerTraffic:
+        """What went over this line."""
+        client = self.client
+        return WorkerTraffic(pushed_bytes=client.num_pushed_bytes, pulled_bytes=client.num_pulled_bytes)
+
+    def take(self, held: tuple[int, ...] = ()) -> Portion | None:
+        """The next portion."""
+        return self.given(self.ask(held))
+
+    def ask(self, held: tuple[int, ...] = ()) -> "Future[Portion | None]":
+        """As ``take``, while something else is done; what is begun on this line after it reaches the book after it."""
+        return self._thread.start(self.client.take(held))
+
+    def given(self, asked: "Future[Portion | None]") -> Portion | None:
+        """The portion that was asked for, which is what is computed next; None when there is none."""
+        return asked.result()
+
+    def pull(self, need: int, bound: int | None = None) -> Read:
+        """Newer weights; what they are. See ``Client.pull``."""
+        return self._thread.call(self.client.pull(need, bound))
+
+    def draw(self, num_samples: int, done: tuple[int, int, float] | None) -> Drawn | None:
+        """The next portion of a batch, from whoever drives; None when the run is over. See ``messages.Draw``."""
+        return self._thread.call(self._draw(Draw(num_samples=num_samples, done=done)))
+
+    async def _draw(self, draw: Draw) -> Drawn | None:
+        deadline = self._place.recipe.paramserver.deadline
+        while not self._contact.halt:
+            self._contact.check()
+            try:
+                drawn = await self._contact.tell(draw, deadline=deadline)
+            except TimeoutError as error:
+                self._contact.check()
+                raise RunError(f"nobody drives: {error}") from error
+            assert isinstance(drawn, Drawn)
+            if drawn.is_over:
+                return None
+            if drawn.portion >= 0:
+                return drawn
+        return None
+
+    def pull_now(self) -> None:
+        """The weights as they are now."""
+        self._thread.call(self.client.pull_now())
+
+    def add_part(self, gradient: torch.Tensor, evaluation: int, portion: int, loss: float) -> None:
+        """Bring the gradient of one portion of a batch to all servers."""
+        self._thread.call(self.client.add_part(gradient, evaluation=evaluation, portion=portion, loss=loss))
+
+    def fetch(self, portion: Portion, land: Callable[[torch.Tensor, Read], object]) -> "Future[None]":
+        """Bring a copy of weights that are new enough, and what they are, to somebody, while something else is done."""
+        return self._thread.start(self._fetch(portion, land))
+
+    async def _fetch(self, portion: Portion, land: Callable[[torch.Tensor, Read], object]) -> None:
+        read = await self.client.pull(portion.need, portion.bound)
+        land(self.landing.clone(), read)
+
+    def hand_in(self, gradient: torch.Tensor, contribution: Contribution, read: Read) -> "Future[bool]":
+        """Push a gradient and commit it, while something else is done.
+
+        Args:
+            gradient: all shards; must stay as it is until this is done.
+            contribution: what the book is told of it.
+            read: the weights that it was computed from.
+        """
+        assert contribution.version == min(read), f"version {contribution.version} is told of weights {read}"
+        return self._thread.start(self._hand_in(gradient, contribution, read))
+
+    def pull_after(self, handed_in: "Future[bool]") -> "Future[Read]":
+        """When a gradient is handed in, bring the weights as they are then, while something else is done."""
+        return self._thread.start(self._pull_after(handed_in))
+
+    async def _pull_after(self, handed_in: "Future[bool]") -> Read:
+        await asyncio.wrap_future(handed_in)
+        return await self.client.pull(self.client.closed, 0)
+
+    def use(self, read: Read) -> None:
+        """The portion that was taken last is computed with weights that were pulled before."""
+
+    async def _hand_in(self, gradient: torch.Tensor, contribution: Contribution, read: Read) -> bool:
+        number = await self.client.push(gradient, read=read)
+        return await self.client.commit(replace(contribution, number=number))
+
+    def close(self) -> None:
+        """Leave the wire, and write down what went over it."""
+        if self._place.run_dir is not None:
+            log = EventLog(self._place.run_dir, self._place.rank)
+            log.write(self.traffic())
+            log.close()
+
+        async def leave() -> None:
+            if self._place.cluster is not None:
+                await self._contact.leave("it has ended")
+            await self._contact.stop()
+            await self._node.close()
+
+        self._thread.close(leave)
+
+
+def make_packer(flat: FlatRow, config: ParamServerConfig) -> RowPacker | None:
+    """What finds the rows to send: of every tensor where that is to be measured, else of those whose gradient comes as rows."""
+    if config.hot == "measured":
+        return RowPacker(flat.shard_map, flat.model)
+    return RowPacker(flat.shard_map, flat.model, only=flat.sparse) if flat.sparse else None
+
+
+def describe(worker: str, portion: Portion, computed: Computed, *, read: Read, waited: float) -> Contribution:
+    """What the book is told of a gradient."""
+    return Contribution(
+        worker=worker,
+        number=0,
+        portions=(portion.number,),
+        samples=computed.result.samples,
+        weight=computed.result.weight,
+        loss=computed.result.mean_loss,
+        version=min(read),
+        waited=waited,
+        steps=computed.steps,
+    )
+
+
+class Pace:
+    """The random wait before a push, where the rule has one: workers whose rhythms differ do not come all at once."""
+
+    def __init__(self, place: MemberPlace) -> None:
+        self._rule = place.rule
+        self._seed = place.recipe.train.seed
+        self._index = place.index
+        self._mean = 0.0
+        self._count = 0
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """A portion is begun."""
+        self._began = time.monotonic()
+
+    def wait(self) -> float:
+        """The portion is computed: wait; the seconds that were waited."""
+        self._count += 1
+        self._mean += (time.monotonic() - self._began - self._mean) / min(self._count, 20)
+        drawn = wait_seconds(self._rule, self._seed, self._index, self._count, self._mean)
+        if drawn > 0:
+            time.sleep(drawn)
+        return drawn

@@ -1,0 +1,214 @@
+"""The process of a worker: takes a portion, pulls weights, computes, pushes, commits, until there is nothing left.
+
+A worker may be a group of such processes, of which the first does all that and the others compute with it (``leading.py``).
+It holds nothing that matters. Killed, it is replaced by another; taken for dead while it was only slow, it comes back under a new
+name and goes on.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import torch
+
+from shoal.comm.parentdeath import end_if_forked
+from shoal.comm.wire.node import new_incarnation
+from shoal.engine.parallelize import ParallelModel, build_runner, parallelize
+from shoal.engine.resolve import count_steps, resolve_plan
+from shoal.optim.config import OptimConfig
+from shoal.optim.precision import Precision
+from shoal.paramserver.consistency import is_share_of_step
+from shoal.paramserver.contact import Evicted
+from shoal.paramserver.sharding import Model, cut_for
+from shoal.paramserver.worker.client import LoopThread, RunOver
+from shoal.serverrun.flatmodel import FlatModel, FlatRow, describe_model, refuse_batch_norm, sparse_parameters
+from shoal.serverrun.process import MemberPlace, attach_status
+from shoal.serverrun.worker.connection import Line, Pace, Worker, describe
+from shoal.serverrun.worker.group import Dealing, Leader, follow, group_plan, join_group, share_of
+from shoal.serverrun.worker.loops import LocalSteps, pulls_ahead, work_ahead, work_batches, work_downpour
+from shoal.serverrun.worker.shares import ShareRunner
+from shoal.serverrun.worker.watchdog import watch_shares
+from shoal.telemetry.statusboard import Heartbeat, RankStatus
+from shoal.trainer.build import build_parts
+from shoal.trainer.samedata import SameData
+
+
+def work(
+    place: MemberPlace, open_line: Callable[[MemberPlace, Worker, torch.Tensor | None], Line] | None = None
+) -> str:
+    """A worker's life; why the run was stopped, and nothing when it was finished.
+
+    Args:
+        place: its place in the run.
+        open_line: makes its connection under one name; left out, ``Line``.
+    """
+    torch.set_num_threads(place.threads)
+    rank_status = attach_status(place)
+    with Heartbeat(rank_status) if rank_status is not None else LoopThread("idle"):
+        if place.group_rank:
+            serve_group(place, rank_status)
+            return ""
+        worker = build_worker(place, rank_status)
+        worker = replace(worker, shares=watch_shares(worker.shares, place))
+        halt = _work_under_names(place, worker, open_line or Line)
+        worker.shares.end()
+        return halt
+
+
+def _work_under_names(
+    place: MemberPlace, worker: Worker, open_line: Callable[[MemberPlace, Worker, torch.Tensor | None], Line]
+) -> str:
+    """Work under one name, and under another each time that the last is taken for dead."""
+    # A worker with steps of its own, or that pulls while it computes, has weights of its own; the servers' are beside them.
+    config = place.recipe.paramserver
+    has_own = place.rule.kind == "downpour" or bool(config.local_steps) or pulls_ahead(config, place.rule)
+    landing = torch.empty_like(worker.flat.weights) if has_own else None
+    incarnation, owner = place.incarnation, os.getpid()
+    while True:
+        try:
+            line = open_line(replace(place, incarnation=incarnation), worker, landing)
+        except RunOver:
+            return ""
+        try:
+            way_of_working(place)(line, worker, place)
+            return line.halt
+        except RunOver:
+            return line.halt
+        except Evicted as error:
+            print(f"taken for dead: {error}; coming back under a new name", file=sys.stderr, flush=True)
+            incarnation = new_incarnation()
+        finally:
+            end_if_forked(owner)
+            line.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Model, data and passes on this process, which is a worker or one rank of one."""
+
+    placed: ParallelModel
+    shares: ShareRunner
+    model: Model
+    """The trained parameters, whole."""
+    dtype: torch.dtype
+    """Of these."""
+    sparse: frozenset[str]
+    """Those that are sent as rows."""
+    total_steps: int
+    """Of the run."""
+    data: Mapping[str, str]
+    """The data as this process has it, for the door."""
+
+
+def build_bench(place: MemberPlace, rank_status: RankStatus | None) -> Bench:
+    """Lay the model out as the plan wants it on this process; the ranks of a worker call it together."""
+    recipe = place.recipe
+    model, loss, data = build_parts(recipe)
+    refuse_batch_norm(model)
+    sizes = recipe.paramserver.portion_sizes(place.plan.num_shares)
+    layout = resolve_plan(recipe.train, place.plan, sizes=sizes)
+    world = join_group(place)
+    same_data = SameData(world, data)
+    # The servers have the optimizer; one without state costs nothing here.
+    plain = OptimConfig(name="sgd", momentum=0.0)
+    train = share_of(recipe.train, place.plan)
+    precision = Precision.named(train.precision)
+    dtype = str(precision.weight_dtype).removeprefix("torch.")
+    described = {name: spec._replace(dtype=dtype) for name, spec in describe_model(model).items()}
+    # Their gradients are added up whole, because torch adds rows up in another order; which rows were touched is found when
+    # they are sent.
+    sparse = sparse_parameters(model)
+    placed = parallelize(
+        model,
+        data,
+        loss,
+        plan=group_plan(layout.plan),
+        train=train,
+        optim=plain,
+        parallel=recipe.parallel,
+        pipeline=recipe.pipeline,
+        world=world,
+    )
+    shares = ShareRunner(
+        build_runner(placed, data, train=train, optim=plain, world=world, rank_status=rank_status),
+        data.train,
+        seed=recipe.train.seed,
+        global_batch=recipe.train.global_batch,
+        num_shares=place.plan.num_shares,
+        num_microbatches=layout.plan.microbatches or 1,
+        of_the_step=is_share_of_step(place.rule, recipe.paramserver.aggregate),
+        sizes=sizes,
+    )
+    total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
+    return Bench(
+        placed=placed,
+        shares=shares,
+        model=described,
+        dtype=precision.weight_dtype,
+        sparse=sparse,
+        total_steps=total_steps,
+        data=same_data.fingerprint.as_settings(),
+    )
+
+
+def build_worker(place: MemberPlace, rank_status: RankStatus | None) -> Worker:
+    """What computes: this process alone, or this one at the head of its group."""
+    bench, recipe = build_bench(place, rank_status), place.recipe
+    placed = bench.placed
+    shard_map = cut_for(bench.model, place.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
+    if placed.mesh.everyone.size == 1:
+        flat = FlatModel(placed.model, shard_map, bench.sparse)
+        return Worker(flat=flat, shares=bench.shares, total_steps=bench.total_steps, data=bench.data)
+    row = FlatRow(bench.model, shard_map, bench.sparse)
+    deadline = recipe.elastic.collective_deadline
+    leader = Leader(bench.shares, Dealing(placed, bench.dtype, row), placed.mesh.everyone, deadline_seconds=deadline)
+    return Worker(flat=row, shares=leader, total_steps=bench.total_steps, data=bench.data)
+
+
+def serve_group(place: MemberPlace, rank_status: RankStatus | None) -> None:
+    """The life of a rank of a worker that is not its first."""
+    bench = build_bench(place, rank_status)
+    follow(bench.shares, Dealing(bench.placed, bench.dtype, None), bench.placed.mesh.everyone)
+
+
+def way_of_working(place: MemberPlace) -> Callable[[Line, Worker, MemberPlace], None]:
+    """How the plan's update rule wants portions worked off."""
+    match place.rule.kind:
+        case "downpour":
+            return work_downpour
+        case "lbfgs":
+            return work_batches
+    return work_ahead if pulls_ahead(place.recipe.paramserver, place.rule) else work_off
+
+
+def work_off(line: Line, worker: Worker, place: MemberPlace) -> None:
+    """Portions, one after the other.
+
+    Raises:
+        RunOver: the run ended meanwhile.
+        Evicted: others do what this worker was doing.
+    """
+    config = place.recipe.paramserver
+    under_way: Future[bool] | None = None
+    held: tuple[int, ...] = ()
+    spare = torch.empty_like(worker.flat.gradient) if config.overlap else None
+    pace = Pace(place)
+    compute = LocalSteps(line, worker, place) if config.local_steps else worker.compute
+    while (portion := line.take(held)) is not None:
+        read = line.pull(portion.need, portion.bound)
+        pace.begin()
+        computed = compute(portion)
+        waited = pace.wait()
+        if under_way is not None:
+            under_way.result()
+        gradient = computed.gradient if spare is None else spare.copy_(computed.gradient)
+        contribution = describe(line.identity, portion, computed, read=read, waited=waited)
+        under_way = line.hand_in(gradient, contribution, read)
+        # Until its commit is answered it is in this worker's hands, or the book would take it for lost and give it again.
+        held = contribution.portions
+        if not config.overlap:
+            under_way.result()
+    if under_way is not None:
+        under_way.result()

@@ -1,0 +1,216 @@
+"""Portions of a batch: who gets which, what is counted, and how long the whole takes when one worker is slow."""
+
+import heapq
+import itertools
+import random
+
+import pytest
+import torch
+
+from shoal.core.errors import RequestError
+from shoal.paramserver.lbfgs.batches import GradientSum, Handed, Handout, InOrder, cut_batch
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_workers", "sizes"),
+    [(16, 1, [2] * 8), (10, 1, [1, 1, 1, 2, 1, 1, 1, 2]), (3, 4, [1, 1, 1]), (64, 2, [4] * 16)],
+)
+def test_a_batch_is_cut_evenly_and_in_order(num_samples, num_workers, sizes):
+    portions = cut_batch(num_samples, num_workers)
+    assert [portion.num_samples for portion in portions] == sizes
+    assert [portion.index for portion in portions] == list(range(len(sizes)))
+    ends = [0, *(end for portion in portions for end in (portion.start, portion.stop)), num_samples]
+    assert ends[::2] == ends[1::2]
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 8), (8, 0, 8), (8, 1, 0)])
+def test_a_batch_that_cannot_be_cut_is_refused(wrong):
+    with pytest.raises(RequestError, match="each must be at least 1"):
+        cut_batch(wrong[0], wrong[1], per_worker=wrong[2])
+
+
+def new(portion):
+    return Handed(portion=portion, is_backup=False)
+
+
+def backup(portion):
+    return Handed(portion=portion, is_backup=True)
+
+
+# Each row: what happens, in order, and what it must answer.
+TABLE = {
+    "in order": [("take", "a", new(0)), ("take", "b", new(1)), ("finish", "b", 1, True), ("take", "b", new(2))],
+    "the one that is out longest is given out again": [
+        ("take", "a", new(0)), ("take", "b", new(1)), ("take", "c", new(2)), ("finish", "c", 2, True),
+        ("take", "c", backup(0)), ("finish", "c", 0, True), ("take", "c", backup(1)), ("finish", "b", 1, True),
+        ("finish", "a", 0, False), ("finish", "c", 1, False), ("done",),
+    ],
+    "no third copy, and none for oneself": [
+        ("take", "a", new(0)), ("take", "a", new(1)), ("take", "a", new(2)), ("take", "a", None), ("take", "b", backup(0)),
+        ("take", "b", backup(1)), ("take", "c", backup(2)), ("take", "c", None),
+    ],
+    "a death returns what nobody else computes": [
+        ("take", "a", new(0)), ("take", "b", new(1)), ("take", "a", new(2)), ("take", "b", backup(0)), ("lose", "a", (2,)),
+        ("take", "b", new(2)), ("finish", "b", 0, True), ("finish", "b", 2, True), ("finish", "b", 1, True), ("done",),
+    ],
+    "the last holder of a backup dies too": [
+        ("take", "a", new(0)), ("take", "a", new(1)), ("take", "a", new(2)), ("take", "b", backup(0)), ("lose", "a", (1, 2)),
+        ("lose", "b", (0,)), ("take", "c", new(0)), ("take", "c", new(1)),
+    ],
+    "a result of one who was given up counts": [
+        ("take", "a", new(0)), ("take", "a", new(1)), ("take", "a", new(2)), ("lose", "a", (0, 1, 2)),
+        ("finish", "a", 1, True), ("take", "b", new(0)), ("take", "b", new(2)), ("take", "b", None),
+    ],
+    "a stranger's death changes nothing": [("take", "a", new(0)), ("lose", "x", ()), ("take", "b", new(1))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_happens_and_what_it_answers(name):
+    handout = Handout(3)
+    for now, (event, *rest) in enumerate(TABLE[name]):
+        match event:
+            case "take":
+                assert handout.take(rest[0], now) == rest[1], now
+            case "finish":
+                assert handout.finish(rest[0], rest[1]) is rest[2], now
+            case "lose":
+                assert handout.lose(rest[0]) == rest[1], now
+            case "done":
+                assert handout.is_done
+    assert handout.is_done == (TABLE[name][-1] == ("done",))
+
+
+def test_results_that_nobody_asked_for_are_refused():
+    handout = Handout(3)
+    handout.take("a", 0)
+    for portion, text in ((1, "nobody was asked for"), (3, "of a batch of 3"), (-1, "of a batch of 3")):
+        with pytest.raises(RequestError, match=text):
+            handout.finish("a", portion)
+
+
+@pytest.mark.parametrize("wrong", [{"num_portions": 0}, {"max_copies": 0}, {"max_ahead": -1}])
+def test_impossible_numbers_are_refused(wrong):
+    with pytest.raises(RequestError, match="at least 1"):
+        Handout(**{"num_portions": 4, **wrong})
+
+
+def test_a_limit_of_what_is_kept_gives_the_first_one_out_again():
+    handout = Handout(10, max_ahead=3)
+    assert [handout.take("slow", 0), handout.take("b", 1), handout.take("c", 2)] == [new(0), new(1), new(2)]
+    handout.finish("b", 1)
+    assert handout.take("b", 3) == backup(0), "three are begun beyond what is done; the first holds the others up"
+    handout.finish("b", 0)
+    assert handout.take("b", 4) == new(3)
+
+
+def test_in_order_lets_through_in_order_and_once():
+    coming = InOrder(4)
+    assert coming.offer(2, "c") == [] and coming.offer(1, "b") == [] and coming.num_kept == 2
+    assert not coming.is_wanted(2) and coming.offer(2, "again") == []
+    assert coming.offer(0, "a") == ["a", "b", "c"] and coming.offer(0, "again") == []
+    assert not coming.is_done and coming.offer(3, "d") == ["d"] and coming.is_done
+    with pytest.raises(RequestError, match="portion 4 of a batch of 4"):
+        coming.offer(4, "e")
+
+
+def simulate(speeds, num_portions, *, deaths=(), seed=0, jitter=0.0, max_copies=2, max_ahead=None):
+    """Workers with seconds per portion; when all is done, what each portion counted, and the largest number kept.
+
+    ``deaths`` are (seconds, worker); a dead worker's result never comes.
+    """
+    draw = random.Random(seed)
+    handout, coming = Handout(num_portions, max_copies=max_copies, max_ahead=max_ahead), InOrder(num_portions)
+    counted, order, most_kept = [], [], 0
+    ticket = itertools.count()
+    events = [(0.0, next(ticket), "free", worker, None) for worker in range(len(speeds))]
+    events += [(when, next(ticket), "dies", worker, None) for when, worker in deaths]
+    heapq.heapify(events)
+    idle, dead, now = set(), set(), 0.0
+    while not handout.is_done:
+        assert events, "nobody does anything any more, and not all is done"
+        now, _, event, worker, portion = heapq.heappop(events)
+        if worker in dead:
+            continue
+        if event == "dies":
+            dead.add(worker)
+            handout.lose(str(worker))
+        elif portion is not None and handout.finish(str(worker), portion):
+            counted.append(portion)
+            order += coming.offer(portion, portion)
+            most_kept = max(most_kept, coming.num_kept)
+        idle.add(worker)
+        for one in sorted(idle - dead):
+            handed = handout.take(str(one), now)
+            if handed is not None:
+                idle.discard(one)
+                seconds = speeds[one] * draw.uniform(1 - jitter, 1 + jitter)
+                heapq.heappush(events, (now + seconds, next(ticket), "free", one, handed.portion))
+    assert order == list(range(num_portions))
+    return now, counted, most_kept
+
+
+def test_a_worker_four_times_as_slow_hardly_holds_up_the_batch():
+    """Ideal: all work at their own speed to the end. One part each would take as long as if all were as slow as the slowest."""
+    speeds = [1.0, 1.0, 1.0, 4.0]
+    saved = []
+    for num_portions in range(56, 73):
+        ideal = num_portions / sum(1 / speed for speed in speeds)
+        seconds, counted, _ = simulate(speeds, num_portions)
+        assert sorted(counted) == list(range(num_portions))
+        assert seconds <= ideal + 1.0, "no more than one portion of a fast worker above it"
+        saved.append(simulate(speeds, num_portions, max_copies=1)[0] - seconds)
+    assert min(saved) >= 0 and max(saved) >= 2.0, "without backups all wait for the slow worker's last portion"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_each_portion_counts_once(seed):
+    draw = random.Random(seed)
+    num_workers = draw.randint(1, 6)
+    speeds = [draw.choice([0.5, 1.0, 1.0, 4.0, 30.0]) for _ in range(num_workers)]
+    deaths = [(draw.uniform(0, 40), worker) for worker in range(1, num_workers) if draw.random() < 0.5]
+    max_ahead = draw.choice([None, 4])
+    _, counted, most_kept = simulate(
+        speeds,
+        draw.randint(1, 60),
+        deaths=deaths,
+        seed=seed,
+        jitter=0.4,
+        max_copies=draw.randint(1, 3),
+        max_ahead=max_ahead,
+    )
+    assert len(counted) == len(set(counted))
+    assert max_ahead is None or most_kept < max_ahead
+
+
+def test_the_sum_has_the_bits_of_one_process_whatever_the_order():
+    gradients = [torch.randn(1000, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
+    alone = torch.zeros(1000)
+    for gradient in gradients:
+        alone += gradient
+    shuffled_differs = False
+    total = GradientSum(torch.zeros(1000))
+    for evaluation in range(5):
+        order = random.Random(evaluation).sample(range(20), 20)
+        total.begin(evaluation, 20)
+        for portion in order:
+            assert total.add(evaluation, portion, gradients[portion])
+            assert not total.add(evaluation, portion, gradients[portion] + 1), "a backup that comes second"
+            assert not total.add(evaluation - 1, portion, gradients[portion]), "one of older weights"
+        assert torch.equal(total.total, alone)
+        shuffled_differs |= not torch.equal(sum((gradients[place] for place in order), torch.zeros(1000)), alone)
+    assert shuffled_differs, "the order would matter"
+
+
+def test_an_evaluation_begins_once_and_never_goes_back():
+    total = GradientSum(torch.zeros(2))
+    total.begin(3, 2)
+    total.add(3, 0, torch.ones(2))
+    total.begin(3, 2)
+    assert total.add(3, 1, torch.ones(2)) and total.total.tolist() == [2.0, 2.0]
+    with pytest.raises(RequestError, match="evaluation 2 cannot begin: 3 has begun"):
+        total.begin(2, 2)
+    with pytest.raises(RequestError, match="this shard is"):
+        total.add(3, 0, torch.ones(3))
+    total.begin(4, 1)
+    assert not total.is_done and total.evaluation == 4
