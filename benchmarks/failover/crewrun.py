@@ -22,7 +22,7 @@ from shoal.elastic.election.filelease import read_center
 from shoal.elastic.view import View
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import OPERATIONS, Ask, Join, Told
-from shoal.serverrun.flatmodel import describe_model
+from shoal.paramserver.worker.flat import describe_model
 from shoal.serverrun.process import shared_settings
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe

@@ -139,7 +139,12 @@ def train(
     if forecast and decision is None and not resume:
         decision = decide(prepared.recipe, prepared.layout.world_size, plans=[str(prepared.layout.plan)])
     page = None if decision is None else decision.page()
-    ended = train_supervised(prepared, debug=context.obj["debug"], forecast=page)
+    run_job = None
+    if prepared.layout.plan.ps:
+        from shoal.serverrun.job.run import train_with_servers
+
+        run_job = train_with_servers
+    ended = train_supervised(prepared, debug=context.obj["debug"], forecast=page, run_job=run_job)
     if ended.was_orderly:
         print(describe_summary(ended.summary, prepared.run_dir))
     write_result(json_file, ended.summary)

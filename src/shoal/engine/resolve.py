@@ -15,7 +15,7 @@ from shoal.core.plan import Plan
 from shoal.core.updates import UpdateRule
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
-from shoal.paramserver.shares import portion_samples
+from shoal.paramserver.config import portion_samples
 from shoal.schedules.catalogue import fitting_microbatches, schedule_of_plan
 from shoal.schedules.schedule import Schedule
 
@@ -132,7 +132,7 @@ def resolve_plan(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | Non
         RequestError: the processes do not divide the batch, or two settings contradict each other.
     """
     if plan.ps and sizes is not None:
-        # Portions are rounded to whole samples, whatever their number; what does not go with it is refused by rulecheck.py.
+        # Portions are rounded to whole samples, whatever their number; what does not go with it is refused by ``rule_problems``.
         plan = replace(plan, microbatches=plan.microbatches or 1)
         largest = max(portion_samples(train.global_batch, sizes))
         return ResolvedPlan(plan=plan, micro_batch=math.ceil(largest / (plan.microbatches or 1)))

@@ -1,10 +1,15 @@
 """The ``[paramserver]`` section of a recipe: how old gradients are treated, what workers cache, and who counts as dead."""
 
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from shoal.core.config import Config
+from shoal.core.plan import Plan
+from shoal.core.updates import UpdateRule
 from shoal.paramserver.consistency import Aggregate
 
 
@@ -91,3 +96,164 @@ class ParamServerConfig(Config):
     def own_rate(self, index: int) -> float | None:
         """The rate of a worker's own steps; None: the recipe's."""
         return self.local_lr[min(index, len(self.local_lr) - 1)] if self.local_lr else None
+
+
+def group_plan(plan: Plan) -> Plan:
+    """What the ranks of one worker do together: the plan without its servers, on one replica."""
+    return replace(plan, dp=1, ps=0, workers=None, update=None, backup=0)
+
+
+def pulls_ahead(config: ParamServerConfig, rule: UpdateRule) -> bool:
+    """Whether this way of working is asked for and has something to give.
+
+    Not where a step reads the step before (``bsp``, ``ssp:0``), nor under ``half``, where a worker waits for its own round: what
+    was pulled before is never enough there. Nor with local steps, which begin and end at the weights that were pulled.
+    """
+    return config.overlap and not config.local_steps and rule.kind in ("async", "ssp") and rule.staleness != 0
+
+
+def stretch_of(num_samples: int, share: int, sizes: Sequence[float]) -> tuple[int, int]:
+    """Where a share begins and ends among the samples of a step, when shares are of these sizes beside each other."""
+    total = math.fsum(sizes)
+    start, stop = (round(num_samples * math.fsum(sizes[:end]) / total) for end in (share, share + 1))
+    return start, stop
+
+
+def portion_samples(global_batch: int, sizes: Sequence[float]) -> list[int]:
+    """Samples of every portion of a whole step, of portions of these sizes beside each other."""
+    ends = [stretch_of(global_batch, share, sizes) for share in range(len(sizes))]
+    return [stop - start for start, stop in ends]
+
+
+def rule_problems(
+    config: ParamServerConfig,
+    plan: Plan,
+    *,
+    global_batch: int,
+    micro_batch: int | None,
+    precision: str,
+    weight_decay: float,
+) -> Iterator[str]:
+    """Settings that do not go with the plan's update rule, or with each other, each with its fix.
+
+    Args:
+        config: the section.
+        plan: has parameter servers.
+        global_batch: ``train.global_batch``.
+        micro_batch: ``train.micro_batch``.
+        precision: ``train.precision``.
+        weight_decay: ``optim.weight_decay``.
+    """
+    rule = UpdateRule.parse(plan.update or "bsp").resolve(plan.num_shares)
+    yield from _local_problems(config, plan, rule, global_batch)
+    yield from _size_problems(config, plan, rule, global_batch, micro_batch)
+    if config.warm_start and rule.kind != "downpour":
+        yield f"paramserver.warm_start {config.warm_start} is of downpour, and the rule is {rule}; leave it out"
+    if config.local_lr and rule.kind != "downpour" and not config.local_steps:
+        yield (
+            f"paramserver.local_lr {_listed(config.local_lr)} is for steps that workers take by themselves, and under {rule} "
+            f"without local_steps there are none; leave it out"
+        )
+    if rule.kind == "lbfgs":
+        yield from _lbfgs_problems(config, precision, weight_decay)
+    else:
+        yield from _cache_problems(config, plan, rule)
+
+
+def _local_problems(config: ParamServerConfig, plan: Plan, rule: UpdateRule, global_batch: int) -> Iterator[str]:
+    workers, steps = plan.num_shares, config.local_steps
+    if config.aggregate == "fednova" and not steps:
+        yield "paramserver.aggregate fednova joins the local steps of workers, and local_steps is not set; set it, such as [1, 2]"
+    if not steps:
+        return
+    if config.aggregate != "fednova":
+        yield (
+            f"paramserver.local_steps {_listed(steps)} need aggregate fednova, and it is {config.aggregate}: the worker with the "
+            f"most steps would decide where training goes; set aggregate to fednova, or leave local_steps out"
+        )
+    if rule.kind in ("downpour", "lbfgs"):
+        yield f"paramserver.local_steps {_listed(steps)} do not go with {rule.kind}, which has steps of its own; leave them out"
+    if len(steps) > workers:
+        yield f"paramserver.local_steps {_listed(steps)} name {len(steps)} workers, and the plan has {workers}"
+    share = min(_unit_samples(config, plan, global_batch))
+    if max(steps) > share:
+        yield (
+            f"paramserver.local_steps has {max(steps)} steps on the {share} samples of a portion (global_batch "
+            f"{global_batch} / workers {workers}); take {share} steps at most, or a larger global_batch"
+        )
+
+
+def _size_problems(
+    config: ParamServerConfig, plan: Plan, rule: UpdateRule, global_batch: int, micro_batch: int | None
+) -> Iterator[str]:
+    sizes = config.batch_shares
+    if not sizes:
+        return
+    said = f"paramserver.batch_shares {_listed(sizes)}"
+    if rule.kind == "lbfgs":
+        yield f"{said} cut a step by worker, and under lbfgs small portions of a batch go to whoever is free; leave them out"
+    if config.aggregate == "adasum":
+        yield (
+            f"{said} make portions of unequal size, and aggregate adasum joins gradients by their directions, whatever they are "
+            f"the mean of; leave one of them out"
+        )
+    if plan.ranks_per_replica > 1:
+        yield (
+            f"{said} are for workers of one process, and the plan has {plan.ranks_per_replica} ranks each; "
+            f"leave them out, or leave tp, cp and pp out of the plan"
+        )
+    if micro_batch is not None:
+        yield (
+            f"{said} cut portions of unequal size into as many microbatches each, and train.micro_batch is "
+            f"{micro_batch}; say microbatches in the plan instead"
+        )
+    if len(sizes) > plan.num_shares:
+        yield f"{said} name {len(sizes)} workers, and the plan has {plan.num_shares}"
+    smallest = min(_unit_samples(config, plan, global_batch))
+    if smallest < (plan.microbatches or 1):
+        yield (
+            f"{said} leave {smallest} of the {global_batch} samples of global_batch to a portion of {plan.microbatches or 1} "
+            f"microbatches; make the sizes more alike, or global_batch larger"
+        )
+
+
+def _unit_samples(config: ParamServerConfig, plan: Plan, global_batch: int) -> list[int]:
+    """Samples of every work unit of a whole step."""
+    sizes = config.portion_sizes(plan.num_shares)
+    return [global_batch // plan.num_shares] if sizes is None else portion_samples(global_batch, sizes)
+
+
+def _cache_problems(config: ParamServerConfig, plan: Plan, rule: UpdateRule) -> Iterator[str]:
+    rounds = config.cache_staleness
+    if rounds and plan.ps == 1:
+        yield (
+            f"paramserver.cache_staleness {rounds} lets what other servers than the first hold be older, and the plan has ps=1; "
+            f"take ps=2 or more, or leave it out"
+        )
+    elif rounds and rule.staleness == 0:
+        yield (
+            f"paramserver.cache_staleness {rounds} does nothing under {rule}, which reads the weights of the step before; "
+            f"use ssp:{rounds} or async, or leave it out"
+        )
+
+
+def _lbfgs_problems(config: ParamServerConfig, precision: str, weight_decay: float) -> Iterator[str]:
+    if precision in ("bfloat16", "float16"):
+        yield (
+            f"update=lbfgs compares losses that {precision} cannot tell apart; "
+            f"set train.precision to float32 or float64"
+        )
+    if weight_decay:
+        yield (
+            f"optim.weight_decay {weight_decay:g} is of an optimizer, and update=lbfgs has none; "
+            f"put the penalty into the loss"
+        )
+    if config.aggregate not in ("average", "fednova"):
+        yield f"paramserver.aggregate {config.aggregate} does not go with lbfgs, whose gradient is the mean; use average"
+    for name in ("delay_compensation", "drop_beyond", "staleness_aware", "duplicate_after", "cache_staleness"):
+        if getattr(config, name):
+            yield f"paramserver.{name} is about old gradients or weights, and under lbfgs there are none; leave it out"
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    return str([*values])

@@ -21,11 +21,11 @@ from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.describe import describe
 from shoal.parallel.state_bytes import predict_state_bytes
 from shoal.parallel.tensor.apply import apply_tensor_parallel
+from shoal.paramserver.config import group_plan
+from shoal.paramserver.server.memory import sizes_with_servers
+from shoal.paramserver.worker.flat import describe_model
 from shoal.pipeline.build import Part, Stages, prove_stages
 from shoal.pipeline.stages import advise_replicas
-from shoal.serverrun.dryservers import sizes_with_servers
-from shoal.serverrun.flatmodel import describe_model
-from shoal.serverrun.worker.group import group_plan, share_of
 from shoal.trainer.build import build_parts, build_without_memory
 from shoal.trainer.request import Prepared
 
@@ -66,7 +66,15 @@ def dry_run_result(prepared: Prepared) -> DryRun:
         lines: list[str] = []
         if plan.ranks_per_replica > 1:
             part, lines = _sizes_of_rank(copy.deepcopy(model), _one_worker(prepared))
-        held = sizes_with_servers(describe_model(model), recipe, plan, part=part, fixed=_fixed_bytes(model))
+        held = sizes_with_servers(
+            describe_model(model),
+            plan,
+            config=recipe.paramserver,
+            optim=recipe.optim,
+            global_batch=recipe.train.global_batch,
+            part=part,
+            fixed=_fixed_bytes(model),
+        )
         found, by_role = [*held.lines, *lines], held.by_role
         sizes = max(by_role.values(), key=lambda role: role["total"])
     else:
@@ -98,7 +106,7 @@ def _fixed_bytes(model: nn.Module) -> int:
 def _one_worker(prepared: Prepared) -> Prepared:
     """What one worker does of a run with parameter servers."""
     recipe, layout = prepared.recipe, prepared.layout
-    train = share_of(recipe.train, layout.plan)
+    train = recipe.train.model_copy(update={"global_batch": recipe.train.global_batch // layout.plan.num_shares})
     layout = replace(layout, plan=group_plan(layout.plan))
     return replace(prepared, recipe=recipe.model_copy(update={"train": train}), layout=layout)
 

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,30 @@ from shoal.engine.resolve import check_processes, default_threads
 from shoal.launch.failurereport import describe, headline
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.supervisor import supervise
-from shoal.serverrun.job.run import train_with_servers
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
 from shoal.trainer.forecast_report import describe_forecast, keep_forecast, with_forecast
 from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.summary import Ended, read_summary, summarise_death, write_summary
 
+RunJob = Callable[[Prepared, "dict[str, Any] | None"], Ended]
+"""Runs a prepared request in a run directory that is its own, given the summary of an earlier start there."""
 
-def train_supervised(prepared: Prepared, *, debug: bool = False, forecast: Mapping[str, Any] | None = None) -> Ended:
+
+def train_supervised(
+    prepared: Prepared,
+    *,
+    debug: bool = False,
+    forecast: Mapping[str, Any] | None = None,
+    run_job: RunJob | None = None,
+) -> Ended:
     """Run a prepared request to its end.
 
     Args:
         prepared: the request.
         debug: show tracebacks.
         forecast: what was predicted of it; the summary then says beside it what was measured.
+        run_job: starts and watches the processes; left out, the ranks of a plan without servers.
 
     Raises:
         RequestError: the plan has more ranks than this machine runs.
@@ -47,10 +56,10 @@ def train_supervised(prepared: Prepared, *, debug: bool = False, forecast: Mappi
         print(say_finished(run_dir, finished["steps"], prepared.total_steps), file=sys.stderr)
         return Ended(exit_code=EXIT_DONE, summary=finished)
     with withheld(prepared.recipe.run.readable_by):
-        return _train_in(prepared, debug=debug, forecast=forecast)
+        return _train_in(prepared, debug=debug, forecast=forecast, run_job=run_job)
 
 
-def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | None) -> Ended:
+def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | None, run_job: RunJob | None) -> Ended:
     """Take the run directory, and run."""
     run_dir = prepared.run_dir
     was_empty, saved = RunDir(run_dir).is_empty, committed_names(RunDir(run_dir).checkpoints)
@@ -59,8 +68,7 @@ def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | 
     try:
         claim.write(prepared.recipe, prepared.layout.plan)
         page = keep_forecast(run_dir, forecast, resume=prepared.resume)
-        with_servers = prepared.layout.plan.ps > 0
-        ended = train_with_servers(prepared, before) if with_servers else _supervise(prepared, before, debug=debug)
+        ended = run_job(prepared, before) if run_job is not None else _supervise(prepared, before, debug=debug)
         # A restart may find the data changed; what was trained before it stays.
         if ended.exit_code == EXIT_WRONG_REQUEST and committed_names(RunDir(run_dir).checkpoints) == saved:
             if was_empty:

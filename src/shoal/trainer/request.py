@@ -32,7 +32,7 @@ from shoal.engine.resolve import (
 )
 from shoal.models.check import check_model, facts_of
 from shoal.models.config import OwnModelConfig
-from shoal.serverrun.rulecheck import rule_problems
+from shoal.paramserver.config import rule_problems
 from shoal.telemetry.config import parse_window
 from shoal.telemetry.tensorboard import wants_curves
 from shoal.trainer.claim import check_claim, choose_run_dir, list_gentler, require_run_dir
@@ -212,7 +212,19 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
         RequestError: lists them with their fixes.
     """
     check_settings(recipe.train, plan)
-    found = [*server_settings(recipe.train, recipe.optim, plan), *rule_problems(recipe, plan)] if plan.ps else []
+    found: list[str] = []
+    if plan.ps:
+        found = [
+            *server_settings(recipe.train, recipe.optim, plan),
+            *rule_problems(
+                recipe.paramserver,
+                plan,
+                global_batch=recipe.train.global_batch,
+                micro_batch=recipe.train.micro_batch,
+                precision=recipe.train.precision,
+                weight_decay=recipe.optim.weight_decay,
+            ),
+        ]
     if found:
         raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
 

@@ -22,7 +22,7 @@ from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.torchclass import check_named
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.requirements import describe_facts
-from shoal.serverrun.flatmodel import refuse_batch_norm
+from shoal.paramserver.worker.flat import refuse_batch_norm
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.request import refuse_settings

@@ -5,8 +5,8 @@ import torch
 
 from shoal.core.plan import Plan
 from shoal.paramserver.server.shard import adasum
+from shoal.paramserver.worker.flat import trained_parameters
 from shoal.serverrun.worker.process import build_worker
-from shoal.serverrun.worker.shares import trained_parameters
 from support.paramserver.run_in_process import place_in, recipe_of, run_inside
 
 STEPS, LR = 4, 0.1

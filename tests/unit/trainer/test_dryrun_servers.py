@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from shoal.core.plan import Plan
 from shoal.engine.resolve import choose_plan
 from shoal.optim.precision import Precision
+from shoal.paramserver.config import pulls_ahead
 from shoal.paramserver.lbfgs.algorithm import LbfgsSettings, begin, iterate
 from shoal.paramserver.lbfgs.vectors import LocalVectors
 from shoal.paramserver.programs import GRADIENT, WEIGHTS
 from shoal.paramserver.records import Identity, Portion
+from shoal.paramserver.server.memory import sizes_with_servers
 from shoal.paramserver.server.replica import Replica
 from shoal.paramserver.worker import local
-from shoal.serverrun.dryservers import sizes_with_servers
-from shoal.serverrun.flatmodel import describe_model
+from shoal.paramserver.worker.flat import describe_model
 from shoal.serverrun.server.process import ShardSource
-from shoal.serverrun.worker.process import build_worker, pulls_ahead, way_of_working
+from shoal.serverrun.worker.process import build_worker, way_of_working
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import describe_dry_run, dry_run_result
 from shoal.trainer.measure import OwnPartsHere
@@ -58,7 +59,19 @@ def foretell(text, *settings):
     model, _, _ = build_parts(recipe)
     model = model.to(Precision.named(recipe.train.precision).weight_dtype)
     fixed = sum(buffer.nbytes for buffer in model.buffers())
-    return sizes_with_servers(describe_model(model), recipe, plan, part={}, fixed=fixed), plan, recipe
+    return (
+        sizes_with_servers(
+            describe_model(model),
+            plan,
+            config=recipe.paramserver,
+            optim=recipe.optim,
+            global_batch=recipe.train.global_batch,
+            part={},
+            fixed=fixed,
+        ),
+        plan,
+        recipe,
+    )
 
 
 class Server:

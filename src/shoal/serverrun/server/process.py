@@ -48,7 +48,7 @@ from shoal.paramserver.server.server import Server
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.server.vectors import LbfgsShard
 from shoal.paramserver.sharding import Shard, cut_for
-from shoal.serverrun.flatmodel import describe_model, refuse_batch_norm
+from shoal.paramserver.worker.flat import describe_model, refuse_batch_norm
 from shoal.serverrun.notices import describe_refusal, describe_return
 from shoal.serverrun.process import MemberPlace, attach_status, open_finder, open_node
 from shoal.serverrun.server.checkpointing import BOOK, CutSaver, load_shard, read_checkpoint

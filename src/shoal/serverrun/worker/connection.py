@@ -19,7 +19,7 @@ from shoal.paramserver.messages import FINISHED, Draw, Drawn, Join
 from shoal.paramserver.records import Contribution, Portion, Read
 from shoal.paramserver.sparse import RowPacker
 from shoal.paramserver.worker.client import Client, LoopThread, RunOver
-from shoal.serverrun.flatmodel import FlatRow
+from shoal.paramserver.worker.flat import FlatRow
 from shoal.serverrun.process import MemberPlace, open_finder, open_node
 from shoal.serverrun.worker.shares import ShareResult
 from shoal.telemetry.writer import EventLog

@@ -12,7 +12,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -25,10 +25,8 @@ from shoal.comm.full_tensor import box, is_spokesman
 from shoal.comm.world import Place, World, join_world
 from shoal.core.errors import RunError
 from shoal.core.placement import Patch, Placement
-from shoal.core.plan import Plan
-from shoal.engine.config import TrainConfig
 from shoal.engine.parallelize import ParallelModel
-from shoal.serverrun.flatmodel import FlatRow
+from shoal.paramserver.worker.flat import FlatRow
 from shoal.serverrun.process import MemberPlace
 from shoal.serverrun.worker.shares import ShareResult, ShareRunner
 
@@ -335,16 +333,6 @@ def _broadcast(channel: Channel, command: tuple[int, ...]) -> list[int]:
 # They meet in a file of the crew's folder and have a torch group of their own, of which no other worker is a part. A
 # rank that does
 # not come is named; one that dies later is seen at once by whoever waits for it (``comm/rounds.py``), and is its worker's death.
-
-
-def group_plan(plan: Plan) -> Plan:
-    """What the ranks of one worker do together: the plan without its servers, on one replica."""
-    return replace(plan, dp=1, ps=0, workers=None, update=None, backup=0)
-
-
-def share_of(train: TrainConfig, plan: Plan) -> TrainConfig:
-    """What one worker sees of a step: its share of the batch."""
-    return train.model_copy(update={"global_batch": train.global_batch // plan.num_shares})
 
 
 def join_group(place: MemberPlace) -> World:

@@ -12,24 +12,13 @@ from concurrent.futures import Future
 
 import torch
 
-from shoal.core.updates import UpdateRule
 from shoal.optim.rates import rate
-from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.records import Contribution, Portion, Read
 from shoal.paramserver.worker.downpour import DownpourSettings, DownpourWorker, Push
 from shoal.paramserver.worker.local import LocalSettings, train_locally
 from shoal.serverrun.process import MemberPlace
 from shoal.serverrun.worker.connection import Computed, Line, Worker, describe
 from shoal.serverrun.worker.shares import ShareResult
-
-
-def pulls_ahead(config: ParamServerConfig, rule: UpdateRule) -> bool:
-    """Whether this way of working is asked for and has something to give.
-
-    Not where a step reads the step before (``bsp``, ``ssp:0``), nor under ``half``, where a worker waits for its own round: what
-    was pulled before is never enough there. Nor with local steps, which begin and end at the weights that were pulled.
-    """
-    return config.overlap and not config.local_steps and rule.kind in ("async", "ssp") and rule.staleness != 0
 
 
 def work_ahead(line: Line, worker: Worker, place: MemberPlace) -> None:

@@ -19,15 +19,16 @@ from shoal.engine.parallelize import ParallelModel, build_runner, parallelize
 from shoal.engine.resolve import count_steps, resolve_plan
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
+from shoal.paramserver.config import group_plan, pulls_ahead
 from shoal.paramserver.consistency import is_share_of_step
 from shoal.paramserver.contact import Evicted
 from shoal.paramserver.sharding import Model, cut_for
 from shoal.paramserver.worker.client import LoopThread, RunOver
-from shoal.serverrun.flatmodel import FlatModel, FlatRow, describe_model, refuse_batch_norm, sparse_parameters
+from shoal.paramserver.worker.flat import FlatModel, FlatRow, describe_model, refuse_batch_norm, sparse_parameters
 from shoal.serverrun.process import MemberPlace, attach_status
 from shoal.serverrun.worker.connection import Line, Pace, Worker, describe
-from shoal.serverrun.worker.group import Dealing, Leader, follow, group_plan, join_group, share_of
-from shoal.serverrun.worker.loops import LocalSteps, pulls_ahead, work_ahead, work_batches, work_downpour
+from shoal.serverrun.worker.group import Dealing, Leader, follow, join_group
+from shoal.serverrun.worker.loops import LocalSteps, work_ahead, work_batches, work_downpour
 from shoal.serverrun.worker.shares import ShareRunner
 from shoal.serverrun.worker.watchdog import watch_shares
 from shoal.telemetry.statusboard import Heartbeat, RankStatus
@@ -113,7 +114,7 @@ def build_bench(place: MemberPlace, rank_status: RankStatus | None) -> Bench:
     same_data = SameData(world, data)
     # The servers have the optimizer; one without state costs nothing here.
     plain = OptimConfig(name="sgd", momentum=0.0)
-    train = share_of(recipe.train, place.plan)
+    train = recipe.train.model_copy(update={"global_batch": recipe.train.global_batch // place.plan.num_shares})
     precision = Precision.named(train.precision)
     dtype = str(precision.weight_dtype).removeprefix("torch.")
     described = {name: spec._replace(dtype=dtype) for name, spec in describe_model(model).items()}

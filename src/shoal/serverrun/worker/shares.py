@@ -9,14 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import nn
 
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.order import Ids, own_microbatches, permute, position_of, take
 from shoal.data.source import Source
 from shoal.engine.step import StepRunner
-from shoal.paramserver.shares import stretch_of
+from shoal.paramserver.config import stretch_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +149,3 @@ class ShareRunner:
         if self._weighed is None or self._weighed[0] != key:
             self._weighed = key, max(1.0, float(self._source.collate(ids).weight))
         return self._weighed[1]
-
-
-def trained_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the servers hold, by name in the order of names."""
-    return dict(sorted((name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad))

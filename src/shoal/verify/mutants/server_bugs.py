@@ -18,7 +18,7 @@ from shoal.paramserver.records import Contribution, Read, Round
 from shoal.paramserver.server import replica, shard
 from shoal.paramserver.server import store as shelf
 from shoal.paramserver.worker import client
-from shoal.serverrun import flatmodel
+from shoal.paramserver.worker import flat as flatmodel
 from shoal.serverrun.server import process as serving
 from shoal.serverrun.worker import connection as workline
 from shoal.serverrun.worker import group as dealing

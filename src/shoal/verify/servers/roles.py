@@ -1,7 +1,7 @@
 """One server or worker of a proof: the real role, with what it computes put down on the way.
 
-``python -m shoal.verify.servers.roles`` takes the place of ``shoal.serverrun.job.role`` in a crew. Servers put down every update of
-every replica, workers say what each of their gradients was computed from; nothing of either is replaced, except by a mutant.
+``python -m shoal.verify.servers.roles`` takes the place of ``shoal.serverrun.job.role`` in a job. Servers put down every update
+of every replica, workers say what each of their gradients was computed from; nothing of either is replaced, except by a mutant.
 What the proof wants of them is in a file of the run directory.
 """
 

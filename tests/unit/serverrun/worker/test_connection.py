@@ -6,7 +6,7 @@ from torch import nn
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.paramserver.sharding import cut_model
-from shoal.serverrun.flatmodel import FlatModel, describe_model
+from shoal.paramserver.worker.flat import FlatModel, describe_model
 from shoal.serverrun.worker.connection import Line, Worker
 from support.paramserver.run_in_process import place_in, recipe_of
 

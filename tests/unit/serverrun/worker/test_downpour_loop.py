@@ -7,9 +7,9 @@ import torch
 
 from shoal.core.plan import Plan
 from shoal.optim.build import build_optimizer, decide_groups
+from shoal.paramserver.worker.flat import trained_parameters
 from shoal.serverrun.server.checkpointing import read_checkpoint
 from shoal.serverrun.worker.process import build_worker
-from shoal.serverrun.worker.shares import trained_parameters
 from support.paramserver.run_in_process import place_in, recipe_of, run_alone, run_inside
 
 STEPS = 6

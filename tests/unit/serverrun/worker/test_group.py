@@ -7,7 +7,8 @@ import pytest
 from shoal.comm.wire.node import new_incarnation
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
-from shoal.serverrun.worker.group import group_plan, join_group, share_of
+from shoal.paramserver.config import group_plan
+from shoal.serverrun.worker.group import join_group
 from support.paramserver.run_in_process import place_in, recipe_of
 
 PLAN = Plan.parse("ps=2 workers=2 tp=2 pp=2 microbatches=4 recompute=full update=ssp:1 backup=1")
@@ -22,7 +23,6 @@ def place(tmp_path):
 def test_a_group_computes_by_the_plan_without_its_servers():
     assert str(group_plan(PLAN)) == "dp=1 tp=2 pp=2 microbatches=4 recompute=full"
     assert group_plan(PLAN).world_size == 4
-    assert share_of(recipe_of("train.global_batch=16").train, PLAN).global_batch == 8
 
 
 def test_a_rank_has_its_workers_number_and_its_group_a_place_of_its_own(place):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shoal.core.plan import Plan
+from shoal.paramserver.worker.flat import trained_parameters
 from shoal.serverrun.worker.process import build_worker
-from shoal.serverrun.worker.shares import trained_parameters
 from support.models.custom_parts import build_points
 from support.paramserver.run_in_process import place_in, recipe_of, run_inside
 

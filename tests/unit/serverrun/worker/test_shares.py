@@ -14,7 +14,7 @@ from shoal.data.source import Items
 from shoal.models.embeddings import make_dense
 from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.sharding import cut_model
-from shoal.serverrun.flatmodel import FlatModel, describe_model, refuse_batch_norm, sparse_parameters
+from shoal.paramserver.worker.flat import FlatModel, describe_model, refuse_batch_norm, sparse_parameters
 from shoal.serverrun.worker.connection import make_packer
 from shoal.serverrun.worker.shares import ShareRunner
 

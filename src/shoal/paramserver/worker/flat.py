@@ -8,7 +8,11 @@ from torch import nn
 from shoal.core.errors import RequestError
 from shoal.models.embeddings import row_tables
 from shoal.paramserver.sharding import Model, ShardMap, TensorSpec, check_cover
-from shoal.serverrun.worker.shares import trained_parameters
+
+
+def trained_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the servers hold, by name in the order of names."""
+    return dict(sorted((name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad))
 
 
 def describe_model(model: nn.Module) -> dict[str, TensorSpec]:

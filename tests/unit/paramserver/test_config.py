@@ -3,8 +3,24 @@
 import pytest
 
 from shoal.core.plan import Plan
-from shoal.serverrun.rulecheck import rule_problems
+from shoal.paramserver.config import rule_problems
 from support.paramserver.run_in_process import recipe_of
+
+
+def problems_of(recipe, plan):
+    """Settings of a recipe that do not go with a plan."""
+    train = recipe.train
+    return list(
+        rule_problems(
+            recipe.paramserver,
+            Plan.parse(plan),
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+            precision=train.precision,
+            weight_decay=recipe.optim.weight_decay,
+        )
+    )
+
 
 CASES = [
     ("bsp", ["paramserver.aggregate=fednova"], "local_steps is not set"),
@@ -45,7 +61,7 @@ CASES = [
 
 @pytest.mark.parametrize(("update", "settings", "words"), CASES, ids=lambda value: str(value)[:24])
 def test_what_does_not_go_together_is_said_with_its_fix(update, settings, words):
-    found = list(rule_problems(recipe_of(*settings), Plan.parse(f"ps=2 workers=2 update={update}")))
+    found = problems_of(recipe_of(*settings), f"ps=2 workers=2 update={update}")
     assert len(found) == 1 and words in found[0]
 
 
@@ -57,12 +73,12 @@ def test_a_cache_that_could_never_be_used_is_refused():
         ("ps=2 workers=2 update=bsp", "does nothing under bsp"),
         ("ps=2 workers=2 update=ssp:0", "use ssp:3 or async"),
     ):
-        [found] = rule_problems(recipe, Plan.parse(plan))
+        [found] = problems_of(recipe, plan)
         assert "paramserver.cache_staleness 3 " in found and words in found
     for update in ("ssp:1", "async", "half:2,0.1", "downpour:2,2"):
-        assert not list(rule_problems(recipe, Plan.parse(f"ps=2 workers=2 update={update}")))
+        assert not problems_of(recipe, f"ps=2 workers=2 update={update}")
 
 
 @pytest.mark.parametrize("update", ["bsp", "ssp:2", "async", "half:2,0.1", "downpour:2,2", "lbfgs"])
 def test_plain_settings_go_with_every_rule(update):
-    assert not list(rule_problems(recipe_of(), Plan.parse(f"ps=2 workers=2 update={update}")))
+    assert not problems_of(recipe_of(), f"ps=2 workers=2 update={update}")

@@ -11,13 +11,12 @@ from shoal.core.plan import Plan
 from shoal.core.units import format_bytes
 from shoal.core.updates import UpdateRule
 from shoal.optim.build import num_state_bytes
+from shoal.optim.config import OptimConfig
+from shoal.paramserver.config import ParamServerConfig, portion_samples, pulls_ahead
 from shoal.paramserver.lbfgs.algorithm import pair_names
 from shoal.paramserver.lbfgs.line_search import GRADIENTS_HELD
 from shoal.paramserver.server.shard import VERSIONS_REMEMBERED
 from shoal.paramserver.sharding import ITEM_BYTES, Model, ShardMap, cut_for
-from shoal.paramserver.shares import portion_samples
-from shoal.serverrun.worker.loops import pulls_ahead
-from shoal.trainer.config import Recipe
 
 Sizes = dict[str, int]
 """Bytes by what they are for: weights, gradients, optimizer and working."""
@@ -38,36 +37,47 @@ class RoleSizes:
         return {role: {**sizes, "total": sum(sizes.values())} for role, sizes in roles.items()}
 
 
-def sizes_with_servers(model: Model, recipe: Recipe, plan: Plan, *, part: Mapping[str, int], fixed: int) -> RoleSizes:
+def sizes_with_servers(
+    model: Model,
+    plan: Plan,
+    *,
+    config: ParamServerConfig,
+    optim: OptimConfig,
+    global_batch: int,
+    part: Mapping[str, int],
+    fixed: int,
+) -> RoleSizes:
     """What the roles of a plan would hold.
 
     Args:
         model: the trained parameters.
-        recipe: with its optimizer and ``[paramserver]``.
         plan: with servers, and every number filled in.
+        config: ``[paramserver]``.
+        optim: the optimizer.
+        global_batch: samples of a step.
         part: bytes of the fullest rank of a worker that is a group, by what they are for; not read where it is none.
         fixed: bytes of what is saved and not trained.
     """
     rule = UpdateRule.parse(plan.update or "bsp").resolve(plan.num_shares)
-    shard_map = cut_for(model, plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
+    shard_map = cut_for(model, plan.ps, config=config, optimizer=optim.name)
     whole = sum(shard_map.num_bytes(number) for number in range(plan.ps))
-    server = _server_sizes(shard_map, recipe, plan, rule, whole=whole + fixed)
-    worker = _worker_sizes(recipe, rule, whole=whole, fixed=fixed)
+    server = _server_sizes(shard_map, config, optim, plan, rule, whole=whole + fixed)
+    worker = _worker_sizes(config, rule, whole=whole, fixed=fixed)
     if plan.ranks_per_replica > 1:
         # The first of a group has whole rows beside its part, whose gradients autograd keeps, and a message for each other rank.
         worker["weights"] += part["weights"]
         worker["gradients"] += part["gradients"] - whole
         worker["working"] += part["working"] + 2 * (plan.ranks_per_replica - 1) * part["weights"]
-    return RoleSizes(server=server, worker=worker, lines=_describe(shard_map, recipe, plan, whole))
+    return RoleSizes(server=server, worker=worker, lines=_describe(shard_map, config, plan, whole, global_batch))
 
 
-def _server_sizes(shard_map: ShardMap, recipe: Recipe, plan: Plan, rule: UpdateRule, *, whole: int) -> Sizes:
+def _server_sizes(
+    shard_map: ShardMap, config: ParamServerConfig, optim: OptimConfig, plan: Plan, rule: UpdateRule, *, whole: int
+) -> Sizes:
     """Of the fullest server, which keeps its own shard and those that it backs up, and the module that all were made of."""
-    config, item = recipe.paramserver, ITEM_BYTES[shard_map.dtype]
+    item = ITEM_BYTES[shard_map.dtype]
     shards = [shard_map.num_bytes(number) for number in range(plan.ps)]
-    states = [
-        num_state_bytes(recipe.optim, [piece.numel for piece in shard.pieces], item) for shard in shard_map.shards
-    ]
+    states = [num_state_bytes(optim, [piece.numel for piece in shard.pieces], item) for shard in shard_map.shards]
     found = []
     for number in range(plan.ps):
         held = _of_server(shards, number, plan.backup)
@@ -97,9 +107,8 @@ def _server_sizes(shard_map: ShardMap, recipe: Recipe, plan: Plan, rule: UpdateR
     return max(found, key=lambda sizes: sum(sizes.values()))
 
 
-def _worker_sizes(recipe: Recipe, rule: UpdateRule, *, whole: int, fixed: int) -> Sizes:
+def _worker_sizes(config: ParamServerConfig, rule: UpdateRule, *, whole: int, fixed: int) -> Sizes:
     """Of a worker of one process: a row of weights, one of gradients, and autograd's own."""
-    config = recipe.paramserver
     weights, gradients = 1, 2
     if rule.kind == "downpour":
         # What was pulled, and a copy of it that waits for the next step; what is gathered, and beside these what is being pushed.
@@ -116,7 +125,7 @@ def _worker_sizes(recipe: Recipe, rule: UpdateRule, *, whole: int, fixed: int) -
     return {"weights": weights * whole + fixed, "gradients": gradients * whole, "optimizer": 0, "working": 0}
 
 
-def _describe(shard_map: ShardMap, recipe: Recipe, plan: Plan, whole: int) -> list[str]:
+def _describe(shard_map: ShardMap, config: ParamServerConfig, plan: Plan, whole: int, global_batch: int) -> list[str]:
     shards = [shard_map.num_bytes(number) for number in range(plan.ps)]
     each = f"each with the whole model of {format_bytes(whole)}"
     if plan.ranks_per_replica > 1:
@@ -135,9 +144,9 @@ def _describe(shard_map: ShardMap, recipe: Recipe, plan: Plan, whole: int) -> li
         ),
         f"workers       {plan.num_shares}, {each} ({whole // ITEM_BYTES[shard_map.dtype]} elements of {shard_map.dtype})",
     ]
-    sizes = recipe.paramserver.portion_sizes(plan.num_shares)
+    sizes = config.portion_sizes(plan.num_shares)
     if sizes is not None:
-        samples = portion_samples(recipe.train.global_batch, sizes)
+        samples = portion_samples(global_batch, sizes)
         lines.append(f"portions      of {', '.join(map(str, samples))} samples; activations are those of the largest")
     return lines
 
