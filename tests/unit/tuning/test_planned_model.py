@@ -19,7 +19,7 @@ from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.measure import OwnPartsHere
 from shoal.tuning.planned_model import chain_of
 
-RECIPES = Path(__file__).parents[4] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 def load(name: str, *changes: str) -> tuple[Recipe, DataSpec]:

@@ -11,7 +11,7 @@ from shoal.tuning.simulation_request import SimulationRequest, read_simulation
 
 pytest.importorskip("transformers")
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 LARGE = ("model.args.layers=24", "model.args.hidden=2048", "model.args.heads=16", "data.sequence=1024")
 
 

@@ -19,9 +19,9 @@ from support.training.replay_cases import REVERSE, SEQ2SEQ, case_of, run_here
 
 
 def test_it_imports_nothing_of_what_it_judges():
-    line = "import shoal.verify.reference.train as r; r.assert_alone()"
+    line = "import shoal.verify.oracle.process; import shoal.verify.reference.model as r; r.assert_alone()"
     subprocess.run([sys.executable, "-c", line], check=True, timeout=60)
-    wrong = f"{line.partition(';')[0]}; import shoal.comm.full_tensor; r.assert_alone()"
+    wrong = f"import shoal.parallel.apply; {line}"
     done = subprocess.run([sys.executable, "-c", wrong], capture_output=True, text=True, timeout=60, check=False)
     assert "must not share code" in done.stderr
 
