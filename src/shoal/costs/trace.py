@@ -28,7 +28,7 @@ from shoal.costs.links import Done, Link, Links, num_received
 from shoal.costs.operations import OneKernel, rows_of
 from shoal.costs.persample import Batches, check_alike, growth, kept_of_sample, ops_of_sample, total_growth
 from shoal.costs.record import Recorder
-from shoal.costs.undisturbed import undisturbed
+from shoal.costs.tracer import preserved_state
 
 INSTEAD = (
     "give the shape of a transformer instead: [planner.shape] with layers, hidden, heads, ffn, vocab and sequence, and with "
@@ -114,7 +114,7 @@ def trace_module(
         batch_dim=batch_dim,
         device=device,
     )
-    with undisturbed(module, training=True), faked(module) as mode:
+    with preserved_state(module, training=True), faked(module) as mode:
         passes = [_run(module, inputs, batch, mode, settings) for batch in batches]
     layers = _layers(module, *passes, batches=batches)
     heads = {pair for link in passes[0].links for pair in link.done.heads}

@@ -302,8 +302,8 @@ def _touch(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 # Batch statistics over several replicas: the arithmetic of synchronised batch norm. torch's ``SyncBatchNorm`` refuses CPU
-# tensors. This one runs wherever the group does, takes replicas with unequal counts and with none, and adds in the order of ranks, so that
-# its bits do not depend on how a collective happens to reduce.
+# tensors. This one runs wherever the group does, takes replicas with unequal counts and with none, and adds in the order of
+# ranks, so that its bits do not depend on how a collective happens to reduce.
 
 # Shapes: C channels; a moments vector is (1 + 2 C): the count, then C means, then C sums of squared distances from the mean (M2).
 

@@ -11,7 +11,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
-from shoal.costs.undisturbed import undisturbed
+from shoal.costs.tracer import preserved_state
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.cut import Chain, IllegalCut
@@ -31,7 +31,7 @@ def learn_forms(chain: Chain, inputs: Sequence[Tensor]) -> dict[int, Form]:
     """What a microbatch sends along each lane, by its tag, from one pass through all stages of a chain that has kept them all."""
     found: dict[int, Form] = {}
     # Not in training: shapes are the same, and dropout wants to be told whose samples these are.
-    with undisturbed(chain.model, training=False), torch.enable_grad():
+    with preserved_state(chain.model, training=False), torch.enable_grad():
         received: Sequence[Tensor] = ()
         for stage in range(chain.num_stages - 1):
             outputs = chain.run(stage, inputs, received)

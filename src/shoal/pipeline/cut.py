@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.comm.channel import silent
 from shoal.core.errors import RequestError, RunError
-from shoal.costs.undisturbed import undisturbed
+from shoal.costs.tracer import preserved_state
 from shoal.parallel.recompute import surrounding
 from shoal.pipeline.p2p import parcel_problem
 from shoal.pipeline.stand_in import Gone, Left, Pass, Received, StandIns, are_same, has_no_value, keep_part
@@ -172,7 +172,7 @@ class Chain:
             IllegalCut: as ``settle``.
         """
         # What fails here fails without any cut: its error is the module's own.
-        with undisturbed(self.model, training=False), torch.no_grad():
+        with preserved_state(self.model, training=False), torch.no_grad():
             whole = self.model(*example)
         try:
             self._prove(example, whole)
@@ -196,7 +196,7 @@ class Chain:
             ) from error
 
     def _prove(self, example: Sequence[Any], whole: Any) -> None:
-        with undisturbed(self.model, training=False), torch.no_grad():
+        with preserved_state(self.model, training=False), torch.no_grad():
             self._find_free(example)
             for stage in range(1, self.num_stages):
                 self.parcels[stage] = self._probe(stage, example)
@@ -253,7 +253,7 @@ class Chain:
         read = {name: parameter for name, parameter in self._whole.items() if parameter.requires_grad}
         found: dict[str, frozenset[int]] = dict.fromkeys(read, frozenset())
         try:
-            with undisturbed(self.model, training=False), torch.enable_grad():
+            with preserved_state(self.model, training=False), torch.enable_grad():
                 received: Any = ()
                 for stage in range(self.num_stages):
                     outputs = tree_leaves(self.run(stage, example, received))

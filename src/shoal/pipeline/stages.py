@@ -13,9 +13,8 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import write_replicas
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.cut import Chain, IllegalCut
-from shoal.pipeline.estimate import estimate_work
-from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.split import ReplicatedSplit, StageMemory, UnitCost, parse_starts, split, split_replicated
+from shoal.pipeline.unit_costs import estimate_work, measure_costs
 from shoal.pipeline.units import Unit
 from shoal.schedules.pricing import peak_activations_by_stage
 from shoal.schedules.schedule import Grid, Schedule

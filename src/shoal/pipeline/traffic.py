@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
-from shoal.costs.undisturbed import undisturbed
+from shoal.costs.tracer import ModuleCall, Tracer, preserved_state
 from shoal.pipeline.build import Stages
 from shoal.pipeline.share import SHARE, places_of
 from shoal.schedules.schedule import Grid, Kind, Schedule
@@ -40,23 +38,15 @@ def survey_boundaries(
         parcels: of each stage, which of those arguments come from the stage before.
         inputs: of one microbatch.
     """
+    first_units = {stages.units[start].path: stage for stage, start in enumerate(stages.starts) if stage > 0}
+    tracer = Tracer(plain, paths=first_units)
+    with preserved_state(plain, training=True), torch.enable_grad():
+        tracer.run(inputs)
     found: dict[int, list[Crossing]] = {}
-
-    def look(stage: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        leaves = tree_leaves((args, kwargs))
-        found[stage] = [Crossing(leaves[at].nbytes, leaves[at].requires_grad) for at in parcels[stage]]
-
-    handles = [
-        plain.get_submodule(stages.units[start].path).register_forward_pre_hook(partial(look, stage), with_kwargs=True)
-        for stage, start in enumerate(stages.starts)
-        if stage > 0
-    ]
-    try:
-        with undisturbed(plain, training=True), torch.enable_grad():
-            plain(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for event in tracer.record.events:
+        if isinstance(event, ModuleCall):
+            stage, leaves = first_units[event.path], tree_leaves((event.args, event.kwargs))
+            found[stage] = [Crossing(leaves[at].nbytes, leaves[at].requires_grad) for at in parcels[stage]]
     return found
 
 

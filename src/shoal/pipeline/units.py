@@ -6,15 +6,15 @@ a stack is a unit; a module that has a stack inside, or is a plain sequence, is 
 calls is a unit as it stands.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
 from shoal.costs.blocks import opened_modules
-from shoal.costs.undisturbed import undisturbed
+from shoal.costs.tracer import ModuleCall, Record, Tracer, preserved_state
 from shoal.parallel.analysis.structure import ModuleAnalysis
 
 
@@ -34,31 +34,27 @@ def find_units(model: nn.Module, example: tuple[Tensor, ...], analysis: ModuleAn
         RequestError: the model does not take a sample of its data; names the module that did not.
     """
     opened = opened_modules(model, [block for stack in analysis.stacks for block in stack.blocks])
-    running: list[str] = [""]
-    called: list[str] = []
-
-    def enter(path: str, module: nn.Module, args: object) -> None:
-        if running[-1] in opened and path not in opened:
-            called.append(path)
-        running.append(path)
-
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        running.pop()
-
-    handles = []
-    for path, module in model.named_modules():
-        if path:
-            handles.append(module.register_forward_pre_hook(partial(enter, path)))
-            handles.append(module.register_forward_hook(leave))
+    tracer = Tracer(model)
     try:
-        with undisturbed(model, training=False), torch.no_grad():
-            model(*example)
+        with preserved_state(model, training=False), torch.no_grad():
+            tracer.run(example)
     except Exception as error:  # The user's code may raise anything.
-        raise RequestError(_describe_failure(model, running, called, error)) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+        called = list(_called(tracer.record, opened))
+        raise RequestError(_describe_failure(model, tracer.record.running, called, error)) from error
+    called = list(_called(tracer.record, opened))
     return tuple(Unit(path=path, is_once=called.count(path) == 1) for path in called)
+
+
+def _called(record: Record, opened: set[str]) -> Iterator[str]:
+    """The modules that opened ones call."""
+    running = [""]
+    for event in record.events:
+        if isinstance(event, ModuleCall):
+            if running[-1] in opened and event.path not in opened:
+                yield event.path
+            running.append(event.path)
+        else:
+            running.pop()
 
 
 def _describe_failure(model: nn.Module, running: list[str], called: list[str], error: Exception) -> str:

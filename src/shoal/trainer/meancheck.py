@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shoal.core.errors import ShoalError
 from shoal.core.functions import call_own
 from shoal.core.plan import Plan
-from shoal.costs.undisturbed import undisturbed
+from shoal.costs.tracer import preserved_state
 from shoal.data.order import permute
 from shoal.data.source import Items, Source
 from shoal.data.spec import IGNORED
@@ -71,7 +71,7 @@ def find_other_mean(model: nn.Module, loss: Loss, source: Source, *, plan: Plan,
     num_samples = min(_SAMPLES, len(source), train.global_batch)
     if loss in (cross_entropy, by_targets, squared_error) or num_parts == 1 or num_samples < 2:
         return None
-    with undisturbed(model, training=False), torch.no_grad():
+    with preserved_state(model, training=False), torch.no_grad():
         ids = permute(train.seed, 0, len(source), np.arange(num_samples, dtype=np.int64))
         try:
             found = call_own(

@@ -17,8 +17,8 @@ from shoal.models.config import CnnConfig, GptConfig
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.analysis.structure import ModuleAnalysis
-from shoal.pipeline.measure import measure_costs
 from shoal.pipeline.split import StageMemory, UnitCost, parse_starts, split, split_replicated
+from shoal.pipeline.unit_costs import measure_costs
 from shoal.pipeline.units import Unit, find_units
 from support.processes.instruction_count import instructions
 

@@ -13,9 +13,9 @@ from shoal.pipeline import stages as choose
 from shoal.pipeline.build import Stages, prove_stages
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.cut import Chain
-from shoal.pipeline.estimate import estimate_work
 from shoal.pipeline.split import UnitCost
 from shoal.pipeline.stages import choose_starts, stage_memory
+from shoal.pipeline.unit_costs import estimate_work
 from shoal.pipeline.units import find_units
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.csv_file import read_csv

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
 
-from shoal.costs.undisturbed import undisturbed
+from shoal.costs.tracer import preserved_state
 from shoal.parallel.analysis.flow import tensors_in
 from shoal.parallel.analysis.trace import scores_first
 
@@ -151,7 +151,7 @@ def _attend_silently(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: A
 @contextmanager
 def _probing(model: nn.Module) -> Iterator[ExitStack]:
     with ExitStack() as stack:
-        stack.enter_context(undisturbed(model, training=False))
+        stack.enter_context(preserved_state(model, training=False))
         stack.enter_context(torch.no_grad())
         yield stack
 

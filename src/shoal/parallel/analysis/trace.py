@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.costs.undisturbed import undisturbed
+from shoal.costs.tracer import preserved_state
 from shoal.parallel.analysis import rules as rules  # They register their rules.
 from shoal.parallel.analysis import views as views
 from shoal.parallel.analysis.flow import Follower, tensors_in
@@ -69,7 +69,7 @@ def trace_forward(model: nn.Module, example: tuple[Tensor, ...]) -> Trace:
     }
     trace = Trace(Follower(owners=owners), example)
     with ExitStack() as stack:
-        stack.enter_context(undisturbed(model, training=True))
+        stack.enter_context(preserved_state(model, training=True))
         stack.enter_context(_watched(model, paths, trace))
         stack.enter_context(TracedAttributes(model, trace.follower.values))
         stack.enter_context(torch.enable_grad())

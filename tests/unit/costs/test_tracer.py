@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.costs.undisturbed import keeping_draws, undisturbed
+from shoal.costs.tracer import preserved_state
+from shoal.telemetry.draws import keeping_draws
 
 
 def draws():
@@ -19,7 +20,7 @@ def test_what_is_drawn_inside_moves_no_generator():
     random.seed(1)
     np.random.seed(1)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    for look in (keeping_draws(), undisturbed(model, training=True)):
+    for look in (keeping_draws(), preserved_state(model, training=True)):
         with look:
             inside = draws()
         assert torch.equal(torch.get_rng_state(), states[0])
@@ -34,7 +35,7 @@ def test_modes_and_buffers_are_as_before():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5))
     model[1].eval()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with undisturbed(model, training=True):
+    with preserved_state(model, training=True):
         assert model[1].training
         model(torch.rand(4, 2))
     assert model[0].training and not model[1].training

@@ -16,8 +16,7 @@ from shoal.models.config import GptConfig, MlpConfig
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.analysis.structure import ModuleAnalysis
-from shoal.pipeline.estimate import OPERATIONS_PER_BYTE, OPERATIONS_PER_SECOND, estimate_work
-from shoal.pipeline.measure import measure_costs
+from shoal.pipeline.unit_costs import OPERATIONS_PER_BYTE, OPERATIONS_PER_SECOND, estimate_work, measure_costs
 from shoal.pipeline.units import find_units
 from support.pipeline.stages_on_ranks import batch, build
 
@@ -101,7 +100,7 @@ import torch
 from support.pipeline.stages_on_ranks import batch, build
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.pipeline.estimate import estimate_work
+from shoal.pipeline.unit_costs import estimate_work
 from shoal.pipeline.units import find_units
 for kind in ("gpt", "cnn"):
     model, example = build(kind), batch(kind, 0)[0]
