@@ -7,6 +7,8 @@ import signal
 import pytest
 
 from shoal.core.processor import avoid_hidden_tiles
+from shoal.launch import forkclient
+from support.processes import warm
 from support.processes.command import TINY, Shoal
 from support.session.leaks import descendants, left_behind
 from support.session.timing import (  # noqa: F401 (pytest finds hooks here)
@@ -22,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell ignores them for what it starts by nohup or in the background; children inherit that, and Shoal leaves it so.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+forkclient.start_interpreter, forkclient.FEWEST_TO_FORK = warm.start_interpreter, 1
 
 
 @pytest.fixture(autouse=True)

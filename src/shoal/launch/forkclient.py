@@ -24,6 +24,8 @@ READY = b"ready"
 """What a cradle says when it has imported everything."""
 ROOM = "-" * 1024
 """An argument that means nothing: its memory holds the command line of a fork, for those who look from outside."""
+FEWEST_TO_FORK = 2
+"""One process alone is sooner there by itself than from a server that has to be started first."""
 PRELOAD_OPTIMIZER = "shoal.optim.build:warm_up"
 """For a cradle of those who will make an optimizer."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37

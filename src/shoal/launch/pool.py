@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import EXIT_NO, Refusal, RequestError, RunError
+from shoal.launch import forkclient
 from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient, ForkedProcess, Streams, kill_group, reap
 
 # After one rank failed the others get this long to say what they saw; most are stuck in a collective and never will.
@@ -104,8 +105,7 @@ class Pool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-pool-logs-")
         if self._client is None:
-            # One alone is sooner there by itself.
-            warm = [self.module, PRELOAD_OPTIMIZER] if self.size > 1 else []
+            warm = [self.module, PRELOAD_OPTIMIZER] if self.size >= forkclient.FEWEST_TO_FORK else []
             self._client = ForkClient(warm, self._environment(-1))
         self._client.open()
         for rank in range(self.size):

@@ -10,6 +10,7 @@ import itertools
 
 from shoal.core.events import RankFailed
 from shoal.core.rundir import RunDir
+from shoal.launch import forkclient
 from shoal.launch.blame import Outcome, judge
 from shoal.launch.failurereport import headline
 from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient
@@ -59,6 +60,5 @@ def supervise(request: LaunchRequest) -> Outcome:
 
 
 def _client_for(request: LaunchRequest) -> ForkClient:
-    # One rank alone is sooner there by itself.
-    is_worth_it = request.module and request.num_ranks > 1
+    is_worth_it = request.module and request.num_ranks >= forkclient.FEWEST_TO_FORK
     return ForkClient([request.module, PRELOAD_OPTIMIZER] if is_worth_it else [], server_environment(request))

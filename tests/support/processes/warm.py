@@ -12,26 +12,31 @@ have imported what it judges. Tests of the start and end of the command itself a
 
 import atexit
 import contextlib
+import importlib
 import inspect
 import json
 import os
+import pkgutil
 import runpy
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
+import shoal
 from shoal.comm.parentdeath import die_with_parent
 from shoal.launch import forkclient, forkserver
 from shoal.launch.child import show_command_line
 from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient, ForkedProcess, Streams
 
 TESTS = Path(__file__).resolve().parents[2]
-WARM = ("shoal.trainer.worker", "shoal.serverrun.warming", "shoal.verify.ranks", PRELOAD_OPTIMIZER, __name__)
+WARM = (f"{__name__}:import_shoal", PRELOAD_OPTIMIZER)
 READ_BEFORE = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "KMP_", "LD_", "MALLOC_", "TORCH", "ATEN_")
 """Variables that an interpreter or a library reads when it begins."""
-REFERENCE = "shoal.verify.reference"
+_start_interpreter = forkclient.start_interpreter
+REFERENCE = "shoal.verify.oracle.process"
 
 
 class ForkedCommand(subprocess.Popen):
@@ -41,11 +46,7 @@ class ForkedCommand(subprocess.Popen):
         asked = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
         ends = {name: asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")}
         client, environment = _session_client(), asked["env"] or os.environ
-        order = {
-            "arguments": list(asked["args"]),
-            "folder": os.path.abspath(asked["cwd"] or "."),
-            "unset": sorted(client.environment.keys() - environment.keys()),
-        }
+        order = client.order("shoal", asked["args"], environment, folder=asked["cwd"] or ".")
         streams = [ends["p2cread"], ends["c2pwrite"], ends["errwrite"]]
         stdin, stdout, stderr = (number if given == -1 else given for number, given in enumerate(streams))
         try:
@@ -76,12 +77,20 @@ class SessionClient(ForkClient):
     def __init__(self, environment):
         super().__init__(WARM, environment)
         self.environment = dict(environment)
-        self.open()
+        with mock.patch.object(forkclient, "start_interpreter", _start_interpreter):
+            self.open()
         self.wait()
+        assert not self.problem, self.problem
         forkclient._adopt_orphans(False)
         self.owner = os.getpid()
 
+    def order(self, module, arguments, environment, *, folder="."):
+        """What the fork is told of its task, for ``main``."""
+        unset = sorted(self.environment.keys() - environment.keys())
+        return {"module": module, "arguments": list(arguments), "folder": os.path.abspath(folder), "unset": unset}
+
     def start(self, *arguments, **options):
+        """As ``ForkClient`` does."""
         before = forkclient._adopts_orphans()
         forkclient._adopt_orphans(True)
         try:
@@ -110,24 +119,57 @@ def server_pids():
     return {process.pid} if process is not None else set()
 
 
+def start_interpreter(arguments, *, environment, descriptor):
+    """What the fork servers of this process's own pools are started by: forks, as those of forked commands are."""
+    _, module, *rest = arguments
+    if not can_fork(environment):
+        return _start_interpreter(arguments, environment=environment, descriptor=descriptor)
+    refuse_reference(rest)
+    order = _session_client().order(module, rest, environment)
+    with open(os.devnull, "r+b") as nowhere:
+        streams = Streams(stdout=nowhere.fileno(), stderr=nowhere.fileno())
+        options = {"environment": environment, "streams": streams, "descriptors": (descriptor,)}
+        found = _session_client().start(__name__, [json.dumps(order)], **options)
+    assert found is not None, _session_client().problem
+    return found
+
+
+def refuse_reference(modules):
+    """Keep the reference out of a fork server: the caller starts an interpreter then."""
+    if REFERENCE in modules:
+        raise OSError("the reference has to be an interpreter of its own")
+
+
 # ---- in the fork
+
+
+def import_shoal():
+    """Import all of Shoal, and torch with it."""
+    for module in pkgutil.walk_packages(shoal.__path__, "shoal."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
 
 _LIBRARIES = [path for path in sys.path if path not in (str(TESTS), os.getcwd(), "")]
 
 
 def main():
-    """Be a ``shoal`` command."""
+    """Be a ``shoal`` command, or a fork server."""
     order = json.loads(sys.argv[1])
+    module, arguments = order["module"], order["arguments"]
     os.chdir(order["folder"])
     for name in order["unset"]:
         os.environ.pop(name, None)
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [order["folder"], *given, *(path for path in _LIBRARIES if path not in given)]
-    show_command_line([sys.executable, "-m", "shoal", *order["arguments"]])
+    show_command_line([sys.executable, "-m", module, *arguments])
+    sys.argv = [module, *arguments]
+    if module != "shoal":
+        return forkserver.main()
+    forkclient.FEWEST_TO_FORK = 1
     forkclient.start_interpreter = _interpreters_of(_fork_template())
-    sys.argv = [sys.executable, *order["arguments"]]
     try:
-        runpy.run_module("shoal", run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()
@@ -156,18 +198,15 @@ def _fork_template():
 
 
 def _interpreters_of(template):
-    start_one = forkclient.start_interpreter
-
     def start_interpreter(arguments, *, environment, descriptor):
         _, module, *rest = arguments
-        if REFERENCE not in rest and environment.get("OMP_NUM_THREADS") == "1":
+        refuse_reference(rest)
+        if environment.get("OMP_NUM_THREADS") == "1":
             with open(os.devnull, "r+b") as nowhere:
                 streams = Streams(stdout=nowhere.fileno(), stderr=nowhere.fileno())
-                found = template.start(
-                    module, rest, environment=environment, streams=streams, descriptors=(descriptor,)
-                )
-            if found is not None:
-                return found
-        return start_one(arguments, environment=environment, descriptor=descriptor)
+                options = {"environment": environment, "streams": streams, "descriptors": (descriptor,)}
+                if (found := template.start(module, rest, **options)) is not None:
+                    return found
+        return _start_interpreter(arguments, environment=environment, descriptor=descriptor)
 
     return start_interpreter
