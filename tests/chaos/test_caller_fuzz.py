@@ -6,9 +6,6 @@ caller is a process of its own. Every wrong answer names the call that waits, so
 
 import itertools
 import json
-import random
-import socket
-import struct
 import threading
 
 import msgspec
@@ -22,7 +19,7 @@ from shoal.comm.wire.header import (
     decode_header,
 )
 from shoal.comm.wire.message import is_chunk, pack_chunk
-from shoal.comm.wire.operations import LaneOffer, Taken
+from shoal.comm.wire.operations import Taken
 from support.wire.caller_process import right_payload, start
 from support.wire.forged_messages import Forger
 from support.wire.operations import OPERATIONS, Echoed
@@ -89,7 +86,7 @@ class Liar(Forger):
         return self.source.choice(self.earlier) if self.earlier else self.nobody_asked()
 
     def other_operation(self):
-        return self.pack(operation=self.source.choice(["", "sum", "late", "Echo", "rm", "!lane"]))
+        return self.pack(operation=self.source.choice(["", "sum", "late", "Echo", "rm", "!other"]))
 
     def nobody_asked(self):
         return self.pack(answers=self.source.choice([-1, _NOBODY, 2**62]))
@@ -126,20 +123,15 @@ class Peer:
         self._router.linger = 0
         self._router.bind(address)
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._lanes = socket.create_server(("127.0.0.1", 0))
-        self._lanes.settimeout(0.05)
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=work) for work in (self._serve, self._serve_lanes)]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
 
     def close(self) -> None:
         self._is_over.set()
-        for thread in self._threads:
-            thread.join(10)
+        self._thread.join(10)
         self._router.close()
         self._context.term()
-        self._lanes.close()
 
     def _serve(self) -> None:
         while not self._is_over.is_set():
@@ -151,11 +143,6 @@ class Peer:
     def _answer(self, route, header) -> None:
         liar = self.liar
         liar.asked = header.sequence
-        if header.operation == "!lane":
-            offer = LaneOffer(self._lanes.getsockname()[1], b"w" * 16, b"r" * 16)
-            self.num_right += 1
-            self._router.send_multipart([route, *liar.pack(OPERATIONS.encode(offer), operation="!lane")])
-            return
         if header.operation != "echo":
             return
         liar.number = int(header.key)
@@ -176,37 +163,6 @@ class Peer:
             self.num_right += len(messages)
             liar.earlier = [*liar.earlier[-50:], messages[0]]
 
-    def _serve_lanes(self) -> None:
-        """Lets a lane be opened as it should be, and then says what no lane says."""
-        source = random.Random(1)
-        while not self._is_over.is_set():
-            try:
-                connection, _ = self._lanes.accept()
-            except TimeoutError:
-                continue
-            with connection:
-                connection.settimeout(1.0)
-                try:
-                    connection.recv(16, socket.MSG_WAITALL)
-                    connection.sendall(b"r" * 16 + self._lie(source))
-                    connection.recv(1)
-                except OSError:
-                    pass  # It has hung up, as it should.
-
-    def _lie(self, source) -> bytes:
-        lengths = struct.Struct("<IIQ")
-        kind = source.randrange(4)
-        if kind == 0:
-            return source.randbytes(source.randint(16, 4000))
-        if kind == 1:
-            return lengths.pack(2**32 - 1, 2**32 - 1, 2**63)
-        if kind == 2:
-            return lengths.pack(20, 30, 3 << 20) + source.randbytes(20 + 30 + 8 + 40)
-        # Right lengths of a right message that answers nobody, and a chunk with a wrong checksum.
-        frames = self.liar.pack(answers=_NOBODY, dtype="uint8", shape=(2 << 20,))
-        head = lengths.pack(len(frames[0]), len(frames[1]), 2 << 20)
-        return head + b"".join(frames) + struct.pack("<I8s", _CHUNK, b"?" * 8) + bytes(_CHUNK) + b"\0\0\0\7"
-
 
 def run(seed, tmp_path, kind, *, num_calls, num_each=6, seconds=60.0):
     tmp_path.chmod(0o700)
@@ -225,7 +181,7 @@ def run(seed, tmp_path, kind, *, num_calls, num_each=6, seconds=60.0):
     return json.loads(output), peer
 
 
-def check(found, peer, *, num_calls, has_lanes):
+def check(found, peer, *, num_calls):
     counts = found["counts"]
     assert found["wrong"] == 0 and found["unnamed"] == 0 and not found["errors"], found
     assert found["right"] + found["failed"] == num_calls
@@ -233,10 +189,9 @@ def check(found, peer, *, num_calls, has_lanes):
     assert found["right"] > 0.8 * num_calls and peer.num_silent > 0
     dropped = sum(counts.get(reason, 0) for reason in DROPPED)
     assert counts["received"] == counts["accepted"] + dropped
-    # A right answer may come when its attempt is over; a wrong one is never accepted. Lanes have messages of their own.
+    # A right answer may come when its attempt is over; a wrong one is never accepted.
     assert counts["accepted"] <= peer.num_right and dropped >= peer.num_wrong
-    if not has_lanes:
-        assert counts["received"] == peer.num_right + peer.num_wrong
+    assert counts["received"] == peer.num_right + peer.num_wrong
     expected = ("frames", "malformed", "version", "unknown", "oversized", "payload", "place", "corrupt", "late")
     assert all(counts.get(reason, 0) > 0 for reason in (*expected, "incomplete")), counts
     assert found["num_streams"] == 0 and found["grown"] < GROWTH_BYTES
@@ -245,7 +200,7 @@ def check(found, peer, *, num_calls, has_lanes):
 @pytest.mark.parametrize(("seed", "kind"), [(1, "ipc"), (2, "tcp")])
 def test_a_caller_takes_no_wrong_answer(seed, kind, tmp_path):
     found, peer = run(seed, tmp_path, kind, num_calls=400)
-    check(found, peer, num_calls=400, has_lanes=kind == "tcp")
+    check(found, peer, num_calls=400)
     assert peer.num_wrong > 2000
 
 
@@ -254,7 +209,7 @@ def test_a_caller_takes_no_wrong_answer(seed, kind, tmp_path):
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_a_caller_takes_none_of_a_million_wrong_answers(kind, tmp_path, capsys):
     found, peer = run(3, tmp_path, kind, num_calls=20_000, num_each=50, seconds=3000.0)
-    check(found, peer, num_calls=20_000, has_lanes=kind == "tcp")
+    check(found, peer, num_calls=20_000)
     assert peer.num_wrong > 900_000
     with capsys.disabled():
         print(f"\n{peer.num_wrong} wrong, {found['right']} right, {found['failed']} in vain: {found['counts']}")
@@ -274,4 +229,4 @@ def test_the_checks_can_fail(tmp_path, monkeypatch):
     found, peer = run(5, tmp_path, "ipc", num_calls=100)
     assert found["wrong"] > 0
     with pytest.raises(AssertionError):
-        check(found, peer, num_calls=100, has_lanes=False)
+        check(found, peer, num_calls=100)

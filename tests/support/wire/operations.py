@@ -4,6 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
+import torch
 import zmq
 
 from shoal.comm.wire.node import Node, new_incarnation
@@ -105,3 +106,11 @@ async def raw_dealer(address):
     finally:
         socket.close()
         context.term()
+
+
+def as_tensor(message):
+    """The payload of a request or an answer, not copied, with the dtype and shape that its header says."""
+    dtype = getattr(torch, message.header.dtype)
+    if not message.payload.nbytes:
+        return torch.empty(message.header.shape, dtype=dtype)
+    return torch.frombuffer(message.payload, dtype=dtype).reshape(message.header.shape)

@@ -5,7 +5,6 @@ A handler runs as a task of its own, so a slow one holds nobody up; nor does a c
 
 import asyncio
 import os
-import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,19 +15,17 @@ import zmq
 from shoal.comm.wire.addresses import Address
 from shoal.comm.wire.buffers import Payload
 from shoal.comm.wire.connections import ConnectionLimit
-from shoal.comm.wire.dock import Dock
 from shoal.comm.wire.header import REFUSED, TAKEN, Header
-from shoal.comm.wire.lane import Lane, LaneBroken
-from shoal.comm.wire.message import Envelope, is_chunk, unpack, unpack_announcement, unpack_chunk
-from shoal.comm.wire.operations import LaneAsked, Refusal
+from shoal.comm.wire.message import Envelope, is_chunk, unpack, unpack_chunk
+from shoal.comm.wire.operations import Refusal
 from shoal.comm.wire.pump import Pump
 from shoal.comm.wire.request import Request
-from shoal.comm.wire.streams import Stream, Streams
+from shoal.comm.wire.streams import Streams
 from shoal.comm.wire.verdict import Dropped
 from shoal.core.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.comm.wire.node import Node, Outgoing
+    from shoal.comm.wire.node import Node
 
 Handler: TypeAlias = Callable[[Request], Awaitable[None]]
 _RUNNING = 1024
@@ -38,7 +35,6 @@ _TOLD = frozenset(
 )
 """Reasons that the sender is told, when its header was whole. A duplicate's first copy is answered anyway."""
 _TELL_SECONDS = 1.0
-_MAX_LANES = 1024
 _TIDY_SECONDS = 5.0
 
 
@@ -53,7 +49,6 @@ class Listener:
         handler: Handler,
         *,
         shares: bool,
-        has_lanes: bool,
         limit: ConnectionLimit | None = None,
     ) -> None:
         self._node = node
@@ -68,9 +63,6 @@ class Listener:
         self._pump = Pump(router, self._receive)
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(_TIDY_SECONDS, self._tidy)
-        self._lanes: dict[bytes, Lane] = {}
-        self._has_lanes = has_lanes
-        self._dock: Dock | None = None
 
     async def send_answer(
         self, request: Request, operation: str, body: msgspec.Struct, payload: Payload | None
@@ -84,10 +76,6 @@ class Listener:
     def close(self) -> None:
         """Stop listening; requests at work are not answered any more."""
         self._timer.cancel()
-        if self._dock is not None:
-            self._dock.close()
-        for lane in list(self._lanes.values()):
-            lane.close()
         self._streams.close_all()
         if self._limit is not None:
             self._limit.stop()
@@ -110,28 +98,6 @@ class Listener:
                 self._admit(route, unpack(parts))
         except Dropped as drop:
             self._drop(route, drop)
-
-    def _add_lane(self, route: bytes, connection: socket.socket) -> None:
-        """A lane of this route was connected; one that it had before is not used any more."""
-        if self._pump.is_closed:
-            connection.close()
-            return
-        if route in self._lanes:
-            self._lanes[route].close()
-        begin, on_end = partial(self._begin, route), partial(self._lanes.pop, route, None)
-        node = self._node
-        self._lanes[route] = Lane(connection, begin=begin, counters=node.counters, spawn=node.spawn, on_end=on_end)
-
-    def _begin(self, route: bytes, frames: list[memoryview], num_bytes: int) -> Stream | None:
-        """Take one message that arrived over a lane; where its payload goes, if it is wanted."""
-        self._node.counters.add("received")
-        try:
-            envelope = unpack_announcement(frames, num_bytes)
-            self._admit(route, envelope)
-            return self._streams.find(route, envelope.header.sequence)
-        except Dropped as drop:
-            self._drop(route, drop)
-        return None
 
     def _admit(self, route: bytes, envelope: Envelope) -> None:
         header = envelope.header
@@ -199,27 +165,11 @@ class Listener:
 
     async def _handle(self, request: Request) -> None:
         try:
-            if isinstance(request.body, LaneAsked):
-                await self._offer_lane(request)
-            else:
-                await self._handler(request)
+            await self._handler(request)
         except ShoalError as error:
             self._node.counters.add("failed")
             if request.is_open:
                 await request.refuse("failed", str(error))
-
-    async def _offer_lane(self, request: Request) -> None:
-        if not self._has_lanes or (request.route not in self._lanes and len(self._lanes) >= _MAX_LANES):
-            await request.refuse("lane", "payloads do not cross beside the messages here")
-            return
-        try:
-            if self._dock is None:
-                self._dock = Dock(self._address.host, spawn=self._node.spawn, admit=self._add_lane)
-            offer = self._dock.offer(request.route)
-        except (Dropped, OSError) as problem:
-            await request.refuse("lane", str(problem))
-        else:
-            await request.answer(offer)
 
     def _finish(self, request: Request, task: "asyncio.Task[None]") -> None:
         self._num_running -= 1
@@ -250,11 +200,10 @@ class Listener:
                 outgoing = await node.compose(
                     operation, body, payload, answers=asked.sequence, receiver=route, folder=folder
                 )
-                if not await self._send_by_lane(route, outgoing):
-                    # Copied, if the payload is inside: who answers may change its memory as soon as this returns.
-                    await self._pump.send([route, *outgoing.frames], copy=outgoing.stream is None)
-                    is_copied = self._address.kind == "inproc"
-                    await node.send_chunks(self._pump, outgoing, route=route, is_copied=is_copied, track=True)
+                # Copied, if the payload is inside: who answers may change its memory as soon as this returns.
+                await self._pump.send([route, *outgoing.frames], copy=outgoing.stream is None)
+                is_copied = self._address.kind == "inproc"
+                await node.send_chunks(self._pump, outgoing, route=route, is_copied=is_copied, track=True)
         except TimeoutError:
             node.counters.add("expired")
         except Dropped as drop:
@@ -265,17 +214,6 @@ class Listener:
             node.counters.add("gone")
             if outgoing is not None:
                 node.payloads.abandon(outgoing.sequence)
-
-    async def _send_by_lane(self, route: bytes, outgoing: "Outgoing") -> bool:
-        """Send an answer with a long payload over the lane of its route; False when it has none, or that has broken."""
-        lane = self._lanes.get(route)
-        if lane is None or outgoing.stream is None:
-            return False
-        try:
-            await lane.send(outgoing.frames, outgoing.stream)
-        except LaneBroken:
-            return False
-        return True
 
     def _return(self, route: bytes, header: Header) -> None:
         """Nobody refers to the payload of a request any more."""

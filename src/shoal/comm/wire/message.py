@@ -121,19 +121,6 @@ def unpack(frames: Sequence[memoryview]) -> Envelope:
     return Envelope(header=header, body=frames[1], inline=inline, num_bytes=num_bytes)
 
 
-def unpack_announcement(frames: Sequence[memoryview], num_bytes: int) -> Envelope:
-    """The message in ``frames``, of which ``num_bytes`` of payload follow.
-
-    Raises:
-        Dropped: as ``unpack``, and ``payload`` when the header asks for another length.
-    """
-    envelope = unpack(frames)
-    if not envelope.is_stream or envelope.num_bytes != num_bytes:
-        text = f"{num_bytes} bytes follow, of a payload of {envelope.num_bytes}"
-        raise Dropped("payload", text, envelope.header)
-    return envelope
-
-
 def _checksum(frames: Sequence[Frame]) -> bytes:
     digest = xxhash.xxh3_64()
     for frame in frames:

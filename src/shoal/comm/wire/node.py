@@ -117,10 +117,7 @@ class Node:
             os.umask(mask)
         if parsed.kind == "ipc":
             os.chmod(parsed.path, 0o600)
-        has_lanes = self._has_lanes(parsed)
-        self._listeners.append(
-            Listener(self, socket, parsed, handler, shares=self._shares(parsed), has_lanes=has_lanes, limit=limit)
-        )
+        self._listeners.append(Listener(self, socket, parsed, handler, shares=self._shares(parsed), limit=limit))
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return endpoint if keys is None else f"{endpoint}#{keys.public_hex}"
 
@@ -133,8 +130,7 @@ class Node:
         assert not self._is_closed
         if address not in self._peers:
             parsed = parse_address(address, has_keys=self._keys is not None)
-            shares, has_lanes = self._shares(parsed), self._has_lanes(parsed)
-            self._peers[address] = Peer(self, address, parsed, shares=shares, has_lanes=has_lanes)
+            self._peers[address] = Peer(self, address, parsed, shares=self._shares(parsed))
         return self._peers[address]
 
     async def close(self) -> None:
@@ -283,10 +279,6 @@ class Node:
     def _shares(self, address: Address) -> bool:
         """True when payloads to this address may lie in shared memory: both ends are here, and nobody asked for encryption."""
         return address.is_local and (address.kind == "ipc" or self._keys is None)
-
-    def _has_lanes(self, address: Address) -> bool:
-        """True when payloads that are not shared may cross beside ZeroMQ: in plain bytes, so on loopback without keys."""
-        return address.kind == "tcp" and address.is_local and self._keys is None
 
     def _use_context(self) -> "zmq.Context[zmq.Socket[bytes]]":
         assert not self._is_closed

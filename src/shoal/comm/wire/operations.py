@@ -1,6 +1,6 @@
 """The table of operations: what may be asked on the wire, the types of question and answer, and how long they may be.
 
-Beside one of its own, by which lanes are opened, the wire knows no operation; the rooms above say theirs::
+The wire knows no operation by itself; the rooms above say theirs::
 
     class Pull(Body, frozen=True):
         shard: int
@@ -11,18 +11,14 @@ Beside one of its own, by which lanes are opened, the wire knows no operation; t
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from shoal.comm.wire.message import BODY_BYTES, Envelope
 from shoal.comm.wire.verdict import Dropped
 
 _DEFAULT_PAYLOAD = 1 << 30
-WORD_BYTES = 16
-"""Of the words by which a lane is known."""
-_Word = Annotated[bytes, Meta(min_length=WORD_BYTES, max_length=WORD_BYTES)]
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -38,18 +34,6 @@ class Refusal(Body, frozen=True):
 
 class Taken(Body, frozen=True):
     """The body of a note that a payload in shared memory is not needed any more."""
-
-
-class LaneAsked(Body, frozen=True):
-    """Asks where a lane for long payloads may be connected."""
-
-
-class LaneOffer(Body, frozen=True):
-    """Where, what to say there first, and what is answered: another program may have the same port where a tunnel ends."""
-
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    word: _Word
-    reply: _Word
 
 
 @dataclass(frozen=True)
@@ -80,16 +64,12 @@ class Op:
             raise Dropped("oversized", text, envelope.header)
 
 
-_OWN = {"!lane": Op(LaneAsked, LaneOffer, max_payload=0, max_body=64, fenced=False)}
-"""What the wire asks by itself."""
-
-
 class Operations:
-    """Operations by name and by the type of their request; the wire's own are in every table."""
+    """Operations by name and by the type of their request."""
 
     def __init__(self, table: Mapping[str, Op]) -> None:
         assert not any(name.startswith("!") for name in table), sorted(table)
-        self._table = {**table, **_OWN}
+        self._table = dict(table)
         self._names: dict[type[msgspec.Struct], str] = {}
         for name, op in self._table.items():
             assert name and len(name) <= 64, name
@@ -102,7 +82,7 @@ class Operations:
         self._refusals = msgspec.msgpack.Decoder(Refusal, strict=True)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._table if name not in _OWN)
+        return iter(self._table)
 
     def __contains__(self, name: str) -> bool:
         return name in self._table

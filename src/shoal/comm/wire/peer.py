@@ -18,14 +18,11 @@ from zmq.utils.monitor import parse_monitor_message
 
 from shoal.comm.wire.addresses import Address
 from shoal.comm.wire.buffers import Payload, copy_politely, describe
-from shoal.comm.wire.caller_lane import CallerLane
 from shoal.comm.wire.errors import Refused, WireClosed, WireLost, WireTimeout
 from shoal.comm.wire.header import REFUSED, TAKEN, Header
-from shoal.comm.wire.lane import Lane, LaneBroken
-from shoal.comm.wire.message import Envelope, is_chunk, unpack, unpack_announcement, unpack_chunk
-from shoal.comm.wire.operations import LaneAsked, LaneOffer
+from shoal.comm.wire.message import Envelope, is_chunk, unpack, unpack_chunk
 from shoal.comm.wire.pump import Pump
-from shoal.comm.wire.streams import Stream, Streams
+from shoal.comm.wire.streams import Streams
 from shoal.comm.wire.verdict import Dropped
 
 if TYPE_CHECKING:
@@ -35,7 +32,6 @@ _HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DE
 _EVENTS = zmq.EVENT_DISCONNECTED | _HANDSHAKES
 _HUNG_UP_TIMES = 3
 """Handshakes in a row that the other side ended without a word, after which the keys are to blame and not its death."""
-_LANE_SECONDS = 10.0
 _NOT_DONE = frozenset({"place", "incomplete", "busy"})
 """Refusals that say nothing about the request: another attempt may succeed."""
 
@@ -65,8 +61,6 @@ class _Call:
     dtype: str = ""
     """Of ``into``."""
     is_sent: bool = False
-    lane: Lane | None = None
-    """The one that its payload went over."""
     is_answering: bool = False
     """True once an answer was announced: the payload is on its way."""
     future: "asyncio.Future[tuple[Envelope, Any, memoryview | None]]" = field(
@@ -86,7 +80,7 @@ class _Call:
 class Peer:
     """A DEALER socket, connected when the first call is made."""
 
-    def __init__(self, node: "Node", address: str, parsed: Address, *, shares: bool, has_lanes: bool) -> None:
+    def __init__(self, node: "Node", address: str, parsed: Address, *, shares: bool) -> None:
         self.address = address
         self.is_closed = False
         self._node = node
@@ -98,16 +92,6 @@ class Peer:
         self._streams = Streams()
         self._calls: dict[int, _Call] = {}
         self._folder = ""
-        self._lane: CallerLane | None = None
-        if has_lanes:
-            self._lane = CallerLane(
-                parsed.host,
-                ask=self._ask_lane,
-                begin=self._begin,
-                counters=node.counters,
-                spawn=node.spawn,
-                on_end=self._lose_lane,
-            )
         self._is_key_refused = False
         self._num_hung_up = 0
 
@@ -174,8 +158,6 @@ class Peer:
         self.is_closed = True
         for call in self._calls.values():
             call.fail(self._closed(call.operation))
-        if self._lane is not None:
-            self._lane.close()
         self._streams.close_all()
         if self._socket is not None and self._pump is not None and self._monitor is not None:
             # First of all: where nobody reads what happens to a socket that is still watched, and something does (the other side
@@ -209,7 +191,7 @@ class Peer:
                     operation, body, payload, key=key, deadline=seconds, receiver=self, folder=folder
                 )
                 self._calls[outgoing.sequence] = call
-                answer = await self._exchange(pump, call, outgoing, seconds)
+                answer = await self._exchange(pump, call, outgoing)
                 is_done = True
                 return answer
         except TimeoutError as error:
@@ -226,17 +208,11 @@ class Peer:
             if outgoing is not None:
                 self._end(outgoing, is_done=is_done)
 
-    async def _exchange(self, pump: Pump, call: _Call, outgoing: "Outgoing", seconds: float) -> Answer:
-        lane = None
-        if self._lane is not None and outgoing.stream is not None:
-            lane = await self._lane.use(seconds)
-        if self.is_closed:
-            raise self._closed(call.operation)
-        if lane is None:
-            await pump.send(outgoing.frames)
-        call.is_sent, call.lane = True, lane
+    async def _exchange(self, pump: Pump, call: _Call, outgoing: "Outgoing") -> Answer:
+        await pump.send(outgoing.frames)
+        call.is_sent = True
         # Beside it, because a refusal may come, or the connection break, before the whole payload is sent.
-        sending = self._node.spawn(self._send_payload(pump, lane, call, outgoing))
+        sending = self._node.spawn(self._send_payload(pump, outgoing))
         try:
             envelope, body, payload = await call.future
         finally:
@@ -246,21 +222,10 @@ class Peer:
             payload = call.into
         return Answer(header=envelope.header, body=body, payload=payload)
 
-    async def _send_payload(self, pump: Pump, lane: Lane | None, call: _Call, outgoing: "Outgoing") -> None:
-        if lane is not None and outgoing.stream is not None:
-            try:
-                await lane.send(outgoing.frames, outgoing.stream)
-            except LaneBroken:
-                call.fail(self._lost(call.operation))
-            return
+    async def _send_payload(self, pump: Pump, outgoing: "Outgoing") -> None:
         # Closed: the call was told so.
         with contextlib.suppress(zmq.ZMQError):
             await self._node.send_chunks(pump, outgoing, is_copied=self._parsed.kind == "inproc")
-
-    async def _ask_lane(self, seconds: float) -> LaneOffer:
-        offer = (await self.call(LaneAsked(), deadline=max(seconds, 1e-3))).body
-        assert isinstance(offer, LaneOffer)
-        return offer
 
     def _end(self, outgoing: "Outgoing", *, is_done: bool) -> None:
         del self._calls[outgoing.sequence]
@@ -270,12 +235,6 @@ class Peer:
     def _closed(self, operation: str) -> WireClosed:
         text = f"{operation} to {self.address} was given up: this process closed the connection"
         return WireClosed(text, address=self.address, operation=operation)
-
-    def _lose_lane(self, lane: Lane) -> None:
-        """Whether a payload arrived that was on its way, or will be answered, nobody knows."""
-        for call in self._calls.values():
-            if call.lane is lane:
-                call.fail(self._lost(call.operation))
 
     def _lost(self, operation: str) -> WireLost:
         text = f"the connection to {self.address} broke while {operation} waited for its answer"
@@ -318,8 +277,6 @@ class Peer:
             return
         # Whoever listens there next may see another folder of arenas, or none.
         self._folder = ""
-        if self._lane is not None:
-            self._lane.close()
         self._streams.close_all()
         for call in self._calls.values():
             if call.is_sent:
@@ -338,17 +295,6 @@ class Peer:
                 self._admit(unpack(parts))
         except Dropped as drop:
             counters.add(drop.reason)
-
-    def _begin(self, frames: list[memoryview], num_bytes: int) -> Stream | None:
-        """Take one message that arrived over the lane; where its payload goes, if it is wanted."""
-        self._node.counters.add("received")
-        try:
-            envelope = unpack_announcement(frames, num_bytes)
-            self._admit(envelope)
-            return self._streams.find(None, envelope.header.sequence)
-        except Dropped as drop:
-            self._node.counters.add(drop.reason)
-        return None
 
     def _admit(self, envelope: Envelope) -> None:
         node, header = self._node, envelope.header
@@ -393,9 +339,6 @@ class Peer:
             self._streams.open(None, header.sequence, target, finish=finish, fail=fail)
             # When the call ends first, nothing more is written to its memory.
             call.future.add_done_callback(lambda _: self._streams.close(None, header.sequence))
-            if self._lane is not None:
-                # Answers with long payloads come from there: the next ones need not come with the messages.
-                self._lane.open(_LANE_SECONDS)
 
     def _deliver(self, call: _Call, envelope: Envelope, body: Any, payload: memoryview | None) -> None:
         self._node.counters.add("accepted")
