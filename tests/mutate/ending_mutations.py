@@ -53,7 +53,7 @@ ENDINGS = [
     Mutation(
         promise=LEAVING,
         what="whoever calls sys.exit ends the command",
-        file="src/shoal/cli/leaving.py",
+        file="src/shoal/cli/startup.py",
         old="        if os.getpid() != owner or trace is None or is_unread or _is_ours(trace.tb_frame):",
         new="        if True:",
         test="tests/unit/cli/test_leaving.py::test_what_the_command_runs_cannot_end_it_with_success",
@@ -62,7 +62,7 @@ ENDINGS = [
     Mutation(
         promise=LEAVING,
         what="os._exit is told of and keeps its code",
-        file="src/shoal/cli/leaving.py",
+        file="src/shoal/cli/startup.py",
         old="        leave(EXIT_NO)",
         new="        leave(status)",
         test="tests/bugs/test_left_without_a_word.py::test_a_command_whose_own_process_is_left_is_no_success",

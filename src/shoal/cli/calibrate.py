@@ -1,14 +1,12 @@
 """``shoal calibrate``: measure this machine, so that plans can be predicted on it; or learn from runs that were measured."""
 
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, print_table, write_result
-from shoal.core.errors import EXIT_SIGTERM
+from shoal.cli.console import JsonFile, check_result_file, log, print_table, unwind_on_sigterm, write_result
 
 if TYPE_CHECKING:
     from shoal.planner.hardware.machine import Machine
@@ -33,8 +31,7 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
     from shoal.tuning.calibration import measure_machine
     from shoal.tuning.refitting import refit
 
-    # Unwinding ends the processes; the default action would leave their files behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_SIGTERM))
+    unwind_on_sigterm()
     path = file or default_path()
     if from_runs:
         machine, past = refit(read_machine(path), path, from_runs)
@@ -44,7 +41,7 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
         ]
         print_table(("run", "measured ms", "predicted before", "after"), rows)
     else:
-        machine = measure_machine(quick=quick, tell=lambda line: print(line, file=sys.stderr, flush=True))
+        machine = measure_machine(quick=quick, tell=log)
     write_machine(path, machine)
     _show(machine, path)
     print(f"written to {path}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, print_table, write_result
+from shoal.cli.console import JsonFile, check_result_file, print_table, write_result
 
 if TYPE_CHECKING:
     from shoal.checkpoint.diff import TensorDifference

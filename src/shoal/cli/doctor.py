@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, print_table, write_result
+from shoal.cli.console import JsonFile, check_result_file, print_table, write_result
 from shoal.core.errors import EXIT_NO, RequestError
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, write_result
+from shoal.cli.console import JsonFile, check_result_file, write_result
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 _Split = Annotated[str, typer.Option("--split", metavar="validation|test", help="Which held-out split.")]

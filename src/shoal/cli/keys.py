@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, write_result
+from shoal.cli.console import JsonFile, check_result_file, write_result
 
 app = typer.Typer(
     help="Make and show keys for runs on several machines.",

@@ -20,13 +20,12 @@ from shoal.cli.calibrate import calibrate
 from shoal.cli.doctor import doctor
 from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
-from shoal.cli.leaving import only_when_done
 from shoal.cli.plan import plan
 from shoal.cli.predict import predict
 from shoal.cli.sample import sample
 from shoal.cli.schedule import ScheduleCommand, schedule
 from shoal.cli.simulate import simulate
-from shoal.cli.startup import LightGroup, prepare_completion
+from shoal.cli.startup import LightGroup, only_when_done, prepare_completion
 from shoal.cli.train import TrainCommand, train
 from shoal.cli.tune import tune
 from shoal.cli.verify import verify

@@ -1,21 +1,33 @@
 """``shoal plan``: the best plans for a recipe on a cluster that need not be here, with memory, time, and why."""
 
-from pathlib import Path
-from typing import Annotated
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.result import STDOUT, JsonFile, check_result_file, write_result
+from shoal.cli.console import (
+    STDOUT,
+    ClusterName,
+    JsonFile,
+    Overrides,
+    RecipeFile,
+    check_result_file,
+    print_table,
+    write_result,
+)
+from shoal.core.units import format_bytes, format_count
 
-_Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
-_Cluster = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        metavar="NAME:NODESxDEVICES[@LINK]|FILE",
-        help="Where, such as a100-80gb:16x8, or a100-80gb:16x8@ethernet-100g.",
-    ),
-]
+if TYPE_CHECKING:
+    from shoal.planner.search.estimate import Estimate
+    from shoal.planner.search.search import Found
+    from shoal.tuning.planning import Answer, PlanRequest
+
+_COLUMNS = ("", "plan", "precision", "step", "{items}/s", "MFU", "bubble", "exposed", "memory", "head room")
+_WORTH = 0.005
+"""Share of a step that a split of each layer's own must gain to be spoken of."""
+_FEW = 8
+"""Places of a pipeline whose memory is printed one by one."""
 _Batch = Annotated[int | None, typer.Option("--global-batch", metavar="B", help="Samples of a step.")]
 _Top = Annotated[int, typer.Option("--top", metavar="K", help="How many plans to show.")]
 _WhyNot = Annotated[str | None, typer.Option("--why-not", metavar="PLAN", help="Compare this plan with the best.")]
@@ -27,25 +39,21 @@ _Precision = Annotated[
         help="Compute types to rank together, such as bfloat16,float8; the recipe's own when left out.",
     ),
 ]
-_Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
-]
 
 
 def plan(
-    recipe: _Recipe,
-    cluster: _Cluster,
+    recipe: RecipeFile,
+    cluster: ClusterName,
     global_batch: _Batch = None,
     top: _Top = 5,
     why_not: _WhyNot = None,
     precision: _Precision = None,
-    overrides: _Set = None,
+    overrides: Overrides = None,
     json: JsonFile = None,
 ) -> None:
     """Rank the plans for RECIPE on a cluster that need not be here."""
     check_result_file(json)
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.cli.planned import answer_values, print_answer
     from shoal.cli.train import OwnParts
     from shoal.tuning.planning import PlanRequest, plan_for
 
@@ -62,3 +70,195 @@ def plan(
     if json != STDOUT:
         print_answer(answer, request)
     write_result(json, answer_values(answer, request))
+
+
+def print_answer(answer: "Answer", request: "PlanRequest") -> None:
+    """Print an answer: the table first, then what there is to say about it."""
+    job, found = answer.job, answer.found
+    print(
+        f"{job.chain.name}: {format_count(job.chain.weights)} parameters on {job.cluster.num_devices} x "
+        f"{job.cluster.device.name}, "
+        f"{job.global_batch} samples a step; {found.num_plans} plans in {found.seconds:.1f} s"
+    )
+    print()
+    rows = _rows(answer)
+    # Of images and rows of a table a sample is one item, and nobody calls it a token.
+    items = "tokens" if job.chain.tokens > 1 else "samples"
+    columns = [column.format(items=items) for column in _COLUMNS]
+    print_table(columns, [_line(number, one) for number, one in enumerate(rows, start=1)])
+    device = job.cluster.device
+    if device.context_bytes:
+        print(
+            f"memory and head room are of {format_bytes(device.free_bytes)}: a process takes "
+            f"{format_bytes(device.context_bytes)} of a device's {format_bytes(device.memory_bytes)} for itself"
+        )
+    print()
+    print("\n".join(answer.reasons))
+    places = _places(found.ranked[0])
+    if places:
+        print(places)
+    for line in (
+        *_refused(found),
+        *answer.why_not,
+        *answer.remarks,
+        *_caveats(answer, rows),
+        *_commands(answer, rows, request),
+        *_splits(answer),
+    ):
+        print(line)
+    stack = job.stack
+    if job.cluster.reached is not None:
+        print(
+            f"times are made of what was measured ({stack.fitted_on}), and no run checked them: `shoal train --plan auto` and "
+            "`shoal tune` rehearse plans there"
+        )
+    elif not stack.is_fitted:
+        print(
+            f"no run of {stack.software.name} on {job.cluster.device.name} was there to calibrate on: times may be off by a "
+            f"third; "
+            f"constants are from {stack.fitted_on.split(';')[0] or 'data sheets'}"
+        )
+
+
+def _rows(answer: "Answer") -> list["Estimate"]:
+    """The ranking, one that runs where none of it does, and the best in faster precisions."""
+    extra = (answer.found.runnable,) if answer.found.runnable is not None else ()
+    return [*answer.found.ranked, *extra, *answer.others]
+
+
+def _line(number: int, found: "Estimate") -> tuple[object, ...]:
+    # What ranks wait for each other between stages is in the bubble already.
+    apart = ("pp",) if found.parts.overlaps_transfer else ()
+    exposed = sum(share for axis, share in found.exposed.items() if axis not in apart)
+    return (
+        f"{number}*" if found.not_executed else number,
+        found.plan,
+        found.precision,
+        f"{found.seconds:.4g} s",
+        format_count(found.tokens_per_second),
+        f"{found.utilisation:.1%}",
+        f"{found.bubble:.1%}",
+        f"{exposed:.1%}",
+        format_bytes(found.memory.allocated),
+        format_bytes(found.headroom),
+    )
+
+
+def _places(best: "Estimate") -> str:
+    """The memory of the best plan's pipeline places, where they differ."""
+    held = [format_bytes(place.allocated) for place in best.places]
+    if len(set(held)) <= 1:
+        return ""
+    if len(held) <= _FEW:
+        return f"memory of 1 by place in the pipeline: {', '.join(held)}"
+    fullest = max(range(len(held)), key=lambda place: best.places[place].allocated)
+    shown = f"{', '.join(held[: _FEW - 2])}, ... {held[-1]}"
+    return f"memory of 1 by place in the pipeline: {shown}; the fullest is place {fullest}, with {held[fullest]}"
+
+
+def _refused(found: "Found") -> Iterator[str]:
+    """The fastest plan that memory refused and by how much, or that there is none."""
+    from shoal.planner.search.search import AS_GOOD
+
+    refused, best = found.refused, found.ranked[0]
+    if refused is None:
+        yield "refused by memory: none, all plans fit"
+        return
+    named = f"{refused.plan} in {refused.precision}" if refused.precision != best.precision else str(refused.plan)
+    line = f"refused by memory: {named} would take {refused.seconds:.4g} s, and lacks {format_bytes(-refused.headroom)} a device"
+    # A plan that is a little slower is chosen where it is simpler.
+    slower = refused.seconds / min(one.seconds for one in found.ranked)
+    if slower > AS_GOOD:
+        line += f"; it is {slower - 1:.1%} slower than the fastest that fits, and would not have been chosen anyway"
+    yield line
+
+
+def _caveats(answer: "Answer", rows: list["Estimate"]) -> Iterator[str]:
+    """Which rows cannot be run as they are, or would not compute what the recipe does."""
+    starred = list(dict.fromkeys(word.partition("=")[0] for one in rows for word in one.not_executed))
+    if starred:
+        runs = next((number for number, one in enumerate(rows, start=1) if not one.not_executed), None)
+        fastest = "none of these runs" if runs is None else f"the fastest of these that runs is {runs}"
+        yield f"* is priced and not executed by Shoal yet ({', '.join(starred)}); {fastest}"
+    for precision in dict.fromkeys(one.precision for one in rows):
+        if precision != answer.job.precision:
+            numbers = [str(number) for number, one in enumerate(rows, start=1) if one.precision == precision]
+            yield (
+                f"{precision} ({', '.join(numbers)}) is not the recipe's {answer.job.precision}: numerics change, and the loss "
+                f"with them"
+            )
+
+
+def _commands(answer: "Answer", rows: list["Estimate"], request: "PlanRequest") -> Iterator[str]:
+    """How to run the best plan, and the best in each other precision, of those that Shoal executes."""
+    told: set[str] = set()
+    for number, one in enumerate(rows, start=1):
+        command = train_command(answer, one, request)
+        if command is not None and one.precision not in told:
+            told.add(one.precision)
+            yield f"run {number} with: {command}"
+
+
+def train_command(answer: "Answer", found: "Estimate", request: "PlanRequest") -> str | None:
+    """The command that trains by a plan; None where it does not fit, Shoal does not execute it, or something else was planned."""
+    is_ours = answer.job.stack.software.name == "shoal"
+    if not found.fits or found.not_executed or answer.is_shape or not is_ours:
+        return None
+    changes = [change for change in request.overrides if not change.startswith("planner.")]
+    if request.global_batch is not None:
+        changes.append(f"train.global_batch={request.global_batch}")
+    if found.precision != answer.job.precision:
+        changes.append(f"train.precision={found.precision}")
+    words = ["shoal", "train", str(request.recipe), "--plan", str(found.plan)]
+    return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
+
+
+def _splits(answer: "Answer") -> Iterator[str]:
+    choices, layers = answer.choices, answer.job.chain.layers
+    gain = 0.0 if choices is None else 1 - choices.seconds / choices.uniform_seconds
+    if choices is not None and gain >= _WORTH:
+        yield f"a split of each layer's own could be {gain:.1%} faster than one for all ({choices.uniform}):"
+        for split, first, end in choices.runs():
+            yield f"  {layers[first].name} to {layers[end - 1].name}: {split}"
+    elif choices is not None:
+        yield f"a split of each layer's own would gain nothing over one for all ({choices.uniform})"
+
+
+def answer_values(answer: "Answer", request: "PlanRequest") -> dict[str, object]:
+    """For JSON."""
+    job, found = answer.job, answer.found
+
+    def values(one: "Estimate | None") -> dict[str, object] | None:
+        if one is None:
+            return None
+        changes = one.precision != job.precision
+        return {**one.as_dict(), "changes_numerics": changes, "command": train_command(answer, one, request)}
+
+    return {
+        "model": job.chain.name,
+        "parameters": job.chain.weights,
+        "cluster": request.cluster,
+        "devices": job.cluster.num_devices,
+        "global_batch": job.global_batch,
+        "precision": job.precision,
+        "in_range": job.stack.is_fitted,
+        "plans": [values(one) for one in found.ranked],
+        "runnable": values(found.runnable),
+        "faster_precisions": [values(one) for one in answer.others],
+        "refused": values(found.refused),
+        "why": list(answer.reasons),
+        "remarks": list(answer.remarks),
+        "why_not": list(answer.why_not),
+        "asked": values(answer.asked),
+        "num_plans": found.num_plans,
+        "search_s": found.seconds,
+        "per_layer": None
+        if answer.choices is None
+        else {
+            "seconds": answer.choices.seconds,
+            "uniform_seconds": answer.choices.uniform_seconds,
+            "uniform": str(answer.choices.uniform),
+            "memory_bytes": answer.choices.num_bytes,
+            "splits": [str(split) for split in answer.choices.splits],
+        },
+    }

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.result import STDOUT, JsonFile, check_result_file, print_table, write_result
+from shoal.cli.console import STDOUT, JsonFile, check_result_file, print_table, write_result
 from shoal.core.errors import RunError
 
 if TYPE_CHECKING:

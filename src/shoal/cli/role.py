@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, write_result
+from shoal.cli.console import JsonFile, Overrides, check_result_file, write_result
 
 if TYPE_CHECKING:
     from shoal.serverrun.standalone import PreparedRole
@@ -33,9 +33,6 @@ _Centers = Annotated[
 _Plan = Annotated[
     str | None,
     typer.Option("--plan", metavar="TEXT", help="Lay the run out like this, such as 'ps=2 workers=4 backup=1'."),
-]
-_Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
 ]
 _Listen = Annotated[
     str, typer.Option("--listen", metavar="ADDRESS", help="Where the others reach this process: tcp://HOST:PORT.")
@@ -76,7 +73,7 @@ def center(
     listen: _Listen,
     run_dir: _VoteDir,
     plan: _Plan = None,
-    overrides: _Set = None,
+    overrides: Overrides = None,
     keys: _Keys = None,
     allow: _Allow = None,
     etcd: _Etcd = "",
@@ -108,7 +105,7 @@ def server(
     listen: _Listen,
     run_dir: _RunDir,
     plan: _Plan = None,
-    overrides: _Set = None,
+    overrides: Overrides = None,
     keys: _Keys = None,
     allow: _Allow = None,
     resume: _Resume = False,
@@ -145,7 +142,7 @@ def worker(
     centers: _Centers,
     index: _Index,
     plan: _Plan = None,
-    overrides: _Set = None,
+    overrides: Overrides = None,
     keys: _Keys = None,
 ) -> None:
     """Compute gradients until there is nothing left to do; may join and leave at any time."""

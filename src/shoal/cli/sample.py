@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, write_result
+from shoal.cli.console import JsonFile, check_result_file, write_result
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 _Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.result import STDOUT, JsonFile, check_result_file, has_colour, print_table, to_json, write_result
+from shoal.cli.console import STDOUT, JsonFile, check_result_file, has_colour, print_table, to_json, write_result
 from shoal.cli.startup import LightCommand
 from shoal.core.errors import RequestError
 

@@ -1,39 +1,29 @@
 """``shoal simulate``: play a plan on a cluster without it: step time, bubble, memory, timeline, goodput."""
 
-import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.result import STDOUT, JsonFile, check_folder, check_result_file, write_result
+from shoal.cli.console import (
+    STDOUT,
+    ClusterName,
+    JsonFile,
+    Overrides,
+    RecipeFile,
+    check_folder,
+    check_result_file,
+    print_table,
+    write_result,
+)
 from shoal.core.errors import RequestError
+from shoal.core.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from shoal.planner.simulation.conditions import Conditions
-    from shoal.planner.simulation.goodput import Failures, Goodput
-    from shoal.planner.simulation.result import Simulated
-    from shoal.tuning.simulation import Priced
     from shoal.tuning.simulation_request import Asked
 
-    Array = NDArray[np.float64]
-
-_DRAWN = 100
-"""Steps that are played where they differ and nobody says how many."""
-_Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
-_Cluster = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        metavar="NAME:NODESxDEVICES[@LINK]|FILE",
-        help="Where, such as a100-80gb:16x8, or a100-80gb:16x8@ethernet-100g.",
-    ),
-]
 _Plan = Annotated[str | None, typer.Option("--plan", metavar="TEXT", help="The plan; the recipe's when left out.")]
 _Batch = Annotated[
     int | None,
@@ -41,9 +31,6 @@ _Batch = Annotated[
 ]
 _Steps = Annotated[int | None, typer.Option("--steps", metavar="N", min=1, help="Steps to play.")]
 _Devices = Annotated[int | None, typer.Option("--devices", metavar="N", help="Devices, in place of the cluster's.")]
-_Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
-]
 _Straggler = Annotated[
     list[str] | None,
     typer.Option("--straggler", metavar="RANK:FACTOR", help="A rank that takes FACTOR times as long; repeatable."),
@@ -81,13 +68,13 @@ _Expand = Annotated[
 
 
 def simulate(
-    recipe: _Recipe,
-    cluster: _Cluster,
+    recipe: RecipeFile,
+    cluster: ClusterName,
     plan: _Plan = None,
     global_batch: _Batch = None,
     steps: _Steps = None,
     devices: _Devices = None,
-    overrides: _Set = None,
+    overrides: Overrides = None,
     straggler: _Straggler = None,
     slow: _Slow = None,
     jitter: _Jitter = 0.0,
@@ -115,11 +102,10 @@ def simulate(
             raise RequestError(f"{option} - would write among the results; name a file")
     check_folder(run_dir, "--run-dir")
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.cli.simulated import print_result
     from shoal.cli.train import OwnParts
     from shoal.planner.simulation.conditions import Conditions, check_conditions, parse_slow
     from shoal.planner.simulation.local_sgd import find_link
-    from shoal.tuning.simulation_request import SimulationRequest, read_simulation
+    from shoal.tuning.simulation_request import FailureOptions, SimulationRequest, check_num_steps, read_simulation
 
     conditions = Conditions(
         slow=tuple(parse_slow(text) for text in (*(straggler or ()), *(slow or ()))),
@@ -140,246 +126,160 @@ def simulate(
     find_link(wan)
     failing = None
     if mtbf is not None:
-        failing = _Failing(hours=mtbf, restart=restart, checkpoint=checkpoint, interval=interval, days=days)
+        failing = FailureOptions(hours=mtbf, restart=restart, checkpoint=checkpoint, interval=interval, days=days)
         failing.check()
     asked = read_simulation(request, own=OwnParts())
     if asked.derived is not None:
         # Known before the model is traced, which may take a while.
         print(f"note: {asked.derived}", file=sys.stderr, flush=True)
     check_conditions(conditions, asked.plan)
-    _check_steps(asked, conditions, num_steps=steps, local_steps=local_steps)
-    played = _play(asked, conditions, num_steps=steps)
+    check_num_steps(asked, conditions, num_steps=steps, local_steps=local_steps)
+    # Torch is imported only now, when the request is known to be right.
+    from shoal.tuning.simulation import average_sites, play, play_failures, write_files
+
+    played = play(asked, conditions, num_steps=steps)
     result = played.result
     if local_steps is not None:
-        result["wide_area"] = _average(played, conditions, period=local_steps, wan=wan, compression=compression)
+        result["wide_area"] = average_sites(played, conditions, period=local_steps, wan=wan, compression=compression)
     if failing is not None:
-        result["goodput"] = _fail(played, failing, seed=seed)
-    _write_files(played, svg=svg, trace=trace, run_dir=run_dir, expand=expand, failing=failing, seed=seed)
-    print_result(asked, result)
+        result["goodput"] = play_failures(played, failing, seed=seed)
+    write_files(played, svg=svg, trace=trace, run_dir=run_dir, expand=expand, failing=failing, seed=seed)
+    _print_result(asked, result)
     write_result(json, result)
 
 
-def _check_steps(asked: "Asked", conditions: "Conditions", *, num_steps: int | None, local_steps: int | None) -> None:
-    """Refuse what would be played for ever, before the model is traced."""
-    from shoal.planner.simulation.limits import check_steps
-
-    plan, count = asked.site_plan, asked.plan.microbatches or 1
-    if num_steps is not None:
-        check_steps(plan, count, conditions, num_steps=num_steps, num_sites=asked.num_sites, option="--steps")
-    if local_steps is not None:
-        check_steps(plan, count, conditions, num_steps=local_steps, num_sites=asked.num_sites, option="--local-steps")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Failing:
-    """What ``--mtbf`` and its companions say."""
-
-    hours: float
-    restart: float
-    checkpoint: float
-    interval: str
-    days: float
-
-    def check(self) -> None:
-        """Refuse what cannot be, before anything is priced."""
-        if not 0 < self.hours < math.inf:
-            raise RequestError(
-                f"--mtbf is {self.hours:g} hours; give hours above 0, such as 50000, or leave --mtbf out where nothing fails"
-            )
-        for option, seconds in (("--restart", self.restart), ("--checkpoint", self.checkpoint)):
-            if not 0 <= seconds < math.inf:
-                raise RequestError(f"{option} is {seconds:g} seconds; give 0 or more")
-        if not 0 < self.days <= 36_500:
-            raise RequestError(f"--days is {self.days:g}; give days above 0, and 36500 at most")
-        if self.interval != "auto" and not (self.interval.isdecimal() and int(self.interval) >= 1):
-            raise RequestError(f"--interval is {self.interval!r}; give a number of steps, 1 or more, or auto")
-
-    def of(self, num_devices: int) -> "Failures":
-        from shoal.planner.simulation.goodput import Failures
-
-        return Failures(
-            device_mtbf=self.hours * 3600.0, num_devices=num_devices, restart=self.restart, checkpoint=self.checkpoint
-        )
-
-    def steps_between(self, step_seconds: float, num_devices: int) -> int:
-        from shoal.planner.simulation.goodput import best_interval
-
-        return best_interval(step_seconds, self.of(num_devices)) if self.interval == "auto" else int(self.interval)
-
-
-@dataclass
-class _Played:
-    """A step of one site, as it was played."""
-
-    asked: "Asked"
-    priced: "Priced"
-    simulated: "Simulated"
-    seconds: "Array"
-    result: dict[str, Any]
-    step_seconds: float
-    """From one step to the next, averages between sites included."""
-
-
-def _play(asked: "Asked", conditions: "Conditions", *, num_steps: int | None) -> _Played:
-    from shoal.planner.simulation.conditions import split_sites
-    from shoal.planner.simulation.limits import most_steps
-    from shoal.planner.simulation.report import describe_step
-    from shoal.planner.simulation.step import simulate_step, step_times
-    from shoal.tuning.simulation import price_asked
-
-    own = split_sites(conditions, asked.plan, asked.num_sites)[0] if asked.num_sites > 1 else conditions
-    priced = price_asked(asked)
-    plan = asked.site_plan
-    simulated = simulate_step(priced.parts, plan=plan, conditions=own, needed=priced.needed)
-    most = most_steps(plan, asked.plan.microbatches or 1, conditions, num_sites=asked.num_sites)
-    count = num_steps or (min(_DRAWN, most) if conditions.varies else 1)
-    seconds = step_times(priced.parts, simulated.order.schedule, plan=plan, conditions=own, num_steps=count)
-    tokens = asked.global_batch * priced.tokens
-    result = {
-        "cluster": asked.cluster.device.name,
-        "devices": asked.plan.world_size,
-        "global_batch": asked.global_batch,
-        "micro_batch": asked.micro_batch,
-        "device_memory_bytes": asked.cluster.device.memory_bytes,
-        **describe_step(simulated, seconds, tokens=tokens),
-        "plan": str(asked.plan),
-        "site_plan": str(plan) if asked.num_sites > 1 else None,
-        "world_size": asked.plan.world_size,
-        "conditions": {
-            "slow": [str(each) for each in conditions.slow],
-            "jitter": conditions.jitter,
-            "link_jitter": conditions.link_jitter,
-            "seed": conditions.seed,
-        },
-        "fits": _fits(simulated, asked),
-        "remarks": [*([] if asked.derived is None else [asked.derived]), *asked.remarks],
-        "goodput": None,
-        "wide_area": None,
-    }
-    return _Played(asked, priced, simulated, seconds, result, float(seconds.mean()))
-
-
-def _fits(simulated: "Simulated", asked: "Asked") -> bool:
-    """Whether every rank has room for what it holds at its fullest."""
-    peaks = [simulated.peak_bytes(place) or 0.0 for place in range(simulated.num_places)]
-    return max(peaks) <= asked.cluster.device.memory_bytes
-
-
-def _average(played: _Played, conditions: "Conditions", *, period: int, wan: str, compression: float) -> dict[str, Any]:
-    import numpy as np
-
-    from shoal.planner.simulation.conditions import split_sites
-    from shoal.planner.simulation.local_sgd import LocalUpdates, find_link, simulate_rounds
-    from shoal.planner.simulation.report import describe_sites
-    from shoal.planner.simulation.step import step_times
-
-    asked, link = played.asked, find_link(wan)
-    updates = LocalUpdates(
-        period=period,
-        num_sites=asked.num_sites,
-        num_bytes=played.priced.weight_bytes,
-        bandwidth=link.bandwidth,
-        latency=link.latency,
-        compression=compression,
+def _print_result(asked: "Asked", result: Mapping[str, Any]) -> None:
+    """Print a line for each thing that a simulation found, and a table of the pipeline's places."""
+    for remark in result["remarks"]:
+        # What was derived is said on stderr, before the simulation.
+        if remark != asked.derived:
+            _line("note", remark)
+    _line("plan", f"{asked.plan}, {result['devices']} x {result['cluster']}")
+    _line(
+        "batch",
+        f"{result['global_batch']} samples in {result['microbatches']} microbatch(es) of {result['micro_batch']}",
     )
-    sites = split_sites(conditions, asked.plan, asked.num_sites)
-    schedule, count = played.simulated.order.schedule, max(period, len(played.seconds))
-    known: dict[Any, Array] = {}
+    _line("step", f"{say_seconds(result['step_seconds'])}, {_pace(result, result['tokens_per_second'])}")
+    spread = result["steps"]
+    if spread["max"] > spread["p50"]:
+        parts = (f"{name} {say_seconds(spread[name])}" for name in ("p50", "p90", "p99", "max"))
+        _line(f"{spread['count']} steps", ", ".join(parts))
+    if result["schedule"] is not None:
+        _line(
+            "pipeline",
+            f"{say_seconds(result['pipeline_seconds'])} of {result['schedule']}, {result['bubble']:.1%} idle",
+        )
+    elif result["bubble"] > 0:
+        _line("idle", f"{result['bubble']:.1%} of the ranks' time: they wait for the slowest")
+    whole = sum(result["breakdown"].values()) or 1.0
+    shares = (f"{what} {seconds / whole:.1%}" for what, seconds in _largest_first(result["breakdown"]))
+    _line("time goes to", ", ".join(shares))
+    exposed = (f"{axis} {say_seconds(seconds)}" for axis, seconds in _largest_first(result["exposed"]))
+    _line("communication", ", ".join(exposed) or "none that the step waits for")
+    if not result["fits"]:
+        place = max(result["places"], key=lambda place: float(place["memory"]["peak"]))
+        _line(
+            "memory",
+            f"does not fit: place {place['place']} needs {format_bytes(place['memory']['peak'])}, and a {result['cluster']} has "
+            f"{format_bytes(result['device_memory_bytes'])}; raise pp, tp, zero or recompute, or take more microbatches",
+        )
+    _print_sites(result)
+    _print_goodput(result["goodput"])
+    _print_periods(result["wide_area"])
+    _print_places(result)
+    if result["files"]:
+        print()
+        _line("wrote", ", ".join(result["files"].values()))
+
+
+def _line(name: str, text: str) -> None:
+    print(f"{name:<16} {text}")
+
+
+def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(((name, value) for name, value in seconds.items() if value > 0), key=lambda pair: -pair[1])
+
+
+def say_seconds(seconds: float) -> str:
+    """``0.0123`` -> ``12.3 ms``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.4g} s"
+
+
+def _pace(result: Mapping[str, Any], per_second: float | None) -> str:
+    """Tokens a second; where a sample is one item, as of images, samples."""
+    items = "tokens" if result["tokens_per_step"] > result["global_batch"] else "samples"
+    return f"{format_count(per_second or 0)} {items}/s"
+
+
+def _print_sites(result: Mapping[str, Any]) -> None:
+    sites = result["wide_area"]
+    if sites is None:
+        return
+    _line(
+        f"{sites['sites']} sites",
+        f"an average of {format_bytes(sites['bytes_per_sync'] / sites['compression'])} every {sites['period']} steps takes "
+        f"{say_seconds(sites['sync_seconds'])}: {sites['steps_per_second']:.4g} steps/s, "
+        f"{sites['communication']:.1%} of the time, {_pace(result, sites['tokens_per_second'])}",
+    )
+
+
+def _print_periods(sites: Mapping[str, Any] | None) -> None:
+    if sites is None:
+        return
+    print()
+    rows = [
+        (
+            pace["period"],
+            f"{pace['steps_per_second']:.4g}",
+            f"{pace['communication']:.1%}",
+            f"{format_bytes(pace['bytes_per_step'])}",
+        )
+        for pace in sites["by_period"]
+    ]
+    print_table(("local steps", "steps/s", "communication", "sent per step"), rows)
+
+
+def _print_goodput(goodput: Mapping[str, Any] | None) -> None:
+    if goodput is None:
+        return
+    _line(
+        "failures",
+        f"every {format_duration(goodput['mtbf_seconds'])}; a checkpoint every {goodput['interval_steps']} steps "
+        f"({format_duration(goodput['interval_seconds'])}; Young's optimum {format_duration(goodput['young_interval_seconds'])})",
+    )
+    _line(
+        "goodput",
+        f"{goodput['goodput']:.2%} over {goodput['days']:g} days of work with {goodput['failures']} failures "
+        f"({goodput['expected_goodput']:.2%} expected); a failure loses {format_duration(goodput['loss_per_failure_seconds'])}",
+    )
+
+
+def _print_places(result: Mapping[str, Any]) -> None:
+    places = result["places"]
+    has_memory = places[0]["memory"] is not None
+    # Where replicas differ, the slowest one's work is shown beside the mean, which is what the share of idle time is made of.
+    has_slowest = len(result["replicas"]) > 1
+    columns = ["place", "ranks", "stages", "busy", "idle", *(["slowest busy"] if has_slowest else [])]
+    columns += ["weights", "gradients", "optimizer", "activations", "other", "peak", "free"] if has_memory else []
     rows = []
-    for site in sites:
-        # Sites without draws of their own that are slow in the same places are alike.
-        key = site.slow if not site.varies else site
-        if key not in known:
-            known[key] = step_times(
-                played.priced.parts, schedule, plan=asked.site_plan, conditions=site, num_steps=count
-            )
-        rows.append(known[key])
-    pace = simulate_rounds(np.array(rows), updates, link_jitter=conditions.link_jitter, seed=conditions.seed)
-    tokens = played.result["tokens_per_step"]
-    found = describe_sites(updates, pace, step_seconds=played.step_seconds, tokens=tokens)
-    played.step_seconds = 1.0 / pace.steps_per_second
-    return found
-
-
-def _run_with_failures(played: _Played, failing: _Failing, *, num_steps: int, seed: int) -> "Goodput":
-    from shoal.planner.simulation.goodput import simulate_goodput
-
-    num_devices = played.asked.plan.world_size
-    return simulate_goodput(
-        failing.of(num_devices),
-        step_seconds=played.step_seconds,
-        interval_steps=failing.steps_between(played.step_seconds, num_devices),
-        num_steps=num_steps,
-        seed=seed,
-    )
-
-
-def _fail(played: _Played, failing: _Failing, *, seed: int) -> dict[str, Any]:
-    from shoal.planner.simulation.report import describe_goodput
-
-    num_steps = max(1, round(failing.days * 86_400.0 / played.step_seconds))
-    run = _run_with_failures(played, failing, num_steps=num_steps, seed=seed)
-    failures = failing.of(played.asked.plan.world_size)
-    return {"days": failing.days, **describe_goodput(failures, run, step_seconds=played.step_seconds)}
-
-
-def _write_files(
-    played: _Played,
-    *,
-    svg: Path | None,
-    trace: Path | None,
-    run_dir: Path | None,
-    expand: bool,
-    failing: _Failing | None,
-    seed: int,
-) -> None:
-    from shoal.planner.simulation.trace import MOST_LANES, draw_step, num_lanes, write_trace
-
-    files: dict[str, str] = {}
-    lanes = num_lanes(played.simulated, expand=expand)
-    cut = [name for name, path in (("the picture", svg), ("the trace", None if expand else trace)) if path is not None]
-    if cut and lanes > MOST_LANES:
-        what = "ranks" if expand else "groups of ranks"
-        verb = "show" if len(cut) > 1 else "shows"
-        played.result["remarks"].append(
-            f"{' and '.join(cut)} {verb} {MOST_LANES} of {lanes} {what}, the slowest replica's first"
-        )
-    if svg is not None:
-        svg.write_text(draw_step(played.simulated, expand=expand))
-        files["svg"] = str(svg)
-    if trace is not None:
-        write_trace(trace, played.simulated, expand=expand)
-        files["trace"] = str(trace)
-    if run_dir is not None:
-        _write_run(played, run_dir, expand=expand, failing=failing, seed=seed)
-        files["run_dir"] = str(run_dir)
-    played.result["files"] = files
-
-
-def _write_run(played: _Played, run_dir: Path, *, expand: bool, failing: _Failing | None, seed: int) -> None:
-    import numpy as np
-
-    from shoal.core.rundir import RunDir, replace_text
-    from shoal.planner.simulation.run_directory import RunNumbers, write_run
-    from shoal.trainer.config import dump_recipe
-
-    asked, seconds = played.asked, played.seconds
-    if asked.num_sites > 1:
-        raise RequestError(
-            "--run-dir writes runs whose replicas sum at every step; leave --local-steps or --run-dir out"
-        )
-    goodput = None
-    if failing is not None:
-        # Failures fall on steps of one length: the mean of those that were played.
-        seconds = np.full(len(seconds), played.step_seconds)
-        goodput = _run_with_failures(played, failing, num_steps=len(seconds), seed=seed)
-    numbers = RunNumbers(
-        samples=asked.global_batch,
-        tokens=round(played.result["tokens_per_step"]),
-        weight_bytes=played.priced.weight_bytes,
-        checkpoint_every=0 if failing is None else asked.recipe.checkpoint.every,
-        checkpoint_seconds=0.0 if failing is None else failing.checkpoint,
-        memory_every=asked.recipe.telemetry.memory_every,
-    )
-    write_run(run_dir, played.simulated, seconds, numbers=numbers, goodput=goodput, expand=expand)
-    replace_text(RunDir(run_dir).recipe, dump_recipe(asked.recipe))
+    for place in places:
+        stages = place["stages"]
+        shown = ", ".join(map(str, stages)) if len(stages) <= 4 else f"{stages[0]}, {stages[1]}, ... {stages[-1]}"
+        row = [
+            place["place"],
+            place["num_ranks"],
+            shown,
+            say_seconds(place["mean_busy_seconds"]),
+            say_seconds(place["mean_idle_seconds"]),
+            *([say_seconds(place["busy_seconds"])] if has_slowest else []),
+        ]
+        if has_memory:
+            memory = place["memory"]
+            names = ("weights", "gradients", "optimizer", "activations", "other", "peak")
+            row += [format_bytes(memory[name]) for name in names]
+            row.append(format_bytes(result["device_memory_bytes"] - memory["peak"]))
+        rows.append(row)
+    print()
+    print_table(columns, rows)

@@ -1,18 +1,27 @@
-"""What keeps the command line quick: typer without the imports that it makes on the way to a help text or a completion.
+"""The process of a command: quick to start, and at its end only when it is done.
 
 typer reaches for pydantic to convert an option that was not given, and for rich to strip markup that our help texts do not have.
-Each costs 0.1 s, on every ``--help`` and on every press of the Tab key.
+Each costs 0.1 s, on every ``--help`` and on every press of the Tab key; ``LightGroup`` and ``LightCommand`` do without.
+
+A recipe's model and data are run in this process too: to check a request, to evaluate, as a rank of somebody's launcher. One that
+calls ``sys.exit(0)`` or ``os._exit(0)``, or a library of it, would make a success of a command that did nothing. A supervisor
+sees that from outside; here there is nobody outside, so ``only_when_done`` catches both where Python calls them. What native code
+does by itself cannot be caught.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from typer.core import TyperCommand, TyperGroup
+
+from shoal.core.errors import EXIT_NO, RunError
 
 _PLAIN = (str, int, float, Path)
 """Types that make themselves out of text."""
@@ -68,3 +77,48 @@ def prepare_completion() -> None:
     """Keep rich out of a process that a shell started to ask for completions."""
     if "_SHOAL_COMPLETE" in os.environ:
         sys.modules["rich"] = None  # type: ignore[assignment]
+
+
+_OURS = ("shoal", "typer", "click")
+
+
+@contextlib.contextmanager
+def only_when_done() -> Iterator[None]:
+    """Turn an exit that neither Shoal nor its command line asked for into an error.
+
+    Raises:
+        RunError: something raised ``SystemExit``; says where.
+    """
+    owner, leave = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        frame = sys._getframe(1)
+        # A process that the user's code forked ends as it likes.
+        if os.getpid() != owner or _is_ours(frame):
+            leave(status)
+        print(f"error: {_describe(frame, f'os._exit({status})')}", file=sys.stderr, flush=True)
+        leave(EXIT_NO)
+
+    os._exit = refuse
+    try:
+        yield
+    except SystemExit as asked:
+        trace = asked.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        # rich leaves like this when whoever read its output has gone.
+        is_unread = isinstance(asked.__context__, BrokenPipeError)
+        if os.getpid() != owner or trace is None or is_unread or _is_ours(trace.tb_frame):
+            raise
+        raise RunError(_describe(trace.tb_frame, f"sys.exit({asked.code!r})", line=trace.tb_lineno)) from asked
+    finally:
+        os._exit = leave
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OURS
+
+
+def _describe(frame: FrameType, call: str, *, line: int | None = None) -> str:
+    where = f"{frame.f_code.co_filename}:{line or frame.f_lineno}"
+    return f"{where} called {call} before the command was done; nothing of it counts. Take that call out, or raise an error there"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from shoal.cli.result import JsonFile, check_result_file, write_result
+from shoal.cli.console import JsonFile, Overrides, check_result_file, write_result
 from shoal.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ _Plan = Annotated[
     str | None, typer.Option("--plan", metavar="TEXT", help="Lay the run out like this, such as 'dp=2'; auto picks.")
 ]
 _Processes = Annotated[int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes to start.")]
-_Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
-]
 _RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run leaves everything.")]
 _Resume = Annotated[
     bool,
@@ -73,7 +70,7 @@ def train(
     recipe: _Recipe = None,
     plan: _Plan = None,
     nproc: _Processes = None,
-    overrides: _Set = None,
+    overrides: Overrides = None,
     run_dir: _RunDir = None,
     resume: _Resume = False,
     resume_auto: _ResumeAuto = False,

@@ -2,18 +2,26 @@
 
 import dataclasses
 import shlex
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shoal.cli.result import STDOUT, JsonFile, check_result_file, print_table, write_result, write_whole
-from shoal.core.errors import EXIT_SIGTERM, RequestError, RunError
+from shoal.cli.console import (
+    STDOUT,
+    JsonFile,
+    Overrides,
+    RecipeFile,
+    check_result_file,
+    log,
+    print_table,
+    unwind_on_sigterm,
+    write_result,
+    write_whole,
+)
+from shoal.core.errors import RequestError, RunError
 
-_Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
 _Top = Annotated[int, typer.Option("--top", metavar="K", min=1, help="Plans to try.")]
 _Steps = Annotated[int, typer.Option("--steps", metavar="N", min=2, help="Real steps of each.")]
 _Processes = Annotated[
@@ -29,20 +37,17 @@ _Write = Annotated[
     ),
 ]
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Let --write replace a file that is there.")]
-_Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
-]
 
 
 def tune(
-    recipe: _Recipe,
+    recipe: RecipeFile,
     top: _Top = 5,
     steps: _Steps = 10,
     nproc: _Processes = None,
     machine: _Machine = None,
     write: _Write = None,
     overwrite: _Overwrite = False,
-    overrides: _Set = None,
+    overrides: Overrides = None,
     json: JsonFile = None,
 ) -> None:
     """Try the plans that are predicted to be fastest on this machine, and keep the fastest."""
@@ -54,15 +59,14 @@ def tune(
     from shoal.tuning.tune import tune as tune_plans
 
     try_before_search(recipe, tuple(overrides or ()))
-    # Unwinding ends the ranks; the default action would leave their files behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_SIGTERM))
+    unwind_on_sigterm()
     tuned = tune_plans(
         load_recipe(recipe, tuple(overrides or ())),
         num_processes=nproc,
         top=top,
         steps=steps,
         machine=machine,
-        tell=lambda line: print(line, file=sys.stderr, flush=True),
+        tell=log,
     )
     rows = [
         (

@@ -1,19 +1,27 @@
 """``shoal verify``: prove that plans compute what one process computes, and that the proof can fail."""
 
-import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.result import JsonFile, check_result_file, is_rewritable, print_table, write_result, write_whole
-from shoal.core.errors import EXIT_NO, EXIT_SIGTERM, RequestError
+from shoal.cli.console import (
+    JsonFile,
+    Overrides,
+    RecipeFile,
+    check_result_file,
+    is_rewritable,
+    log,
+    print_table,
+    unwind_on_sigterm,
+    write_result,
+    write_whole,
+)
+from shoal.core.errors import EXIT_NO, RequestError
 
 if TYPE_CHECKING:
     from shoal.verify.certificate import Certificate
 
-_Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
 _Plans = Annotated[
     list[str] | None, typer.Option("--plan", metavar="TEXT", help="Prove this plan, such as 'dp=2 zero=1'; repeatable.")
 ]
@@ -24,9 +32,6 @@ _Steps = Annotated[int, typer.Option("--steps", metavar="K", min=1, help="Steps 
 _Dtype = Annotated[
     str | None, typer.Option("--dtype", metavar="NAME", help="float64, float32, bfloat16 or float16 for all plans.")
 ]
-_Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
-]
 _Strict = Annotated[
     bool, typer.Option("--strict", help="Exit 1 also where the numbers are equal and a predicted cost is off.")
 ]
@@ -36,14 +41,14 @@ _Markdown = Annotated[
 
 
 def verify(
-    recipe: _Recipe,
+    recipe: RecipeFile,
     plan: _Plans = None,
     all_plans: _All = False,
     mutants: _Mutants = False,
     nproc: _Processes = None,
     steps: _Steps = 3,
     dtype: _Dtype = None,
-    overrides: _Set = None,
+    overrides: Overrides = None,
     json: JsonFile = None,
     markdown: _Markdown = None,
     strict: _Strict = False,
@@ -59,12 +64,11 @@ def verify(
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.verify.session import verify_mutants, verify_plans
 
-    # Unwinding ends the ranks and removes their files; the default action would leave the files behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_SIGTERM))
+    unwind_on_sigterm()
     kept = _Kept(json, markdown)
     try:
         if mutants:
-            verify_mutants(recipe, steps=steps, overrides=overrides or (), tell=_tell, keep=kept.keep)
+            verify_mutants(recipe, steps=steps, overrides=overrides or (), tell=log, keep=kept.keep)
         else:
             verify_plans(
                 recipe,
@@ -74,7 +78,7 @@ def verify(
                 steps=steps,
                 precision=dtype,
                 overrides=overrides or (),
-                tell=_tell,
+                tell=log,
                 keep=kept.keep,
             )
     finally:
@@ -110,16 +114,12 @@ def _judge(certificate: "Certificate", *, strict: bool) -> None:
     if certificate.failures or (certificate.mutants and not certificate.ok):
         raise typer.Exit(EXIT_NO)
     if strict and certificate.unpredicted:
-        _tell("--strict: the numbers are equal, and a prediction is off")
+        log("--strict: the numbers are equal, and a prediction is off")
         raise typer.Exit(EXIT_NO)
     if strict and certificate.half_predicted:
-        _tell(f"--strict: {len(certificate.half_predicted)} with a cost that was not predicted, and so not compared")
+        log(f"--strict: {len(certificate.half_predicted)} with a cost that was not predicted, and so not compared")
     if not certificate.ok:
         raise RequestError("\n".join(dict.fromkeys(plan.reason for plan in certificate.refused)))
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _show(certificate: "Certificate") -> None:

@@ -1,18 +1,37 @@
-"""What a simulation plays: the recipe's model traced into a chain, and its plan priced on the cluster, in time and in bytes."""
+"""Simulations of a step: the recipe's model traced, its plan priced on the cluster, played, and described or written to files."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
+from shoal.core.rundir import RunDir, replace_text
 from shoal.costs.layers import ModelCosts
 from shoal.planner.pricing.cost import StepParts, price_parts
 from shoal.planner.pricing.job import Job, count_stages
 from shoal.planner.pricing.memory import price_memory, rank_kept_bytes
+from shoal.planner.simulation.conditions import Conditions, split_sites
+from shoal.planner.simulation.goodput import Goodput, simulate_goodput
+from shoal.planner.simulation.limits import most_steps
+from shoal.planner.simulation.local_sgd import LocalUpdates, find_link, simulate_rounds
 from shoal.planner.simulation.memory import Held, StepBytes
-from shoal.planner.simulation.step import schedule_for
+from shoal.planner.simulation.report import describe_goodput, describe_sites, describe_step
+from shoal.planner.simulation.result import Simulated
+from shoal.planner.simulation.run_directory import RunNumbers, write_run
+from shoal.planner.simulation.step import schedule_for, simulate_step, step_times
+from shoal.planner.simulation.trace import MOST_LANES, draw_step, num_lanes, write_trace
+from shoal.trainer.config import dump_recipe
 from shoal.tuning.planned_model import chain_for, check_experts, facts_for
 from shoal.tuning.planning import job_on
-from shoal.tuning.simulation_request import Asked
+from shoal.tuning.simulation_request import Asked, FailureOptions
+
+Array = NDArray[np.float64]
+_DRAWN = 100
+"""Steps that are played where they differ and nobody says how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +106,166 @@ def _bytes(job: Job, plan: Plan) -> StepBytes:
         ),
         activations=tuple(samples * sum(kept[layer] * count for layer, count in counted.items()) for counted in stages),
     )
+
+
+@dataclass
+class Simulation:
+    """A step of one site, as it was played."""
+
+    asked: Asked
+    priced: Priced
+    simulated: Simulated
+    seconds: Array
+    result: dict[str, Any]
+    step_seconds: float
+    """From one step to the next, averages between sites included."""
+
+
+def play(asked: Asked, conditions: Conditions, *, num_steps: int | None) -> Simulation:
+    """Play steps of one site, and describe them as the result of ``shoal simulate``."""
+    own = split_sites(conditions, asked.plan, asked.num_sites)[0] if asked.num_sites > 1 else conditions
+    priced = price_asked(asked)
+    plan = asked.site_plan
+    simulated = simulate_step(priced.parts, plan=plan, conditions=own, needed=priced.needed)
+    most = most_steps(plan, asked.plan.microbatches or 1, conditions, num_sites=asked.num_sites)
+    count = num_steps or (min(_DRAWN, most) if conditions.varies else 1)
+    seconds = step_times(priced.parts, simulated.order.schedule, plan=plan, conditions=own, num_steps=count)
+    tokens = asked.global_batch * priced.tokens
+    result = {
+        "cluster": asked.cluster.device.name,
+        "devices": asked.plan.world_size,
+        "global_batch": asked.global_batch,
+        "micro_batch": asked.micro_batch,
+        "device_memory_bytes": asked.cluster.device.memory_bytes,
+        **describe_step(simulated, seconds, tokens=tokens),
+        "plan": str(asked.plan),
+        "site_plan": str(plan) if asked.num_sites > 1 else None,
+        "world_size": asked.plan.world_size,
+        "conditions": {
+            "slow": [str(each) for each in conditions.slow],
+            "jitter": conditions.jitter,
+            "link_jitter": conditions.link_jitter,
+            "seed": conditions.seed,
+        },
+        "fits": _fits(simulated, asked),
+        "remarks": [*([] if asked.derived is None else [asked.derived]), *asked.remarks],
+        "goodput": None,
+        "wide_area": None,
+    }
+    return Simulation(asked, priced, simulated, seconds, result, float(seconds.mean()))
+
+
+def _fits(simulated: Simulated, asked: Asked) -> bool:
+    """Whether every rank has room for what it holds at its fullest."""
+    peaks = [simulated.peak_bytes(place) or 0.0 for place in range(simulated.num_places)]
+    return max(peaks) <= asked.cluster.device.memory_bytes
+
+
+def average_sites(
+    played: Simulation, conditions: Conditions, *, period: int, wan: str, compression: float
+) -> dict[str, Any]:
+    """Let sites average every ``period`` steps; the step of ``played`` is then as long as it is with the averages."""
+    asked, link = played.asked, find_link(wan)
+    updates = LocalUpdates(
+        period=period,
+        num_sites=asked.num_sites,
+        num_bytes=played.priced.weight_bytes,
+        bandwidth=link.bandwidth,
+        latency=link.latency,
+        compression=compression,
+    )
+    sites = split_sites(conditions, asked.plan, asked.num_sites)
+    schedule, count = played.simulated.order.schedule, max(period, len(played.seconds))
+    known: dict[Any, Array] = {}
+    rows = []
+    for site in sites:
+        # Sites without draws of their own that are slow in the same places are alike.
+        key = site.slow if not site.varies else site
+        if key not in known:
+            known[key] = step_times(
+                played.priced.parts, schedule, plan=asked.site_plan, conditions=site, num_steps=count
+            )
+        rows.append(known[key])
+    pace = simulate_rounds(np.array(rows), updates, link_jitter=conditions.link_jitter, seed=conditions.seed)
+    tokens = played.result["tokens_per_step"]
+    found = describe_sites(updates, pace, step_seconds=played.step_seconds, tokens=tokens)
+    played.step_seconds = 1.0 / pace.steps_per_second
+    return found
+
+
+def _run_with_failures(played: Simulation, failing: FailureOptions, *, num_steps: int, seed: int) -> Goodput:
+    num_devices = played.asked.plan.world_size
+    return simulate_goodput(
+        failing.of(num_devices),
+        step_seconds=played.step_seconds,
+        interval_steps=failing.steps_between(played.step_seconds, num_devices),
+        num_steps=num_steps,
+        seed=seed,
+    )
+
+
+def play_failures(played: Simulation, failing: FailureOptions, *, seed: int) -> dict[str, Any]:
+    """Let devices fail over days of work, and describe the goodput."""
+    num_steps = max(1, round(failing.days * 86_400.0 / played.step_seconds))
+    run = _run_with_failures(played, failing, num_steps=num_steps, seed=seed)
+    failures = failing.of(played.asked.plan.world_size)
+    return {"days": failing.days, **describe_goodput(failures, run, step_seconds=played.step_seconds)}
+
+
+def write_files(
+    played: Simulation,
+    *,
+    svg: Path | None,
+    trace: Path | None,
+    run_dir: Path | None,
+    expand: bool,
+    failing: FailureOptions | None,
+    seed: int,
+) -> None:
+    """Write the files that the user asks for, and name them in the result.
+
+    Raises:
+        RequestError: a run directory cannot show sites that average seldom.
+    """
+    files: dict[str, str] = {}
+    lanes = num_lanes(played.simulated, expand=expand)
+    cut = [name for name, path in (("the picture", svg), ("the trace", None if expand else trace)) if path is not None]
+    if cut and lanes > MOST_LANES:
+        what = "ranks" if expand else "groups of ranks"
+        verb = "show" if len(cut) > 1 else "shows"
+        played.result["remarks"].append(
+            f"{' and '.join(cut)} {verb} {MOST_LANES} of {lanes} {what}, the slowest replica's first"
+        )
+    if svg is not None:
+        svg.write_text(draw_step(played.simulated, expand=expand))
+        files["svg"] = str(svg)
+    if trace is not None:
+        write_trace(trace, played.simulated, expand=expand)
+        files["trace"] = str(trace)
+    if run_dir is not None:
+        _write_run(played, run_dir, expand=expand, failing=failing, seed=seed)
+        files["run_dir"] = str(run_dir)
+    played.result["files"] = files
+
+
+def _write_run(played: Simulation, run_dir: Path, *, expand: bool, failing: FailureOptions | None, seed: int) -> None:
+    asked, seconds = played.asked, played.seconds
+    if asked.num_sites > 1:
+        raise RequestError(
+            "--run-dir writes runs whose replicas sum at every step; leave --local-steps or --run-dir out"
+        )
+    goodput = None
+    if failing is not None:
+        # Failures fall on steps of one length: the mean of those that were played.
+        seconds = np.full(len(seconds), played.step_seconds)
+        goodput = _run_with_failures(played, failing, num_steps=len(seconds), seed=seed)
+    numbers = RunNumbers(
+        samples=asked.global_batch,
+        tokens=round(played.result["tokens_per_step"]),
+        weight_bytes=played.priced.weight_bytes,
+        checkpoint_every=0 if failing is None else asked.recipe.checkpoint.every,
+        checkpoint_seconds=0.0 if failing is None else failing.checkpoint,
+        memory_every=asked.recipe.telemetry.memory_every,
+    )
+    write_run(run_dir, played.simulated, seconds, numbers=numbers, goodput=goodput, expand=expand)
+    replace_text(RunDir(run_dir).recipe, dump_recipe(asked.recipe))

@@ -5,6 +5,7 @@ recipe's, or the next one that the plan's replicas and microbatches can share ou
 plan.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,9 @@ from shoal.models.check import check_model, facts_of
 from shoal.planner.hardware.clusters import read_cluster
 from shoal.planner.hardware.devices import Cluster
 from shoal.planner.pricing.job import MOST_SAMPLES, check_batch
-from shoal.planner.simulation.limits import MOST_CELLS, check_cells, count_cells
+from shoal.planner.simulation.conditions import Conditions
+from shoal.planner.simulation.goodput import Failures, best_interval
+from shoal.planner.simulation.limits import MOST_CELLS, check_cells, check_steps, count_cells
 from shoal.schedules.catalogue import fitting_microbatches
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.request import OwnParts, refuse_settings
@@ -272,3 +275,51 @@ def _sites(request: SimulationRequest, plan: Plan) -> int:
             f"plan {str(plan)!r} has {replicas} replica(s) in one site, and --local-steps needs two sites to average; raise dp"
         )
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureOptions:
+    """The options ``--mtbf``, ``--restart``, ``--checkpoint``, ``--interval`` and ``--days``."""
+
+    hours: float
+    restart: float
+    checkpoint: float
+    interval: str
+    days: float
+
+    def check(self) -> None:
+        """Refuse what cannot be, before anything is priced.
+
+        Raises:
+            RequestError: one message with the number and the fix.
+        """
+        if not 0 < self.hours < math.inf:
+            raise RequestError(
+                f"--mtbf is {self.hours:g} hours; give hours above 0, such as 50000, or leave --mtbf out where nothing fails"
+            )
+        for option, seconds in (("--restart", self.restart), ("--checkpoint", self.checkpoint)):
+            if not 0 <= seconds < math.inf:
+                raise RequestError(f"{option} is {seconds:g} seconds; give 0 or more")
+        if not 0 < self.days <= 36_500:
+            raise RequestError(f"--days is {self.days:g}; give days above 0, and 36500 at most")
+        if self.interval != "auto" and not (self.interval.isdecimal() and int(self.interval) >= 1):
+            raise RequestError(f"--interval is {self.interval!r}; give a number of steps, 1 or more, or auto")
+
+    def of(self, num_devices: int) -> Failures:
+        """The failures of so many devices."""
+        return Failures(
+            device_mtbf=self.hours * 3600.0, num_devices=num_devices, restart=self.restart, checkpoint=self.checkpoint
+        )
+
+    def steps_between(self, step_seconds: float, num_devices: int) -> int:
+        """Steps between checkpoints, by Young's rule where the option is ``auto``."""
+        return best_interval(step_seconds, self.of(num_devices)) if self.interval == "auto" else int(self.interval)
+
+
+def check_num_steps(asked: Asked, conditions: Conditions, *, num_steps: int | None, local_steps: int | None) -> None:
+    """Refuse what would be played for ever, before the model is traced."""
+    plan, count = asked.site_plan, asked.plan.microbatches or 1
+    if num_steps is not None:
+        check_steps(plan, count, conditions, num_steps=num_steps, num_sites=asked.num_sites, option="--steps")
+    if local_steps is not None:
+        check_steps(plan, count, conditions, num_steps=local_steps, num_sites=asked.num_sites, option="--local-steps")

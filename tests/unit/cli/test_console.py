@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.result import check_result_file, print_table, write_result
+from shoal.cli.console import check_result_file, print_table, write_result
 from shoal.core.errors import RequestError, RunError
 
 

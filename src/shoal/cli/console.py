@@ -1,4 +1,4 @@
-"""The result of a verb: a JSON file for programs and a table for people.
+"""What all verbs share: options, lines for people on stderr, the result as a JSON file for programs, and tables.
 
 Every verb takes ``--json FILE``. The file appears whole or not at all, because a program that waits for it must never read half
 of it.
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,15 +18,37 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import EXIT_SIGTERM, RequestError, RunError
 
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the result there as JSON, for programs; - is stdout, alone."),
 ]
 """The ``--json`` option as every verb declares it."""
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; KEY= unsets it.")
+]
+ClusterName = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="NAME:NODESxDEVICES[@LINK]|FILE",
+        help="Where, such as a100-80gb:16x8, or a100-80gb:16x8@ethernet-100g.",
+    ),
+]
 STDOUT = Path("-")
 """As ``--json``: the result goes to stdout, and everything that is written for people to stderr (``cli/main.py``)."""
+
+
+def log(line: str) -> None:
+    """Print a line for people, at once, where it is not taken for a result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def unwind_on_sigterm() -> None:
+    """Let SIGTERM end a verb by unwinding, which ends its processes and removes their files; the default action would not."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_SIGTERM))
 
 
 def check_result_file(path: Path | None, option: str = "--json") -> None:
