@@ -12,8 +12,8 @@ from support.processes.command import listening_inode, ranks_of, read_events, re
 LONG = ("--set", "train.steps=100000")
 
 
-def start_long(shoal, tiny, *extra, plan="dp=2"):
-    process = shoal.start("train", tiny, "--plan", plan, "--run-dir", "run", *LONG, *extra)
+def start_long(shoal, tiny, *extra, plan="dp=2", real=False):
+    process = shoal.start("train", tiny, "--plan", plan, "--run-dir", "run", *LONG, *extra, real=real)
     wait_for_step(shoal.folder / "run", 4)
     return process, ranks_of(process)
 
@@ -76,7 +76,7 @@ def shared_files(processes):
 
 
 def test_killing_the_supervisor_leaves_nothing_behind(shoal, tiny):
-    process, _ = start_long(shoal, tiny, "--set", "data.workers=1")
+    process, _ = start_long(shoal, tiny, "--set", "data.workers=1", real=True)
     everyone = psutil.Process(process.pid).children(recursive=True)
     assert len(everyone) >= 4, "two ranks and their loaders"
     ports = [
@@ -98,7 +98,7 @@ def test_killing_the_supervisor_leaves_nothing_behind(shoal, tiny):
     ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)]
 )
 def test_a_signal_finishes_the_step_and_writes_a_checkpoint(shoal, tiny, number, code):
-    process, _ = start_long(shoal, tiny, "--set", "checkpoint.every=0")
+    process, _ = start_long(shoal, tiny, "--set", "checkpoint.every=0", real=True)
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == code
@@ -111,7 +111,7 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(shoal, tiny, number,
 
 
 def test_a_signal_before_the_first_step_is_an_orderly_interruption(shoal, tiny):
-    process = shoal.start("train", tiny, "--plan", "dp=2", "--run-dir", "run", "--json", "out.json", *LONG)
+    process = shoal.start("train", tiny, "--plan", "dp=2", "--run-dir", "run", "--json", "out.json", *LONG, real=True)
     wait_until(lambda: len(ranks_of(process)) == 2, "both ranks")
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=30)

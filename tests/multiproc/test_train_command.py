@@ -20,7 +20,17 @@ SUMMARY_KEYS = {
 
 def test_a_run_leaves_what_the_contract_names(shoal, tiny):
     shoal.run(
-        "train", tiny, "--plan", "dp=2", "--run-dir", "run", "--json", "out.json", "--set", "telemetry.tensorboard=true"
+        "train",
+        tiny,
+        "--plan",
+        "dp=2",
+        "--run-dir",
+        "run",
+        "--json",
+        "out.json",
+        "--set",
+        "telemetry.tensorboard=true",
+        real=True,
     )
     run = shoal.folder / "run"
     summary = read_summary(run)

@@ -1,4 +1,4 @@
-"""The installed ``shoal`` command, run as a user runs it."""
+"""The ``shoal`` command: forked with everything imported, or as it is installed, for tests of how it begins and ends."""
 
 import os
 import subprocess
@@ -8,12 +8,31 @@ from pathlib import Path
 
 import pytest
 
+from support.processes.command import start_command
+
 SHOAL = Path(sys.executable).parent / "shoal"
 
 
 @pytest.fixture
 def shoal(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     """Run ``shoal`` with these arguments in an empty folder."""
+
+    def run(*arguments: object, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with start_command(*arguments, environment=environment, cwd=tmp_path, **streams) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    return run
+
+
+@pytest.fixture
+def installed_shoal(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
+    """The same with the command as a user runs it."""
 
     def run(*arguments: object, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess:
         return subprocess.run(

@@ -1,8 +1,5 @@
 """What bad input gets: one message with the numbers and the fix, exit code 2, no traceback, and nothing started or written."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -183,14 +180,13 @@ CASES = PIPELINES | {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_one_message_and_exit_code_2(name, tmp_path):
+def test_bad_input_is_one_message_and_exit_code_2(name, shoal, tmp_path):
     recipe, arguments, words, prepare = CASES[name]
     (tmp_path / "recipe.toml").write_text(recipe)
     if prepare is not None:
         prepare(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    command = [sys.executable, "-m", "shoal", "train", "recipe.toml", "--run-dir", "run", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = shoal("train", "recipe.toml", "--run-dir", "run", *arguments)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr and not done.stdout
     for word in words:
@@ -201,20 +197,18 @@ def test_bad_input_is_one_message_and_exit_code_2(name, tmp_path):
     assert after == before, "nothing was written"
 
 
-def test_a_run_directory_that_holds_another_recipe(tmp_path):
+def test_a_run_directory_that_holds_another_recipe(shoal, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     run = tmp_path / "run"
     run.mkdir()
     (run / "recipe.toml").write_text(RECIPE.replace("hidden = 16", "hidden = 32"))
-    command = [sys.executable, "-m", "shoal", "train", "recipe.toml", "--run-dir", "run"]
+    command = ("train", "recipe.toml", "--run-dir", "run")
     for arguments in ((), ("--resume",)):
-        done = subprocess.run(
-            [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = shoal(*command, *arguments)
         assert done.returncode == 2
         assert "model.hidden is 32 there and 16 here" in done.stderr
     (run / "recipe.toml").write_text(RECIPE)
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = shoal(*command)
     assert done.returncode == 2 and "--resume" in done.stderr
 
 
@@ -229,26 +223,18 @@ def test_a_run_directory_that_holds_another_recipe(tmp_path):
         (("train", "recipe.toml", "--json", "no/such/folder.json"), ["--json"]),
     ],
 )
-def test_other_wrong_requests(arguments, words, tmp_path):
+def test_other_wrong_requests(arguments, words, installed_shoal, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = installed_shoal(*arguments)
     assert done.returncode == 2, done.stderr
     for word in words:
         assert word in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_dry_run_warns_of_what_the_run_would_ignore(tmp_path):
+def test_a_dry_run_warns_of_what_the_run_would_ignore(shoal, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    command = [sys.executable, "-m", "shoal", "train", "recipe.toml", "--dry-run", "--set", "paramserver.overlap=true"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = shoal("train", "recipe.toml", "--dry-run", "--set", "paramserver.overlap=true")
     assert done.returncode == 0 and done.stderr.startswith(
         "warning: paramserver.overlap: no effect, because the plan 'dp=1"
     )

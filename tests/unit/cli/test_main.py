@@ -59,8 +59,8 @@ def misbehave(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_help_lists_every_verb(shoal):
-    done = shoal("--help")
+def test_help_lists_every_verb(installed_shoal):
+    done = installed_shoal("--help")
     assert done.returncode == 0 and done.stderr == ""
     commands = done.stdout.partition("Commands:")[2]
     names = [line.split()[0] for line in commands.splitlines() if re.match(r"  \w", line)]
@@ -70,23 +70,23 @@ def test_help_lists_every_verb(shoal):
 @pytest.mark.parametrize(
     "verb", [verb for verb in (*VERBS, "keys new", "keys show") if verb not in ("ckpt", "keys", "role")]
 )
-def test_every_verb_takes_json(shoal, verb):
-    done = shoal(*verb.split(), "--help")
+def test_every_verb_takes_json(installed_shoal, verb):
+    done = installed_shoal(*verb.split(), "--help")
     assert done.returncode == 0 and "--json FILE" in done.stdout
 
 
-def test_version(shoal):
-    assert shoal("--version").stdout == f"shoal {version('shoal')}\n"
+def test_version(installed_shoal):
+    assert installed_shoal("--version").stdout == f"shoal {version('shoal')}\n"
 
 
-def test_a_misspelt_verb_gets_the_nearest_name(shoal):
-    done = shoal("trian")
+def test_a_misspelt_verb_gets_the_nearest_name(installed_shoal):
+    done = installed_shoal("trian")
     assert done.returncode == 2
     assert "Did you mean 'train'?" in done.stderr and done.stdout == ""
 
 
-def test_a_misspelt_option_gets_the_nearest_name(shoal):
-    done = shoal("doctor", "--qick")
+def test_a_misspelt_option_gets_the_nearest_name(installed_shoal):
+    done = installed_shoal("doctor", "--qick")
     assert done.returncode == 2 and "--quick" in done.stderr
 
 
@@ -160,10 +160,10 @@ def test_debug_is_lifted_to_the_front(given, lifted, debug):
 
 
 @pytest.mark.parametrize("form", [("--json", "-"), ("--json=-",)], ids=" ".join)
-def test_json_on_stdout_sends_what_people_read_to_stderr(shoal, tmp_path, form):
-    done = shoal("init", "new", *form)
+def test_json_on_stdout_sends_what_people_read_to_stderr(installed_shoal, tmp_path, form):
+    done = installed_shoal("init", "new", *form)
     assert done.returncode == 0 and json.loads(done.stdout)["folder"] == "new"
-    plain = shoal("init", "other")
+    plain = installed_shoal("init", "other")
     assert plain.stderr == "" and done.stderr == plain.stdout.replace("other", "new")
 
 

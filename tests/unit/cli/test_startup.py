@@ -42,11 +42,11 @@ INSTALLED = {
 
 
 @pytest.mark.parametrize("shell", QUESTIONS)
-def test_a_tab_is_answered_with_the_verbs_at_once(shoal, shell):
+def test_a_tab_is_answered_with_the_verbs_at_once(installed_shoal, shell):
     seconds = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = shoal(_SHOAL_COMPLETE=f"complete_{shell}", **QUESTIONS[shell])
+        done = installed_shoal(_SHOAL_COMPLETE=f"complete_{shell}", **QUESTIONS[shell])
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         # Time on the processor: one thread that waits for nothing, however busy the machine is with other things.
         seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
@@ -55,13 +55,13 @@ def test_a_tab_is_answered_with_the_verbs_at_once(shoal, shell):
     assert min(seconds) < ANSWER_SECONDS, seconds
 
 
-def test_options_of_a_verb_are_completed(shoal):
-    done = shoal(_SHOAL_COMPLETE="complete_bash", COMP_WORDS="shoal doctor --", COMP_CWORD="2")
+def test_options_of_a_verb_are_completed(installed_shoal):
+    done = installed_shoal(_SHOAL_COMPLETE="complete_bash", COMP_WORDS="shoal doctor --", COMP_CWORD="2")
     assert {"--fix", "--quick", "--json", "--help"} == set(done.stdout.split())
 
 
-def test_the_start_of_a_verb_is_completed(shoal):
-    done = shoal(_SHOAL_COMPLETE="complete_bash", COMP_WORDS="shoal do", COMP_CWORD="1")
+def test_the_start_of_a_verb_is_completed(installed_shoal):
+    done = installed_shoal(_SHOAL_COMPLETE="complete_bash", COMP_WORDS="shoal do", COMP_CWORD="1")
     assert done.stdout.split() == ["doctor"]
 
 
