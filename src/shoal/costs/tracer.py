@@ -178,8 +178,8 @@ class Tracer:
             level: what to record besides the calls of modules.
             paths: the modules whose calls are recorded; None for all but the model itself.
             first: calls are recorded before a module's other hooks run, so that those count with it.
-            saved: record what autograd saves. It is not kept, so no backward pass can follow,
-            keeps_graph: unless this is set.
+            saved: record what autograd saves. It is not kept then, so no backward pass can follow,
+            keeps_graph: unless this is set, for a module that computes gradients inside its forward pass.
             opaque: modules whose forward method is one ``Call``: nothing inside is recorded.
             on_size: what the module's code gets where it asks for the size of a tensor along a dim, with level FUNCTIONS.
             execute: runs an operation, with level OPERATIONS; torch does when left out.
@@ -333,7 +333,11 @@ class Tracer:
         if not self._num_paused:
             with torch._C.DisableTorchFunction():
                 self.record.events.append(Saved(self.info(tensor)))
-        return tensor if self._keeps_graph else None
+        if not self._keeps_graph:
+            return None
+        # Detached, because a node that keeps its own output in Python would never be freed.
+        with self.paused():
+            return tensor.detach()
 
     def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function and record it."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from shoal.comm.channel import Channel
 from shoal.core.errors import Refusal
+from shoal.costs.tracer import TensorInfo
 from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind, Stack
 from shoal.parallel.tensor.crossing import enter_sequence, leave_sequence
 
@@ -165,14 +166,14 @@ def find_region(regions: Mapping[str, Region], path: str) -> Region | None:
 
 
 def stream_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
-    """Where a call has its stream: the first argument, or ``hidden_states``.
+    """Where a call, or the record of one, has its stream: the first argument, or ``hidden_states``.
 
     Raises:
         Refusal: neither is a tensor.
     """
-    if args and isinstance(args[0], Tensor):
+    if args and isinstance(args[0], Tensor | TensorInfo):
         return 0
-    if isinstance(kwargs.get(_STREAM), Tensor):
+    if isinstance(kwargs.get(_STREAM), Tensor | TensorInfo):
         return _STREAM
     raise Refusal(
         f"sp=true cuts the first argument of a block, or the one named {_STREAM}, and neither is a tensor; leave sp out"

@@ -15,11 +15,9 @@ nothing of the code that does. ``forecast_traffic`` turns the notes into calls a
 With recompute the forward's calls inside blocks happen twice, up to the last tensor that a block keeps for its backward pass.
 """
 
-import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +26,9 @@ from torch import Tensor, nn
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
+from shoal.costs.tracer import ModuleCall, Record, Saved, TensorInfo, Tracer, preserved_state, tensors_in
 from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
 from shoal.parallel.tensor.sequence import is_cut, parent_of, stream_key
-from shoal.telemetry.draws import keeping_draws
 
 _SCORES_PER_TARGET = 3
 
@@ -84,16 +82,17 @@ def record_crossings(model: nn.Module, analysis: ModuleAnalysis, example: Sequen
     """Run the plain model once, in training, and note every crossing.
 
     Args:
-        model: before anything was applied; a copy of it runs, so neither buffers nor generators move.
+        model: before anything was applied; neither its buffers nor generators move.
         analysis: what was found in it.
         example: inputs of one microbatch, the batch in dim 0.
     """
-    surveyor = _Surveyor(copy.deepcopy(model).train(), analysis)
-    with keeping_draws(), torch.enable_grad():
-        surveyor.run(example)
+    reader = _CrossingReader(analysis)
+    tracer = Tracer(model, paths=reader.paths, saved=True, keeps_graph=True)
+    with preserved_state(model, training=True), torch.enable_grad():
+        tracer.run(example)
     return CrossingRecord(
         batch=int(example[0].shape[0]),
-        crossings=tuple(surveyor.found),
+        crossings=tuple(reader.read(tracer.record)),
         tail_is_pointwise=analysis.tail_is_pointwise,
     )
 
@@ -157,98 +156,90 @@ def _operations(crossing: Crossing, plan: Plan) -> list[tuple[str, int]]:
     return found
 
 
-class _Surveyor:
-    """Hooks on a copy of the plain model that note what passes."""
+class _CrossingReader:
+    """Finds the crossings in the record of a plain model."""
 
-    def __init__(self, model: nn.Module, analysis: ModuleAnalysis) -> None:
-        self.model = model
-        self.found: list[Crossing] = []
+    def __init__(self, analysis: ModuleAnalysis) -> None:
+        self._stacks = {path: stack for stack in analysis.stacks for path in stack.blocks}
+        self._cut = {path: is_cut(analysis, stack) for path, stack in self._stacks.items()}
+        self._attentions = {heads.path for heads in analysis.attentions if heads.is_torch}
+        inside = tuple(f"{path}." for path in self._attentions)
+        self._splits = {split.path: split.kind for split in analysis.splits if not split.path.startswith(inside)}
+        self.paths = {*self._stacks, *self._attentions, *self._splits}
+        """The modules whose calls are needed."""
+        self._found: list[Crossing] = []
         self._block: str | None = None
         self._is_cut = False
-        self._given: tuple[Any, ...] = ()
-        self._seen: dict[str, list[Tensor]] = {}
+        self._given: tuple[TensorInfo, ...] = ()
+        """What the running block was given beside its stream."""
+        self._seen: dict[str, set[TensorInfo]] = {}
         self._pending: list[int] = []
-        for stack in analysis.stacks:
-            cut = is_cut(analysis, stack)
-            for path in stack.blocks:
-                block = model.get_submodule(path)
-                block.register_forward_pre_hook(self._begin(path, cut, path == stack.blocks[0]), with_kwargs=True)
-                block.register_forward_hook(self._end(path, cut, path == stack.blocks[-1]), always_call=True)
-        torch_heads = tuple(f"{heads.path}." for heads in analysis.attentions if heads.is_torch)
-        for heads in analysis.attentions:
-            if heads.is_torch:
-                attention = model.get_submodule(heads.path)
-                attention.register_forward_pre_hook(self._columns(heads.path), with_kwargs=True)
-                attention.register_forward_hook(partial(self._attended, heads.path))
-        for split in analysis.splits:
-            if not (torch_heads and split.path.startswith(torch_heads)):
-                self._watch_layer(split.path, split.kind)
+        """Row layers' sums after which nothing has been saved yet."""
 
-    def run(self, example: Sequence[Tensor]) -> None:
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            self.model(*example)
+    def read(self, record: Record) -> list[Crossing]:
+        for event in record.events:
+            if isinstance(event, Saved):
+                self._pending = []
+            elif isinstance(event, ModuleCall):
+                self._enter(event.path, event.args, event.kwargs)
+            else:
+                self._leave(event.path, event.output)
+        return self._found
 
-    def _watch_layer(self, path: str, kind: SplitKind) -> None:
-        layer = self.model.get_submodule(path)
-        if kind is SplitKind.COLUMN:
-            layer.register_forward_pre_hook(self._columns(parent_of(path)), with_kwargs=True)
-        elif kind is SplitKind.LOGITS:
-            layer.register_forward_pre_hook(lambda _, args: self._note(CrossingKind.LOGITS, args[0], path=path))
-        elif kind is SplitKind.ROW:
-            layer.register_forward_hook(lambda _, args, output: self._rows(output, path))
-        else:
-            layer.register_forward_hook(lambda _, args, output: self._note(CrossingKind.EMBEDDING, output, path=path))
+    def _enter(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path in self._stacks:
+            self._begin_block(path, args, kwargs)
+        if path in self._attentions:
+            self._columns(path, args, kwargs)
+        elif self._splits.get(path) is SplitKind.COLUMN:
+            self._columns(parent_of(path), args, kwargs)
+        elif self._splits.get(path) is SplitKind.LOGITS:
+            self._note(CrossingKind.LOGITS, args[0], path=path)
 
-    def _begin(self, path: str, cut: bool, is_first: bool) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            key = stream_key(args, kwargs) if cut else 0
-            stream = args[0] if isinstance(key, int) else kwargs[key]
-            self._is_cut = cut
-            if is_first and cut:
-                self._note(CrossingKind.ENTRY, stream, path=path)
-            beside = [*args[1:], *(value for name, value in kwargs.items() if name != key)]
-            self._block, self._given, self._pending = path, tuple(beside), []
+    def _leave(self, path: str, output: Any) -> None:
+        if path in self._attentions:
+            if output[1] is not None:
+                self._note(CrossingKind.ROW, output[1], path=path, is_whole=True)
+            self._row(output[0], path)
+        elif self._splits.get(path) is SplitKind.ROW:
+            self._row(output, path)
+        elif self._splits.get(path) is SplitKind.VOCABULARY:
+            self._note(CrossingKind.EMBEDDING, output, path=path)
+        if path in self._stacks:
+            self._end_block(path, output)
 
-        return hook
+    def _begin_block(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_cut = self._cut[path]
+        key = stream_key(args, kwargs) if self._is_cut else 0
+        if self._is_cut and path == self._stacks[path].blocks[0]:
+            self._note(CrossingKind.ENTRY, args[0] if isinstance(key, int) else kwargs[key], path=path)
+        beside = tensors_in([*args[1:], *(value for name, value in kwargs.items() if name != key)])
+        self._block, self._given, self._pending = path, tuple(beside), []
 
-    def _end(self, path: str, cut: bool, is_last: bool) -> Any:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            # What no kept tensor follows is not run again: torch's checkpoint stops at the last one.
-            for index in self._pending:
-                self.found[index] = replace(self.found[index], is_repeated=False)
-            self._block, self._given, self._pending = None, (), []
-            if cut and is_last:
-                self._note(CrossingKind.EXIT, output if isinstance(output, Tensor) else output[0], path=path)
-            self._is_cut = False
+    def _end_block(self, path: str, output: Any) -> None:
+        # What no kept tensor follows is not run again: torch's checkpoint stops at the last one.
+        for index in self._pending:
+            self._found[index] = replace(self._found[index], is_repeated=False)
+        self._block, self._given, self._pending = None, (), []
+        if self._is_cut and path == self._stacks[path].blocks[-1]:
+            self._note(CrossingKind.EXIT, tensors_in(output)[0], path=path)
+        self._is_cut = False
 
-        return hook
-
-    def _columns(self, parent: str) -> Any:
+    def _columns(self, parent: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """One crossing for each tensor that goes into the column layers of a parent."""
+        inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+        seen = self._seen.setdefault(parent, set())
+        for x in inputs:
+            if isinstance(x, TensorInfo) and x not in seen:
+                seen.add(x)
+                self._note(CrossingKind.COLUMN, x, path=parent, is_whole=x in self._given)
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
-            for x in inputs:
-                seen = self._seen.setdefault(parent, [])
-                if isinstance(x, Tensor) and not any(x is other for other in seen):
-                    # Held, so that no later tensor can have its identity.
-                    seen.append(x)
-                    is_whole = any(x is given for given in self._given)
-                    self._note(CrossingKind.COLUMN, x, path=parent, is_whole=is_whole)
-
-        return hook
-
-    def _attended(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
-        if output[1] is not None:
-            self._note(CrossingKind.ROW, output[1], path=path, is_whole=True)
-        self._rows(output[0], path)
-
-    def _rows(self, output: Tensor, path: str) -> None:
+    def _row(self, output: TensorInfo, path: str) -> None:
         self._note(CrossingKind.ROW, output, path=path)
-        self._pending.append(len(self.found) - 1)
+        self._pending.append(len(self._found) - 1)
 
-    def _note(self, kind: CrossingKind, x: Tensor, *, path: str, is_whole: bool = False) -> None:
-        self.found.append(
+    def _note(self, kind: CrossingKind, x: TensorInfo, *, path: str, is_whole: bool = False) -> None:
+        self._found.append(
             Crossing(
                 kind=kind,
                 numel=x.numel(),
@@ -258,7 +249,3 @@ class _Surveyor:
                 in_cut=self._is_cut and not is_whole,
             )
         )
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self._pending = []
-        return tensor
