@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,7 +37,7 @@ from shoal.verify.compare.diagnose import RankGrid
 from shoal.verify.compare.judge import judge_run
 from shoal.verify.compare.tolerance import derive_tolerance, flat_bound
 from shoal.verify.mutants.catalogue import Death
-from shoal.verify.reference.case import Case, Log, Tree
+from shoal.verify.reference.case import Case, Tree, UpdateLog
 from shoal.verify.reference.recording import Recording
 from shoal.verify.request import ProofRequest, Subject
 from shoal.verify.result import PlanResult, compared, crashed, judge_prediction, refused
@@ -133,15 +133,15 @@ class Prover:
             subject=subject, recipe=recipe, plan=derived, case=case, tree=tree, mutant=mutant, deaths=tuple(deaths)
         )
 
-    def _replay(self, case: Case, log: Log) -> Path:
+    def _replay(self, case: Case, log: UpdateLog) -> Path:
         folder = self._new_folder()
-        job = {"case": case.as_values(), "log": log.as_values(), "folder": str(folder), "threads": self.threads}
+        job = {"case": asdict(case), "log": asdict(log), "folder": str(folder), "threads": self.threads}
         self._reference_pool.run(job, deadline_seconds=self.deadline_seconds or _LONGEST_SECONDS)
         return folder
 
     def _reference(self, case: Case, tree: Tree) -> tuple[Path, float]:
         # As JSON: a list and a tuple of the same names are one tree.
-        values = {"case": case.as_values(), "tree": tree.as_values()}
+        values = {"case": asdict(case), "tree": asdict(tree)}
         key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         if key not in self._references:
             folder, started = self._new_folder(), time.monotonic()

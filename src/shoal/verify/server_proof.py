@@ -13,7 +13,7 @@ from shoal.core.updates import UpdateRule
 from shoal.data.order import position_of, take
 from shoal.verify.compare.judge import judge_run
 from shoal.verify.compare.tolerance import derive_tolerance, flat_bound
-from shoal.verify.reference.case import Case, Log, Tree
+from shoal.verify.reference.case import Case, Tree, UpdateLog
 from shoal.verify.reference.recording import Recording
 from shoal.verify.request import ProofRequest
 from shoal.verify.result import PlanResult, broke_rule, compared
@@ -26,7 +26,7 @@ def prove_servers(
     folder: Path,
     *,
     reference: Callable[[Case, Tree], Path],
-    replay: Callable[[Case, Log], Path],
+    replay: Callable[[Case, UpdateLog], Path],
     threads: int,
     deadline_seconds: float,
 ) -> PlanResult:
@@ -116,16 +116,9 @@ def count_samples(request: ProofRequest) -> dict[int, int]:
     return found
 
 
-def _log_of(request: ProofRequest, promise: Promise, run: ServerRun) -> Log:
-    return Log(
-        shares=promise.shares,
-        microbatches=request.plan.microbatches or 1,
-        directions=request.tree.directions,
-        users=request.tree.users,
-        uses=request.tree.uses,
-        places=request.tree.places,
-        units=request.tree.units,
-        turns=request.tree.turns,
+def _log_of(request: ProofRequest, promise: Promise, run: ServerRun) -> UpdateLog:
+    return UpdateLog(
+        tree=request.tree,
         adds_to_steps=promise.quorum is None,
         total_updates=promise.total_updates(request.case.total_steps),
         takes_own_steps=UpdateRule.parse(promise.name).kind == "downpour",

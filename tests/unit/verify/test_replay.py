@@ -9,7 +9,7 @@ from shoal.optim.build import set_rate
 from shoal.optim.config import OptimConfig
 from shoal.optim.rates import rate
 from shoal.verify.oracle.replay import run_replay
-from shoal.verify.reference.case import Log, Tree
+from shoal.verify.reference.case import Tree, UpdateLog
 from shoal.verify.reference.model import build_parts, global_batches
 from shoal.verify.reference.recording import Recording, model_tensors
 from shoal.verify.reference.train import run_reference
@@ -29,10 +29,10 @@ def part_of(portion, read, factor, *, worker="w", more=()):
 
 
 def log_of(updates, **others):
-    values = {"shares": 2, "microbatches": 1, "adds_to_steps": True, "total_updates": 8, "pieces": [], **others}
-    own = {"takes_own_steps": False, "own_rates": ()}
+    values = {"adds_to_steps": True, "total_updates": 8, "pieces": [], **others}
+    own = {"takes_own_steps": False, "own_rates": (), "tree": Tree(replicas=2, microbatches=1)}
     written = [{"parts": [part_of(*one) for one in parts]} for parts in updates]
-    return Log(updates=written, **{**own, **values})
+    return UpdateLog(updates=written, **{**own, **values})
 
 
 def assert_same(found, expected):
@@ -44,7 +44,8 @@ def test_new_reads_of_every_share_are_the_plain_reference(tmp_path):
     """bsp written as a log: dropout, decay and a falling rate, and samples that weigh differently."""
     case = case_of(model=SEQ2SEQ, data=REVERSE, optim=LINEAR, global_batch=12)
     log = log_of(
-        [[(2 * step, (step,), 1.0), (2 * step + 1, (step,), 1.0)] for step in range(case.steps)], microbatches=3
+        [[(2 * step, (step,), 1.0), (2 * step + 1, (step,), 1.0)] for step in range(case.steps)],
+        tree=Tree(replicas=2, microbatches=3),
     )
     (tmp_path / "log").mkdir()
     run_here(run_replay, case, log, tmp_path / "log")

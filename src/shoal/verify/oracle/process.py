@@ -8,16 +8,16 @@ import torch
 from shoal.launch.pool import serve
 from shoal.verify.oracle.delayed import run_delayed
 from shoal.verify.oracle.replay import run_replay
-from shoal.verify.reference.case import Case, Log, Tree
+from shoal.verify.reference.case import Case, Tree, UpdateLog
 from shoal.verify.reference.train import run_reference
 
 
 def _run_job(job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(job["threads"])
-    case = Case.from_values(job["case"])
+    case = Case(**job["case"])
     if "log" in job:
-        return run_replay(case, Log.from_values(job["log"]), Path(job["folder"]))
-    tree = Tree.from_values(job["tree"])
+        return run_replay(case, UpdateLog.from_values(job["log"]), Path(job["folder"]))
+    tree = Tree(**job["tree"])
     run = run_reference if tree.delay is None else run_delayed
     return run(case, tree, Path(job["folder"]))
 

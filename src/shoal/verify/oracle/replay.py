@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
-from shoal.verify.reference.case import Case, Log
+from shoal.verify.reference.case import Case, UpdateLog
 from shoal.verify.reference.model import (
     ReferenceModel,
     assert_alone,
@@ -37,7 +37,7 @@ from shoal.verify.reference.train import group_gradients
 Weights = Mapping[str, Tensor]
 
 
-def run_replay(case: Case, log: Log, folder: Path) -> dict[str, Any]:
+def run_replay(case: Case, log: UpdateLog, folder: Path) -> dict[str, Any]:
     """Make the updates of a log and record each in ``folder``, as ``run_reference`` records steps.
 
     Raises:
@@ -62,7 +62,7 @@ def run_replay(case: Case, log: Log, folder: Path) -> dict[str, Any]:
 class Replay:
     """A model, all versions of its weights that the log still asks for, and the optimizer that makes new ones."""
 
-    def __init__(self, parts: ReferenceModel, log: Log) -> None:
+    def __init__(self, parts: ReferenceModel, log: UpdateLog) -> None:
         assert not parts.precision.scales_loss, "servers scale no loss"
         self._parts, self._log = parts, log
         self._batches = list(global_batches(parts))
@@ -127,7 +127,7 @@ class Replay:
         parts, rates = self._parts, self._log.own_rates
         if rates:
             return rates[min(index, len(rates) - 1)]
-        return rate(parts.optim, portion // self._log.shares, parts.case.total_steps)
+        return rate(parts.optim, portion // self._log.tree.replicas, parts.case.total_steps)
 
     def _row(self, tensors: Weights) -> Tensor:
         return torch.cat([tensors[name].reshape(-1)[start:stop] for name, start, stop, _ in self._log.pieces])
@@ -143,7 +143,7 @@ class Replay:
     def _portion(self, portion: int) -> tuple[float, float, dict[str, Tensor]]:
         """Mean loss, weight and gradient of one share of one step, by the weights that the model has now."""
         parts, log = self._parts, self._log
-        step, share = divmod(portion, log.shares)
+        step, share = divmod(portion, log.tree.replicas)
         cuts = cut_batch(self._batches[step], log.tree)
         own = sum(weigh(parts, cut) for cut in cuts[share])
         total = sum(weigh(parts, cut) for group in cuts for cut in group) if log.adds_to_steps else own

@@ -5,7 +5,7 @@ is cut out of the recipe here, and the reference reads the sections it needs wit
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.optim.config import PrecisionName
@@ -35,15 +35,6 @@ class Case:
     """Steps to run and compare."""
     needs_every_gradient: bool = False
     """A plan over replicas cannot run where one of them leaves a parameter without a gradient, and no setting allows it."""
-
-    def as_values(self) -> dict[str, Any]:
-        """JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> "Case":
-        """Back from JSON."""
-        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,33 +66,13 @@ class Tree:
     stages: Sequence[Sequence[str]] = ()
     """Where there is a delay: the parameters of each stage."""
 
-    def as_values(self) -> dict[str, Any]:
-        """JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> "Tree":
-        """Back from JSON."""
-        return cls(**values)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Log:
-    """What parameter servers wrote down of a run: every update, and what went into it (``rules.py`` has the meaning)."""
+class UpdateLog:
+    """What parameter servers recorded of a run: every update, and what went into it (``servers/rules.py`` has the meaning)."""
 
-    shares: int
-    """ReferenceModel that a step's batch is cut into."""
-    microbatches: int
-    """Per share."""
-    directions: int = 1
-    """Of a worker's pipeline, as in ``Tree``."""
-    users: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Of a worker's pipeline, as in ``Tree``; so are the next three."""
-    uses: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
-    places: Sequence[str] = ()
-    units: Sequence[str] = ()
-    turns: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Of a worker's pipeline, as in ``Tree``."""
+    tree: Tree
+    """The order in which the gradient of a share is added; its replicas are the shares that a step's batch is cut into."""
     adds_to_steps: bool
     """A gradient is its share of the mean over the step; else it is the mean over its own samples."""
     total_updates: int
@@ -111,28 +82,10 @@ class Log:
     own_rates: Sequence[float]
     """Rate of these steps, by worker, the last for all further ones; empty: the run's, by step."""
     pieces: Sequence[tuple[str, int, int, int]]
-    """Every stretch of a parameter: its name, first and last element, and the shard that holds it; shard after shard."""
+    """Every slice of a parameter: its name, first and last element, and the shard that holds it; shard after shard."""
     updates: Sequence[Mapping[str, Any]]
 
-    @property
-    def tree(self) -> Tree:
-        """The order in which the gradient of a share is added."""
-        return Tree(
-            replicas=self.shares,
-            microbatches=self.microbatches,
-            directions=self.directions,
-            users=self.users,
-            uses=self.uses,
-            places=self.places,
-            units=self.units,
-            turns=self.turns,
-        )
-
-    def as_values(self) -> dict[str, Any]:
-        """JSON."""
-        return asdict(self)
-
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> "Log":
-        """Back from JSON."""
-        return cls(**values)
+    def from_values(cls, values: Mapping[str, Any]) -> "UpdateLog":
+        """Back from ``asdict`` and JSON."""
+        return cls(**{**values, "tree": Tree(**values["tree"])})
