@@ -12,9 +12,9 @@ import torch
 
 from shoal.comm.parentdeath import die_with_parent
 from shoal.comm.wire.keys import Keys, load_keys, make_keys
+from shoal.comm.wire.listener import Request
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.comm.wire.operations import Body, Op, Operations
-from shoal.comm.wire.request import Request
 
 RATE = 1e-3
 SECONDS = 60.0

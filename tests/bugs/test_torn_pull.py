@@ -11,8 +11,7 @@ import contextlib
 import torch
 import zmq
 
-from shoal.comm.wire.header import PROTOCOL_VERSION, Header
-from shoal.comm.wire.message import pack, pack_chunk, unpack
+from shoal.comm.wire.message import PROTOCOL_VERSION, Header, pack, pack_chunk, unpack
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.elastic.view import Chain, Member, View
 from shoal.paramserver.contact import Contact

@@ -12,13 +12,14 @@ import msgspec
 import pytest
 import zmq
 
-from shoal.comm.wire.counters import DROPPED
-from shoal.comm.wire.header import (
+from shoal.comm.wire.errors import DROPPED
+from shoal.comm.wire.message import (
     REFUSED,
     TAKEN,
     decode_header,
+    is_chunk,
+    pack_chunk,
 )
-from shoal.comm.wire.message import is_chunk, pack_chunk
 from shoal.comm.wire.operations import Taken
 from support.wire.caller_process import right_payload, start
 from support.wire.forged_messages import Forger

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.comm.wire import header as wire_header
+from shoal.comm.wire import message as wire_header
 from shoal.comm.wire.errors import Refused
-from shoal.comm.wire.request import Request
+from shoal.comm.wire.listener import Request
 from shoal.core.errors import RequestError
 from shoal.paramserver.messages import Commit, Pulled, Push
 from shoal.paramserver.records import Contribution

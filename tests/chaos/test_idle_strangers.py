@@ -11,7 +11,7 @@ import socket
 import psutil
 import pytest
 
-from shoal.comm.wire.connectiontable import choose_limits
+from shoal.comm.wire.connections import choose_limits
 from shoal.comm.wire.keys import make_keys
 from support.wire.node_process import guarded_server
 from support.wire.operations import DEADLINE, Echo, nodes, noise

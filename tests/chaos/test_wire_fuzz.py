@@ -13,9 +13,8 @@ import socket
 import pytest
 import zmq
 
-from shoal.comm.wire.counters import DROPPED
-from shoal.comm.wire.header import TAKEN
-from shoal.comm.wire.message import pack_chunk
+from shoal.comm.wire.errors import DROPPED
+from shoal.comm.wire.message import TAKEN, pack_chunk
 from shoal.comm.wire.operations import Taken
 from support.wire.forged_messages import Forger
 from support.wire.node_process import server

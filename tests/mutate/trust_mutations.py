@@ -47,10 +47,10 @@ TRUST = [
     Mutation(
         promise=STRANGERS,
         what="nobody who has not spoken is too many",
-        file="src/shoal/comm/wire/connectiontable.py",
+        file="src/shoal/comm/wire/connections.py",
         old="        if len(own) > limits.waiting_per_address:",
         new="        if False:",
-        test="tests/unit/comm/wire/test_connectiontable.py::test_the_oldest_of_an_address_that_has_too_many_goes",
+        test="tests/unit/comm/wire/test_connections.py::test_the_oldest_of_an_address_that_has_too_many_goes",
         seconds=5,
     ),
     Mutation(

@@ -255,7 +255,7 @@ class MessagesDropped(Event):
     process: str
     incarnation: str
     counts: Mapping[str, int]
-    """By reason (``comm/wire/counters.py``): malformed, stale (of an old epoch), duplicate, late, and so on."""
+    """By reason (``comm/wire/errors.py``): malformed, stale (of an old epoch), duplicate, late, and so on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.goodness import fall_back, newest_good
-from shoal.comm.wire.counters import DROPPED, EXPECTED
+from shoal.comm.wire.errors import DROPPED, EXPECTED
 from shoal.comm.wire.node import Node
 from shoal.core.events import GradientRefused, MessagesDropped, StepDone, WentBack, WorkerHung
 from shoal.core.rundir import RunDir
@@ -117,7 +117,7 @@ _DESCRIBE: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 # TODO docstring of the former serverrun.tally:
 # Messages to a process that it dropped: written into its events when there are new ones, and counted for the summary. No torch.
 #
-# The wire drops what is malformed, of an old epoch or seen before, and does no more about it (``comm/wire/counters.py``): a run
+# The wire drops what is malformed, of an old epoch or seen before, and does no more about it (``comm/wire/errors.py``): a run
 # must not end by what strangers send. But people should see that somebody does. What happens without any fault is left out.
 
 _LOOK_SECONDS = 5.0

@@ -16,7 +16,7 @@ import torch
 import zmq
 from torch import nn
 
-from shoal.comm.wire import pump as pump_module
+from shoal.comm.wire import sockets as sockets_module
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.core.updates import UpdateRule
 from shoal.elastic.election.filelease import FileLease, read_center
@@ -90,17 +90,17 @@ class Faults:
 
 def install_faults(monkeypatch, faults: Faults) -> None:
     """Every socket of this process but the monitors gets its messages through these faults."""
-    original = pump_module.Pump.__init__
+    original = sockets_module.AsyncSocket.__init__
 
     def build(self, socket, receive):
         is_monitor = socket.getsockopt(zmq.TYPE) == zmq.PAIR
         original(self, socket, receive if is_monitor else lambda frames: strike(self, receive, frames))
 
-    def deliver(pump, receive, frames):
-        if not pump.is_closed:
+    def deliver(async_socket, receive, frames):
+        if not async_socket.is_closed:
             receive(frames)
 
-    def strike(pump, receive, frames):
+    def strike(async_socket, receive, frames):
         drawn = faults.random.random()
         loop = asyncio.get_running_loop()
         for kind in ("lose", "double", "delay", "corrupt"):
@@ -116,15 +116,15 @@ def install_faults(monkeypatch, faults: Faults) -> None:
                 return
             case "double":
                 receive(frames)
-                loop.call_later(faults.random.uniform(0, faults.longest), deliver, pump, receive, frames)
+                loop.call_later(faults.random.uniform(0, faults.longest), deliver, async_socket, receive, frames)
             case "delay":
-                loop.call_later(faults.random.uniform(0, faults.longest), deliver, pump, receive, frames)
+                loop.call_later(faults.random.uniform(0, faults.longest), deliver, async_socket, receive, frames)
             case "corrupt":
                 receive(_damage(frames, faults.random))
             case _:
                 receive(frames)
 
-    monkeypatch.setattr(pump_module.Pump, "__init__", build)
+    monkeypatch.setattr(sockets_module.AsyncSocket, "__init__", build)
 
 
 def _damage(frames, dice):

@@ -5,8 +5,7 @@ import random
 import msgspec
 
 from shoal.comm.wire.arena import identify_folder
-from shoal.comm.wire.header import ITEM_BYTES, PROTOCOL_VERSION, Header, Place
-from shoal.comm.wire.message import pack, pack_chunk
+from shoal.comm.wire.message import ITEM_BYTES, PROTOCOL_VERSION, Header, Place, pack, pack_chunk
 
 _MOST_DAMAGED = 500
 """Bytes at the beginning of a frame among which some are damaged: the rest of a long payload is all alike."""

@@ -18,8 +18,8 @@ import msgspec
 import zmq
 
 from shoal.comm.wire.errors import Refused, WireError
-from shoal.comm.wire.header import PROTOCOL_VERSION
 from shoal.comm.wire.keys import Keys
+from shoal.comm.wire.message import PROTOCOL_VERSION
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.elastic.election.majority import Seek
 from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS

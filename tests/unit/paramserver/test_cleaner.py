@@ -63,7 +63,7 @@ def test_of_a_dead_worker_and_a_dead_server_nothing_is_left(tmp_path_factory, mo
                 yield from dead & set(keeper.ledger.book.members)
                 yield from dead & set(keeper._followed)
                 for server in crew.servers():
-                    yield from dead & server.node.windows._seen.keys()
+                    yield from dead & server.node.deduplication._seen.keys()
                     yield from (one for one in stored(server) if one.worker in dead)
                     yield from (shard for shard in server.replicas if server.identity not in replicas_of(crew, shard))
                 yield from (path.name for path in crew.folder.glob("*.sock") if path.stem.rpartition("-")[2] in dead)

@@ -29,8 +29,8 @@ from pathlib import Path
 import numpy as np
 
 from shoal.comm.wire.buffers import PIECE_BYTES, copy, see
-from shoal.comm.wire.header import Place
-from shoal.comm.wire.verdict import Dropped
+from shoal.comm.wire.errors import Dropped
+from shoal.comm.wire.message import Place
 from shoal.core.errors import RequestError
 
 SHARED_BYTES = 64 * 1024

@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from shoal.comm.wire.pump import Pump
+from shoal.comm.wire.sockets import AsyncSocket
 from shoal.core.errors import RequestError
 
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -64,7 +64,7 @@ class Keys:
         socket.curve_serverkey = z85.encode(self.public if listener_key is None else bytes.fromhex(listener_key))
 
 
-class Guard:
+class Authenticator:
     """Asks the list at every handshake of a context, by ZeroMQ's protocol for that (ZAP, RFC 27); without it nobody gets in."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: Keys) -> None:
@@ -72,18 +72,18 @@ class Guard:
         socket = context.socket(zmq.REP)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(_ZAP_ADDRESS)
-        self._pump = Pump(socket, self._receive)
+        self._async_socket = AsyncSocket(socket, self._receive)
 
     def stop(self) -> None:
         """End with the context."""
-        self._pump.close()
+        self._async_socket.close()
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         # The library asks, not the stranger: the number of frames and their meaning are certain.
         version, number, _domain, _host, _identity, mechanism, *credentials = (frame.bytes for frame in frames)
         is_allowed = mechanism == b"CURVE" and len(credentials) == 1 and self._is_allowed(credentials[0])
         status, text = (b"200", b"OK") if is_allowed else (b"400", b"unknown key")
-        self._pump.try_send([version, number, status, text, b"", b""])
+        self._async_socket.try_send([version, number, status, text, b"", b""])
 
     def _is_allowed(self, public: bytes) -> bool:
         try:

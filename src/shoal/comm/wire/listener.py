@@ -1,13 +1,15 @@
-"""One address that this process listens on: admits what arrives, hands it to the handler, and sends the answers.
+"""One address that this process listens on: the listener admits what arrives, hands it to the handler, and sends the answers.
 
-A handler runs as a task of its own, so a slow one holds nobody up; nor does a client that does not read its answers.
+A handler runs as a task of its own, so a slow one delays no other request; nor does a client that does not read its answers.
 """
 
 import asyncio
 import os
+import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import zmq
@@ -15,17 +17,143 @@ import zmq
 from shoal.comm.wire.addresses import Address
 from shoal.comm.wire.buffers import Payload
 from shoal.comm.wire.connections import ConnectionLimit
-from shoal.comm.wire.header import REFUSED, TAKEN, Header
-from shoal.comm.wire.message import Envelope, is_chunk, unpack, unpack_chunk
+from shoal.comm.wire.errors import Dropped
+from shoal.comm.wire.message import REFUSED, TAKEN, Envelope, Header, is_chunk, unpack, unpack_chunk
 from shoal.comm.wire.operations import Refusal
-from shoal.comm.wire.pump import Pump
-from shoal.comm.wire.request import Request
-from shoal.comm.wire.streams import Streams
-from shoal.comm.wire.verdict import Dropped
+from shoal.comm.wire.payloads import Streams
+from shoal.comm.wire.sockets import AsyncSocket
 from shoal.core.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.comm.wire.node import Node
+
+WINDOW = 4096
+"""Numbers below the highest that are told apart."""
+SENDERS = 4096
+"""Senders that are remembered."""
+_MASK = (1 << WINDOW) - 1
+
+
+class Deduplication:
+    """Which messages were seen: a bounded window of sequence numbers for each sender, and a bounded number of senders.
+
+    A sender counts its messages, whatever their receiver, so its numbers reach one receiver in rising order with gaps. A window
+    is the highest number seen and a bit for each of the ``WINDOW`` numbers below it; an older number counts as seen. The sender
+    that was silent longest is forgotten first.
+    """
+
+    def __init__(self, *, max_senders: int = SENDERS) -> None:
+        self._max_senders = max_senders
+        # Bit k stands for the number ``highest - k``.
+        self._seen: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def is_seen(self, sender: str, sequence: int) -> bool:
+        """True when this message was noted before, or is too old to tell."""
+        if sender not in self._seen:
+            return False
+        highest, bits = self._seen[sender]
+        age = highest - sequence
+        return age >= WINDOW or (age >= 0 and bool(bits >> age & 1))
+
+    def note(self, sender: str, sequence: int) -> bool:
+        """Note this message; False when it was seen before."""
+        if self.is_seen(sender, sequence):
+            return False
+        highest, bits = self._seen.get(sender, (sequence, 0))
+        if sequence > highest:
+            bits = (bits << (sequence - highest)) & _MASK if sequence - highest < WINDOW else 0
+            highest = sequence
+        self._seen[sender] = (highest, bits | 1 << (highest - sequence))
+        self._seen.move_to_end(sender)
+        while len(self._seen) > self._max_senders:
+            self._seen.popitem(last=False)
+        return True
+
+    def forget(self, sender: str) -> bool:
+        """Drop a sender that is gone for good; False when it was not known."""
+        return self._seen.pop(sender, None) is not None
+
+
+class Request:
+    """A request that arrived, to be answered or refused once, now or much later.
+
+    One that is never answered costs its sender the whole deadline.
+    """
+
+    def __init__(
+        self, listener: "Listener", route: bytes, header: Header, body: Any, payload: memoryview | None
+    ) -> None:
+        self._listener = listener
+        self.route = route
+        """The connection that it came over."""
+        self._is_open = True
+        self._expires = time.monotonic() + header.deadline
+        self.header = header
+        self.body = body
+        """The struct of the operation."""
+        self.payload = payload
+        """The payload's bytes, or None. They stay as they are for as long as anything refers to them."""
+
+    def __repr__(self) -> str:
+        return f"Request({self.operation} {self.key!r} from {self.sender}, epoch {self.epoch})"
+
+    @property
+    def sender(self) -> str:
+        """The incarnation of the one who asks."""
+        return self.header.sender
+
+    @property
+    def operation(self) -> str:
+        """The name of the operation."""
+        return self.header.operation
+
+    @property
+    def key(self) -> str:
+        """What the request is about."""
+        return self.header.key
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the one who asks, when it asked."""
+        return self.header.epoch
+
+    @property
+    def remaining(self) -> float:
+        """Seconds that the one who asks will still wait; not below 0."""
+        return max(0.0, self._expires - time.monotonic())
+
+    @property
+    def is_open(self) -> bool:
+        """True while it is neither answered nor refused, and somebody still waits for it."""
+        return self._is_open and self.remaining > 0
+
+    async def answer(self, body: msgspec.Struct, payload: Payload | None = None) -> None:
+        """Answer. Returns when the payload's memory may be changed again, or when nobody waits any more.
+
+        Args:
+            body: of the operation's answer type.
+            payload: a torch tensor, a numpy array or bytes; contiguous.
+        """
+        self._settle()
+        await self._listener.send_answer(self, self.operation, body, payload)
+
+    async def refuse(self, code: str, text: str) -> None:
+        """Say no: the call that asked ends with ``Refused``.
+
+        Args:
+            code: a word that programs compare.
+            text: one sentence for people, with the numbers and the fix.
+        """
+        self._settle()
+        await self._listener.send_answer(self, REFUSED, Refusal(code, text), None)
+
+    def _settle(self) -> None:
+        assert self._is_open, f"{self} was answered before"
+        self._is_open = False
+
 
 Handler: TypeAlias = Callable[[Request], Awaitable[None]]
 _RUNNING = 1024
@@ -60,7 +188,7 @@ class Listener:
         self._streams = Streams()
         # So that only this socket's file is removed, and not that of a successor on the same path.
         self._file = os.stat(address.path).st_ino if address.kind == "ipc" else None
-        self._pump = Pump(router, self._receive)
+        self._async_socket = AsyncSocket(router, self._receive)
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(_TIDY_SECONDS, self._tidy)
 
@@ -79,7 +207,7 @@ class Listener:
         self._streams.close_all()
         if self._limit is not None:
             self._limit.stop()
-        self._pump.close()
+        self._async_socket.close()
         if self._file is not None and self._address.path.exists() and self._address.path.stat().st_ino == self._file:
             self._address.path.unlink(missing_ok=True)
 
@@ -109,7 +237,7 @@ class Listener:
         payload = None
         if header.place is not None:
             payload = self._node.payloads.view(envelope, partial(self._return, route, header))
-        if not self._node.windows.note(header.sender, header.sequence):
+        if not self._node.deduplication.note(header.sender, header.sequence):
             raise Dropped("duplicate", "seen before", header)
         if envelope.is_stream:
             target = self._node.payloads.room(envelope)
@@ -132,7 +260,7 @@ class Listener:
             raise Dropped("unknown", f"no operation {header.operation!r} here", header)
         op = node.operations[header.operation]
         op.check_sizes(envelope)
-        if node.windows.is_seen(header.sender, header.sequence):
+        if node.deduplication.is_seen(header.sender, header.sequence):
             raise Dropped("duplicate", "seen before", header)
         if op.fenced and header.epoch < node.epoch:
             reason = "behind" if header.sender in node.members else "stale"
@@ -159,7 +287,7 @@ class Listener:
     def _drop(self, route: bytes, drop: Dropped) -> None:
         self._node.counters.add(drop.reason)
         header = drop.header
-        if header is not None and header.answers == -1 and drop.reason in _TOLD and not self._pump.is_closed:
+        if header is not None and header.answers == -1 and drop.reason in _TOLD and not self._async_socket.is_closed:
             refusal = Refusal(drop.reason, drop.text)
             self._node.spawn(self._send(route, header, REFUSED, refusal, None, seconds=_TELL_SECONDS))
 
@@ -179,7 +307,7 @@ class Listener:
         self._node.counters.add("failed")
         context = {"message": f"the handler of {request} failed", "exception": task.exception(), "task": task}
         task.get_loop().call_exception_handler(context)
-        if request.is_open and not self._pump.is_closed:
+        if request.is_open and not self._async_socket.is_closed:
             self._node.spawn(request.refuse("broken", f"{type(task.exception()).__name__} in the handler; see its log"))
 
     async def _send(
@@ -201,9 +329,9 @@ class Listener:
                     operation, body, payload, answers=asked.sequence, receiver=route, folder=folder
                 )
                 # Copied, if the payload is inside: who answers may change its memory as soon as this returns.
-                await self._pump.send([route, *outgoing.frames], copy=outgoing.stream is None)
+                await self._async_socket.send([route, *outgoing.frames], copy=outgoing.stream is None)
                 is_copied = self._address.kind == "inproc"
-                await node.send_chunks(self._pump, outgoing, route=route, is_copied=is_copied, track=True)
+                await node.send_chunks(self._async_socket, outgoing, route=route, is_copied=is_copied, track=True)
         except TimeoutError:
             node.counters.add("expired")
         except Dropped as drop:
@@ -217,7 +345,7 @@ class Listener:
 
     def _return(self, route: bytes, header: Header) -> None:
         """Nobody refers to the payload of a request any more."""
-        self._node.send_taken(self._pump, header, route=route)
+        self._node.send_taken(self._async_socket, header, route=route)
 
     def _tidy(self) -> None:
         self._streams.expire()

@@ -21,18 +21,14 @@ import zmq
 from shoal.comm.wire.addresses import Address, parse_address
 from shoal.comm.wire.buffers import CHUNK_BYTES, CHUNKS_A_TURN, Payload, describe
 from shoal.comm.wire.connections import ConnectionLimit
-from shoal.comm.wire.contexts import acquire_context, open_socket, release_context
-from shoal.comm.wire.counters import Counters
-from shoal.comm.wire.header import PROTOCOL_VERSION, TAKEN, Header
-from shoal.comm.wire.keys import Guard, Keys
-from shoal.comm.wire.listener import Handler, Listener
-from shoal.comm.wire.message import BODY_BYTES, Frame, pack, pack_chunk
+from shoal.comm.wire.errors import Counters, Dropped
+from shoal.comm.wire.keys import Authenticator, Keys
+from shoal.comm.wire.listener import Deduplication, Handler, Listener
+from shoal.comm.wire.message import BODY_BYTES, PROTOCOL_VERSION, TAKEN, Frame, Header, pack, pack_chunk
 from shoal.comm.wire.operations import Operations, Taken
 from shoal.comm.wire.payloads import Payloads
 from shoal.comm.wire.peer import Peer
-from shoal.comm.wire.pump import Pump
-from shoal.comm.wire.verdict import Dropped
-from shoal.comm.wire.windows import Windows
+from shoal.comm.wire.sockets import AsyncSocket, acquire_context, open_socket, release_context
 from shoal.core.errors import RequestError
 
 _SENT_POLL_SECONDS = 0.0005
@@ -76,11 +72,11 @@ class Node:
         self.members: frozenset[str] = frozenset()
         """Incarnations that belong to the epoch, where the room above knows them."""
         self.counters = Counters()
-        self.windows = Windows()
+        self.deduplication = Deduplication()
         self.payloads = Payloads(incarnation, arena_dir)
         self.num_sent = 0
         self._keys = keys
-        self._guard: Guard | None = None
+        self._authenticator: Authenticator | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._listeners: list[Listener] = []
         self._peers: dict[str, Peer] = {}
@@ -101,7 +97,7 @@ class Node:
         socket = open_socket(self._use_context(), zmq.ROUTER, is_tcp=parsed.kind == "tcp")
         limit = None
         if keys is not None:
-            self._start_guard(keys)
+            self._start_authenticator(keys)
             keys.secure_listener(socket)
             limit = ConnectionLimit(self._use_context(), socket)
         # The file of an ipc socket is this user's from its first moment: who connects before a chmod stays connected.
@@ -149,14 +145,14 @@ class Node:
         if others:
             await asyncio.wait(others)
         self.payloads.close()
-        if self._guard is not None:
-            self._guard.stop()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         if self._context is not None:
             release_context(self._context)
 
     def forget(self, sender: str) -> None:
         """Drop what is remembered of an incarnation that is gone for good."""
-        self.windows.forget(sender)
+        self.deduplication.forget(sender)
         self.payloads.forget(sender)
 
     # What follows is for listeners and peers.
@@ -209,12 +205,18 @@ class Node:
         return Outgoing(sequence=header.sequence, frames=frames, stream=view if is_stream else None)
 
     async def send_chunks(
-        self, pump: Pump, outgoing: Outgoing, *, is_copied: bool, route: bytes | None = None, track: bool = False
+        self,
+        async_socket: AsyncSocket,
+        outgoing: Outgoing,
+        *,
+        is_copied: bool,
+        route: bytes | None = None,
+        track: bool = False,
     ) -> None:
         """Send the chunks of a payload, if it follows its message.
 
         Args:
-            pump: the socket.
+            async_socket: the socket.
             outgoing: the message.
             is_copied: True when the payload's memory must not be seen by the receiver.
             route: the receiver, for a ROUTER.
@@ -228,22 +230,22 @@ class Node:
             chunk = pack_chunk(outgoing.sequence, index, outgoing.stream[at : at + CHUNK_BYTES])
             # They leave in order: when the last one has left, all have.
             is_tracked = track and not is_copied and at + CHUNK_BYTES >= outgoing.stream.nbytes
-            tracker = await pump.send([*address, *chunk], copy=is_copied, track=is_tracked)
+            tracker = await async_socket.send([*address, *chunk], copy=is_copied, track=is_tracked)
             if index % CHUNKS_A_TURN == 0:
                 await asyncio.sleep(0)
         while tracker is not None and not tracker.done:
             await asyncio.sleep(_SENT_POLL_SECONDS)
 
-    def send_taken(self, pump: Pump, taken: Header, *, route: bytes | None = None) -> None:
+    def send_taken(self, async_socket: AsyncSocket, taken: Header, *, route: bytes | None = None) -> None:
         """Say that the payload of message ``taken`` is not needed any more; when that is lost, its owner makes do."""
         assert taken.place is not None
-        if pump.is_closed:
+        if async_socket.is_closed:
             return
         name = taken.place.name
         header = self._header(TAKEN, answers=taken.sequence, key=name, dtype="", shape=(), deadline=0.0)
         frames = pack(header, self.operations.encode(Taken()), None)
         try:
-            pump.try_send(frames if route is None else [route, *frames])
+            async_socket.try_send(frames if route is None else [route, *frames])
         except zmq.ZMQError:
             self.counters.add("gone")
 
@@ -286,6 +288,6 @@ class Node:
             self._context = acquire_context(own=self._keys is not None)
         return self._context
 
-    def _start_guard(self, keys: Keys) -> None:
-        if self._guard is None:
-            self._guard = Guard(self._use_context(), keys)
+    def _start_authenticator(self, keys: Keys) -> None:
+        if self._authenticator is None:
+            self._authenticator = Authenticator(self._use_context(), keys)

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.comm.wire.errors import Dropped
 from shoal.comm.wire.message import BODY_BYTES, Envelope
-from shoal.comm.wire.verdict import Dropped
 
 _DEFAULT_PAYLOAD = 1 << 30
 

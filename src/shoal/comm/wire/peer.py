@@ -18,12 +18,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from shoal.comm.wire.addresses import Address
 from shoal.comm.wire.buffers import Payload, copy_politely, describe
-from shoal.comm.wire.errors import Refused, WireClosed, WireLost, WireTimeout
-from shoal.comm.wire.header import REFUSED, TAKEN, Header
-from shoal.comm.wire.message import Envelope, is_chunk, unpack, unpack_chunk
-from shoal.comm.wire.pump import Pump
-from shoal.comm.wire.streams import Streams
-from shoal.comm.wire.verdict import Dropped
+from shoal.comm.wire.errors import Dropped, Refused, WireClosed, WireLost, WireTimeout
+from shoal.comm.wire.message import REFUSED, TAKEN, Envelope, Header, is_chunk, unpack, unpack_chunk
+from shoal.comm.wire.payloads import Streams
+from shoal.comm.wire.sockets import AsyncSocket
 
 if TYPE_CHECKING:
     from shoal.comm.wire.node import Node, Outgoing
@@ -87,8 +85,8 @@ class Peer:
         self._parsed = parsed
         self._shares = shares
         self._socket: zmq.Socket[bytes] | None = None
-        self._pump: Pump | None = None
-        self._monitor: Pump | None = None
+        self._async_socket: AsyncSocket | None = None
+        self._monitor: AsyncSocket | None = None
         self._streams = Streams()
         self._calls: dict[int, _Call] = {}
         self._folder = ""
@@ -159,12 +157,12 @@ class Peer:
         for call in self._calls.values():
             call.fail(self._closed(call.operation))
         self._streams.close_all()
-        if self._socket is not None and self._pump is not None and self._monitor is not None:
+        if self._socket is not None and self._async_socket is not None and self._monitor is not None:
             # First of all: where nobody reads what happens to a socket that is still watched, and something does (the other side
             # dies at this moment), the one thread that does all of ZeroMQ's work waits for a reader for ever (libzmq 3575).
             self._socket.disable_monitor()
             self._monitor.close()
-            self._pump.close()
+            self._async_socket.close()
         self._node.forget_peer(self)
 
     async def _attempt(
@@ -180,7 +178,7 @@ class Peer:
         operation = self._node.operations.name_of(body)
         if self.is_closed:
             raise self._closed(operation)
-        pump = self._open()
+        async_socket = self._open()
         call = _Call(operation=operation, into=into, dtype=dtype)
         outgoing = None
         is_done = False
@@ -191,7 +189,7 @@ class Peer:
                     operation, body, payload, key=key, deadline=seconds, receiver=self, folder=folder
                 )
                 self._calls[outgoing.sequence] = call
-                answer = await self._exchange(pump, call, outgoing)
+                answer = await self._exchange(async_socket, call, outgoing)
                 is_done = True
                 return answer
         except TimeoutError as error:
@@ -208,11 +206,11 @@ class Peer:
             if outgoing is not None:
                 self._end(outgoing, is_done=is_done)
 
-    async def _exchange(self, pump: Pump, call: _Call, outgoing: "Outgoing") -> Answer:
-        await pump.send(outgoing.frames)
+    async def _exchange(self, async_socket: AsyncSocket, call: _Call, outgoing: "Outgoing") -> Answer:
+        await async_socket.send(outgoing.frames)
         call.is_sent = True
         # Beside it, because a refusal may come, or the connection break, before the whole payload is sent.
-        sending = self._node.spawn(self._send_payload(pump, outgoing))
+        sending = self._node.spawn(self._send_payload(async_socket, outgoing))
         try:
             envelope, body, payload = await call.future
         finally:
@@ -222,10 +220,10 @@ class Peer:
             payload = call.into
         return Answer(header=envelope.header, body=body, payload=payload)
 
-    async def _send_payload(self, pump: Pump, outgoing: "Outgoing") -> None:
+    async def _send_payload(self, async_socket: AsyncSocket, outgoing: "Outgoing") -> None:
         # Closed: the call was told so.
         with contextlib.suppress(zmq.ZMQError):
-            await self._node.send_chunks(pump, outgoing, is_copied=self._parsed.kind == "inproc")
+            await self._node.send_chunks(async_socket, outgoing, is_copied=self._parsed.kind == "inproc")
 
     def _end(self, outgoing: "Outgoing", *, is_done: bool) -> None:
         del self._calls[outgoing.sequence]
@@ -250,20 +248,20 @@ class Peer:
             why += f" ({attempts} attempts in {deadline:.3g} s)"
         return type(error)(f"{error}{why}", address=error.address, operation=error.operation)
 
-    def _open(self) -> Pump:
-        if self._pump is None:
+    def _open(self) -> AsyncSocket:
+        if self._async_socket is None:
             socket = self._node.open_dealer(self._parsed)
             # Not pyzmq's own name, the descriptor: that is used again while the socket before is still being closed.
             name = f"inproc://monitor-{secrets.token_hex(8)}"
             try:
-                self._monitor = Pump(socket.get_monitor_socket(_EVENTS, addr=name), self._watch)
+                self._monitor = AsyncSocket(socket.get_monitor_socket(_EVENTS, addr=name), self._watch)
                 socket.connect(self._parsed.endpoint)
             except zmq.ZMQError:
                 # One that stays open would keep the context, and with it the process, from ending.
                 socket.close(linger=0)
                 raise
-            self._socket, self._pump = socket, Pump(socket, self._receive)
-        return self._pump
+            self._socket, self._async_socket = socket, AsyncSocket(socket, self._receive)
+        return self._async_socket
 
     def _watch(self, frames: list[zmq.Frame]) -> None:
         event = parse_monitor_message([frame.bytes for frame in frames])["event"]
@@ -353,5 +351,5 @@ class Peer:
 
     def _return(self, header: Header) -> None:
         """Nobody refers to the payload of an answer any more."""
-        if self._pump is not None:
-            self._node.send_taken(self._pump, header)
+        if self._async_socket is not None:
+            self._node.send_taken(self._async_socket, header)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from shoal.comm.wire.addresses import is_loopback
-from shoal.comm.wire.request import Request
+from shoal.comm.wire.listener import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.elastic.config import ElectionConfig

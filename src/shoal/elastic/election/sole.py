@@ -6,7 +6,7 @@ again, by hand or by whoever watches over it, leads under a higher one than befo
 
 from pathlib import Path
 
-from shoal.comm.wire.request import Request
+from shoal.comm.wire.listener import Request
 from shoal.elastic.election.majority import Ballot, Found, Seek
 from shoal.elastic.election.voters import load_ballot, save_ballot
 

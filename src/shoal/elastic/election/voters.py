@@ -20,8 +20,8 @@ from typing import Any
 
 from shoal.comm.wire.errors import Refused, WireError
 from shoal.comm.wire.keys import Keys
+from shoal.comm.wire.listener import Request
 from shoal.comm.wire.node import Node, new_incarnation
-from shoal.comm.wire.request import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.elastic.election import majority

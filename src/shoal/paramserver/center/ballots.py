@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shoal.checkpoint.vote import LostTouch, Phase, SaveFailed
-from shoal.comm.wire.request import Request
+from shoal.comm.wire.listener import Request
 from shoal.core.clock import Deadline
 from shoal.elastic.view import View
 from shoal.paramserver.messages import Ballot

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.comm.wire.errors import WireError
+from shoal.comm.wire.listener import Request
 from shoal.comm.wire.node import Node
-from shoal.comm.wire.request import Request
 from shoal.core.errors import RequestError, RunError
 from shoal.elastic.election.etcd import EtcdLease
 from shoal.elastic.election.filelease import boot_seconds

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from shoal.comm.wire.listener import Request
 from shoal.comm.wire.node import Node
-from shoal.comm.wire.request import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.elastic.changes import (

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shoal.comm.wire.errors import Refused, WireTimeout
+from shoal.comm.wire.listener import Request
 from shoal.comm.wire.node import Node
-from shoal.comm.wire.request import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.elastic.view import View

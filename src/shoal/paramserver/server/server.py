@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from shoal.comm.wire.listener import Request
 from shoal.comm.wire.node import Node
-from shoal.comm.wire.request import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.elastic.view import View

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.comm.wire.request import Request
+from shoal.comm.wire.listener import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
 from shoal.optim.build import Groups

@@ -11,8 +11,8 @@ import pytest
 
 from shoal.comm.wire import arena
 from shoal.comm.wire.arena import Arenas, Borrowed, identify_folder, sweep_arenas
-from shoal.comm.wire.header import Place
-from shoal.comm.wire.verdict import Dropped
+from shoal.comm.wire.errors import Dropped
+from shoal.comm.wire.message import Place
 from shoal.core.errors import RequestError
 from support.wire.operations import DEADLINE, Echo, Echoed, answer, nodes, noise, until
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.comm.wire import arena, buffers, listener, streams
+from shoal.comm.wire import arena, buffers, listener
+from shoal.comm.wire import payloads as streams
 from shoal.comm.wire.errors import Refused, WireClosed, WireTimeout
 from shoal.comm.wire.message import BODY_BYTES
 from shoal.comm.wire.node import Node, new_incarnation

@@ -5,7 +5,8 @@ import math
 import msgspec
 import pytest
 
-from shoal.comm.wire.header import (
+from shoal.comm.wire.errors import Dropped
+from shoal.comm.wire.message import (
     DEADLINE_SECONDS,
     HEADER_BYTES,
     ITEM_BYTES,
@@ -17,7 +18,6 @@ from shoal.comm.wire.header import (
     encode_header,
     payload_bytes,
 )
-from shoal.comm.wire.verdict import Dropped
 
 WHOLE = Header(
     version=PROTOCOL_VERSION,

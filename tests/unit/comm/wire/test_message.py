@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 
 from shoal.comm.wire.buffers import CHUNK_BYTES
-from shoal.comm.wire.header import PROTOCOL_VERSION, Header, Place
-from shoal.comm.wire.message import BODY_BYTES, is_chunk, pack, pack_chunk, unpack, unpack_chunk
-from shoal.comm.wire.verdict import Dropped
+from shoal.comm.wire.errors import Dropped
+from shoal.comm.wire.message import (
+    BODY_BYTES,
+    PROTOCOL_VERSION,
+    Header,
+    Place,
+    is_chunk,
+    pack,
+    pack_chunk,
+    unpack,
+    unpack_chunk,
+)
 
 
 def header(num_bytes=None, *, dtype="uint8", shape=None, place=None) -> Header:

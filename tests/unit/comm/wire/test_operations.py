@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
+from shoal.comm.wire.errors import Dropped
 from shoal.comm.wire.operations import Body, Op, Operations
-from shoal.comm.wire.verdict import Dropped
 
 
 class Push(Body, frozen=True):

@@ -1,6 +1,6 @@
 """Which connections of a listener are one too many."""
 
-from shoal.comm.wire.connectiontable import BANNED_SECONDS, ConnectionTable, Limits, choose_limits
+from shoal.comm.wire.connections import BANNED_SECONDS, ConnectionTable, Limits, choose_limits
 
 LIMITS = Limits(waiting=6, waiting_per_address=4, total=10)
 
