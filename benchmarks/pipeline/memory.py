@@ -28,7 +28,7 @@ from shoal.costs.saved import SavedActivations, measure_saved
 from shoal.pipeline.deferred import Later, deferring
 from shoal.pipeline.runtime import Runtime, receives_by_cell, row_places
 from shoal.schedules.catalogue import make_schedule
-from shoal.schedules.pricing import peak_activations
+from shoal.schedules.player import peak_activations
 from shoal.schedules.schedule import Action, Kind, Point, Result, Schedule, needs_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-min", "chimera")

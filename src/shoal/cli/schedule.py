@@ -15,8 +15,8 @@ from shoal.cli.startup import LightCommand
 from shoal.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from shoal.schedules.pricing import Timeline
-    from shoal.schedules.report import Report
+    from shoal.schedules.player import Timeline
+    from shoal.schedules.pricing import Report
     from shoal.schedules.schedule import Schedule
 
 _LARGEST = 100_000
@@ -88,8 +88,7 @@ def schedule(
     if json == STDOUT and output is not Format.TEXT:
         raise RequestError(f"--format {output} and --json - both write to stdout; name a file after --json")
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.schedules.pricing import Costs, price
-    from shoal.schedules.report import build_report
+    from shoal.schedules.pricing import Costs, build_report, price
 
     costs = Costs(forward=forward, input=input_time, weight=weight, transfer=transfer, overlapped=overlapped)
     found = _find(name, pp, microbatches, chunks, replicas)

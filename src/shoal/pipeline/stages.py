@@ -16,7 +16,7 @@ from shoal.pipeline.cut import Chain, IllegalCut
 from shoal.pipeline.split import ReplicatedSplit, StageMemory, UnitCost, parse_starts, split, split_replicated
 from shoal.pipeline.unit_costs import estimate_work, measure_costs
 from shoal.pipeline.units import Unit
-from shoal.schedules.pricing import peak_activations_by_stage
+from shoal.schedules.player import peak_activations_by_stage
 from shoal.schedules.schedule import Grid, Schedule
 from shoal.schedules.versions import peak_versions
 

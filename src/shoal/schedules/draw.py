@@ -1,6 +1,6 @@
 """A schedule as text: by order, for messages, and by time, for the terminal."""
 
-from shoal.schedules.pricing import Span, Timeline
+from shoal.schedules.player import Span, Timeline
 from shoal.schedules.schedule import Cell, Kind, Row, Schedule
 
 _AROUND = 6

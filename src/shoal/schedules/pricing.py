@@ -1,13 +1,16 @@
-"""When every cell of a schedule starts and ends, for given costs: ranks work in order, a cell waits for what it needs.
+"""The price of a schedule for given costs of its actions, and a report of it for the command line and for programs.
 
 This is the schedule's own prediction of a step: its length, each rank's idle time, and what a rank holds at its fullest.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from shoal.core.errors import RequestError
-from shoal.schedules.schedule import Action, Cell, Kind, Point, Result, Schedule, made_by, needs_of
+from shoal.schedules.player import Timeline, order_cells, peak_activations, play, timeline_of
+from shoal.schedules.schedule import Action, Cell, Kind, Schedule, write_cell
+from shoal.schedules.versions import peak_versions
 
 _SHORTEST, _LONGEST = 1e-300, 1e300
 """Beyond these, sums of times or a drawing's scale could come to infinity."""
@@ -60,107 +63,105 @@ class Costs:
         return 1.0 if self.stages is None else self.stages[action.stage]
 
 
-Span = tuple[float, float]
+def price(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """When every cell of a legal schedule starts and ends."""
+    costs = costs or Costs()
+    order = order_cells(schedule)
+    durations = [costs.of(each.cell) for each in order.cells]
+    starts, ends = play(order, durations, [costs.transfer] * len(order.rows), begin=0.0, later=max)
+    return timeline_of(order, starts, ends)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """A schedule in time."""
+class RankReport:
+    """One rank of a schedule."""
 
-    spans: tuple[tuple[Span, ...], ...]
-    """Start and end of every cell, by rank."""
-    stuck: tuple[int | None, ...]
-    """The cell at which a rank waits for ever, by rank; None for ranks that come to their end."""
-
-    @property
-    def makespan(self) -> float:
-        """From the first start to the last end."""
-        return max((row[-1][1] for row in self.spans if row), default=0.0)
-
-    def busy(self, rank: int) -> float:
-        """Time in which a rank computes."""
-        return sum(end - start for start, end in self.spans[rank])
-
-    def idle_in_own_span(self, rank: int) -> float:
-        """Time that a rank waits between its first cell and its last."""
-        row = self.spans[rank]
-        return row[-1][1] - row[0][0] - self.busy(rank) if row else 0.0
-
-    @property
-    def bubble(self) -> float:
-        """Share of all ranks' time that is idle, from the first start to the last end."""
-        total = self.makespan * len(self.spans)
-        return 1.0 - sum(map(self.busy, range(len(self.spans)))) / total if total else 0.0
-
-    @property
-    def bubble_in_own_span(self) -> float:
-        """Share of each rank's own span, first cell to last, that is idle, over all ranks."""
-        idle = sum(map(self.idle_in_own_span, range(len(self.spans))))
-        total = idle + sum(map(self.busy, range(len(self.spans))))
-        return idle / total if total else 0.0
+    rank: int
+    stages: tuple[int, ...]
+    """The stages that it works on."""
+    busy: float
+    idle: float
+    """From the schedule's first start to its last end."""
+    peak_activations: int
+    """Most microbatches of one stage that it holds at once."""
+    versions: int
+    """Most versions of its weights that it holds at once."""
+    weight_copies: int
+    """Stages whose weights it holds; a cross holds the model twice."""
 
 
-def price(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Work through the rows; ranks that can never go on are in ``stuck``."""
-    costs = costs or Costs()
+@dataclass(frozen=True, kw_only=True)
+class TimedCell:
+    """A cell as text, and when it is worked on."""
+
+    cell: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A schedule under given costs."""
+
+    name: str
+    ranks: int
+    stages: int
+    microbatches: int
+    chunks: int
+    """Stages per rank."""
+    replicas: tuple[int, ...]
+    """Ranks that hold each stage."""
+    fold: str
+    updates: str
+    costs: Costs
+    makespan: float
+    bubble: float
+    """Share of all ranks' time that is idle, from the first start to the last end."""
+    bubble_in_own_span: float
+    """Share of each rank's own span, first cell to last, that is idle."""
+    per_rank: tuple[RankReport, ...]
+    rows: tuple[tuple[TimedCell, ...], ...]
+
+    def as_values(self) -> dict[str, Any]:
+        """Plain values, in the order of the fields, for JSON."""
+        return asdict(self)
+
+
+def build_report(schedule: Schedule, timeline: Timeline, costs: Costs) -> Report:
+    """Put together what the other files of this room compute."""
     grid = schedule.grid
-    ready: dict[Result, float] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.rows]
-    free = [0.0] * len(schedule.rows)
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(schedule.rows):
-            while len(spans[rank]) < len(row):
-                cell = row[len(spans[rank])]
-                start = _start(cell, free[rank], ready, costs, schedule)
-                if start is None:
-                    break
-                free[rank] = start + costs.of(cell)
-                spans[rank].append((start, free[rank]))
-                ready.update((result, free[rank]) for action in cell for result in made_by(action))
-                moved = True
-    stuck = tuple(len(done) if len(done) < len(row) else None for done, row in zip(spans, schedule.rows, strict=True))
-    assert len(spans) == grid.num_ranks
-    return Timeline(spans=tuple(map(tuple, spans)), stuck=stuck)
-
-
-def _start(cell: Cell, free: float, ready: Mapping[Result, float], costs: Costs, schedule: Schedule) -> float | None:
-    """When a cell can start; None while something that it needs is not there."""
-    start = free
-    grid = schedule.grid
-    for action in cell:
-        own = grid.rank_of(action.stage, action.microbatch)
-        for result in needs_of(action, grid.num_stages):
-            at = ready.get(result)
-            if at is None:
-                return None
-            far = grid.rank_of(result[1], result[2]) != own
-            start = max(start, at + (costs.transfer if far else 0.0))
-    return start
-
-
-def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Microbatches of one stage that each rank holds at its fullest: from their forward until their weights' gradient."""
-    return tuple(_peak(schedule.actions(rank)) for rank in range(len(schedule.rows)))
-
-
-def peak_activations_by_stage(schedule: Schedule) -> tuple[int, ...]:
-    """The same of each stage alone, on that of its ranks that holds more. The stages of a rank need not be fullest at once."""
-    peaks = [0] * schedule.grid.num_stages
-    for rank in range(len(schedule.rows)):
-        for stage in schedule.grid.stages_of(rank):
-            own = _peak(action for action in schedule.actions(rank) if action.stage == stage)
-            peaks[stage] = max(peaks[stage], own)
-    return tuple(peaks)
-
-
-def _peak(actions: Iterable[Action]) -> int:
-    held = peak = 0
-    for action in actions:
-        if action.kind is Kind.FORWARD:
-            held += 1
-            peak = max(peak, held)
-        elif any(point is Point.WEIGHTS for point, _, _ in made_by(action)):
-            held -= 1
-    return peak
+    activations, versions = peak_activations(schedule), peak_versions(schedule)
+    held = [grid.stages_of(rank) for rank in range(grid.num_ranks)]
+    return Report(
+        name=schedule.name,
+        ranks=grid.num_ranks,
+        stages=grid.num_stages,
+        microbatches=grid.num_microbatches,
+        chunks=grid.chunks,
+        replicas=tuple(len(grid.ranks_of(stage)) for stage in range(grid.num_stages)),
+        fold=grid.fold.value,
+        updates=schedule.updates.value,
+        costs=costs,
+        makespan=timeline.makespan,
+        bubble=timeline.bubble,
+        bubble_in_own_span=timeline.bubble_in_own_span,
+        per_rank=tuple(
+            RankReport(
+                rank=rank,
+                stages=held[rank],
+                busy=timeline.busy(rank),
+                idle=timeline.makespan - timeline.busy(rank),
+                peak_activations=activations[rank],
+                versions=versions[rank],
+                weight_copies=len(held[rank]),
+            )
+            for rank in range(grid.num_ranks)
+        ),
+        rows=tuple(
+            tuple(
+                TimedCell(cell=write_cell(cell), start=start, end=end)
+                for cell, (start, end) in zip(row, spans, strict=True)
+            )
+            for row, spans in zip(schedule.rows, timeline.spans, strict=True)
+        ),
+    )

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from shoal.core.errors import RequestError
 from shoal.schedules.draw import draw_order
-from shoal.schedules.pricing import peak_activations, price
-from shoal.schedules.schedule import Action, Kind, Point, Result, Schedule, made_by, needs_of, write_cell
+from shoal.schedules.player import activation_changes, find_stuck, peak_activations
+from shoal.schedules.schedule import Action, Point, Result, Schedule, made_by, needs_of, write_cell
 from shoal.schedules.versions import held_versions, peak_versions
 
 
@@ -93,8 +93,7 @@ def _incomplete(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _stuck(schedule: Schedule) -> Iterator[Problem]:
-    timeline = price(schedule)
-    waiting = {rank: index for rank, index in enumerate(timeline.stuck) if index is not None}
+    waiting = find_stuck(schedule)
     if not waiting:
         return
     done = {
@@ -170,11 +169,10 @@ def _above_bounds(schedule: Schedule) -> Iterator[Problem]:
 
 def _first_above(schedule: Schedule, rank: int, bound: int) -> int:
     held = 0
-    for index, cell in enumerate(schedule.rows[rank]):
-        held += sum(action.kind is Kind.FORWARD for action in cell)
+    for index, _, comes in activation_changes(schedule.rows[rank]):
+        held += 1 if comes else -1
         if held > bound:
             return index
-        held -= sum(any(point is Point.WEIGHTS for point, _, _ in made_by(action)) for action in cell)
     return 0
 
 

@@ -273,3 +273,8 @@ def needs_of(action: Action, num_stages: int) -> tuple[Result, ...]:
         return ((Point.GRADIENT, stage, microbatch),)
     own = (Point.OUTPUT, stage, microbatch)
     return (own,) if stage == num_stages - 1 else (own, (Point.GRADIENT, stage + 1, microbatch))
+
+
+def frees_activations(action: Action) -> bool:
+    """True when the microbatch is done with on this stage."""
+    return Point.WEIGHTS in _MADE[action.kind]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 from shoal.schedules.draw import short
-from shoal.schedules.pricing import Span, Timeline
+from shoal.schedules.player import Span, Timeline
 from shoal.schedules.schedule import Action, Cell, Kind, Schedule
 
 _WORDS = {

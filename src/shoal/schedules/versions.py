@@ -10,7 +10,7 @@ A version is the number of updates that made it. Synchronous schedules have one;
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.schedules.schedule import Action, Kind, Point, Schedule, Updates, made_by
+from shoal.schedules.schedule import Action, Kind, Schedule, Updates, frees_activations
 
 Used = Mapping[tuple[int, int], int]
 
@@ -51,7 +51,7 @@ def _held(schedule: Schedule, rank: int, used: Used) -> tuple[Moment, ...]:
     moments, newest, done = [], 0, 0
     alive = {newest}
     for index, action in enumerate(actions):
-        if schedule.updates is not Updates.FLUSH and _ends_backward(action):
+        if schedule.updates is not Updates.FLUSH and frees_activations(action):
             done += 1
             newest = done // schedule.accumulate
         # Only from what was alive: to look through all versions each time is too slow for long streams.
@@ -74,10 +74,6 @@ def _newest(schedule: Schedule, rank: int) -> dict[tuple[int, int], int]:
     for action in schedule.actions(rank):
         if action.kind is Kind.FORWARD:
             found[action.stage, action.microbatch] = done // schedule.accumulate
-        elif _ends_backward(action):
+        elif frees_activations(action):
             done += 1
     return found
-
-
-def _ends_backward(action: Action) -> bool:
-    return any(point is Point.WEIGHTS for point, _, _ in made_by(action))

@@ -19,7 +19,7 @@ from shoal.pipeline.unit_costs import estimate_work
 from shoal.pipeline.units import find_units
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.csv_file import read_csv
-from shoal.schedules.pricing import peak_activations, peak_activations_by_stage
+from shoal.schedules.player import peak_activations, peak_activations_by_stage
 
 EXAMPLE = (torch.randn(2, 8),)
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from shoal.schedules.families.bidirectional import CHIMERA
 from shoal.schedules.families.family import Size
-from shoal.schedules.pricing import Costs, peak_activations, price
+from shoal.schedules.player import peak_activations
+from shoal.schedules.pricing import Costs, price
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Grid, Kind, Schedule
 from support.processes.instruction_count import instructions

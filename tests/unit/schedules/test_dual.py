@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from shoal.schedules.draw import short
 from shoal.schedules.families.bidirectional import DUALPIPE, DUALPIPEV
 from shoal.schedules.families.family import Family, Size
-from shoal.schedules.pricing import Costs, peak_activations, price
+from shoal.schedules.player import peak_activations
+from shoal.schedules.pricing import Costs, price
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Grid, Kind, Schedule
 from support.processes.instruction_count import instructions

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from shoal.schedules.catalogue import FAMILIES, make_schedule
-from shoal.schedules.pricing import Costs, price
-from shoal.schedules.report import Report, build_report
+from shoal.schedules.pricing import Costs, Report, build_report, price
 from shoal.schedules.schedule import parse_cell
 
 

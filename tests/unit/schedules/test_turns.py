@@ -13,8 +13,8 @@ from shoal.schedules.catalogue import FAMILIES, find_schedule, fitting_microbatc
 from shoal.schedules.csv_file import read_csv, write_csv
 from shoal.schedules.families.family import Size
 from shoal.schedules.families.line import ONE_F_ONE_B
-from shoal.schedules.pricing import Costs, peak_activations, price
-from shoal.schedules.report import build_report
+from shoal.schedules.player import peak_activations
+from shoal.schedules.pricing import Costs, build_report, price
 from shoal.schedules.rules import IllegalSchedule, check
 from shoal.schedules.schedule import Fold, Grid, Kind, Schedule
 

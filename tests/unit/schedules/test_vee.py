@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from shoal.schedules.families.family import Family, Size
 from shoal.schedules.families.line import ONE_F_ONE_B
 from shoal.schedules.families.zero_bubble import V_HALF, V_MIN, ZBV, Block, half_block, min_block, repeat, squeeze
-from shoal.schedules.pricing import Costs, peak_activations, price
+from shoal.schedules.player import peak_activations
+from shoal.schedules.pricing import Costs, price
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Grid, Kind, Schedule, parse_cell
 

@@ -8,13 +8,13 @@ others are faster: so a schedule is played as an event simulation in which every
 at once (``Machine.slow_down``, scaled to what this plan's own cells were slowed down by).
 """
 
-import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.core.plan import Plan
 from shoal.planner.hardware.machine import Machine
-from shoal.schedules.schedule import Action, Result, Schedule, made_by, needs_of
+from shoal.schedules.player import order_cells, play_on_shared_cores, timeline_of
+from shoal.schedules.schedule import Action, Schedule
 
 TrafficCounts = Mapping[tuple[str, str], tuple[int, int]]
 """Calls and bytes by axis and operation."""
@@ -142,76 +142,9 @@ def _pipeline(
     def speed(active: int) -> float:
         return slowed(plan.world_size) / slowed(active * beside) / machine.fit.compute
 
-    def cost(rank: int, actions: Sequence[Action]) -> tuple[float, float]:
-        return sum(ranks[rank].cells[action] for action in actions), inside[rank]
-
-    return play(schedule, cost, transfer=transfer, speed=speed)
-
-
-def play(
-    schedule: Schedule,
-    cost: Callable[[int, Sequence[Action]], tuple[float, float]],
-    *,
-    transfer: float,
-    speed: Callable[[int], float],
-) -> tuple[float, list[float]]:
-    """Play a schedule on shared cores.
-
-    Args:
-        schedule: what every rank does, in its order.
-        cost: of a rank's cell: seconds of work alone, and seconds of waiting that no other rank shortens.
-        transfer: seconds from one rank to another.
-        speed: work done per second by each of so many ranks that compute at once.
-
-    Returns: the length of the whole, and how long each rank was busy.
-    """
-    rows = [list(row) for row in schedule.rows]
-    ready: dict[Result, float] = {}
-    place, busy = [0] * len(rows), [0.0] * len(rows)
-    # rank -> [work left, waiting left, when it began]
-    running: dict[int, list[float]] = {}
-    arrivals: list[float] = []
-    now = 0.0
-    while True:
-        for rank, row in enumerate(rows):
-            if rank not in running and place[rank] < len(row):
-                start = _can_start(schedule, row[place[rank]], rank, ready, transfer)
-                if start is not None and start <= now + 1e-12:
-                    work, waiting = cost(rank, row[place[rank]])
-                    running[rank] = [work, waiting, now]
-                elif start is not None:
-                    heapq.heappush(arrivals, start)
-        if not running and not arrivals:
-            return now, busy
-        while arrivals and arrivals[0] <= now + 1e-12:
-            heapq.heappop(arrivals)
-        rate = speed(sum(1 for work, _, _ in running.values() if work > 0)) if running else 1.0
-        nexts = [work / rate if work > 0 else waiting for work, waiting, _ in running.values()]
-        step = min([*nexts, *([arrivals[0] - now] if arrivals else [])], default=0.0)
-        now += step
-        for rank in list(running):
-            state = running[rank]
-            if state[0] > 0:
-                state[0] = max(0.0, state[0] - step * rate)
-                state[0] = 0.0 if state[0] < 1e-12 else state[0]
-            else:
-                state[1] = max(0.0, state[1] - step)
-            if state[0] <= 0 and state[1] <= 1e-12:
-                busy[rank] += now - state[2]
-                ready.update((result, now) for action in rows[rank][place[rank]] for result in made_by(action))
-                place[rank] += 1
-                del running[rank]
-
-
-def _can_start(
-    schedule: Schedule, cell: Sequence[Action], rank: int, ready: Mapping[Result, float], transfer: float
-) -> float | None:
-    start = 0.0
-    for action in cell:
-        for result in needs_of(action, schedule.grid.num_stages):
-            at = ready.get(result)
-            if at is None:
-                return None
-            is_far = schedule.grid.rank_of(result[1], result[2]) != rank
-            start = max(start, at + (transfer if is_far else 0.0))
-    return start
+    order = order_cells(schedule)
+    work = [sum(ranks[each.rank].cells[action] for action in each.cell) for each in order.cells]
+    waiting = [inside[each.rank] for each in order.cells]
+    times = play_on_shared_cores(order, work, waiting, transfer=transfer, speed=speed)
+    timeline = timeline_of(order, *times)
+    return timeline.makespan, [timeline.busy(rank) for rank in range(len(ranks))]

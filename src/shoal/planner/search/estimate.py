@@ -13,7 +13,7 @@ from shoal.planner.pricing.job import Job, count_ranks, ranks_of_stages, sum_by_
 from shoal.planner.pricing.memory import Memory, price_memory
 from shoal.planner.simulation.step import schedule_for, simulate_step
 from shoal.schedules.catalogue import FAMILIES
-from shoal.schedules.pricing import peak_activations
+from shoal.schedules.player import peak_activations
 from shoal.schedules.schedule import Schedule
 
 _MOST_CELLS = 4_000

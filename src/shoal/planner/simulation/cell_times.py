@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.planner.pricing.cost import StageTimes, StepParts
-from shoal.planner.simulation.playing import Order
-from shoal.schedules.schedule import Action, Kind, Point, made_by
+from shoal.schedules.player import Order, play
+from shoal.schedules.schedule import Kind, frees_activations
 
 Array = NDArray[np.float64]
 COMPUTE, UPDATE, REDUCE, GATHER, TRANSFER, FIXED = "compute", "update", "dp", "zero", "pp", "fixed"
@@ -62,10 +62,10 @@ class CellPrices:
 def price_cells(order: Order, parts: StepParts) -> CellPrices:
     """The price of every cell of a schedule."""
     axes = sorted({axis for stage in parts.stages for axis in stage.exposed})
-    links = {axis: np.zeros(len(order.steps)) for axis in axes}
-    totals = np.zeros(len(order.steps))
-    for number, step in enumerate(order.steps):
-        for action in step.cell:
+    links = {axis: np.zeros(len(order.cells)) for axis in axes}
+    totals = np.zeros(len(order.cells))
+    for number, each in enumerate(order.cells):
+        for action in each.cell:
             stage = parts.stages[action.stage]
             seconds = time_of(stage, action.kind)
             totals[number] += seconds
@@ -83,11 +83,18 @@ def price_cells(order: Order, parts: StepParts) -> CellPrices:
     moved = parts.transfer - parts.delay
     if moved:
         # One for each pass, as ``transfers.stages_with_transfers`` has it; a weight's gradient stays where it is.
-        passes = [sum(action.kind is not Kind.WEIGHT for action in step.cell) for step in order.steps]
+        passes = [sum(action.kind is not Kind.WEIGHT for action in each.cell) for each in order.cells]
         links[TRANSFER] = np.array(passes) * moved
         totals += links[TRANSFER]
-    places = np.array([step.place for step in order.steps], dtype=np.int64)
+    places = np.array([cell.rank for cell in order.cells], dtype=np.int64)
     return CellPrices(places, compute, updates, links, totals)
+
+
+def play_columns(order: Order, durations: Array, transfers: Array) -> tuple[Array, Array]:
+    """Starts and ends by (cell, column), for durations by (cell, column) and transfers from each place by (place, column)."""
+    begin: Array = np.zeros(durations.shape[1])
+    starts, ends = play(order, list(durations), list(transfers), begin=begin, later=np.maximum)
+    return np.stack(starts), np.stack(ends)
 
 
 def time_of(stage: StageTimes, kind: Kind) -> float:
@@ -96,19 +103,14 @@ def time_of(stage: StageTimes, kind: Kind) -> float:
     return stage.backward if kind is Kind.BACKWARD else parts[kind]
 
 
-def ends_backward(action: Action) -> bool:
-    """True when the microbatch is done with on this stage: its activations are free."""
-    return any(point is Point.WEIGHTS for point, _, _ in made_by(action))
-
-
 def _update_cells(order: Order) -> list[int]:
     """The cells after which a rank updates its weights, where it does not wait for a flush."""
     found = []
     for row in order.rows:
         done = 0
         for number in row:
-            for action in order.steps[number].cell:
-                if ends_backward(action):
+            for action in order.cells[number].cell:
+                if frees_activations(action):
                     done += 1
                     if done % order.schedule.accumulate == 0:
                         found.append(number)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.planner.simulation.cell_times import ends_backward
-from shoal.schedules.schedule import Action, Kind, Schedule
+from shoal.schedules.player import activation_changes
+from shoal.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +49,11 @@ def memory_timeline(
     """
     held = needed.places[place].constant
     moments = [(0.0, held)]
-    for cell, (start, end) in zip(schedule.rows[place], spans, strict=True):
-        for action in cell:
-            change = _change(action, needed)
-            if change > 0:
-                held += change
-                moments.append((start, held))
-        for action in cell:
-            change = _change(action, needed)
-            if change < 0:
-                held += change
-                moments.append((end, held))
+    for index, action, comes in activation_changes(schedule.rows[place]):
+        change = needed.activations[action.stage]
+        if change:
+            held += change if comes else -change
+            moments.append((spans[index][0 if comes else 1], held))
     return tuple(moments)
 
 
@@ -67,9 +61,3 @@ def peak_bytes(schedule: Schedule, place: int, needed: StepBytes) -> float:
     """The most that a rank holds at once. It works in order, so this does not depend on how fast anybody is."""
     idle = [(0.0, 0.0)] * len(schedule.rows[place])
     return max(held for _, held in memory_timeline(schedule, place, idle, needed))
-
-
-def _change(action: Action, needed: StepBytes) -> float:
-    if action.kind is Kind.FORWARD:
-        return needed.activations[action.stage]
-    return -needed.activations[action.stage] if ends_backward(action) else 0.0

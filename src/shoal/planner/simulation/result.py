@@ -11,10 +11,20 @@ import numpy as np
 
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StepParts
-from shoal.planner.simulation.cell_times import COMPUTE, FIXED, GATHER, REDUCE, TRANSFER, UPDATE, Array, CellPrices
+from shoal.planner.simulation.cell_times import (
+    COMPUTE,
+    FIXED,
+    GATHER,
+    REDUCE,
+    TRANSFER,
+    UPDATE,
+    Array,
+    CellPrices,
+    play_columns,
+)
 from shoal.planner.simulation.conditions import Folded, ranks_of
 from shoal.planner.simulation.memory import StepBytes, peak_bytes
-from shoal.planner.simulation.playing import Order, play
+from shoal.schedules.player import Order, critical_path
 from shoal.schedules.schedule import Schedule
 
 Span = tuple[float, float]
@@ -249,14 +259,14 @@ class Simulated:
 
     def pieces(self, number: int, group: int, start: float, end: float) -> list[Segment]:
         """A cell's time by what it goes to, one after another: what nothing hides of its communication comes last."""
-        step = self.order.steps[number]
+        step = self.order.cells[number]
         name = "&".join(map(str, step.cell))
-        compute, links = self.folded.compute[step.place, group], self.folded.links[step.place, group]
+        compute, links = self.folded.compute[step.rank, group], self.folded.links[step.rank, group]
         shares = self.prices.split(number, float(compute), float(links))
         found, at = [], start
         for index, (what, seconds) in enumerate(shares.items()):
             until = end if index == len(shares) - 1 else min(end, at + seconds)
-            found.append(Segment(what, name, at, until, step.place, group))
+            found.append(Segment(what, name, at, until, step.rank, group))
             at = until
         return found
 
@@ -267,7 +277,7 @@ class Simulated:
     def _played(self, group: int) -> tuple[Array, Array]:
         """The same, counted from the first start."""
         transfers = self.parts.delay * self.folded.links[:, group : group + 1]
-        starts, ends = play(self.order, self.durations(group)[:, None], transfers)
+        starts, ends = play_columns(self.order, self.durations(group)[:, None], transfers)
         return starts[:, 0], ends[:, 0]
 
     def _chain(self, number: int, group: int) -> list[Segment]:
@@ -275,24 +285,11 @@ class Simulated:
         starts, ends = self._played(group)
         transfers = self.parts.delay * self.folded.links[:, group]
         found: list[Segment] = []
-        at: int | None = number
-        while at is not None:
-            found += reversed(self.pieces(at, group, float(starts[at]), float(ends[at])))
-            source = _decided(self.order, at, starts, ends, transfers)
-            if source is not None and ends[source] < starts[at]:
-                place = self.order.steps[source].place
-                found.append(Segment(TRANSFER, "transfer", float(ends[source]), float(starts[at]), place, group))
-            at = source
-        return found[::-1]
-
-
-def _decided(order: Order, number: int, starts: Array, ends: Array, transfers: Array) -> int | None:
-    """The cell that another waited for longest; None for one that could start at once."""
-    step = order.steps[number]
-    if step.before is not None and ends[step.before] == starts[number]:
-        return step.before
-    for need in step.needs:
-        delay = transfers[order.steps[need.cell].place] if need.is_far else 0.0
-        if ends[need.cell] + delay == starts[number]:
-            return need.cell
-    return None
+        ended: int | None = None
+        for cell in critical_path(self.order, starts.tolist(), ends.tolist(), transfers.tolist(), last=number):
+            if ended is not None and ends[ended] < starts[cell]:
+                place = self.order.cells[ended].rank
+                found.append(Segment(TRANSFER, "transfer", float(ends[ended]), float(starts[cell]), place, group))
+            found += self.pieces(cell, group, float(starts[cell]), float(ends[cell]))
+            ended = cell
+        return found

@@ -12,13 +12,13 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StepParts
-from shoal.planner.simulation.cell_times import Array, CellPrices, price_cells
+from shoal.planner.simulation.cell_times import Array, CellPrices, play_columns, price_cells
 from shoal.planner.simulation.conditions import Conditions, Folded, check_conditions, factors_of, fold
 from shoal.planner.simulation.limits import FLOWING_STEPS
 from shoal.planner.simulation.memory import StepBytes
-from shoal.planner.simulation.playing import Order, order_of, play
 from shoal.planner.simulation.result import Simulated, play_tail
 from shoal.schedules.catalogue import find_schedule, schedule_of_plan
+from shoal.schedules.player import Order, order_cells
 from shoal.schedules.schedule import Schedule
 
 _BLOCK = 2_000_000
@@ -53,7 +53,7 @@ def simulate_step(
     check_conditions(conditions, plan)
     schedule = schedule or schedule_for(plan, parts.microbatches)
     _check_parts(parts, schedule, plan)
-    order = order_of(schedule)
+    order = order_cells(schedule)
     prices = price_cells(order, parts)
     factors = factors_of(plan, conditions, step)
     folded = fold(factors, every=every_replica)
@@ -87,10 +87,10 @@ def step_times(
         return np.array(seconds if conditions.varies else seconds * num_steps)
     check_conditions(conditions, plan)
     _check_parts(parts, schedule, plan)
-    order = order_of(schedule)
+    order = order_cells(schedule)
     prices = price_cells(order, parts)
     replicas = plan.degree(Axis.DATA)
-    at_once = max(1, _BLOCK // (replicas * len(order.steps)))
+    at_once = max(1, _BLOCK // (replicas * len(order.cells)))
     found: list[float] = []
     for first in range(0, num_steps, at_once):
         drawn_steps = [factors_of(plan, conditions, step) for step in range(first, min(num_steps, first + at_once))]
@@ -143,12 +143,12 @@ def _in_lockstep(folded: Folded) -> Folded:
 def _last_ends(order: Order, prices: CellPrices, parts: StepParts, folded: Folded) -> Array:
     """When each rank's last cell ends, by (place, column); in blocks, because all cells of all columns would not fit."""
     last_cells = [row[-1] for row in order.rows]
-    width = max(1, _BLOCK // len(order.steps))
+    width = max(1, _BLOCK // len(order.cells))
     blocks = []
     for first in range(0, folded.compute.shape[1], width):
         columns = slice(first, first + width)
         links = folded.links[:, columns]
-        _, ends = play(order, prices.durations(folded.compute[:, columns], links), parts.delay * links)
+        _, ends = play_columns(order, prices.durations(folded.compute[:, columns], links), parts.delay * links)
         blocks.append(ends[last_cells])
     return np.concatenate(blocks, axis=1)
 
@@ -157,10 +157,10 @@ def _window(order: Order, prices: CellPrices, parts: StepParts, folded: Folded) 
     """What one step adds to a stream of steps: from the end of the second to the end of the third."""
     if not order.schedule.updates.flows:
         return 0.0, 0.0
-    _, ends = play(order, prices.durations(folded.compute, folded.links), parts.delay * folded.links)
+    _, ends = play_columns(order, prices.durations(folded.compute, folded.links), parts.delay * folded.links)
     until = [0.0] * FLOWING_STEPS
-    for number, step in enumerate(order.steps):
-        for action in step.cell:
+    for number, each in enumerate(order.cells):
+        for action in each.cell:
             index = action.microbatch // parts.microbatches
             until[index] = max(until[index], float(ends[number, 0]))
     return until[1], until[2]

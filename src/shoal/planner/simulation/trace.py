@@ -112,13 +112,13 @@ def _spans(simulated: Simulated, group: int, cells: Sequence[Sequence[_TimedCell
     order, found = simulated.order, []
     ends = {cell: end for row in cells for cell, _, end in row}
     sent: list[list[Span]] = [[] for _ in cells]
-    for step in order.steps:
-        for need in step.needs:
-            source = order.steps[need.cell].place
+    for each in order.cells:
+        for need in each.needs:
+            source = order.cells[need.cell].rank
             seconds = simulated.parts.delay * float(simulated.folded.links[source, group])
             if need.is_far and seconds:
                 at = ends[need.cell]
-                sent[source].append(Span(Stream.PIPELINE, f"for {short(step.cell)}", at, at + seconds))
+                sent[source].append(Span(Stream.PIPELINE, f"for {short(each.cell)}", at, at + seconds))
     for place, row in enumerate(cells):
         spans = [span for cell in row for span in _cell(simulated, group, *cell)]
         spans += [*sent[place], *_gathers(simulated, row), *_after(simulated, place, group)]
@@ -129,7 +129,7 @@ def _spans(simulated: Simulated, group: int, cells: Sequence[Sequence[_TimedCell
 
 def _cell(simulated: Simulated, group: int, number: int, start: float, end: float) -> Iterator[Span]:
     """What a cell computes, and then its communication that nothing hides."""
-    cell = simulated.order.steps[number].cell
+    cell = simulated.order.cells[number].cell
     talk = [piece for piece in simulated.pieces(number, group, start, end) if piece.what not in (COMPUTE, UPDATE)]
     yield Span(Stream.COMPUTE, short(cell), start, talk[0].start if talk else end, cell)
     for piece in talk:
@@ -166,8 +166,8 @@ def _gathers(simulated: Simulated, cells: Sequence[_TimedCell]) -> Iterator[Span
         yield Span(Stream.ZERO, "gather", begin, min(begin + hidden, cells[-1][2]))
         return
     # Every pass gathers its stage's weights while the one before it computes; a weight's gradient alone needs none.
-    steps = simulated.order.steps
-    passes = [each for each in cells if any(action.kind is not Kind.WEIGHT for action in steps[each[0]].cell)]
+    known = simulated.order.cells
+    passes = [each for each in cells if any(action.kind is not Kind.WEIGHT for action in known[each[0]].cell)]
     for _, start, until in passes:
         end = min(until, start + hidden / len(passes))
         if end > start:

@@ -17,7 +17,7 @@ from shoal.planner.simulation.step import schedule_for
 from shoal.planner.tables.predict import predict_run
 from shoal.planner.tables.table import COLUMNS, Run, read_table
 from shoal.schedules.catalogue import FAMILIES
-from shoal.schedules.pricing import peak_activations
+from shoal.schedules.player import peak_activations
 from support.planner.jobs import PLAIN, job_of, shape_of
 
 FIGURE_1 = [

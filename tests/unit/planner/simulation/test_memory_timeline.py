@@ -8,7 +8,8 @@ from shoal.core.plan import Plan
 from shoal.planner.simulation.memory import Held, StepBytes, memory_timeline, peak_bytes
 from shoal.planner.simulation.step import schedule_for
 from shoal.schedules.catalogue import FAMILIES
-from shoal.schedules.pricing import peak_activations, price
+from shoal.schedules.player import peak_activations
+from shoal.schedules.pricing import price
 
 
 @pytest.mark.parametrize("name", FAMILIES)
