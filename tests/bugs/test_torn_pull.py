@@ -45,7 +45,7 @@ async def answer_half(socket, weights):
         place=None,
         folder="",
     )
-    payload = memoryview(weights.numpy()).pool("B")
+    payload = memoryview(weights.numpy()).cast("B")
     socket.send_multipart([route, *pack(header, OPERATIONS.encode(Pulled(version=12)), payload)])
     socket.send_multipart([route, *pack_chunk(0, 0, payload[: 1 << 20])])
 
