@@ -21,14 +21,14 @@ def drift(world, plan):
     recipe = Recipe.model_validate(RECIPE)
     model, loss, data = build_parts(recipe)
     trainer = Trainer(model, data, loss=loss, train=recipe.train, plan=Plan.parse(plan), world=world)
-    publish = trainer.reduction.publish
+    publish = trainer.engine.reduction.publish
 
     def publish_wrong():
         publish()
         with torch.no_grad():
             next(iter(model.parameters())).view(-1)[:1].add_(world.rank)
 
-    trainer.reduction.publish = publish_wrong
+    trainer.engine.reduction.publish = publish_wrong
     try:
         trainer.train()
     except RunError as error:

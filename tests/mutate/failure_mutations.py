@@ -46,7 +46,7 @@ FAILURE = [
     Mutation(
         promise=BAD_STEP,
         what="a step that is not finite is taken",
-        file="src/shoal/engine/step.py",
+        file="src/shoal/engine/model.py",
         old="        is_taken = is_finite and loss <= loss_limit",
         new="        is_taken = loss <= loss_limit",
         test="tests/chaos/test_bad_steps.py::test_all_ranks_leave_out_the_same_step_and_no_weight_moves",
@@ -55,7 +55,7 @@ FAILURE = [
     Mutation(
         promise=BAD_STEP,
         what="a loss that jumped is learnt from",
-        file="src/shoal/engine/step.py",
+        file="src/shoal/engine/model.py",
         old="        is_taken = is_finite and loss <= loss_limit",
         new="        is_taken = is_finite",
         test="tests/chaos/test_bad_steps.py::test_a_batch_that_is_far_off_teaches_nothing",

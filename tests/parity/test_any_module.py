@@ -140,7 +140,7 @@ def run_job(world, case, text, dropout, mutant):
     plan.check(describe_facts(analysis, model), world_size=world.size)
     key = apply_keyed_dropout(model, 3)
     laid = apply_to_model(model, plan=plan, mesh=mesh, analysis=analysis, dropout=key, batch_norm="local")
-    scoring = Scoring(cross_entropy, laid=laid, mesh=mesh)
+    scoring = Scoring(cross_entropy, layout=laid, mesh=mesh)
     total = float((targets != -100).sum())
     own, weight = scoring.own_part(targets, total)
     key.begin(0, range(B))

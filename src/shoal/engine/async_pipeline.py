@@ -9,21 +9,21 @@ Under ``pipedream`` and ``pipedream-vsync`` every microbatch is an update and a 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import FinalError
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch, StepBatch
-from shoal.engine.feed import StepFeed
+from shoal.engine.hooks import StepResult
+from shoal.engine.passes import Passes, StepFeed
 from shoal.engine.resolve import schedule_of, updates_per_step
 from shoal.engine.state import RankState
-from shoal.engine.step import StepResult, StepRunner
+from shoal.engine.stop import StopRequest
 from shoal.optim.build import set_rate
 from shoal.parallel import batchnorm
 from shoal.parallel.gradnorm import clip_, global_norm
@@ -33,13 +33,15 @@ from shoal.pipeline.runtime import Runtime
 from shoal.pipeline.versions import VersionRule, Versions
 
 LONGEST_WINDOW = 8
-"""Steps; a wish to stop is heard when one ends, and its batches are in memory at once."""
+"""Steps; a request to stop is heard when one ends, and its batches are in memory at once."""
 
 
 @dataclass
 class _Window:
     """What is found out while one window runs."""
 
+    step: int
+    """Its first."""
     rates: Sequence[float]
     """Of every update, in their order."""
     squares: dict[int, float] = field(default_factory=dict)
@@ -50,15 +52,28 @@ class AsyncPipeline:
     """The asynchronous steps of one rank.
 
     Args:
-        runner: the parts of a step.
+        passes: what runs microbatches.
         pipeline: this rank's stage.
-        plan: derived.
+        plan: resolved.
+        optimizer: of this stage's weights.
+        max_norm: what the norm of this stage's gradient is clipped to; None where it is not.
+        stop: this rank's request to stop.
     """
 
-    def __init__(self, runner: StepRunner, pipeline: Pipeline, plan: Plan) -> None:
-        self.runner = runner
+    def __init__(
+        self,
+        passes: Passes,
+        pipeline: Pipeline,
+        plan: Plan,
+        *,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None,
+        stop: StopRequest,
+    ) -> None:
         self.pipeline = pipeline
         self.plan = plan
+        self._passes, self._mesh = passes, passes.mesh
+        self._optimizer, self._max_norm, self._stop = optimizer, max_norm, stop
         self.longest = LONGEST_WINDOW
         self.start = 0
         """The step at which this history of versions began: 0, or where a run went on from another plan's checkpoint."""
@@ -87,54 +102,50 @@ class AsyncPipeline:
         ]
         if self._updates > 1:
             lines.append(f"pp: every microbatch is an update and a tick of the learning rate, {self._updates} per step")
-        if self.runner.clip is not None:
-            lines.append(f"pp: gradients are clipped by the norm of each stage's own, to {self.runner.clip:g}")
+        if self._max_norm is not None:
+            lines.append(f"pp: gradients are clipped by the norm of each stage's own, to {self._max_norm:g}")
         return lines
-
-    @property
-    def _mesh(self) -> Mesh:
-        return self.runner.mesh
 
     def window_ticks(self, step: int, count: int) -> range:
         """The updates of ``count`` steps from ``step`` on, counted through the run."""
         return range(step * self._updates, (step + count) * self._updates)
 
-    def run(
-        self, batches: Sequence[StepBatch], *, step: int, rates: Sequence[float], wishes_stop: Callable[[], bool]
-    ) -> list[StepResult]:
+    def train_steps(self, batches: Sequence[StepBatch], *, step: int, rates: Sequence[float]) -> list[StepResult]:
         """Take steps from number ``step`` (counted from 0) on, one per batch, and empty the pipeline.
 
         Args:
             batches: one per step.
             step: the first.
             rates: the learning rate of each update.
-            wishes_stop: asked at the end, whether this rank wishes to stop.
         """
-        microbatches = [microbatch for batch in batches for microbatch in self.runner.padded(batch)]
+        hooks = self._passes.hooks
+        for place, batch in enumerate(batches):
+            hooks.on_step_start(step + place, batch)
+        microbatches = [microbatch for batch in batches for microbatch in self._passes.filler.fill(batch)]
         count, own = len(microbatches), self._microbatches
         totals = self._total_weights(microbatches)
         by_step = [sum(totals[first : first + own]) for first in range(0, count, own)]
         weights = totals if self._updates > 1 else [by_step[place // own] for place in range(count)]
-        self._window = _Window(rates=rates)
-        feed = StepFeed(
-            self.runner.bare_objective,
+        self._window = _Window(step=step, rates=rates)
+        feed = self._passes.feed(
             microbatches,
             shares=[one.weight / max(1.0, weight) for one, weight in zip(microbatches, weights, strict=True)],
             steps=[step + place // own for place in range(count)],
             indices=range(count),
-            scale=1.0,
-            dropout=self.runner.dropout,
-            has_batch_norm=self.runner.has_batch_norm,
-            enter=self.runner.enter,
         )
         self._first = (step - self.start) * own
         self._runtime(len(batches)).step(feed, first=self._first)
-        if self.runner.has_batch_norm:
+        for place in range(count):
+            hooks.on_microbatch(step + place // own, place % own, feed.losses.get(place))
+        if self._passes.has_batch_norm:
             # As one process goes through them: update by update, and of each the replicas in turn.
             each = own // self._updates
             for first in range(0, count, each):
-                batchnorm.fold(self.runner.model, rows=range(first, first + each))
-        return self._results(feed, by_step, weights, stop=wishes_stop())
+                batchnorm.fold(self._passes.objective.model, rows=range(first, first + each))
+        results = self._results(feed, by_step, weights)
+        for place, result in enumerate(results):
+            hooks.on_update(step + place, result)
+        return results
 
     def _runtime(self, steps: int) -> Runtime:
         if steps not in self._runtimes:
@@ -150,7 +161,9 @@ class AsyncPipeline:
 
     def _total_weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
         """Of each microbatch, over all replicas."""
-        told = torch.tensor([one.weight for one in microbatches], dtype=torch.float64, device=self.runner.world.device)
+        told = torch.tensor(
+            [one.weight for one in microbatches], dtype=torch.float64, device=self._passes.objective.device
+        )
         found: list[float] = self._mesh.channel(Axis.DATA).all_reduce_(told).tolist()
         return found
 
@@ -158,23 +171,20 @@ class AsyncPipeline:
         """Change this stage's weights; ``microbatch`` is the last of those that the update learns from."""
         window = self._window
         assert window is not None
-        trained, runner = self.versions.parameters, self.runner
+        trained = self.versions.parameters
         update = (microbatch - self._first + 1) * self._updates // self._microbatches - 1
         sum_gradients_(trained, self._mesh.replicas)
-        if runner.on_gradients is not None:
-            runner.on_gradients(trained, 1.0)
+        self._passes.hooks.on_gradients(window.step + update // self._updates, trained, 1.0)
         gradients = {name: value.grad for name, value in trained.items() if value.grad is not None}
-        norm = global_norm(gradients.items(), exact=runner.clip is not None)
+        norm = global_norm(gradients.items(), exact=self._max_norm is not None)
         window.squares[update] = norm * norm
         if math.isfinite(norm):
-            clip_(gradients.values(), norm=norm, limit=runner.clip)
-        set_rate(runner.optimizer, window.rates[update])
-        runner.optimizer.step()
+            clip_(gradients.values(), norm=norm, limit=self._max_norm)
+        set_rate(self._optimizer, window.rates[update])
+        self._optimizer.step()
 
-    def _results(
-        self, feed: StepFeed, by_step: Sequence[float], weights: Sequence[float], *, stop: bool
-    ) -> list[StepResult]:
-        """One per step: loss and norm over all ranks, as every rank knows them."""
+    def _results(self, feed: StepFeed, by_step: Sequence[float], weights: Sequence[float]) -> list[StepResult]:
+        """One per step: loss and norm over all ranks, as every rank knows them; with them goes the request to stop."""
         window, own, mesh = self._window, self._microbatches, self._mesh
         assert window is not None
         steps = len(by_step)
@@ -189,8 +199,9 @@ class AsyncPipeline:
             squares = [window.squares[update] for update in range(place * self._updates, (place + 1) * self._updates)]
             numbers[steps + place] = squares[-1] if speaks else 0.0
             numbers[2 * steps + place] = sum(not math.isfinite(square) for square in squares)
-        numbers[-1] = float(stop)
-        told = mesh.everyone.all_reduce_(numbers.to(self.runner.world.device)).tolist()
+        numbers[-1] = float(self._stop.is_requested)
+        told = mesh.everyone.all_reduce_(numbers.to(self._passes.objective.device)).tolist()
+        self._stop.agree(any_rank=told[-1] > 0)
         finite = [math.isfinite(told[place]) and told[2 * steps + place] == 0 for place in range(steps)]
         return [
             StepResult(
@@ -198,7 +209,6 @@ class AsyncPipeline:
                 grad_norm=math.sqrt(told[steps + place]),
                 is_finite=finite[place],
                 is_taken=finite[place],
-                stop_requested=told[-1] > 0,
             )
             for place in range(steps)
         ]
@@ -238,7 +248,7 @@ class AsyncPipeline:
         self.versions.begin_at((step - self.start) * self._microbatches)
 
 
-def nonfinite(result: StepResult, *, step: int, plan: Plan, fallback: str) -> FinalError:
+def nonfinite_error(result: StepResult, *, step: int, plan: Plan, fallback: str) -> FinalError:
     """The end of a run whose loss or gradient is not a number any more."""
     return FinalError(
         f"step {step}: loss {result.loss}, gradient norm {result.grad_norm} under schedule={plan.schedule}, whose stages update "

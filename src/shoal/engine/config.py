@@ -1,5 +1,6 @@
-"""The ``[train]`` section of a recipe: what decides the steps of a parallel model."""
+"""The ``[train]`` section of a recipe, and the settings that a parallel model is built by."""
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -7,6 +8,9 @@ from pydantic import Field, field_validator, model_validator
 from shoal.core.config import Config
 from shoal.core.errors import RequestError
 from shoal.core.units import parse_duration
+from shoal.optim.config import OptimConfig
+from shoal.parallel.analysis.config import ParallelConfig
+from shoal.pipeline.config import PipelineConfig
 
 
 class TrainConfig(Config):
@@ -69,3 +73,13 @@ class TrainConfig(Config):
         except RequestError as error:
             raise ValueError(str(error)) from error
         return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The sections of a recipe that decide what a parallel model computes."""
+
+    train: TrainConfig
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)

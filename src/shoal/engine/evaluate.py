@@ -13,8 +13,8 @@ from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch
 from shoal.data.order import replica_share
 from shoal.data.source import Source
-from shoal.engine.feed import kind_of
-from shoal.engine.objective import Objective
+from shoal.engine.empty import ANY_SAMPLE
+from shoal.engine.objective import Objective, kind_of
 from shoal.pipeline.runtime import Runtime
 
 _SENT_AT_ONCE = 8
@@ -64,7 +64,7 @@ def evaluate(
                 sums += _evaluate_batch(objective, source, own, runtime)
             else:
                 # A replica whose share is done still runs: gathering sharded weights takes all of them.
-                _evaluate_batch(objective, source, np.zeros(1, dtype=np.int64), runtime)
+                _evaluate_batch(objective, source, ANY_SAMPLE, runtime)
             if runtime is not None and start // batch % _SENT_AT_ONCE == 0:
                 runtime.settle()
     if runtime is not None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm.channel import is_silent
 from shoal.data.loader import StepBatch
-from shoal.engine.step import StepRunner
+from shoal.engine.model import ParallelModel
 from shoal.parallel import batchnorm
 
 _FINE = -2
@@ -46,25 +46,26 @@ class _Sightings:
     """The parameter of the first bad gradient."""
 
 
-def trace_nonfinite(runner: StepRunner, batch: StepBatch, *, step: int, scale: float, names: Sequence[str]) -> Origin:
+def trace_nonfinite(model: ParallelModel, batch: StepBatch, *, step: int, scale: float) -> Origin:
     """Find the rank that first met a value that is not finite. Every rank must call this together.
 
     Args:
-        runner: the step.
+        model: whose step it was.
         batch: what it ran on.
         step: its number.
         scale: the loss scale that it had.
-        names: of all trained parameters of the whole model, in order.
     """
-    runtime = runner.runtime
-    with _watching(runner.model, names, runtime.clock if runtime is not None else None) as seen:
-        loss: torch.Tensor | float = runner.accumulate(batch, step=step, scale=scale, reduce=False)
+    # Of the whole model, so that all ranks mean the same parameter by a number.
+    names = sorted({entry.parameter for entry in model.outline.values() if entry.parameter and entry.is_trained})
+    runtime = model.runtime
+    with _watching(model.model, names, runtime.clock if runtime is not None else None) as seen:
+        loss: torch.Tensor | float = model.passes.accumulate(batch, step=step, scale=scale, reduce=False)
         if runtime is not None and seen.first_output != _NEVER:
             loss = math.nan  # Only the last stage has the loss; the stage that spoilt it may be another.
     # The forward passes above left notes for the running statistics; they are of a step that counts for nothing.
-    batchnorm.fold(runner.model, keep=False)
+    batchnorm.fold(model.model, keep=False)
     verdict, when = _FINE, _NEVER
-    spoilt = [name for name, weight in runner.reduction.updated.items() if not bool(torch.isfinite(weight).all())]
+    spoilt = [name for name, weight in model.reduction.updated.items() if not bool(torch.isfinite(weight).all())]
     if spoilt:
         # Told apart from its effects, which a split layer spreads to its neighbours.
         verdict, when = len(names) + names.index(spoilt[0]), -1
@@ -72,11 +73,11 @@ def trace_nonfinite(runner: StepRunner, batch: StepBatch, *, step: int, scale: f
         verdict, when = _LOSS, seen.first_output
     elif seen.name:
         verdict, when = names.index(seen.name), seen.first_gradient
-    found = runner.world.all_gather(torch.tensor([verdict, when], device=runner.world.device))
+    found = model.world.all_gather(torch.tensor([verdict, when], device=model.world.device))
     told = sorted((int(when), rank, int(verdict)) for rank, (verdict, when) in enumerate(found) if verdict != _FINE)
     if not told:
         # Finite on every rank alone: the overflow happened in the sum over ranks, or in the norm over all parameters.
-        return Origin(rank=0, what="sum over replicas" if runner.mesh.replicas.size > 1 else "gradient norm")
+        return Origin(rank=0, what="sum over replicas" if model.mesh.replicas.size > 1 else "gradient norm")
     _, rank, place = told[0]
     if place == _LOSS:
         return Origin(rank=rank, what="loss")

@@ -1,15 +1,8 @@
 """A model and its loss as one module whose forward pass gives this microbatch's share of the global loss.
 
-Wrapping both lets data parallelism see a single module, and gives a replica without samples something to run: a loss of zero that
-touches every parameter, so that it joins the reduction instead of leaving its peers waiting.
-
-The outputs may be cut: along the vocabulary (tensor parallel) or along the sequence (context parallel). With the losses that
-Shoal knows nothing is ever put together: each rank scores its part. A loss of the user's own gets what it would get in one
-process, at the price of gathering it.
-
-Where all ranks are replicas that hold everything it also carries passengers: two numbers per rank, its share of the loss and
-its wish to stop, as the gradient of a parameter of two zeros. They are summed with the gradients that travel anyway; a
-collective of their own was measured to cost a small step a millisecond.
+Wrapping both lets data parallelism see a single module. The outputs may be cut: along the vocabulary (tensor parallel) or along
+the sequence (context parallel). With the losses that Shoal knows nothing is ever put together: each rank scores its part. A loss
+of the user's own gets what it would get in one process, at the price of gathering it.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,15 +18,14 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError, ShoalError
 from shoal.data.loader import Microbatch
+from shoal.engine.empty import zero_of_parameters, zero_through_layers
+from shoal.engine.piggyback import StepScalars
 from shoal.models.losses import IGNORED, Correct, Loss, by_targets, count_correct, cross_entropy, scores_of, with_scores
 from shoal.optim.precision import Precision
 from shoal.parallel.apply import ModelLayout
 from shoal.parallel.tensor.vocabulary import gather_logits, split_count_correct, split_cross_entropy
 from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.memory import is_out_of_memory
-
-NUM_PASSENGERS = 2
-"""This rank's share of the loss, and its wish to stop."""
 
 
 def is_known(loss: Loss) -> bool:
@@ -44,15 +36,15 @@ def is_known(loss: Loss) -> bool:
 class Scoring:
     """How a microbatch's output becomes a loss on this rank."""
 
-    def __init__(self, loss: Loss, *, laid: ModelLayout | None = None, mesh: Mesh | None = None) -> None:
+    def __init__(self, loss: Loss, *, layout: ModelLayout | None = None, mesh: Mesh | None = None) -> None:
         self._given = loss
         self._is_known = is_known(loss)
-        self._context = laid.context if laid is not None else None
+        self._context = layout.context if layout is not None else None
         self._split: Channel | None = None
         self._vocab = 0
-        if laid is not None and laid.tensor is not None and laid.tensor.splits_logits:
-            assert mesh is not None and laid.tensor.vocab is not None
-            self._split, self._vocab = mesh.channel(Axis.TENSOR), laid.tensor.vocab
+        if layout is not None and layout.tensor is not None and layout.tensor.splits_logits:
+            assert mesh is not None and layout.tensor.vocab is not None
+            self._split, self._vocab = mesh.channel(Axis.TENSOR), layout.tensor.vocab
         self.factor = self._context.loss_factor if self._context is not None else 1.0
         """What this rank's loss is multiplied by, so that the ranks of one replica add up to the whole."""
 
@@ -94,6 +86,7 @@ class Objective(nn.Module):
         precision: Precision,
         device: torch.device,
         dropout: DropoutKey | None = None,
+        scalars: StepScalars | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -101,25 +94,16 @@ class Objective(nn.Module):
         self.precision = precision
         self.device = device
         self.dropout = dropout
-        self.passengers: nn.Parameter | None = None
+        self.scalars = scalars
         self.name_sample: Callable[[int], str] | None = None
         """How the user calls the sample with this id; None where nobody knows."""
         self._has_gradient = False
         self._why_constant: str | None = None
 
-    def board_passengers(self) -> None:
-        """Make room for the passengers, before data parallelism looks at the parameters."""
-        self.passengers = nn.Parameter(
-            torch.zeros(NUM_PASSENGERS, dtype=self.precision.weight_dtype, device=self.device)
-        )
-
-    def forward(self, microbatch: Microbatch | None, share: float, stop: bool = False) -> torch.Tensor:
+    def forward(self, microbatch: Microbatch | None, share: float) -> torch.Tensor:
         """The microbatch's contribution to the global mean; ``None`` contributes zero to every parameter."""
-        loss = self._touch_every_parameter() if microbatch is None else self._share_of_loss(microbatch, share)
-        if self.passengers is None:
-            return loss
-        riding = torch.stack((loss.detach(), loss.new_tensor(float(stop)))).to(self.passengers.dtype)
-        return loss + (self.passengers * riding).sum()
+        loss = zero_of_parameters(self.model) if microbatch is None else self._share_of_loss(microbatch, share)
+        return loss if self.scalars is None else self.scalars.attach(loss)
 
     def _share_of_loss(self, microbatch: Microbatch, share: float) -> torch.Tensor:
         inputs, targets = self.prepare(microbatch)
@@ -206,27 +190,17 @@ class Objective(nn.Module):
         return self.dropout.drawing() if self.dropout is not None and self.training else nullcontext()
 
     def _nothing_of(self, output: Any) -> torch.Tensor:
-        """Zero, by way of every layer: the mean over no item would be NaN, and a layer that waits for its peers must still run.
+        """Zero, by way of every layer, because a layer that waits for its peers must run backward too.
 
         Raises:
             RunError: there is nothing that could be trained.
         """
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if leaves:
-            return torch.stack([leaf.reshape(-1)[:0].float().sum() for leaf in leaves]).sum()
+        zero = zero_through_layers(output)
+        if zero is not None:
+            return zero
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise RunError(_without_gradient(output))
-        return self._touch_every_parameter()
-
-    def _touch_every_parameter(self) -> torch.Tensor:
-        # The sum of an empty slice is zero and its gradient is zeros: exact even where a weight is NaN, unlike 0 * weight.
-        # An index and not a reshape: a parameter that ZeRO has let go is one number expanded, which a reshape would write out.
-        parts = [
-            parameter[..., :0].sum() if parameter.ndim else parameter.reshape(1)[:0].sum()
-            for parameter in self.model.parameters()
-            if parameter.requires_grad
-        ]
-        return torch.stack(parts).sum()
+        return zero_of_parameters(self.model)
 
 
 def _describe(value: Any) -> str:
@@ -248,3 +222,8 @@ def _without_gradient(output: Any) -> str:
         f"the loss depends on no parameter (it has no grad_fn), so nothing would be trained: {what}; look for .detach(), "
         ".item(), argmax, torch.no_grad or numpy between the parameters and the loss"
     )
+
+
+def kind_of(microbatch: Microbatch) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    """Shapes and types of the inputs: what all ranks of a replica know of a microbatch alike."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in microbatch.inputs)

@@ -11,7 +11,7 @@ from torch import nn
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
-from shoal.engine.parallelize import ParallelModel
+from shoal.engine.model import ParallelModel
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import ModuleAnalysis
@@ -58,12 +58,12 @@ def predict_state(
     return {name: value for name, value in asdict(sizes).items() if name in STATE}
 
 
-def measure_state(placed: ParallelModel, *, is_asynchronous: bool = False) -> dict[str, int]:
+def measure_state(model: ParallelModel) -> dict[str, int]:
     """Bytes that a rank really keeps from step to step."""
-    reduction = placed.reduction
+    reduction = model.reduction
     if isinstance(reduction, StageReduction) and reduction.sharded is not None:
         reduction = reduction.sharded
-    sizes = measure_state_bytes(placed.model, reduction, placed.optimizer)
+    sizes = measure_state_bytes(model.model, reduction, model.optimizer)
     # An asynchronous stage has given its gradients back by the time it is looked at.
-    kept = ("weights", "optimizer") if is_asynchronous else STATE
+    kept = ("weights", "optimizer") if model.asynchronous is not None else STATE
     return {name: value for name, value in asdict(sizes).items() if name in kept}

@@ -5,7 +5,7 @@ as JSON. A run that loads both takes the very step that it would have taken.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ def draw_outline(model: nn.Module) -> Outline:
 
 
 def export_rank_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, reduction: Reduction, laid: ModelLayout, outline: Outline
+    model: nn.Module, optimizer: torch.optim.Optimizer, reduction: Reduction, layout: ModelLayout, outline: Outline
 ) -> RankState:
     """This rank's part of weights, buffers and optimizer state; the live tensors, not copies.
 
@@ -93,7 +93,7 @@ def export_rank_state(
                 continue
             tensor, placement = reduction.updated[name], reduction.placements[name]
         else:
-            placement = laid.placements.get(name or "", place_whole(tensor.shape))
+            placement = layout.placements.get(name or "", place_whole(tensor.shape))
         tensors[f"weights/{saved_name}"] = tensor.detach()
         placements[f"weights/{saved_name}"] = placement
     owned = {parameter: name for name, parameter in reduction.updated.items()}
@@ -121,7 +121,7 @@ def _saved_names(model: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[st
     return found
 
 
-def refuse_other_state(held: RankState, saved_names: Iterable[str], *, origin: str) -> None:
+def refuse_other_state(own: RankState, saved_names: Iterable[str], *, origin: str) -> None:
     """Refuse a checkpoint that holds more than this run: the state of another model or another optimizer.
 
     Raises:
@@ -129,12 +129,12 @@ def refuse_other_state(held: RankState, saved_names: Iterable[str], *, origin: s
     """
     saved = set(saved_names)
     weights = {name for name in saved if name.startswith("weights/")}
-    for name in sorted(weights ^ held.all_weights):
+    for name in sorted(weights ^ own.all_weights):
         side = "the model has no such tensor" if name in weights else "the checkpoint has no such tensor"
         raise RunError(f"{origin} does not fit the model: {name.removeprefix('weights/')!r}: {side}")
-    if not held.has_updates:
+    if not own.has_updates:
         return  # It cannot know which state its optimizer would have; the ranks that have rows do.
-    own_keys = {name.rpartition("/")[2] for name in held.tensors if name.startswith("optimizer/")}
+    own_keys = {name.rpartition("/")[2] for name in own.tensors if name.startswith("optimizer/")}
     for name in sorted(name for name in saved if name.startswith("optimizer/")):
         if name.rpartition("/")[2] not in own_keys:
             raise RunError(
@@ -144,69 +144,72 @@ def refuse_other_state(held: RankState, saved_names: Iterable[str], *, origin: s
 
 
 @torch.no_grad()
-def load_rank_state(held: RankState, tensors: Mapping[str, torch.Tensor], *, origin: str) -> None:
+def load_rank_state(own: RankState, tensors: Mapping[str, torch.Tensor], *, origin: str) -> None:
     """Copy a checkpoint's tensors, already cut to this rank's part, into the live ones.
 
     Raises:
         RunError: names the first tensor of another shape or type.
     """
-    for name, target in held.tensors.items():
+    for name, target in own.tensors.items():
         saved = tensors[name]
         if saved.shape != target.shape or saved.dtype != target.dtype:
             raise RunError(
                 f"{origin} does not fit: {name!r} is {saved.dtype} {tuple(saved.shape)} there, and this run needs "
                 f"{target.dtype} {tuple(target.shape)}; resume with the model, optimizer and precision it was saved with"
             )
-    for name, target in held.tensors.items():
+    for name, target in own.tensors.items():
         target.copy_(tensors[name])
 
 
-def hash_rank_states(
+def whole_weights(
     outline: Outline,
-    held: RankState,
+    own: RankState,
     *,
-    laid: ModelLayout,
+    layout: ModelLayout,
     mesh: Mesh,
     is_sharded: bool,
-    is_first_keeper: Callable[[str], bool],
-) -> str:
-    """``hash_weights`` of the whole model, from what the ranks hold of it. All ranks call it together; one tensor at a time.
+    is_first_owner: Callable[[str], bool],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of the whole model by its name, put together from what the ranks hold. All ranks go through it together.
 
     Args:
         outline: of the whole model.
-        held: by this rank.
-        laid: what is cut along ``tp``.
+        own: what this rank holds.
+        layout: what is cut along ``tp``.
         mesh: the ranks.
         is_sharded: what is trained is cut along ``dp``.
-        is_first_keeper: True for a saved tensor that this rank speaks for among those along ``pp``.
+        is_first_owner: True for a saved tensor that this rank speaks for among those along ``pp``.
     """
-    digest = hashlib.sha256()
     for saved_name, entry in outline.items():
         key = f"weights/{saved_name}"
-        split = laid.placements.get(entry.parameter) if entry.parameter is not None else None
+        split = layout.placements.get(entry.parameter) if entry.parameter is not None else None
         is_cut = is_sharded and entry.is_trained
         if split is None and not is_cut and not mesh.has(Axis.PIPELINE):
-            digest.update(_bytes_of(held.tensors[key]))
+            yield saved_name, own.tensors[key]
             continue
         whole_shape = split.whole_shape if split is not None else entry.shape
         nothing = Placement(whole_shape=whole_shape, local_shape=(0,), patches=())
         speaks = (
-            key in held.tensors
+            key in own.tensors
             and is_spokesman(mesh, is_split=split is not None, is_sharded=is_cut)
-            and is_first_keeper(saved_name)
+            and is_first_owner(saved_name)
         )
-        local = held.tensors[key] if speaks else None
-        placement = held.placements[key] if speaks else nothing
-        digest.update(_bytes_of(gather_whole(local, placement, dtype=entry.dtype, device=entry.device, mesh=mesh)))
+        local = own.tensors[key] if speaks else None
+        placement = own.placements[key] if speaks else nothing
+        yield saved_name, gather_whole(local, placement, dtype=entry.dtype, device=entry.device, mesh=mesh)
+
+
+def hash_weights_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 over weights in the order in which they come, each as its little-endian bytes."""
+    digest = hashlib.sha256()
+    for _, tensor in weights:
+        digest.update(_bytes_of(tensor))
     return digest.hexdigest()
 
 
 def hash_weights(model: nn.Module) -> str:
-    """SHA-256 over the weights of a whole model in the order of their names, each as its little-endian bytes."""
-    digest = hashlib.sha256()
-    for tensor in named_weights(model).values():
-        digest.update(_bytes_of(tensor))
-    return digest.hexdigest()
+    """SHA-256 over the weights of a whole model in the order of their names."""
+    return hash_weights_of(named_weights(model).items())
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

@@ -72,7 +72,7 @@ def _warm_up(names: Sequence[str]) -> None:
 def _fork(order: Mapping[str, Any], descriptors: Sequence[int], line: socket.socket, starter: int) -> int:
     """The pid of a new process that is the starter's child by now."""
     told, tell = os.pipe()
-    # A wish to stop that comes before the new process can listen waits until it does (``StopWish``), instead of ending it.
+    # A signal to stop that comes before the new process can listen waits until it does (``trainer/worker.py``).
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # Twice, and the one between ends: the process is an orphan then, and orphans go to the starter.
     between = os.fork()

@@ -37,7 +37,7 @@ class MicrobatchShape:
 class StepShape:
     """What the step's own small sums depend on."""
 
-    has_passengers: bool
+    has_piggyback: bool
     """The loss and the wish to stop ride with the gradients."""
     exact_norm: bool
     """The norm comes from float64 sums per row, because gradients are clipped by it."""
@@ -101,7 +101,7 @@ def _gradients(
     if mesh.replicas.size == 1:
         return {}
     num_bytes = sum(parameter.nbytes for parameter in reduction.updated.values())
-    num_bytes += 2 * step.weight_bytes if step.has_passengers else 0
+    num_bytes += 2 * step.weight_bytes if step.has_piggyback else 0
     key = (mesh.replicas.axis, "all_reduce")
     return {key: Traffic(calls=max(1, counted.get(key, Traffic()).calls), num_bytes=num_bytes)}
 
@@ -117,7 +117,7 @@ def _small_sums(plan: Plan, mesh: Mesh, laid: ModelLayout, step: StepShape) -> T
             accounts.append(_one("tp", "all_reduce", num_bytes) if mesh.has(Axis.TENSOR) else {})
             accounts.append(_one("pp", "all_reduce", num_bytes) if mesh.has(Axis.PIPELINE) else {})
             accounts.append(_one("dp", "all_reduce", num_bytes) if plan.zero > 0 and mesh.has(Axis.DATA) else {})
-    if not step.has_passengers and mesh.everyone.size > 1:
+    if not step.has_piggyback and mesh.everyone.size > 1:
         accounts.append(_one("everyone", "all_reduce", 2 * step.weight_bytes))
     if step.counts_weight and mesh.has(Axis.DATA):
         accounts.append(_one("dp", "all_reduce", _FLOAT64))

@@ -21,6 +21,7 @@ from shoal.engine.objective import Objective, Scoring
 from shoal.engine.parallelize import example_of
 from shoal.engine.rng import seed_for_build
 from shoal.engine.state import import_weights
+from shoal.engine.stop import StopRequest
 from shoal.models.build import build_model
 from shoal.models.config import AnyModelConfig
 from shoal.models.losses import Loss, build_loss
@@ -63,7 +64,14 @@ def build_without_memory(config: AnyModelConfig, spec: DataSpec) -> nn.Module:
 
 
 def build_trainer(
-    recipe: Recipe, *, plan: Plan, run_dir: Path, resume: bool, world: World, rank_status: RankStatus | None
+    recipe: Recipe,
+    *,
+    plan: Plan,
+    run_dir: Path,
+    resume: bool,
+    world: World,
+    rank_status: RankStatus | None,
+    stop: StopRequest | None = None,
 ) -> Trainer:
     """The trainer that a recipe describes, on this rank."""
     model, loss, data = build_parts(recipe)
@@ -87,6 +95,7 @@ def build_trainer(
         rank_status=rank_status,
         world=world,
         was_tried=True,
+        stop=stop,
     )
 
 

@@ -12,7 +12,7 @@ from shoal.core.config import Config, read_toml, validate
 from shoal.core.rundir import Readers
 from shoal.data.config import DataConfig
 from shoal.elastic.config import ElectionConfig
-from shoal.engine.config import TrainConfig
+from shoal.engine.config import Settings, TrainConfig
 from shoal.launch.config import ProcessConfig
 from shoal.models.config import ModelConfig
 from shoal.optim.config import OptimConfig
@@ -76,6 +76,11 @@ class Recipe(Config):
     """What plans are searched for, where that is not the recipe's module on a known device."""
     elastic: ElasticConfig = ElasticConfig()
     """Deadlines and restarts."""
+
+    @property
+    def settings(self) -> Settings:
+        """The sections that decide what the model computes."""
+        return Settings(train=self.train, optim=self.optim, parallel=self.parallel, pipeline=self.pipeline)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

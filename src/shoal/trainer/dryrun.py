@@ -129,9 +129,7 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     if mesh.has(Axis.TENSOR):
         apply_tensor_parallel(model, analysis=analysis, mesh=mesh, sequence_parallel=plan.sp)
     if mesh.has(Axis.PIPELINE):
-        stages = resolve_stages(
-            whole, data, analysis, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
-        )
+        stages = resolve_stages(whole, data, analysis, plan=plan, settings=recipe.settings)
         lines += stages.describe()
         if recipe.pipeline.network is not None:
             lines.append(

@@ -7,7 +7,7 @@ started. Recipes build one through ``trainer/build.py``; a script can build one 
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -29,20 +29,19 @@ from shoal.core.units import parse_duration
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
-from shoal.engine.async_pipeline import AsyncPipeline, nonfinite
-from shoal.engine.config import TrainConfig
-from shoal.engine.evaluate import Evaluation, evaluate
-from shoal.engine.parallelize import build_runner, parallelize
+from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
+from shoal.engine.config import Settings, TrainConfig
+from shoal.engine.evaluate import Evaluation
+from shoal.engine.hooks import Hook, StepResult
+from shoal.engine.parallelize import parallelize
 from shoal.engine.resolve import asks_the_model, check_samples, count_steps, resolve_plan, updates_per_step
 from shoal.engine.rng import seed_process
 from shoal.engine.state import RankState
-from shoal.engine.step import StepResult
+from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.optim.config import OptimConfig
-from shoal.optim.precision import Precision
 from shoal.optim.rates import after_evaluation, rate
 from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.data import Reduction
 from shoal.parallel.describe import describe
 from shoal.parallel.replica_check import check_replicas
 from shoal.pipeline.config import PipelineConfig
@@ -85,14 +84,20 @@ class Trainer:
         world: World | None = None,
         environment: Mapping[str, str] | None = None,
         was_tried: bool = False,
+        hooks: Iterable[Hook] = (),
+        stop: StopRequest | None = None,
     ) -> None:
         if run_dir is not None:
             run_dir = Path(run_dir)
             make_run_dir(run_dir)
         environment = os.environ if environment is None else environment
         avoid_hidden_tiles(os.environ)
-        self.train_config = train
-        self.optim_config = optim or OptimConfig()
+        self.settings = Settings(
+            train=train,
+            optim=optim or OptimConfig(),
+            parallel=parallel or ParallelConfig(),
+            pipeline=pipeline or PipelineConfig(),
+        )
         self.eval_config = evaluation or EvalConfig()
         self.elastic_config = elastic or ProcessConfig()
         telemetry = telemetry or TelemetryConfig()
@@ -117,7 +122,17 @@ class Trainer:
         self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
         if not was_tried and (remark := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
             self.reporter.warn(remark)
-        self._lay_out(model, loss, parallel or ParallelConfig(), pipeline or PipelineConfig())
+        self.engine = parallelize(
+            model,
+            data,
+            loss,
+            plan=self.plan,
+            settings=self.settings,
+            world=self.world,
+            status=rank_status,
+            hooks=hooks,
+            stop=stop,
+        )
         self.persistence = Persistence(
             run_dir,
             config=checkpoint or CheckpointConfig(),
@@ -128,11 +143,9 @@ class Trainer:
             seed=train.seed,
             data=self.same_data.fingerprint,
         )
-        self.setbacks = Setbacks(train, self.runner, self.placed.outline, self.persistence)
-        self.progress = self._signed(Progress(position=Position(), loss_scale=self.precision.first_loss_scale))
+        self.setbacks = Setbacks(train, self.engine, self.persistence)
+        self.progress = self._signed(Progress(position=Position(), loss_scale=self.engine.precision.first_loss_scale))
         self.status: FinalStatus = "completed"
-        self.stopped_by: str | None = None
-        self._stop_wish: str | None = None
         self._looked_for_draws = False
         # By replica, not by rank: the ranks that share a replica must draw alike.
         seed_process(train.seed, rank=self.mesh.coordinate(Axis.DATA))
@@ -151,47 +164,16 @@ class Trainer:
                 f"{run_dir} holds the checkpoints of a run; pass resume=True to go on, or use another run_dir"
             )
 
-    def _lay_out(
-        self,
-        model: nn.Module,
-        loss: Callable[[Any, torch.Tensor], torch.Tensor],
-        parallel: ParallelConfig,
-        pipeline: PipelineConfig,
-    ) -> None:
-        """Put the model where the plan wants it."""
-        train, optim, world = self.train_config, self.optim_config, self.world
-        self.precision = Precision.named(train.precision)
-        self.placed = parallelize(
-            model,
-            self.data,
-            loss,
-            plan=self.plan,
-            train=train,
-            optim=optim,
-            parallel=parallel,
-            pipeline=pipeline,
-            world=world,
-        )
-        self.runner = build_runner(
-            self.placed, self.data, train=train, optim=optim, world=world, rank_status=self.rank_status
-        )
-        cut = self.placed.pipeline
-        self.stream = (
-            AsyncPipeline(self.runner, cut, self.plan) if cut is not None and cut.schedule.updates.flows else None
-        )
-        self.model, self.optimizer = self.placed.model, self.placed.optimizer
-        self.objective = self.placed.objective
-        self.objective.name_sample = getattr(self.data.train, "name_sample", None)
-
     def _resume(self) -> None:
-        restored = self.persistence.restore(self._held_at)
+        restored = self.persistence.restore(self._state_at)
         if restored is not None:
-            self.placed.reduction.publish()
+            self.engine.reduction.publish()
             # A synchronous pipeline has no history of versions that a later one could go on with.
             self.progress = self._signed(replace(restored.progress, async_signature="", async_start=0))
-            if self.stream is not None and self.stream.start == self.progress.step > 0:
+            pipeline = self.engine.asynchronous
+            if pipeline is not None and pipeline.start == self.progress.step > 0:
                 self.reporter.tell(
-                    f"the checkpoint has no versions of weights for {self.stream.signature}: a new history begins at "
+                    f"the checkpoint has no versions of weights for {pipeline.signature}: a new history begins at "
                     f"step {self.progress.step}, as at the start of a run"
                 )
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
@@ -200,57 +182,66 @@ class Trainer:
 
     def _signed(self, progress: Progress) -> Progress:
         """The progress with the history of versions that an asynchronous pipeline has; unchanged without one."""
-        if self.stream is None:
+        if self.engine.asynchronous is None:
             return progress
-        return replace(progress, async_signature=self.stream.signature, async_start=self.stream.start)
+        return replace(
+            progress, async_signature=self.engine.asynchronous.signature, async_start=self.engine.asynchronous.start
+        )
 
-    def _held_at(self, progress: Progress) -> RankState:
-        """What this rank will hold when it goes on from there."""
-        if self.stream is not None:
-            self.stream.resume_at(progress.step, signature=progress.async_signature, start=progress.async_start)
-        return self._held(progress.step)
+    def _state_at(self, progress: Progress) -> RankState:
+        """This rank's state as it will be when the run goes on from there, to be written to."""
+        if self.engine.asynchronous is not None:
+            self.engine.asynchronous.resume_at(
+                progress.step, signature=progress.async_signature, start=progress.async_start
+            )
+        return self.engine.state(progress.step)
 
-    def _held(self, step: int) -> RankState:
-        """What this rank holds of the run's state after so many steps."""
-        held = self.placed.held()
-        return held if self.stream is None else self.stream.add_versions(held, step)
+    @property
+    def model(self) -> nn.Module:
+        """The module, laid out on this rank."""
+        return self.engine.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of what this rank updates."""
+        return self.engine.optimizer
 
     @property
     def mesh(self) -> Mesh:
         """Where this rank stands among the others."""
-        return self.placed.mesh
+        return self.engine.mesh
 
     @property
-    def reduction(self) -> Reduction:
-        """What this rank updates, and where that lies in the whole."""
-        return self.placed.reduction
+    def stopped_by(self) -> str | None:
+        """Why all ranks stop; None while they go on."""
+        return self.engine.stop.agreed
 
     def hash_weights(self) -> str:
         """SHA-256 over the whole weights, the same under every plan; all ranks call it together."""
-        return self.placed.hash_weights()
+        return self.engine.hash_weights()
 
     def request_stop(self, reason: str) -> None:
         """Ask to stop after the current step, on all ranks together; safe to call from a signal handler."""
-        self._stop_wish = reason
+        self.engine.stop.request(reason)
 
     def training_steps(self) -> Iterator[StepDone]:
         """Train, yielding after each step; ends when the length is reached or a stop was requested."""
         self._announce()
-        limit = self.train_config.time_limit
+        limit = self.settings.train.time_limit
         deadline = None if limit is None else time.monotonic() + parse_duration(limit)
         loader = self._open_loader()
         try:
             while self.progress.step < self.total_steps and self.stopped_by is None:
                 if deadline is not None and self.world.is_first and time.monotonic() > deadline:
                     self.request_stop("time_limit")
-                if self.stream is None:
+                if self.engine.asynchronous is None:
                     yield self._train_one(loader)
                 else:
-                    yield from self._train_window(loader, self.stream)
-                if wants_rollback(self.progress.recovery, self.train_config):
+                    yield from self._train_window(loader, self.engine.asynchronous)
+                if wants_rollback(self.progress.recovery, self.settings.train):
                     loader.close()
-                    self.progress = self.setbacks.roll_back(self.progress, self._held_at)
-                    self.placed.reduction.publish()
+                    self.progress = self.setbacks.roll_back(self.progress, self._state_at)
+                    self.engine.reduction.publish()
                     loader = self._open_loader()
         finally:
             loader.close()
@@ -269,15 +260,12 @@ class Trainer:
         if source is None or len(source) == 0:
             return None
         step = self.progress.step
-        found = evaluate(
-            self.objective,
+        found = self.engine.evaluate(
             source,
             split=split,
-            mesh=self.placed.mesh,
             batch=self.eval_config.batch or self.micro_batch,
             limit=self.eval_config.samples if limit is None else limit,
-            before_batch=lambda: self.reporter.enter("evaluate", step),
-            runtime=self.placed.runtime,
+            step=step,
         )
         self.reporter.evaluated(
             Evaluated(
@@ -302,23 +290,23 @@ class Trainer:
             )
         )
         if asks_the_model(self.plan):
-            lines = describe(self.placed.analysis, self.plan)
-            if self.placed.pipeline is not None:
-                lines += self.placed.pipeline.stages.describe()
-            if self.stream is not None:
-                lines += self.stream.describe()
+            lines = describe(self.engine.analysis, self.plan)
+            if self.engine.pipeline is not None:
+                lines += self.engine.pipeline.stages.describe()
+            if self.engine.asynchronous is not None:
+                lines += self.engine.asynchronous.describe()
             for line in lines:
                 self.reporter.tell(line)
-        self.persistence.warn_if_disk_is_short(self._held(self.progress.step), num_parts=self.plan.pp)
+        self.persistence.warn_if_disk_is_short(self.engine.state(self.progress.step), num_parts=self.plan.pp)
 
     def _open_loader(self) -> Loader:
         return Loader(
             self.data.train,
-            global_batch=self.train_config.global_batch,
+            global_batch=self.settings.train.global_batch,
             micro_batch=self.micro_batch,
-            replica=self.placed.mesh.coordinate(Axis.DATA),
-            num_replicas=self.placed.mesh.degree(Axis.DATA),
-            seed=self.train_config.seed,
+            replica=self.engine.mesh.coordinate(Axis.DATA),
+            num_replicas=self.engine.mesh.degree(Axis.DATA),
+            seed=self.settings.train.seed,
             position=self.progress.position,
             prefetch=self.prefetch,
             workers=self.workers,
@@ -333,28 +321,27 @@ class Trainer:
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
         recovery, scale = self.progress.recovery, self.progress.loss_scale
-        lr = rate(self.optim_config, step, self.total_steps) * self.progress.plateau.factor
-        lr *= rate_factor(recovery, self.train_config)
-        limit = loss_limit(recovery, self.train_config)
-        wish = self._stop_wish is not None
-        result = self.runner.run(batch, step=step, lr=lr, loss_scale=scale, stop=wish, loss_limit=limit)
+        lr = rate(self.settings.optim, step, self.total_steps) * self.progress.plateau.factor
+        lr *= rate_factor(recovery, self.settings.train)
+        limit = loss_limit(recovery, self.settings.train)
+        result = self.engine.train_step(batch, step=step, lr=lr, loss_scale=scale, loss_limit=limit)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
         if result.is_taken or self.setbacks.handle(batch, result, self.progress):
-            recovery = after_step(recovery, result.loss, self.train_config, is_taken=result.is_taken)
+            recovery = after_step(recovery, result.loss, self.settings.train, is_taken=result.is_taken)
             self.progress = replace(self.progress, recovery=recovery)
         done = self._advance(batch, result, lr, time.perf_counter() - started, data_seconds)
         self.reporter.step(done)
         self._after_step(done, result)
         return done
 
-    def _train_window(self, loader: Loader, stream: AsyncPipeline) -> Iterator[StepDone]:
+    def _train_window(self, loader: Loader, pipeline: AsyncPipeline) -> Iterator[StepDone]:
         """Steps of an asynchronous pipeline up to the next point where all stages must be at the same place."""
         started = time.perf_counter()
         step = self.progress.step
         self.reporter.enter("data", step + 1)
-        periods = [self.eval_config.every, self.persistence.every, self.train_config.watch_every, self.memory_every]
-        length = stream.window_length(step, self.total_steps, periods) if self.tracer is None else 1
+        periods = [self.eval_config.every, self.persistence.every, self.settings.train.watch_every, self.memory_every]
+        length = pipeline.window_length(step, self.total_steps, periods) if self.tracer is None else 1
         batches = [loader.next() for _ in range(length)]
         data_seconds = time.perf_counter() - started
         if self.tracer is not None:
@@ -362,16 +349,18 @@ class Trainer:
         updates = updates_per_step(self.plan)
         factor = self.progress.plateau.factor
         rates = [
-            rate(self.optim_config, tick, self.total_steps * updates) * factor
-            for tick in stream.window_ticks(step, len(batches))
+            rate(self.settings.optim, tick, self.total_steps * updates) * factor
+            for tick in pipeline.window_ticks(step, len(batches))
         ]
-        results = stream.run(batches, step=step, rates=rates, wishes_stop=lambda: self._stop_wish is not None)
+        results = pipeline.train_steps(batches, step=step, rates=rates)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
         seconds = (time.perf_counter() - started) / len(batches)
         for place, (batch, result) in enumerate(zip(batches, results, strict=True)):
             if not result.is_finite:
-                raise nonfinite(result, step=step + place + 1, plan=self.plan, fallback=self.persistence.fall_back())
+                raise nonfinite_error(
+                    result, step=step + place + 1, plan=self.plan, fallback=self.persistence.fall_back()
+                )
             lr = rates[(place + 1) * updates - 1]
             done = self._advance(batch, result, lr, seconds, data_seconds / len(batches))
             self.reporter.step(done)
@@ -381,7 +370,7 @@ class Trainer:
     def _look_for_draws(self, loader: Loader) -> None:
         """Say once that the model or the data draws random numbers which depend on the number of processes."""
         self._looked_for_draws = True
-        for message in describe_draws(self.runner.dropout, loader):
+        for message in describe_draws(self.engine.passes.dropout, loader):
             self.reporter.warn(message)
 
     def _advance(
@@ -389,7 +378,7 @@ class Trainer:
     ) -> StepDone:
         """The progress after a step, and the event that says so."""
         before = self.progress
-        why_constant = self.runner.bare_objective.why_constant
+        why_constant = self.engine.objective.why_constant
         if before.step == 0 and result.grad_norm == 0 and why_constant is not None:
             raise RunError(why_constant)
         tokens = batch.num_samples * self.data.spec.tokens_per_sample
@@ -398,7 +387,7 @@ class Trainer:
             before,
             step=before.step + 1,
             position=batch.position,
-            loss_scale=scale.after_step(result.is_finite) if self.precision.scales_loss else scale,
+            loss_scale=scale.after_step(result.is_finite) if self.engine.precision.scales_loss else scale,
             first_loss=result.loss if before.first_loss is None else before.first_loss,
             last_loss=result.loss,
             tokens=before.tokens + tokens,
@@ -422,44 +411,47 @@ class Trainer:
         """What the recipe wants between steps: evaluation, checkpoints, memory readings, the agreed stop."""
         step = done.step
         if result.is_taken:
-            self.persistence.take(step + 1 - (self.stream.lag if self.stream is not None else 1))
-        if result.stop_requested:
-            # The wish may be another rank's; the flag is summed, its reason is not.
-            self.stopped_by = self._stop_wish or "signal"
+            self.persistence.take(
+                step + 1 - (self.engine.asynchronous.lag if self.engine.asynchronous is not None else 1)
+            )
         if self.memory_every and (step == 1 or step % self.memory_every == 0):
             self.reporter.memory(self.model, self.optimizer, step=step)
         if self.tracer is not None:
             self.tracer.after_step(step)
-        watch_every = self.train_config.watch_every
+        watch_every = self.settings.train.watch_every
         if (watch_every and step % watch_every == 0) or self.persistence.is_due(step):
             self._compare_replicas()
         if self._wants_evaluation(step):
             self._evaluate_validation()
         if self.persistence.is_due(step):
-            self.reporter.enter("checkpoint", step)
-            self.persistence.save(self._held(self.progress.step), self.progress)
+            self._save()
+
+    def _save(self) -> None:
+        self.reporter.enter("checkpoint", self.progress.step)
+        if self.persistence.save(self.engine.state(self.progress.step), self.progress):
+            self.engine.hooks.on_save(self.progress.step)
 
     def _compare_replicas(self) -> None:
         """Stop the run if replicas have drifted apart, or their data has changed, before a checkpoint could keep that."""
         self.same_data.check_file(self.reporter.warn)
-        if self.train_config.watch_every == 0 or self.world.size == 1:
+        if self.settings.train.watch_every == 0 or self.world.size == 1:
             return
         step = self.progress.step
         self.reporter.enter("wait: comparing replicas", step)
-        held = self.placed.watched()
-        check_replicas(held.tensors, held.placements, self.mesh, step=step, names=held.all_weights)
+        shared = self.engine.replicated_state()
+        check_replicas(shared.tensors, shared.placements, self.mesh, step=step, names=shared.all_weights)
 
     def _wants_evaluation(self, step: int) -> bool:
         is_due = self.eval_config.every > 0 and step % self.eval_config.every == 0
         # Under a plateau schedule an evaluation decides the next rate. Otherwise whoever asked to stop need not wait for one, and
         # that of the last step comes after its checkpoint.
         is_idle = self.stopped_by is None and step < self.total_steps
-        return is_due and (is_idle or self.optim_config.schedule == "plateau")
+        return is_due and (is_idle or self.settings.optim.schedule == "plateau")
 
     def _evaluate_validation(self) -> None:
         found = self.evaluate("validation")
         if found is not None:
-            plateau = after_evaluation(self.progress.plateau, found.loss, self.optim_config)
+            plateau = after_evaluation(self.progress.plateau, found.loss, self.settings.optim)
             self.progress = replace(self.progress.validated(found.loss, found.accuracy), plateau=plateau)
 
     def _finish(self) -> None:
@@ -467,8 +459,7 @@ class Trainer:
         if self.stopped_by is not None and self.progress.step < self.total_steps:
             self.status = "interrupted"
         self._compare_replicas()
-        self.reporter.enter("checkpoint", self.progress.step)
-        self.persistence.save(self._held(self.progress.step), self.progress)
+        self._save()
         if self.status == "completed" and not self._wants_evaluation(self.progress.step):
             found = self.evaluate("validation")
             # Not part of the schedule, so it must not count for it: a run that is extended later would not have had it.
@@ -483,12 +474,13 @@ class Trainer:
         self.reporter.event(
             RunEnded(status=self.status, step=self.progress.step, seconds=self.progress.trained_seconds)
         )
+        self.engine.hooks.on_end(self.progress.step, self.status)
 
     def close(self) -> None:
         """Stop threads, flush files, leave the group."""
         self.persistence.close()
         self.reporter.close()
-        self.mesh.close()
+        self.engine.close()
         self.world.close()
 
     def __enter__(self) -> "Trainer":

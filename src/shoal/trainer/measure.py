@@ -69,9 +69,7 @@ class OwnPartsHere:
         analysis = analyse(model, data, recipe.parallel)
         plan.check(describe_facts(analysis, model))
         if plan.pp > 1:
-            stages = resolve_stages(
-                model, data, analysis, plan=plan, config=recipe.pipeline, global_batch=recipe.train.global_batch
-            )
+            stages = resolve_stages(model, data, analysis, plan=plan, settings=recipe.settings)
             prove_stages(model, example_of(data), stages)
 
     def try_parts(self, recipe: Recipe, plan: Plan) -> tuple[str, ...]:

@@ -125,10 +125,10 @@ class Persistence:
         """True when the recipe wants a checkpoint after this step."""
         return self.every > 0 and step % self.every == 0
 
-    def save(self, held: RankState, progress: Progress) -> None:
-        """Copy the state and begin to write it; returns as soon as the copy is made."""
+    def save(self, held: RankState, progress: Progress) -> bool:
+        """Copy the state and begin to write it; returns as soon as the copy is made. False where there is nothing to write."""
         if self.saver is None or progress.step == self.saved_step:
-            return
+            return False
         self._refuse_another_place()
         self.saved_step = progress.step
         self.saver.save(
@@ -138,6 +138,7 @@ class Persistence:
             export_random_state(self.world.rank),
             placements=held.placements,
         )
+        return True
 
     def _refuse_another_place(self) -> None:
         """Stop a run whose directory is not there any more: it would train to its end and leave nothing.

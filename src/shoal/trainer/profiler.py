@@ -6,71 +6,79 @@ forecast have none of this.
 
 import statistics
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from shoal.comm.trafficcounter import TrafficCounts, plain_traffic
+from shoal.data.loader import StepBatch
+from shoal.engine.hooks import Hook, StepResult
+from shoal.engine.model import ParallelModel
 from shoal.engine.sizes import measure_state
-from shoal.engine.step import StepResult
 from shoal.schedules.schedule import Action
-from shoal.trainer.loop import Trainer
 
 _AXES = ("tp", "cp", "dp", "pp", "replicas", "everyone")
-_OPERATIONS = ("sum", "largest", "reduce_scatter", "gather", "exchange", "shift", "broadcast", "send", "share")
+_OPERATIONS = (
+    "all_reduce",
+    "all_reduce_max",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "ring_shift",
+    "broadcast",
+    "send",
+    "share",
+)
 _KEYS = [(axis, operation) for axis in _AXES for operation in _OPERATIONS]
 _COUNTED = 2
 """The step whose traffic is read, from 0: the first of those that are all alike."""
 _STATE = ("weights", "gradients", "optimizer")
 
 
-class RunProfiler:
+class RunProfiler(Hook):
     """Measures the steps of one rank."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._run = trainer.runner.run
+    def __init__(self, engine: ParallelModel) -> None:
+        self._engine = engine
         self._moved: TrafficCounts = {}
         self._seconds: list[float] = []
         self._busy: list[float] = []
         self._spans: list[float] = []
         self._cells: list[tuple[float, float, float]] = []
-        trainer.runner.__dict__["run"] = self._watch
-        if trainer.placed.runtime is not None:
-            trainer.placed.runtime.observe = self._observe
+        self._started = 0.0
+        self._counting = ExitStack()
+        engine.add_hook(self)
 
-    def _watch(self, *arguments: Any, **options: Any) -> StepResult:
-        traffic = self._trainer.mesh.traffic
-        counts = len(self._seconds) == _COUNTED
+    def on_step_start(self, step: int, batch: StepBatch) -> None:
+        """Begin to time, and in one step to count."""
         self._cells = []
-        started = time.perf_counter()
-        if counts:
-            with traffic.counting() as moved:
-                result: StepResult = self._run(*arguments, **options)
-            self._moved = plain_traffic(moved)
-        else:
-            result = self._run(*arguments, **options)
-        self._seconds.append(time.perf_counter() - started)
+        if len(self._seconds) == _COUNTED:
+            self._moved = self._counting.enter_context(self._engine.mesh.traffic.counting())
+        self._started = time.perf_counter()
+
+    def on_action(self, action: Action, begin: float, waited: float, end: float) -> None:
+        """Note how long a cell of the schedule took, and how long it waited."""
+        self._cells.append((begin, waited, end))
+
+    def on_update(self, step: int, result: StepResult) -> None:
+        """End the step's time and count."""
+        self._seconds.append(time.perf_counter() - self._started)
+        self._counting.close()
         if self._cells:
             self._busy.append(sum(end - begin - waited for begin, waited, end in self._cells))
             self._spans.append(self._cells[-1][2] - self._cells[0][0])
-        return result
-
-    def _observe(self, action: Action, begin: float, waited: float, end: float) -> None:
-        self._cells.append((begin, waited, end))
 
     def measured(self) -> dict[str, Any]:
         """What was seen on all ranks; they call it together, and each gets the same answer."""
-        trainer = self._trainer
-        state = measure_state(trainer.placed)
-        counts = [number for key in _KEYS for number in _numbers(self._moved, key)]
-        whole = torch.tensor(
-            [*counts, *(state[name] for name in _STATE)], dtype=torch.int64, device=trainer.world.device
-        )
+        world = self._engine.world
+        state = measure_state(self._engine)
+        counts = [number for key in _KEYS for number in _numbers(plain_traffic(self._moved), key)]
+        whole = torch.tensor([*counts, *(state[name] for name in _STATE)], dtype=torch.int64, device=world.device)
         times = [_median(self._seconds[_COUNTED:]), _median(self._busy[_COUNTED:]), _median(self._spans[_COUNTED:])]
-        spent = torch.tensor(times, dtype=torch.float64, device=trainer.world.device)
-        ranks = [tensor.tolist() for tensor in trainer.world.all_gather(whole)]
-        clocks = [tensor.tolist() for tensor in trainer.world.all_gather(spent)]
+        spent = torch.tensor(times, dtype=torch.float64, device=world.device)
+        ranks = [tensor.tolist() for tensor in world.all_gather(whole)]
+        clocks = [tensor.tolist() for tensor in world.all_gather(spent)]
         span = max(clock[2] for clock in clocks)
         return {
             "seconds": max(clock[0] for clock in clocks),

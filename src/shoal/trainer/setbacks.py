@@ -11,9 +11,10 @@ from shoal.core.errors import FinalError
 from shoal.core.events import LossSpiked, NonFinite, RolledBack
 from shoal.data.loader import StepBatch
 from shoal.engine.config import TrainConfig
+from shoal.engine.hooks import StepResult
+from shoal.engine.model import ParallelModel
 from shoal.engine.nonfinite import trace_nonfinite
-from shoal.engine.state import Outline, RankState
-from shoal.engine.step import StepResult, StepRunner
+from shoal.engine.state import RankState
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import MOST_ROLLBACKS, Progress, after_rollback, loss_limit, rate_factor
 
@@ -26,18 +27,15 @@ class Setbacks:
 
     Args:
         config: what is to become of them.
-        runner: of the steps.
-        outline: of the whole model.
+        engine: of the steps.
         persistence: the run's checkpoints.
     """
 
-    def __init__(self, config: TrainConfig, runner: StepRunner, outline: Outline, persistence: Persistence) -> None:
+    def __init__(self, config: TrainConfig, engine: ParallelModel, persistence: Persistence) -> None:
         self._config = config
-        self._precision = runner.bare_objective.precision
-        self._runner = runner
+        self._engine = engine
         self._persistence = persistence
         self._reporter = persistence.reporter
-        self._names = sorted({entry.parameter for entry in outline.values() if entry.parameter and entry.is_trained})
 
     def handle(self, batch: StepBatch, result: StepResult, progress: Progress) -> bool:
         """Tell of a step that was not taken; ``progress`` is that before it. True when it counts as left out.
@@ -54,9 +52,9 @@ class Setbacks:
                 progress,
             )
             return True
-        if self._precision.scales_loss and math.isfinite(result.loss) and scale.can_back_off:
+        if self._engine.precision.scales_loss and math.isfinite(result.loss) and scale.can_back_off:
             return False  # An overflow of the scaled gradient is how dynamic scaling finds its scale.
-        origin = trace_nonfinite(self._runner, batch, step=progress.step, scale=scale.scale, names=self._names)
+        origin = trace_nonfinite(self._engine, batch, step=progress.step, scale=scale.scale)
         action = self._config.nonfinite
         self._reporter.event(NonFinite(step=step, culprit_rank=origin.rank, what=origin.what, action=action))
         where = f"step {step}: {origin.what} is not finite on rank {origin.rank}"

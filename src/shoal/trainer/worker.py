@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from shoal.core.functions import place_of
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, withhold
 from shoal.engine.resolve import default_threads
+from shoal.engine.stop import StopRequest
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.errorreport import ErrorReport, write_report
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, table
@@ -41,7 +42,7 @@ from shoal.trainer.summarise import summarise
 from shoal.trainer.summary import write_summary
 
 LISTENS_BY_ITSELF = True
-"""SIGTERM is held back until ``StopWish`` hears it (``launch/child.py``)."""
+"""SIGTERM is held back until ``hear_stop_signals`` (``launch/child.py``)."""
 
 
 def run_rank(
@@ -54,8 +55,8 @@ def run_rank(
 ) -> str:
     """Train this rank's part of the run in ``run_dir`` and return its status. The recipe and the plan are read from there."""
     started = time.monotonic()
-    # First of all: a wish to stop that came before would end this process in place of its first step.
-    stop_wish = StopWish(listen_to_ctrl_c="SHOAL_SUPERVISOR_PID" not in environment)
+    # First of all: a signal that came before would end this process in place of its first step.
+    stop = hear_stop_signals(listen_to_ctrl_c="SHOAL_SUPERVISOR_PID" not in environment)
     run = RunDir(run_dir)
     recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
     plan = Plan.parse(read_plan(run_dir))
@@ -71,10 +72,12 @@ def run_rank(
         if rank_status is not None:
             rank_status.enter("building model and data", 0)
         resume = resume or place.generation > 0
-        trainer = build_trainer(recipe, plan=plan, run_dir=run_dir, resume=resume, world=world, rank_status=rank_status)
+        trainer = build_trainer(
+            recipe, plan=plan, run_dir=run_dir, resume=resume, world=world, rank_status=rank_status, stop=stop
+        )
         stack.enter_context(trainer)
-        stop_wish.tell(trainer.request_stop)
-        profiler = RunProfiler(trainer) if run.forecast.exists() and trainer.stream is None else None
+        is_profiled = run.forecast.exists() and trainer.engine.asynchronous is None
+        profiler = RunProfiler(trainer.engine) if is_profiled else None
         _train_explaining_memory(trainer)
         summary = summarise(trainer, wall_seconds=time.monotonic() - started, profiler=profiler)
         if world.is_first:
@@ -83,33 +86,17 @@ def run_rank(
         if trainer.persistence.failure is not None:
             raise RunError(f"the last checkpoint could not be written: {trainer.persistence.failure}")
     if rank_status is not None:
-        rank_status.finish(trainer.status, stop_signal=stop_wish.number)
+        rank_status.finish(trainer.status, stop_signal=stop.signal_number)
     return trainer.status
 
 
-class StopWish:
-    """A signal that asks to stop, kept until there is a trainer to tell: it may come while the model is still being built."""
-
-    def __init__(self, *, listen_to_ctrl_c: bool) -> None:
-        self._reason: str | None = None
-        self.number = 0
-        """Of the signal; 0 while none came."""
-        self._listener: Callable[[str], None] | None = None
-        for number in (signal.SIGTERM, signal.SIGINT) if listen_to_ctrl_c else (signal.SIGTERM,):
-            signal.signal(number, self._hear)
-        # What came before there was somebody to hear it was held back (``launch/forkserver.py``), and is heard now.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-    def _hear(self, number: int, _frame: object) -> None:
-        self.number, self._reason = number, signal.Signals(number).name
-        if self._listener is not None:
-            self._listener(self._reason)
-
-    def tell(self, listener: Callable[[str], None]) -> None:
-        """Pass the wish on to ``listener``, now if there was one, else when it comes."""
-        self._listener = listener
-        if self._reason is not None:
-            listener(self._reason)
+def hear_stop_signals(*, listen_to_ctrl_c: bool) -> StopRequest:
+    """A request to stop that this process's signals make, from now on: they may come while the model is still being built."""
+    stop = StopRequest()
+    stop.listen((signal.SIGTERM, signal.SIGINT) if listen_to_ctrl_c else (signal.SIGTERM,))
+    # What came before there was somebody to hear it was held back (``launch/forkserver.py``), and is heard now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    return stop
 
 
 def _train_explaining_memory(trainer: Trainer) -> None:

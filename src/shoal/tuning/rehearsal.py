@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from shoal.comm.mesh import Mesh
 from shoal.comm.rehearsal import rehearsed_world
 from shoal.comm.trafficcounter import TrafficCounts, plain_traffic
 from shoal.comm.world import World
@@ -24,10 +25,11 @@ from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.source import Splits
-from shoal.engine.parallelize import ParallelModel, analyse, build_runner, parallelize, resolve_stages
+from shoal.engine.hooks import Hook
+from shoal.engine.model import ParallelModel
+from shoal.engine.parallelize import analyse, parallelize, resolve_stages
 from shoal.engine.resolve import asks_the_model, resolve_plan
 from shoal.engine.sizes import measure_state
-from shoal.engine.step import StepRunner
 from shoal.models.losses import Loss
 from shoal.optim.precision import Precision
 from shoal.optim.rates import rate
@@ -66,8 +68,7 @@ class Subject:
             self.data,
             self.analysis,
             plan=plan,
-            config=self.recipe.pipeline,
-            global_batch=self.recipe.train.global_batch,
+            settings=self.recipe.settings,
         )
 
 
@@ -138,38 +139,33 @@ def trace_rank(
     recipe = subject.recipe
     plan = resolve_plan(recipe.train, plan).plan
     batches = _batches(subject, plan, world.rank, num_steps)
-    placed = _place(subject, plan, world, batches[0])
+    model = _parallelize(subject, plan, world, batches[0])
     try:
-        runner = build_runner(
-            placed, subject.data, train=recipe.train, optim=recipe.optim, world=world, rank_status=None
-        )
-        placed.objective.train()
+        timer = _CellTimer(model.mesh)
+        model.add_hook(timer)
+        model.objective.train()
         go_on = go_on or (lambda number: number < num_steps)
         steps: list[StepTrace] = []
         while go_on(len(steps)):
-            steps.append(_step(subject, placed, runner, batches[len(steps) % num_steps], len(steps)))
-        return RankTrace(steps=tuple(steps), state=measure_state(placed))
+            steps.append(_step(subject, model, timer, batches[len(steps) % num_steps], len(steps)))
+        return RankTrace(steps=tuple(steps), state=measure_state(model))
     finally:
-        placed.mesh.close()
+        model.close()
 
 
-def _place(subject: Subject, plan: Plan, world: World, batch: StepBatch) -> ParallelModel:
+def _parallelize(subject: Subject, plan: Plan, world: World, batch: StepBatch) -> ParallelModel:
     recipe, precision = subject.recipe, Precision.named(subject.recipe.train.precision)
     pipeline = recipe.pipeline
     if plan.pp > 1 and world.is_rehearsed and pipeline.balance == "measured" and not pipeline.stages:
         # What is measured differs from time to time, and all ranks of one rehearsal must be cut alike.
-        stages = subject.stages(plan)
-        pipeline = replace_stages(recipe, stages).pipeline
+        recipe = replace_stages(recipe, subject.stages(plan))
     inputs = batch.microbatches[0].inputs if batch.microbatches else ()
     return parallelize(
         copy.deepcopy(subject.model),
         subject.data,
         subject.loss,
         plan=plan,
-        train=recipe.train,
-        optim=recipe.optim,
-        parallel=recipe.parallel,
-        pipeline=pipeline,
+        settings=recipe.settings,
         world=world,
         analysis=subject.analysis if asks_the_model(plan) else None,
         rehearsed=[precision.cast_input(tensor) for tensor in inputs],
@@ -200,27 +196,41 @@ def _batches(subject: Subject, plan: Plan, rank: int, num_steps: int) -> Sequenc
         loader.close()
 
 
-def _step(subject: Subject, placed: ParallelModel, runner: StepRunner, batch: StepBatch, number: int) -> StepTrace:
-    optim, precision = subject.recipe.optim, Precision.named(subject.recipe.train.precision)
-    cells: list[CellTime] = []
-    mesh = placed.mesh
-    # What channels spend on pretending is not a rank's work: what they take with peers is priced by itself.
-    echoed, seen = mesh.echo_seconds, [mesh.echo_seconds]
+class _CellTimer(Hook):
+    """Times the cells of a pipeline's schedule, without what a rehearsal's channels spend on pretending.
 
-    def observe(action: Action, begin: float, waited: float, end: float) -> None:
-        spent = mesh.echo_seconds
-        cells.append(CellTime(action=action, seconds=max(0.0, end - begin - waited - (spent - seen[0]))))
-        seen[0] = spent
+    That is not a rank's work: what channels take with peers is priced by itself.
+    """
 
-    if placed.runtime is not None:
-        placed.runtime.observe = observe
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._echoed = 0.0
+        self.cells: list[CellTime] = []
+
+    def on_step_start(self, step: int, batch: StepBatch) -> None:
+        """Forget the last step's."""
+        self.cells, self._echoed = [], self._mesh.echo_seconds
+
+    def on_action(self, action: Action, begin: float, waited: float, end: float) -> None:
+        """Note a cell."""
+        spent = self._mesh.echo_seconds
+        seconds = max(0.0, end - begin - waited - (spent - self._echoed))
+        self.cells.append(CellTime(action=action, seconds=seconds))
+        self._echoed = spent
+
+
+def _step(subject: Subject, model: ParallelModel, timer: _CellTimer, batch: StepBatch, number: int) -> StepTrace:
+    mesh, echoed = model.mesh, model.mesh.echo_seconds
     with mesh.traffic.counting() as counts:
         started = time.perf_counter()
-        runner.run(
-            batch, step=number, lr=rate(optim, number, _STEPS), loss_scale=precision.first_loss_scale, stop=False
+        model.train_step(
+            batch,
+            step=number,
+            lr=rate(subject.recipe.optim, number, _STEPS),
+            loss_scale=model.precision.first_loss_scale,
         )
         seconds = time.perf_counter() - started - (mesh.echo_seconds - echoed)
-    return StepTrace(traffic=dict(counts), seconds=seconds, cells=tuple(cells))
+    return StepTrace(traffic=dict(counts), seconds=seconds, cells=tuple(timer.cells))
 
 
 @dataclass(frozen=True, kw_only=True)

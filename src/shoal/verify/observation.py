@@ -1,6 +1,5 @@
 """What a rank's step should move, from the plain model and the batches that the rank is given."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +9,8 @@ from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.source import Splits
-from shoal.engine.feed import kind_of
-from shoal.engine.objective import is_known
+from shoal.engine.hooks import Hook
+from shoal.engine.objective import is_known, kind_of
 from shoal.engine.parallelize import example_of
 from shoal.engine.resolve import updates_per_step
 from shoal.models.losses import Loss
@@ -26,7 +25,7 @@ from shoal.trainer.loop import Trainer
 _FLOAT64 = 8
 
 
-class TrafficObserver:
+class TrafficObserver(Hook):
     """Notes the batches of a trainer and works out what each step should have cost."""
 
     def __init__(self, trainer: Trainer, plain: nn.Module, loss: Loss, data: Splits) -> None:
@@ -35,45 +34,36 @@ class TrafficObserver:
         self._is_known = is_known(loss)
         self._survey: CrossingRecord | None = None
         if trainer.mesh.has(Axis.TENSOR):
-            self._survey = record_crossings(plain, trainer.placed.analysis, example_of(data))
+            self._survey = record_crossings(plain, trainer.engine.analysis, example_of(data))
         self._plain = plain
         self._boundaries: dict[Any, Boundaries] = {}
-        self._run = trainer.runner.run
-        trainer.runner.__dict__["run"] = self._note
-        if trainer.stream is not None:
-            self._run_stream = trainer.stream.run
-            trainer.stream.__dict__["run"] = self._note_stream
+        trainer.engine.add_hook(self)
 
-    def _note(self, batch: StepBatch, **options: Any) -> Any:
+    def on_step_start(self, step: int, batch: StepBatch) -> None:
+        """Note the step's batch, and forget the last step's attentions."""
         self._batch = batch
-        return self._run(batch, **options)
-
-    def _note_stream(self, batches: Sequence[StepBatch], **options: Any) -> Any:
-        (self._batch,) = batches
-        return self._run_stream(batches, **options)
-
-    def begin_step(self) -> None:
-        """Forget the last step's attentions."""
-        if self._trainer.placed.laid.context is not None:
-            self._trainer.placed.laid.context.seen.forget()
+        if self._trainer.engine.layout.context is not None:
+            self._trainer.engine.layout.context.seen.forget()
 
     def expected(self, counted: TrafficCounts) -> TrafficCounts:
         """The counts that the step should have."""
         trainer, batch = self._trainer, self._batch
         assert batch is not None
-        if trainer.stream is not None:
-            context = trainer.placed.laid.context
+        if trainer.engine.asynchronous is not None:
+            context = trainer.engine.layout.context
             attended = context.forecast_traffic(recomputes=trainer.plan.recompute != "none") if context else {}
             return add_traffic(attended, self._pipeline(batch, counted), self._updates(counted))
-        reduction = trainer.reduction
+        reduction = trainer.engine.reduction
         if isinstance(reduction, StageReduction) and reduction.sharded is not None:
             reduction = reduction.sharded
         found = forecast_step_traffic(
             plan=trainer.plan,
             mesh=trainer.mesh,
-            laid=trainer.placed.laid,
+            laid=trainer.engine.layout,
             reduction=reduction,
-            microbatches=[self._shape(index, own) for index, own in enumerate(trainer.runner.padded(batch))],
+            microbatches=[
+                self._shape(index, own) for index, own in enumerate(trainer.engine.passes.filler.fill(batch))
+            ],
             step=self._step_shape(batch),
             counted=counted,
         )
@@ -84,14 +74,14 @@ class TrafficObserver:
 
     def _step_shape(self, batch: StepBatch) -> StepShape:
         trainer = self._trainer
-        runner, precision = trainer.runner, trainer.precision
+        precision = trainer.engine.precision
         compute = precision.compute_dtype or precision.weight_dtype
-        laid, outline = trainer.placed.laid, trainer.placed.outline
+        laid, outline = trainer.engine.layout, trainer.engine.outline
         trained = {entry.parameter: entry.shape for entry in outline.values() if entry.parameter and entry.is_trained}
         whole = [laid.placements[name].whole_shape if name in laid.placements else trained[name] for name in trained]
         return StepShape(
-            has_passengers=runner.passengers is not None,
-            exact_norm=trainer.optim_config.clip is not None,
+            has_piggyback=trainer.engine.scalars.carrier is not None,
+            exact_norm=trainer.settings.optim.clip is not None,
             counts_weight=batch.total_weight is None,
             num_trust_norms=count_trust_norms(trainer.optimizer, trainer.optimizer.param_groups),
             weight_bytes=precision.weight_dtype.itemsize,
@@ -101,17 +91,17 @@ class TrafficObserver:
 
     def _pipeline(self, batch: StepBatch, counted: TrafficCounts) -> TrafficCounts:
         """What goes from stage to stage; nothing without a pipeline."""
-        cut, trainer = self._trainer.placed.pipeline, self._trainer
+        cut, trainer = self._trainer.engine.pipeline, self._trainer
         if cut is None:
             return {}
-        boundaries = [self._boundary(cut, microbatch) for microbatch in trainer.runner.padded(batch)]
+        boundaries = [self._boundary(cut, microbatch) for microbatch in trainer.engine.passes.filler.fill(batch)]
         sent = expected_sends(cut.schedule, cut.rank, boundaries)
         key = (Axis.PIPELINE.value, "send")
         shared = expected_exchange(cut.trained, cut.holders, grid=cut.schedule.grid, rank=cut.rank)
         if (trainer.plan.sp or trainer.plan.cp > 1) and key in sent and key in counted:
             # The plain model's sequence is whole; how much of it a rank has at a boundary is its own affair.
             sent[key] = replace(sent[key], num_bytes=counted[key].num_bytes)
-        told = trainer.reduction.num_flag_bytes if isinstance(trainer.reduction, StageReduction) else 0
+        told = trainer.engine.reduction.num_flag_bytes if isinstance(trainer.engine.reduction, StageReduction) else 0
         # In the last bucket of gradients: no message of their own.
         flags = {(trainer.mesh.replicas.axis, "all_reduce"): Traffic(calls=0, num_bytes=told)} if told else {}
         return add_traffic(sent, shared, flags)
@@ -119,9 +109,9 @@ class TrafficObserver:
     def _boundary(self, cut: Pipeline, microbatch: Microbatch) -> Boundaries:
         kind = kind_of(microbatch)
         if kind not in self._boundaries:
-            inputs, _ = self._trainer.objective.prepare(microbatch)
-            plain = self._plain.to(device=self._trainer.world.device, dtype=self._trainer.precision.weight_dtype)
-            with self._trainer.precision.autocast(self._trainer.world.device.type):
+            inputs, _ = self._trainer.engine.objective.prepare(microbatch)
+            plain = self._plain.to(device=self._trainer.world.device, dtype=self._trainer.engine.precision.weight_dtype)
+            with self._trainer.engine.precision.autocast(self._trainer.world.device.type):
                 self._boundaries[kind] = survey_boundaries(plain, cut.stages, cut.chain.parcels, inputs)
         return self._boundaries[kind]
 
@@ -131,7 +121,7 @@ class TrafficObserver:
         mesh, updates = trainer.mesh, updates_per_step(trainer.plan)
         found: TrafficCounts = {("everyone", "all_reduce"): Traffic(calls=1, num_bytes=4 * _FLOAT64)}
         if mesh.replicas.size > 1:
-            own = sum(value.nbytes for value in trainer.reduction.updated.values())
+            own = sum(value.nbytes for value in trainer.engine.reduction.updated.values())
             calls = max(1, counted.get((mesh.replicas.axis, "all_reduce"), Traffic()).calls)
             sums: TrafficCounts = {(mesh.replicas.axis, "all_reduce"): Traffic(calls=calls, num_bytes=updates * own)}
             found = add_traffic(found, sums)
@@ -141,8 +131,8 @@ class TrafficObserver:
         return found
 
     def _shape(self, index: int, microbatch: Microbatch) -> MicrobatchShape:
-        tensor = self._trainer.placed.laid.tensor
-        targets, weight = self._trainer.objective.scoring.own_part(microbatch.targets, microbatch.weight)
+        tensor = self._trainer.engine.layout.tensor
+        targets, weight = self._trainer.engine.objective.scoring.own_part(microbatch.targets, microbatch.weight)
         survey, has_end = self._survey_of(index)
         shape = MicrobatchShape(samples=len(microbatch.sample_ids), targets=None, survey=survey)
         if tensor is None or not tensor.splits_logits or weight == 0 or not has_end:
@@ -151,13 +141,13 @@ class TrafficObserver:
             return replace(shape, targets=targets.numel())
         assert tensor.vocab is not None
         degree = self._trainer.mesh.degree(Axis.TENSOR)
-        compute = self._trainer.precision.compute_dtype or self._trainer.precision.weight_dtype
+        compute = self._trainer.engine.precision.compute_dtype or self._trainer.engine.precision.weight_dtype
         scores = targets.numel() * rows_per_rank(tensor.vocab, degree) * degree * compute.itemsize
         return replace(shape, gathered_scores=scores)
 
     def _survey_of(self, microbatch: int) -> tuple[CrossingRecord | None, bool]:
         """What crosses of a microbatch on this rank, and whether it has the last stage of it."""
-        cut = self._trainer.placed.pipeline
+        cut = self._trainer.engine.pipeline
         if cut is None:
             return self._survey, True
         grid = cut.schedule.grid

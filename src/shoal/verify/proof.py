@@ -22,6 +22,7 @@ from torch import nn
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.plan import Plan
 from shoal.data.source import Splits
+from shoal.engine.config import Settings
 from shoal.engine.parallelize import example_of, resolve_stages
 from shoal.engine.resolve import resolve_plan
 from shoal.launch.pool import Pool
@@ -29,7 +30,6 @@ from shoal.models.losses import build_loss
 from shoal.optim.config import PrecisionName
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.build import Stages, cut_chain
-from shoal.pipeline.config import PipelineConfig
 from shoal.trainer.config import Recipe, dump_recipe
 from shoal.trainer.meancheck import find_other_mean
 from shoal.verify.compare.assemble import assemble_step
@@ -231,9 +231,7 @@ def _tree_of(subject: Subject, recipe: Recipe, plan: Plan) -> tuple[Recipe, Tree
     replicas, microbatches = plan.num_shares, plan.microbatches or 1
     if plan.pp == 1:
         return recipe, Tree(replicas=replicas, microbatches=microbatches)
-    cut = cut_model(
-        subject.model, subject.data, subject.analysis, plan, recipe.pipeline, global_batch=recipe.train.global_batch
-    )
+    cut = cut_model(subject.model, subject.data, subject.analysis, plan, recipe.settings)
     pipeline = recipe.pipeline.model_copy(update={"stages": cut.places})
     tree = cut.tree(replicas=replicas, microbatches=microbatches)
     return recipe.model_copy(update={"pipeline": pipeline}), tree
@@ -311,15 +309,13 @@ class CutModel:
         ]
 
 
-def cut_model(
-    model: nn.Module, data: Splits, analysis: ModuleAnalysis, plan: Plan, config: PipelineConfig, *, global_batch: int
-) -> CutModel:
+def cut_model(model: nn.Module, data: Splits, analysis: ModuleAnalysis, plan: Plan, settings: Settings) -> CutModel:
     """Look at how a plan cuts a model, which stays as it is.
 
     Raises:
         RequestError: it cannot be cut so.
     """
-    stages = resolve_stages(model, data, analysis, plan=plan, config=config, global_batch=global_batch)
+    stages = resolve_stages(model, data, analysis, plan=plan, settings=settings)
     own = copy.deepcopy(model)
     chain = cut_chain(own, example_of(data), stages)
     first = {id(parameter): name for name, parameter in own.named_parameters()}

@@ -11,7 +11,8 @@ are predicted in ``engine/sizes.py``.
 import copy
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from shoal.comm.trafficcounter import TrafficCounts
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.costs.fake import faked
-from shoal.costs.saved import measure_saved
+from shoal.costs.saved import SavedActivations, measure_saved
 from shoal.data.loader import Microbatch
-from shoal.engine.objective import NUM_PASSENGERS, Scoring
+from shoal.engine.hooks import Hook
+from shoal.engine.objective import Objective, Scoring
+from shoal.engine.piggyback import NUM_SCALARS
 from shoal.engine.sizes import measure_state, predict_state
 from shoal.launch.pool import serve
 from shoal.models.losses import Loss
@@ -53,11 +56,11 @@ def predict_activations(
     plan: Plan,
     rank: int,
     precision: Precision,
-    has_passengers: bool = False,
+    has_piggyback: bool = False,
 ) -> int:
     """Bytes that one microbatch's forward pass keeps on one rank, counted on tensors without data.
 
-    ``has_passengers`` says that the loss and the wish to stop ride with the gradients, for which they are kept too.
+    ``has_piggyback`` says that the loss and the request to stop are piggybacked on the gradients, for which they are kept too.
     """
     mesh = pretend_mesh(plan, rank)
     own = copy.deepcopy(model).to(dtype=precision.weight_dtype).train()
@@ -70,7 +73,7 @@ def predict_activations(
     with torch.no_grad(), dropout.drawing(), precision.autocast("cpu"):
         own(*(precision.cast_input(tensor[:2]) for tensor in microbatch.inputs))
     dropout.begin(0, microbatch.sample_ids)
-    scoring = Scoring(loss, laid=laid, mesh=mesh)
+    scoring = Scoring(loss, layout=laid, mesh=mesh)
     targets, _ = scoring.own_part(microbatch.targets, microbatch.weight)
     # Outside the fake tensors: on its way in and out it reads generators, which have real states.
     with dropout.drawing(), faked(own) as mode, mode:
@@ -82,33 +85,51 @@ def predict_activations(
             output = own(*(precision.cast_input(tensor) for tensor in given))
             loss_of = scoring.loss(output, precision.cast_input(fake_targets))
     del loss_of
-    return saved.num_bytes + (NUM_PASSENGERS * precision.weight_dtype.itemsize if has_passengers else 0)
+    return saved.num_bytes + (NUM_SCALARS * precision.weight_dtype.itemsize if has_piggyback else 0)
 
 
 class ActivationMeter:
     """Counts what the first real microbatch keeps, around the objective's own forward pass."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, objective: Objective) -> None:
         self.num_bytes: int | None = None
         self.microbatch: Microbatch | None = None
-        self._objective = trainer.runner.bare_objective
-        self._forward: Callable[..., Any] = self._objective.forward
-        self._objective.__dict__["forward"] = self._run
+        self._model = objective.model
+        self._measuring = ExitStack()
+        self._saved: SavedActivations | None = None
+        self._handles = [objective.register_forward_pre_hook(self._begin), objective.register_forward_hook(self._end)]
 
-    def _run(self, microbatch: Microbatch | None, *arguments: Any) -> Tensor:
-        result: Tensor
-        if microbatch is None or self.num_bytes is not None:
-            result = self._forward(microbatch, *arguments)
-            return result
-        inputs: Sequence[Tensor] = (*microbatch.inputs, microbatch.targets)
-        with measure_saved(self._objective.model, *inputs) as saved:
-            result = self._forward(microbatch, *arguments)
-        self.num_bytes, self.microbatch = saved.num_bytes, microbatch
-        return result
+    def _begin(self, _objective: nn.Module, given: tuple[Any, ...]) -> None:
+        if given[0] is not None and self.microbatch is None:
+            self.microbatch = given[0]
+            inputs: Sequence[Tensor] = (*self.microbatch.inputs, self.microbatch.targets)
+            self._saved = self._measuring.enter_context(measure_saved(self._model, *inputs))
+
+    def _end(self, _objective: nn.Module, _given: tuple[Any, ...], _loss: Tensor) -> None:
+        if self._saved is not None:
+            self._measuring.close()
+            self.num_bytes, self._saved = self._saved.num_bytes, None
 
     def close(self) -> None:
-        """Leave the objective as it was."""
-        self._objective.__dict__.pop("forward", None)
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class GradientRecorder(Hook):
+    """Keeps a step's gradients as they were summed, before they are clipped."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_gradients(self, step: int, parameters: Mapping[str, nn.Parameter], loss_scale: float) -> None:
+        """Copy them, without the loss scale."""
+        self.gradients = {
+            # A new tensor: clipping writes into the old one.
+            f"grad/{name}": parameter.grad.detach() / loss_scale
+            for name, parameter in parameters.items()
+            if parameter.grad is not None
+        }
 
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,10 +159,10 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             workers=recipe.data.workers,
             world=world,
         )
-        if trainer.stream is not None:
-            trainer.stream.longest = 1  # Every step is looked at; how long a window is changes no bit.
+        if trainer.engine.asynchronous is not None:
+            trainer.engine.asynchronous.longest = 1  # Every step is looked at; how long a window is changes no bit.
         with trainer:
-            meter = ActivationMeter(trainer)
+            meter = ActivationMeter(trainer.engine.objective)
             survey = TrafficObserver(trainer, plain, loss, data)
             answer = _record(trainer, survey, job["steps"], folder)
             meter.close()
@@ -150,31 +171,26 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _record(trainer: Trainer, survey: TrafficObserver, steps: int, folder: Path) -> dict[str, Any]:
     recorder = Recorder(folder, f"rank-{trainer.world.rank:03d}")
-    gradients: dict[str, torch.Tensor] = {}
-
-    def keep(updated: Mapping[str, nn.Parameter], scale: float) -> None:
-        gradients.clear()
-        for name, parameter in updated.items():
-            if parameter.grad is not None:
-                # A new tensor: clipping writes into the old one.
-                gradients[f"grad/{name}"] = parameter.grad.detach() / scale
-
-    trainer.runner.on_gradients = keep
+    summed = GradientRecorder()
+    trainer.engine.add_hook(summed)
     counted: list[TrafficCounts] = []
     expected: list[TrafficCounts] = []
     running = itertools.islice(trainer.training_steps(), steps)
     for _ in range(steps):
-        survey.begin_step()
         with trainer.mesh.traffic.counting() as counts:
             done = next(running)
         counted.append(dict(counts))
         expected.append(survey.expected(counts))
-        tensors = model_tensors(trainer.reduction.updated.items(), trainer.optimizer, saved_buffers(trainer.model))
+        tensors = model_tensors(
+            trainer.engine.reduction.updated.items(), trainer.optimizer, saved_buffers(trainer.model)
+        )
         if not done.skipped:
-            tensors |= gradients
+            tensors |= summed.gradients
         assert done.grad_norm is not None, "a trainer has the whole gradient"
         recorder.add(loss=done.loss, norm=done.grad_norm, skipped=done.skipped, tensors=tensors)
-    recorder.close(placements={name: placement_values(place) for name, place in trainer.reduction.placements.items()})
+    recorder.close(
+        placements={name: placement_values(place) for name, place in trainer.engine.reduction.placements.items()}
+    )
     return {
         "coordinates": {axis.value: trainer.mesh.coordinate(axis) for axis in GRID},
         "degrees": {axis.value: trainer.mesh.degree(axis) for axis in GRID},
@@ -189,19 +205,19 @@ def _sizes(
     trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMeter
 ) -> dict[str, dict[str, int] | dict[str, str]]:
     """Predicted and measured bytes of this rank, and why some were not predicted."""
-    analysis, plan, rank = trainer.placed.analysis, trainer.plan, trainer.world.rank
-    cut = trainer.placed.pipeline
+    analysis, plan, rank = trainer.engine.analysis, trainer.plan, trainer.world.rank
+    cut = trainer.engine.pipeline
     predicted = predict_state(
         plain,
         analysis=analysis,
         plan=plan,
         rank=rank,
-        optim=trainer.optim_config,
-        precision=trainer.precision,
+        optim=trainer.settings.optim,
+        precision=trainer.engine.precision,
         part=None if cut is None else cut.part,
     )
     missing: dict[str, str] = {}
-    measured = measure_state(trainer.placed, is_asynchronous=trainer.stream is not None)
+    measured = measure_state(trainer.engine)
     predicted = {what: size for what, size in predicted.items() if what in measured}
     if plan.zero == 0 and "gradients" in predicted:
         # One that no sample touched has no gradient to keep; that it has none in one process either is compared elsewhere.
@@ -218,8 +234,8 @@ def _sizes(
                 analysis=analysis,
                 plan=plan,
                 rank=rank,
-                precision=trainer.precision,
-                has_passengers=trainer.runner.passengers is not None,
+                precision=trainer.engine.precision,
+                has_piggyback=trainer.engine.scalars.carrier is not None,
             )
         except Exception as error:
             # A forward pass that looks at values cannot run without them, and may raise anything; the certificate says what.

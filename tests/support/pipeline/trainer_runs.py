@@ -55,7 +55,7 @@ def train(world, job: dict) -> dict:
         environment={},
     )
     if "longest" in job:
-        trainer.stream.longest = job["longest"]
+        trainer.engine.asynchronous.longest = job["longest"]
     infos = list(trainer.training_steps())
     result = {
         "sha": trainer.hash_weights(),

@@ -22,7 +22,7 @@ TARGETS = torch.tensor([[0, 1, 2, 3, -100, 5, 6, 7]])
 def scoring(rank):
     where = Positions(kind="ring", rank=rank, degree=2)
     laid = ModelLayout(context=ContextLayout(where=where, keeps_local=True))
-    return Scoring(cross_entropy, laid=laid, mesh=pretend_mesh(Plan(dp=1, cp=2), rank))
+    return Scoring(cross_entropy, layout=laid, mesh=pretend_mesh(Plan(dp=1, cp=2), rank))
 
 
 def test_the_parts_of_a_sequence_weigh_what_counts_in_them():

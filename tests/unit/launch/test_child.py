@@ -27,10 +27,10 @@ def test_a_signal_that_came_too_early_waits_for_those_who_listen_by_themselves(t
 
 
 def test_a_rank_listens_before_it_does_anything_else(tmp_path):
-    """``StopWish`` hears what was held back; ranks say that they listen by themselves."""
+    """``hear_stop_signals`` hears what was held back; ranks say that they listen by themselves."""
     program = BEFORE + (
-        "from shoal.trainer.worker import LISTENS_BY_ITSELF, StopWish; wishes = []; "
-        "StopWish(listen_to_ctrl_c=False).tell(wishes.append); "
-        "raise SystemExit(not (LISTENS_BY_ITSELF and wishes == ['SIGTERM']))"
+        "from shoal.trainer.worker import LISTENS_BY_ITSELF, hear_stop_signals; "
+        "stop = hear_stop_signals(listen_to_ctrl_c=False); "
+        "raise SystemExit(not (LISTENS_BY_ITSELF and stop.reason == 'SIGTERM'))"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60, check=False).returncode == 0

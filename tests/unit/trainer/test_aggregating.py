@@ -15,7 +15,7 @@ STEPS, LR = 4, 0.1
 def joined(tmp_path, recipe, join):
     """Weights after plain SGD steps on what ``join`` makes of the two shares' own mean gradients."""
     worker = build_worker(place_in(tmp_path, "worker", 0, Plan.parse("ps=1 workers=2 update=async"), recipe), None)
-    parameters = trained_parameters(worker.shares.runner.model)
+    parameters = trained_parameters(worker.shares.model.model)
     for step in range(STEPS):
         shares = []
         for share in range(2):

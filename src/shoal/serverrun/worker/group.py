@@ -25,7 +25,7 @@ from shoal.comm.full_tensor import box, is_spokesman
 from shoal.comm.world import Place, World, join_world
 from shoal.core.errors import RunError
 from shoal.core.placement import Patch, Placement
-from shoal.engine.parallelize import ParallelModel
+from shoal.engine.model import ParallelModel
 from shoal.paramserver.worker.flat import FlatRow
 from shoal.serverrun.process import MemberPlace
 from shoal.serverrun.worker.shares import ShareResult, ShareRunner
@@ -43,14 +43,14 @@ class Holding:
     """Those whose gradient it brings."""
 
     @classmethod
-    def of(cls, placed: ParallelModel) -> "Holding":
+    def of(cls, model: ParallelModel) -> "Holding":
         """What this rank holds."""
-        placements = dict(sorted(placed.reduction.placements.items()))
+        placements = dict(sorted(model.reduction.placements.items()))
         spoken = [
             name
             for name in placements
-            if is_spokesman(placed.mesh, is_split=name in placed.laid.placements, is_sharded=False)
-            and placed.is_first_keeper(name)
+            if is_spokesman(model.mesh, is_split=name in model.layout.placements, is_sharded=False)
+            and model.is_first_owner(name)
         ]
         return cls(placements=placements, spoken=frozenset(spoken))
 
@@ -90,15 +90,15 @@ class Dealing:
     """One rank's part in it. Every method is called by all ranks of the group together.
 
     Args:
-        placed: this rank's model.
+        model: this rank's model.
         dtype: of the trained parameters; a rank of a pipeline may hold none.
         row: whole weights and gradients; on the leader, None elsewhere.
     """
 
-    def __init__(self, placed: ParallelModel, dtype: torch.dtype, row: FlatRow | None) -> None:
-        self._channel = placed.mesh.everyone
-        self._parameters = placed.reduction.updated
-        self._own = Holding.of(placed)
+    def __init__(self, model: ParallelModel, dtype: torch.dtype, row: FlatRow | None) -> None:
+        self._channel = model.mesh.everyone
+        self._parameters = model.reduction.updated
+        self._own = Holding.of(model)
         self._dtype = dtype
         holdings = _tell(self._channel, self._own)
         self._weights = row.whole(row.weights) if row is not None else {}

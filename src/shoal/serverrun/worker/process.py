@@ -15,7 +15,8 @@ import torch
 
 from shoal.comm.parentdeath import end_if_forked
 from shoal.comm.wire.node import new_incarnation
-from shoal.engine.parallelize import ParallelModel, build_runner, parallelize
+from shoal.engine.model import ParallelModel
+from shoal.engine.parallelize import parallelize
 from shoal.engine.resolve import count_steps, resolve_plan
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
@@ -89,7 +90,7 @@ def _work_under_names(
 class Bench:
     """Model, data and passes on this process, which is a worker or one rank of one."""
 
-    placed: ParallelModel
+    parallel: ParallelModel
     shares: ShareRunner
     model: Model
     """The trained parameters, whole."""
@@ -121,19 +122,17 @@ def build_bench(place: MemberPlace, rank_status: RankStatus | None) -> Bench:
     # Their gradients are added up whole, because torch adds rows up in another order; which rows were touched is found when
     # they are sent.
     sparse = sparse_parameters(model)
-    placed = parallelize(
+    parallel = parallelize(
         model,
         data,
         loss,
         plan=group_plan(layout.plan),
-        train=train,
-        optim=plain,
-        parallel=recipe.parallel,
-        pipeline=recipe.pipeline,
+        settings=replace(recipe.settings, train=train, optim=plain),
         world=world,
+        status=rank_status,
     )
     shares = ShareRunner(
-        build_runner(placed, data, train=train, optim=plain, world=world, rank_status=rank_status),
+        parallel,
         data.train,
         seed=recipe.train.seed,
         global_batch=recipe.train.global_batch,
@@ -144,7 +143,7 @@ def build_bench(place: MemberPlace, rank_status: RankStatus | None) -> Bench:
     )
     total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
     return Bench(
-        placed=placed,
+        parallel=parallel,
         shares=shares,
         model=described,
         dtype=precision.weight_dtype,
@@ -157,21 +156,23 @@ def build_bench(place: MemberPlace, rank_status: RankStatus | None) -> Bench:
 def build_worker(place: MemberPlace, rank_status: RankStatus | None) -> Worker:
     """What computes: this process alone, or this one at the head of its group."""
     bench, recipe = build_bench(place, rank_status), place.recipe
-    placed = bench.placed
+    parallel = bench.parallel
     shard_map = cut_for(bench.model, place.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
-    if placed.mesh.everyone.size == 1:
-        flat = FlatModel(placed.model, shard_map, bench.sparse)
+    if parallel.mesh.everyone.size == 1:
+        flat = FlatModel(parallel.model, shard_map, bench.sparse)
         return Worker(flat=flat, shares=bench.shares, total_steps=bench.total_steps, data=bench.data)
     row = FlatRow(bench.model, shard_map, bench.sparse)
     deadline = recipe.elastic.collective_deadline
-    leader = Leader(bench.shares, Dealing(placed, bench.dtype, row), placed.mesh.everyone, deadline_seconds=deadline)
+    leader = Leader(
+        bench.shares, Dealing(parallel, bench.dtype, row), parallel.mesh.everyone, deadline_seconds=deadline
+    )
     return Worker(flat=row, shares=leader, total_steps=bench.total_steps, data=bench.data)
 
 
 def serve_group(place: MemberPlace, rank_status: RankStatus | None) -> None:
     """The life of a rank of a worker that is not its first."""
     bench = build_bench(place, rank_status)
-    follow(bench.shares, Dealing(bench.placed, bench.dtype, None), bench.placed.mesh.everyone)
+    follow(bench.shares, Dealing(bench.parallel, bench.dtype, None), bench.parallel.mesh.everyone)
 
 
 def way_of_working(place: MemberPlace) -> Callable[[Line, Worker, MemberPlace], None]:

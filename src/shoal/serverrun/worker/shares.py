@@ -13,7 +13,7 @@ import numpy as np
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.order import Ids, own_microbatches, permute, position_of, take
 from shoal.data.source import Source
-from shoal.engine.step import StepRunner
+from shoal.engine.model import ParallelModel
 from shoal.paramserver.config import stretch_of
 
 
@@ -41,7 +41,7 @@ class ShareRunner:
     """Computes shares of steps on this process's model.
 
     Args:
-        runner: forward and backward passes; its plan has one replica.
+        model: laid out by a plan that has one replica.
         source: the training split.
         seed: of the order of samples.
         global_batch: samples of a step.
@@ -54,7 +54,7 @@ class ShareRunner:
 
     def __init__(
         self,
-        runner: StepRunner,
+        model: ParallelModel,
         source: Source,
         *,
         seed: int,
@@ -64,7 +64,7 @@ class ShareRunner:
         of_the_step: bool,
         sizes: Sequence[float] | None = None,
     ) -> None:
-        self.runner = runner
+        self.model = model
         self._source = source
         self._seed = seed
         self._global_batch = global_batch
@@ -87,7 +87,7 @@ class ShareRunner:
             start, stop = stretch_of(len(ids), share, self._sizes)
             cut = own_microbatches(ids[start:stop], part, num_parts, self._num_microbatches)
         batch = self._batch(ids, cut, of_the_step=self._of_the_step)
-        loss, _ = self.runner.compute(batch, step=step)
+        loss = self.model.forward_backward(batch, step=step)
         assert batch.total_weight is not None
         return ShareResult(
             loss=loss,
@@ -108,10 +108,10 @@ class ShareRunner:
         """Compute a stretch of a step's samples; its part of the step's mean loss. The gradient is left as ``run`` leaves it."""
         ids = self._ids(step)
         batch = self._batch(ids, self._cut_stretch(ids[start:stop]), of_the_step=True)
-        return self.runner.compute(batch, step=step)[0]
+        return self.model.forward_backward(batch, step=step)
 
     def _cut_stretch(self, own: Ids) -> list[Ids]:
-        if self.runner.runtime is not None:
+        if self.model.runtime is not None:
             # A schedule has its number of microbatches, whatever the size of the stretch.
             return [part for part in np.array_split(own, self._num_microbatches) if len(part)]
         each = max(1, math.ceil(self._global_batch / self._num_shares / self._num_microbatches))

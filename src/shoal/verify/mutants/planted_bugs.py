@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shoal.comm.world import World
 from shoal.core.axes import Axis
-from shoal.engine import feed, step
-from shoal.engine import parallelize as laying
+from shoal.engine import model as engine
+from shoal.engine import parallelize, passes, piggyback
 from shoal.parallel import batchnorm, data, gradnorm
 from shoal.parallel import data as replicated
 from shoal.parallel.context import apply as context
@@ -36,8 +36,7 @@ class Swap(NamedTuple):
 
 
 PlantedBug = Callable[[World], list[Swap]]
-# engine/objective.py: the loss and the wish to stop.
-_PASSENGERS = torch.Size([2])
+_PIGGYBACK = torch.Size([piggyback.NUM_SCALARS])
 
 
 def drop_all_reduce(world: World) -> list[Swap]:
@@ -79,7 +78,7 @@ def norm_of_own_shard(world: World) -> list[Swap]:
 
 def keep_partial_gradients(world: World) -> list[Swap]:
     """Norm weights inside a cut sequence keep the gradient of this rank's positions."""
-    return [Swap(step, "sum_partial_", lambda updated, names, channel: None)]
+    return [Swap(engine, "sum_partial_", lambda updated, names, channel: None)]
 
 
 def count_padding(world: World) -> list[Swap]:
@@ -127,14 +126,14 @@ def drop_grouped_heads(world: World) -> list[Swap]:
 
 def drop_by_rank(world: World) -> list[Swap]:
     """Dropout masks depend on the rank."""
-    honest = vars(laying)["apply_keyed_dropout"]
-    return [Swap(laying, "apply_keyed_dropout", lambda model, seed: honest(model, seed + world.rank))]
+    honest = vars(parallelize)["apply_keyed_dropout"]
+    return [Swap(parallelize, "apply_keyed_dropout", lambda model, seed: honest(model, seed + world.rank))]
 
 
 def redraw_in_recompute(world: World) -> list[Swap]:
     """A recomputed forward pass draws other masks than the first."""
     honest = F.dropout
-    keyed = vars(laying)["apply_keyed_dropout"]
+    keyed = vars(parallelize)["apply_keyed_dropout"]
 
     def apply(model: nn.Module, seed: int) -> Any:
         key = keyed(model, seed)
@@ -143,7 +142,7 @@ def redraw_in_recompute(world: World) -> list[Swap]:
                 module.__dict__["forward"] = functools.partial(_redraw, module.forward, honest, module.p)
         return key
 
-    return [Swap(laying, "apply_keyed_dropout", apply)]
+    return [Swap(parallelize, "apply_keyed_dropout", apply)]
 
 
 def _redraw(forward: Callable[..., Tensor], dropout: Callable[..., Tensor], p: float, x: Tensor) -> Tensor:
@@ -153,10 +152,10 @@ def _redraw(forward: Callable[..., Tensor], dropout: Callable[..., Tensor], p: f
 
 def swap_optimizer_shards(world: World) -> list[Swap]:
     """After the first step one tensor's first moment is the neighbour's."""
-    honest = step.StepRunner.run
+    honest = engine.ParallelModel.train_step
     seen: list[int] = []
 
-    def run(self: step.StepRunner, *arguments: Any, **options: Any) -> Any:
+    def train_step(self: engine.ParallelModel, *arguments: Any, **options: Any) -> Any:
         result = honest(self, *arguments, **options)
         if not seen:
             seen.append(1)
@@ -168,16 +167,16 @@ def swap_optimizer_shards(world: World) -> list[Swap]:
             state.copy_(received)
         return result
 
-    return [Swap(step.StepRunner, "run", run)]
+    return [Swap(engine.ParallelModel, "train_step", train_step)]
 
 
 def average_unequal_batches(world: World) -> list[Swap]:
     """A mean of the replicas' means, although they have different numbers of targets."""
 
-    def total(self: step.StepRunner, batch: Any) -> float:
+    def total(self: passes.Passes, batch: Any) -> float:
         return float(max(1.0, batch.local_weight)) * self.mesh.degree(Axis.DATA)
 
-    return [Swap(step.StepRunner, "_total_weight", total)]
+    return [Swap(passes.Passes, "total_weight", total)]
 
 
 def keep_own_statistics(world: World) -> list[Swap]:
@@ -204,19 +203,19 @@ def lose_tied_use(world: World) -> list[Swap]:
 
 def clip_by_stale_norm(world: World) -> list[Swap]:
     """Gradients are clipped by the norm of the step before."""
-    honest = vars(step)["clip_"]
+    honest = vars(engine)["clip_"]
     before: list[float] = []
 
     def clip(grads: Iterable[Tensor], norm: float, limit: float | None, loss_scale: float = 1.0) -> None:
         honest(grads, before[-1] if before else norm, limit, loss_scale)
         before.append(norm)
 
-    return [Swap(step, "clip_", clip)]
+    return [Swap(engine, "clip_", clip)]
 
 
 def update_by_noise_and_more(world: World) -> list[Swap]:
     """A weight whose true gradient is zero is updated by a gradient that is tiny, and yet no rounding."""
-    honest = vars(step)["clip_"]
+    honest = vars(engine)["clip_"]
 
     def clip(grads: Iterable[Tensor], norm: float, limit: float | None, loss_scale: float = 1.0) -> None:
         found = list(grads)
@@ -225,7 +224,7 @@ def update_by_noise_and_more(world: World) -> list[Swap]:
             if float(gradient.norm()) <= 1e-12 * norm:
                 gradient.add_(1e-9 * norm)
 
-    return [Swap(step, "clip_", clip)]
+    return [Swap(engine, "clip_", clip)]
 
 
 def update_further_than_noise(world: World) -> list[Swap]:
@@ -257,26 +256,26 @@ def repeat_data(world: World) -> list[Swap]:
 
 def sum_once_more(world: World) -> list[Swap]:
     """A collective that changes nothing and costs a round: the sum of zeros."""
-    honest = step.StepRunner._sum_gradients
+    honest = engine.ParallelModel._sum_gradients
 
-    def summed(self: step.StepRunner, number: int) -> None:
+    def summed(self: engine.ParallelModel, number: int) -> None:
         honest(self, number)
         self.mesh.everyone.all_reduce_(torch.zeros(16))
 
-    return [Swap(step.StepRunner, "_sum_gradients", summed)]
+    return [Swap(engine.ParallelModel, "_sum_gradients", summed)]
 
 
 def _hook(change: Callable[[Tensor, Tensor, int], Tensor]) -> Swap:
     """Change what the reduction makes of every gradient: ``change(own, sum, number of replicas)``.
 
-    The loss and the wish to stop, which ride in the same buckets, stay right: it is the gradients that must give it away.
+    The loss and the request to stop, which are piggybacked in the same buckets, stay right: the gradients must give it away.
     """
     honest = data._sum_bucket
 
     # DDP refuses a hook whose annotations are not those it knows.
     @functools.wraps(honest)
     def changed(channel: Any, bucket: Any) -> Any:
-        gradients = [gradient for gradient in bucket.gradients() if gradient.shape != _PASSENGERS]
+        gradients = [gradient for gradient in bucket.gradients() if gradient.shape != _PIGGYBACK]
         own = [gradient.clone() for gradient in gradients]
 
         def alter(done: Any) -> Tensor:
@@ -321,12 +320,12 @@ def use_newest_on_last_stage(world: World) -> list[Swap]:
 
 def swap_microbatches(world: World) -> list[Swap]:
     """The first stage runs microbatch 1 where 0 is due, and 0 where 1 is."""
-    honest = feed.StepFeed.inputs
+    honest = passes.StepFeed.inputs
 
-    def inputs(self: feed.StepFeed, microbatch: int) -> Any:
+    def inputs(self: passes.StepFeed, microbatch: int) -> Any:
         return honest(self, microbatch ^ 1 if microbatch < 2 else microbatch)
 
-    return [Swap(feed.StepFeed, "inputs", inputs)]
+    return [Swap(passes.StepFeed, "inputs", inputs)]
 
 
 def keep_own_tied_sum(world: World) -> list[Swap]:

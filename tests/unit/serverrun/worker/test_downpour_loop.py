@@ -27,7 +27,7 @@ def by_hand(tmp_path, recipe, push_every, fetch_every, local_lr):
     """Algorithm 7.1 of the paper over one worker, with one torch optimizer as the server."""
     plan = Plan.parse(f"ps=1 workers=1 update=downpour:{push_every},{fetch_every}")
     worker = build_worker(place_in(tmp_path, "worker", 0, plan, recipe), None)
-    model = worker.shares.runner.model
+    model = worker.shares.model.model
     held = {name: torch.nn.Parameter(one.detach().clone()) for name, one in trained_parameters(model).items()}
     optimizer = build_optimizer(
         recipe.optim, torch.nn.Module(), updated=held, groups=decide_groups(recipe.optim, model)

@@ -33,7 +33,7 @@ def test_as_many_steps_each_is_the_mean_of_where_they_came(tmp_path):
     found = run_inside(tmp_path, "ps=2 workers=2 update=bsp", recipe)
     plan = Plan.parse("ps=1 workers=2 update=async")
     worker = build_worker(place_in(tmp_path, "worker", 0, plan, recipe), None)
-    parameters = trained_parameters(worker.shares.runner.model)
+    parameters = trained_parameters(worker.shares.model.model)
     weights = {name: one.detach().clone() for name, one in parameters.items()}
     for step in range(3):
         ended = []

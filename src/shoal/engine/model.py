@@ -1,0 +1,263 @@
+"""``ParallelModel``: a model, its optimizer and its plan on this rank, in one interface. ``parallelize`` builds it.
+
+    model = parallelize(module, data, loss, plan=plan, settings=settings, world=world)
+    loss = model.forward_backward(batch, step=0)      # the gradient, summed over all ranks, is in .grad
+    norm = model.clip()
+    model.step(lr=1e-3)
+
+Every decision (skip, clip, stop) is taken from reduced values, which are the same bits on every rank, so ranks never disagree.
+Nothing here logs, saves or waits.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from shoal.comm.mesh import Mesh
+from shoal.comm.world import World
+from shoal.core.axes import Axis
+from shoal.core.errors import RunError
+from shoal.core.plan import Plan
+from shoal.data.loader import StepBatch
+from shoal.data.source import Source
+from shoal.engine.async_pipeline import AsyncPipeline
+from shoal.engine.evaluate import Evaluation, evaluate
+from shoal.engine.hooks import Hook, Hooks, StepResult
+from shoal.engine.objective import Objective
+from shoal.engine.passes import Passes
+from shoal.engine.piggyback import StepScalars
+from shoal.engine.state import Outline, RankState, export_rank_state, hash_weights_of, whole_weights
+from shoal.engine.stop import StopRequest
+from shoal.optim.build import set_rate
+from shoal.optim.precision import LossScale, Precision
+from shoal.parallel import batchnorm
+from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.apply import ModelLayout
+from shoal.parallel.data import Reduction, sum_partial_
+from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
+from shoal.pipeline.build import Pipeline
+from shoal.pipeline.runtime import Runtime
+
+_MOST_NAMED = 5
+"""Parameters that a message names; of more it says the number."""
+
+
+@dataclass(kw_only=True, eq=False)
+class ParallelModel:
+    """One model under one plan, on this rank. What is ``all ranks call it together`` below is a collective."""
+
+    plan: Plan
+    """Resolved."""
+    model: nn.Module
+    """The user's module, changed in place by the plan's techniques."""
+    world: World
+    mesh: Mesh
+    analysis: ModuleAnalysis
+    """What was found in the module, where the plan asks for it."""
+    layout: ModelLayout
+    """How the techniques laid the module out."""
+    objective: Objective
+    """Model and loss, without a data-parallel wrapper."""
+    reduction: Reduction
+    """What this rank updates, where that lies in the whole, and how its gradients are summed over replicas."""
+    optimizer: torch.optim.Optimizer
+    norms: WholeNorms | None
+    """How the parts of tensors make whole norms; None where every rank holds them whole."""
+    outline: Outline
+    """Of the whole model, of which a rank of a pipeline has a part."""
+    pipeline: Pipeline | None
+    """This rank's stages; None without a pipeline."""
+    passes: Passes
+    scalars: StepScalars
+    max_norm: float | None
+    """The norm that gradients are clipped to; None where they are not."""
+    allows_unused: bool
+    """Parameters may stay without a gradient."""
+    asynchronous: AsyncPipeline | None
+    """Takes the steps of an asynchronous pipeline, whose stages update by themselves; None elsewhere."""
+    _loss_scale: float = field(default=1.0, init=False)
+    """What is still in the gradients."""
+
+    @property
+    def hooks(self) -> Hooks:
+        """Called at fixed points of training; see ``add_hook``."""
+        return self.passes.hooks
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """Executes the schedule of a synchronous pipeline; None without one."""
+        return self.passes.runtime
+
+    @property
+    def stop(self) -> StopRequest:
+        """This rank's request to stop, which steps bring to the others."""
+        return self.scalars.stop
+
+    @property
+    def precision(self) -> Precision:
+        """Of weights and arithmetic."""
+        return self.objective.precision
+
+    def add_hook(self, hook: Hook) -> None:
+        """Call a hook from now on."""
+        self.hooks.add(hook)
+        if self.runtime is not None and self.hooks.times_actions:
+            self.runtime.observe = self.hooks.on_action
+
+    # --- one step
+
+    def train_step(
+        self, batch: StepBatch, *, step: int, lr: float, loss_scale: LossScale, loss_limit: float = math.inf
+    ) -> StepResult:
+        """Take step number ``step`` (counted from 0) on ``batch``, unless its loss is above ``loss_limit`` or not finite."""
+        loss = self.forward_backward(batch, step=step, loss_scale=loss_scale.scale)
+        self.passes.enter("gradient norm", step)
+        norm = self.clip()
+        is_finite = math.isfinite(norm) and math.isfinite(loss)
+        is_taken = is_finite and loss <= loss_limit
+        if is_taken:
+            self.passes.enter("optimizer", step)
+            self.step(lr=lr)
+        if self.passes.has_batch_norm:
+            self.passes.enter("wait: batch norm statistics", step)
+        self.end_step(is_taken=is_taken)
+        result = StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_taken)
+        self.hooks.on_update(step, result)
+        return result
+
+    def forward_backward(self, batch: StepBatch, *, step: int, loss_scale: float = 1.0) -> float:
+        """Leave the gradient of a batch, summed over all ranks, in ``.grad``; returns its loss over all ranks.
+
+        All ranks call it together, each with its replica's part of the batch.
+
+        Args:
+            batch: this replica's microbatches.
+            step: its number, from 0; dropout is drawn by it.
+            loss_scale: what the loss is multiplied by for the backward pass; ``clip`` takes it out of the gradients again.
+        """
+        self.hooks.on_step_start(step, batch)
+        self._loss_scale = loss_scale
+        self.reduction.begin_step()
+        self.scalars.begin_step()
+        local_loss = self.passes.accumulate(batch, step=step, scale=loss_scale)
+        self._sum_gradients(step)
+        loss = self.scalars.reduce(local_loss, scale=loss_scale)
+        self.hooks.on_gradients(step, self.reduction.updated, loss_scale)
+        return loss
+
+    def clip(self) -> float:
+        """The norm of the whole gradient, which is then clipped to ``max_norm``; one that is not finite is left as it is."""
+        updated = self.reduction.updated
+        gradients = {name: parameter.grad for name, parameter in updated.items() if parameter.grad is not None}
+        norm = global_norm(gradients.items(), exact=self.max_norm is not None, norms=self.norms) / self._loss_scale
+        if math.isfinite(norm):
+            clip_(gradients.values(), norm=norm, limit=self.max_norm, loss_scale=self._loss_scale)
+        return norm
+
+    def step(self, *, lr: float) -> None:
+        """Update the weights, and bring them to where forward passes read them."""
+        set_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.reduction.publish()
+
+    def end_step(self, *, is_taken: bool) -> None:
+        """Fold the step's statistics of batch norm in, over all replicas, or forget them with a step that was not taken."""
+        if self.passes.has_batch_norm:
+            batchnorm.fold(self.model, keep=is_taken)
+
+    def _sum_gradients(self, step: int) -> None:
+        """What is left of the reduction after the last backward pass."""
+        self.passes.enter("wait: gradients of the other ranks", step)
+        self.reduction.finish()
+        self._refuse_untouched()
+        if self.layout.partial:
+            sum_partial_(self.reduction.updated, self.layout.partial, self.mesh.channel(Axis.TENSOR))
+
+    def _refuse_untouched(self) -> None:
+        """Refuse a parameter without a gradient: data parallelism would then leave its whole bucket unsummed, and say nothing.
+
+        Raises:
+            RunError: names the parameter and the setting. No refusal: a bug of ours may have lost the gradient.
+        """
+        if self.mesh.replicas.size == 1 or self.allows_unused:
+            return
+        names = list(self.reduction.untouched())
+        if names:
+            many = "s" if len(names) > 1 else ""
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            raise RunError(
+                f"parameter{many} {', '.join(map(repr, names[:_MOST_NAMED]))}{more} got no gradient in this step, so "
+                f"gradients could not be summed over replicas; set train.unused_parameters=true, or take the "
+                f"parameter{many} out of the model"
+            )
+
+    def evaluate(self, source: Source, *, split: str, batch: int, limit: int = 0, step: int = 0) -> Evaluation:
+        """Loss and accuracy over the first ``limit`` samples of a split (0: all of them). All ranks call it together.
+
+        Args:
+            source: of the samples.
+            split: what it is called.
+            batch: samples per forward pass.
+            limit: samples at most.
+            step: steps that were taken before it.
+        """
+        found = evaluate(
+            self.objective,
+            source,
+            split=split,
+            mesh=self.mesh,
+            batch=batch,
+            limit=limit,
+            before_batch=lambda: self.passes.enter("evaluate", step - 1),
+            runtime=self.runtime,
+        )
+        self.hooks.on_evaluation(step, found)
+        return found
+
+    # --- its state
+
+    def state(self, step: int = 0) -> RankState:
+        """This rank's part of weights, buffers and optimizer state after ``step`` steps: live tensors, with their placements."""
+        own = self._own_state()
+        return own if self.asynchronous is None else self.asynchronous.add_versions(own, step)
+
+    def _own_state(self) -> RankState:
+        return export_rank_state(self.model, self.optimizer, self.reduction, self.layout, self.outline)
+
+    def replicated_state(self) -> RankState:
+        """What several ranks must hold alike: ``state``, and the weights that forward passes read where those are others."""
+        own = self._own_state()
+        if self.plan.zero not in (1, 2):
+            return own
+        # A rank holds some rows, which nobody else has; the whole weights that it gathered are every replica's.
+        named = self.model.named_parameters()
+        whole = {f"gathered/{name}": parameter.detach() for name, parameter in named if parameter.requires_grad}
+        local = {f"gathered/{name}": placement for name, placement in self.layout.placements.items()}
+        tensors, placements = {**own.tensors, **whole}, {**own.placements, **local}
+        return replace(own, tensors=tensors, placements=placements)
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights of the whole model, one after the other in the order of their names. All ranks go through it together."""
+        return whole_weights(
+            self.outline,
+            self._own_state(),
+            layout=self.layout,
+            mesh=self.mesh,
+            is_sharded=self.plan.zero > 0,
+            is_first_owner=self.is_first_owner,
+        )
+
+    def hash_weights(self) -> str:
+        """SHA-256 over the whole weights, the same under every plan; all ranks call it together."""
+        return hash_weights_of(self.whole_weights())
+
+    def is_first_owner(self, name: str) -> bool:
+        """True where this rank speaks for a saved tensor among the ranks of its pipeline."""
+        return self.pipeline is None or self.pipeline.is_first_keeper(name)
+
+    def close(self) -> None:
+        """Give up the groups of ranks; the world is the caller's."""
+        self.mesh.close()
