@@ -137,10 +137,8 @@ class Record:
     """In the order of execution; ``Event``, and what others put between them (``repeats.py``)."""
     running: list[str] = field(default_factory=lambda: [""])
     """Paths of the modules that are running, outermost first: after a failure, those in which it happened."""
-    parameters: dict[int, str] = field(default_factory=dict)
-    """Numbers of the parameters' storages, with their names."""
-    buffers: set[int] = field(default_factory=set)
-    """Numbers of the buffers' storages."""
+    parameters: dict[str, TensorInfo] = field(default_factory=dict)
+    buffers: dict[str, TensorInfo] = field(default_factory=dict)
     inputs: tuple[Any, ...] = ()
     output: Any = None
     start: float = 0.0
@@ -209,9 +207,8 @@ class Tracer:
         """
         kwargs = kwargs or {}
         self.record = Record(inputs=self.plain((*args, *kwargs.values())))
-        for name, parameter in self.model.named_parameters():
-            self.record.parameters[self.info(parameter).storage] = name
-        self.record.buffers.update(self.info(buffer).storage for buffer in self.model.buffers())
+        self.record.parameters = {name: self.info(parameter) for name, parameter in self.model.named_parameters()}
+        self.record.buffers = {name: self.info(buffer) for name, buffer in self.model.named_buffers()}
         with self._recording():
             self.record.start = self._now((args, kwargs))
             output = self.model(*args, **kwargs)

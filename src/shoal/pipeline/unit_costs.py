@@ -105,7 +105,7 @@ def _read_units(record: Record, units: Sequence[Unit]) -> list[_UnitUse]:
     seen = [_UnitUse("")]
     num_called, depth = 0, 0
     times = [record.start]
-    counted = {*record.parameters, *record.buffers}
+    counted = {tensor.storage for tensor in (*record.parameters.values(), *record.buffers.values())}
     for event in record.events:
         if isinstance(event, ModuleCall):
             depth += 1

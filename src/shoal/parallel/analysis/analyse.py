@@ -14,11 +14,10 @@ from shoal.costs.blocks import is_under
 from shoal.parallel.analysis.blocks import describe_stack, find_stacks
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.analysis.groups import Group
-from shoal.parallel.analysis.outside import find_outside_reads
 from shoal.parallel.analysis.override import apply_split_table, match_blocks
 from shoal.parallel.analysis.probe import is_tail_pointwise
 from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
-from shoal.parallel.analysis.trace import Trace, is_linear, trace_forward
+from shoal.parallel.analysis.trace import Trace, find_outside_reads, is_linear, trace_forward
 from shoal.parallel.analysis.vocabulary import find_vocabulary, shared_parameters
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -179,7 +178,7 @@ def _torch_heads(model: nn.Module, trace: Trace | None) -> list[Heads]:
 def _attending(trace: Trace | None) -> set[str]:
     if trace is None:
         return set()
-    return {path for path, _ in trace.follower.lengths} | {attended.path for attended in trace.torch_attentions}
+    return {path for path, _ in trace.follower.lengths} | set(trace.torch_attentions)
 
 
 def _sequence(stacks: tuple[Stack, ...], trace: Trace | None) -> int | None:
@@ -195,7 +194,7 @@ def _sequence(stacks: tuple[Stack, ...], trace: Trace | None) -> int | None:
 def _is_tail_pointwise(model: nn.Module, stacks: tuple[Stack, ...], trace: Trace | None) -> bool:
     if trace is None or not stacks or stacks[-1].sequence_dim is None:
         return False
-    return is_tail_pointwise(model, trace.inputs, last=stacks[-1].blocks[-1], dim=stacks[-1].sequence_dim)
+    return is_tail_pointwise(model, trace.example, last=stacks[-1].blocks[-1], dim=stacks[-1].sequence_dim)
 
 
 def _replicated(

@@ -6,12 +6,13 @@ out. Experts that all read the same input are of one class too, and are no row: 
 
 from itertools import pairwise
 
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.costs.blocks import is_under, sibling_blocks
+from shoal.costs.tracer import TensorInfo
 from shoal.parallel.analysis.probe import is_stack_pointwise
 from shoal.parallel.analysis.structure import Stack
-from shoal.parallel.analysis.trace import Call, Trace
+from shoal.parallel.analysis.trace import BlockCall, Trace
 
 
 def find_stacks(model: nn.Module, trace: Trace | None) -> tuple[Stack, ...]:
@@ -34,7 +35,7 @@ def describe_stack(model: nn.Module, blocks: tuple[str, ...], trace: Trace) -> S
     dim = _sequence_dim(model, calls, trace)
     if dim is None:
         return Stack(blocks=blocks, is_pointwise=False)
-    is_pointwise = is_stack_pointwise(model, trace.inputs, first=blocks[0], last=blocks[-1], dim=dim)
+    is_pointwise = is_stack_pointwise(model, trace.example, first=blocks[0], last=blocks[-1], dim=dim)
     return Stack(blocks=blocks, sequence_dim=dim, is_pointwise=is_pointwise)
 
 
@@ -47,24 +48,24 @@ def _is_row(blocks: tuple[str, ...], trace: Trace | None) -> bool:
     return _is_chained(calls) or all(_fits(one, two) for one, two in pairwise(calls))
 
 
-def _is_chained(calls: list[Call]) -> bool:
-    return all(one.put_out is not None and two.read is one.put_out for one, two in pairwise(calls))
+def _is_chained(calls: list[BlockCall]) -> bool:
+    return all(one.put_out is not None and two.read == one.put_out for one, two in pairwise(calls))
 
 
-def _fits(one: Call, two: Call) -> bool:
+def _fits(one: BlockCall, two: BlockCall) -> bool:
     """True when something light may lie between two blocks; False when both read the same, as experts do."""
     if one.put_out is None or two.read is None:
         return False
-    return two.read is not one.read and two.read.shape == one.put_out.shape
+    return two.read != one.read and two.read.shape == one.put_out.shape
 
 
-def _sequence_dim(model: nn.Module, calls: list[Call], trace: Trace) -> int | None:
+def _sequence_dim(model: nn.Module, calls: list[BlockCall], trace: Trace) -> int | None:
     stream, output = calls[0].read, calls[-1].put_out
     if stream is None or output is None or stream.ndim != 3 or stream.shape != output.shape:
         return None
-    for attended in trace.torch_attentions:
-        attention = model.get_submodule(attended.path)
-        if is_under(attended.path, calls[0].path) and isinstance(attention, nn.MultiheadAttention):
+    for path in trace.torch_attentions:
+        attention = model.get_submodule(path)
+        if is_under(path, calls[0].path) and isinstance(attention, nn.MultiheadAttention):
             return 1 if attention.batch_first else 0
     lengths = [length for path, length in trace.follower.lengths if is_under(path, calls[0].path)]
     if lengths:
@@ -73,6 +74,6 @@ def _sequence_dim(model: nn.Module, calls: list[Call], trace: Trace) -> int | No
     return 1 if any(_leads(tensor, stream) for tensor in trace.inputs) else None
 
 
-def _leads(tensor: Tensor, stream: Tensor) -> bool:
+def _leads(tensor: TensorInfo, stream: TensorInfo) -> bool:
     """True for an input whose samples and positions are the stream's."""
     return tensor.ndim in (2, 3) and tensor.shape[:2] == stream.shape[:2]

@@ -1,24 +1,19 @@
-"""Follows the outputs of linear layers through one forward pass, to see which layers can be split over ranks.
+"""Follows the outputs of linear layers through the record of one forward pass, to see which layers can be split over ranks.
 
 A ``Label`` on a tensor says: this dim holds the output features of a linear layer (or the heads that they were viewed as), so
 that a rank could have a contiguous share of it. Every operation either keeps a label (elementwise, views, attention head by
 head) or needs features that other ranks would have, which blocks the group. What is not known blocks: a layer that is left whole
-is slow, a layer that is wrongly split is wrong. torch.fx is not used: it cannot trace through the data-dependent Python of the
-models that people have, while a real forward pass always runs.
+is slow, a layer that is wrongly split is wrong.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
+from shoal.costs.tracer import Call, TensorInfo, tensors_in
 from shoal.parallel.analysis.groups import Groups, SizeUse
-from shoal.parallel.analysis.traced_int import Features, Source, TracedInt, sources_of, trace_source
+from shoal.parallel.analysis.traced_int import Dimension, Source, TracedInt, sources_of
 
 
 @dataclass(frozen=True)
@@ -64,22 +59,21 @@ DROPOUTS = ("dropout", "dropout_", "alpha_dropout")
 """Functions that drop single elements, of split features too."""
 
 
-class Follower(TorchFunctionMode):
-    """While active, keeps the labels of all tensors, and tells the groups what it sees."""
+class Follower:
+    """Keeps the labels of all tensors as it is told of one call after another, and tells the groups what it sees."""
 
-    def __init__(self, *, owners: dict[int, str]) -> None:
-        super().__init__()
+    def __init__(self, *, owners: dict[TensorInfo, str], values: Sequence[TracedInt]) -> None:
         self.groups = Groups()
         self.owners = owners
-        """id of a parameter of a layer that may be split -> path of that layer."""
+        """Parameter of a layer that may be split -> path of that layer."""
         self.used_outside: set[str] = set()
         """Layers whose parameters are used by something else than the layer itself."""
         self.kept_whole: set[Source] = set()
         """Sources of sizes of tensors without a label."""
-        self.values: list[TracedInt] = []
+        self.values = list(values)
         """Numbers that were used as values."""
-        self.modules: list[str] = [""]
-        """Paths of the modules that are running, innermost last."""
+        self.path = ""
+        """The innermost module that runs."""
         self.plain_inputs: set[str] = set()
         """Linear layers that were called on a whole tensor."""
         self.lengths: list[tuple[str, int]] = []
@@ -88,45 +82,32 @@ class Follower(TorchFunctionMode):
         """Linear layers in the order of their first calls."""
         self.dropped: dict[str, list[int | None]] = {}
         """By the module that calls: the group of what each of its dropouts dropped, None for a whole tensor."""
-        self._labels: dict[int, tuple[Tensor, Label]] = {}  # The tensor is kept so that its id is not given away.
-        self._paused = 0
+        self._labels: dict[TensorInfo, Label] = {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation and see what it does to labels."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self._paused:
-            return result
-        name = _name(func)
-        tensors = list(tensors_in((args, kwargs)))
+    def follow(self, call: Call) -> None:
+        """See what a call did to labels."""
+        name, args, kwargs, result = call.name, call.args, call.kwargs, call.output
+        self.path = call.path
+        tensors = tensors_in((args, kwargs))
         if name in ("shape", "size") and tensors:
-            return self._trace_size(tensors[0], args, kwargs, result)
-        if name in _READS_VALUES | _WRITES_VALUES or isinstance(result, Tensor | tuple | list):
+            label = self.label(tensors[0])
+            if label is not None:
+                self.groups.features[Dimension(tensors[0].number, label.dim)] = label.group
+            return
+        if name in _READS_VALUES | _WRITES_VALUES or isinstance(result, TensorInfo | tuple | list):
             self._look(name, tensors, args, kwargs, result)
-        if name in DROPOUTS and isinstance(result, Tensor):
+        if name in DROPOUTS and isinstance(result, TensorInfo):
             label = self.label(result)
-            self.dropped.setdefault(self.modules[-1], []).append(None if label is None else label.group)
-        return result
+            self.dropped.setdefault(self.path, []).append(None if label is None else label.group)
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Inside, operations are not looked at: a layer that is known is seen as one piece."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
-
-    def label(self, tensor: Tensor) -> Label | None:
+    def label(self, tensor: TensorInfo) -> Label | None:
         """The label of a tensor."""
-        found = self._labels.get(id(tensor))
-        return None if found is None else replace(found[1], group=self.groups.root(found[1].group))
+        found = self._labels.get(tensor)
+        return None if found is None else replace(found, group=self.groups.root(found.group))
 
-    def put(self, tensor: Tensor, label: Label) -> None:
+    def put(self, tensor: TensorInfo, label: Label) -> None:
         """Label a tensor."""
-        self._labels[id(tensor)] = (tensor, label)
+        self._labels[tensor] = label
 
     def join(self, labels: list[Label]) -> Label:
         """The label of features that were combined one by one."""
@@ -148,13 +129,13 @@ class Follower(TorchFunctionMode):
         for origin in label.origins:
             group.parts.setdefault(origin, set()).add(label.parts)
 
-    def write_sizes(self, tensor: Tensor, label: Label, sizes: tuple[int, ...]) -> None:
+    def write_sizes(self, tensor: TensorInfo, label: Label, sizes: tuple[int, ...]) -> None:
         """Label a tensor, and note the sizes that the forward pass wrote down for it."""
-        use = SizeUse(sizes, tuple(tensor.shape), label.dims)
+        use = SizeUse(sizes, tensor.shape, label.dims)
         self.groups[label.group].sizes.append(use)
         self.put(tensor, replace(label, written=(*label.written, use)))
 
-    def call_linear(self, path: str, x: Tensor, output: Tensor) -> None:
+    def call_linear(self, path: str, x: TensorInfo, output: TensorInfo) -> None:
         """A linear layer ran: it sums up the features that it reads, and puts out features of its own."""
         if path not in self.order:
             self.order.append(path)
@@ -172,7 +153,7 @@ class Follower(TorchFunctionMode):
         features = output.shape[-1]
         self.put(output, Label(self.groups.of_producer(path), (output.ndim - 1,), features, frozenset([path])))
 
-    def block(self, tensors: list[Tensor], reason: str) -> None:
+    def block(self, tensors: list[TensorInfo], reason: str) -> None:
         """The features of these tensors are needed whole."""
         for tensor in tensors:
             label = self.label(tensor)
@@ -180,21 +161,21 @@ class Follower(TorchFunctionMode):
                 self.groups[label.group].block(reason)
 
     def _look(
-        self, name: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self, name: str, tensors: list[TensorInfo], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         for tensor in tensors:
-            if id(tensor) in self.owners:
-                self.used_outside.add(self.owners[id(tensor)])
+            if tensor in self.owners:
+                self.used_outside.add(self.owners[tensor])
         if name == ATTENTION:
-            self.lengths.append((self.modules[-1], tensors[0].shape[-2]))
-        if not any(id(tensor) in self._labels for tensor in tensors):
+            self.lengths.append((self.path, tensors[0].shape[-2]))
+        if not any(tensor in self._labels for tensor in tensors):
             self.kept_whole |= sources_of(_integers((args, kwargs)))
             # An operation in place may hand back a tensor whose label was that of its old contents: none here.
             return
         if name not in _WRITES_SIZES:
             self.values += [number for number in _integers((args, kwargs)) if isinstance(number, TracedInt)]
         rule = RULES.get(name)
-        where = f" in {self.modules[-1]}" if self.modules[-1] else ""
+        where = f" in {self.path}" if self.path else ""
         if rule is None:
             self.block(tensors, f"{name}{where} may mix its features")
             return
@@ -202,28 +183,6 @@ class Follower(TorchFunctionMode):
             rule(self, args, kwargs, result)
         except BlockedError as reason:
             self.block(tensors, f"{name}{where}: {reason}")
-
-    def _trace_size(self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        label = self.label(tensor)
-        if label is None:
-            return result
-        whole = trace_source(tensor.size(label.dim), Features(label.group), self.values)
-        if isinstance(result, int):
-            asked = kwargs["dim"] if "dim" in kwargs else args[1]
-            return whole if asked % tensor.ndim == label.dim else result
-        return torch.Size([whole if dim == label.dim else size for dim, size in enumerate(result)])
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 def _integers(value: Any) -> Iterator[int]:
@@ -235,10 +194,3 @@ def _integers(value: Any) -> Iterator[int]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _integers(item)
-
-
-def _name(func: Callable[..., Any]) -> str:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":  # A property, such as x.shape: named by the descriptor that it belongs to.
-        return str(getattr(getattr(func, "__self__", None), "__name__", name))
-    return name

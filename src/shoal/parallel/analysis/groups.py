@@ -7,11 +7,21 @@ trace (``flow.py``) tells a group what it saw; ``settle`` decides.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from shoal.parallel.analysis.traced_int import Attribute, Features, Halved, Source, TracedInt, size_if, sources_of
+from shoal.parallel.analysis.traced_int import (
+    Attribute,
+    FeatureDims,
+    Features,
+    Halved,
+    Source,
+    TracedInt,
+    resolve,
+    size_if,
+    sources_of,
+)
 
 _MOST_ATTRIBUTES = 8  # Subsets of the attributes are tried; a module that counts in more ways than this is left alone.
 
@@ -47,7 +57,7 @@ class SizeUse:
 
 
 @dataclass
-class Seen:
+class AttentionUse:
     """One attention that a group goes through."""
 
     path: str
@@ -63,12 +73,14 @@ class Group:
     numbers: set[int]
     """Its own number, and those of the groups that were joined to it."""
     producers: list[str]
+    features: FeatureDims
+    """Shared by all groups."""
     rows: list[str] = field(default_factory=list)
     parts: dict[str, set[int]] = field(default_factory=dict)
     """Per producer: into how many equal parts its output was cut before use."""
     units: set[int] = field(default_factory=set)
     """Counts of indivisible units (heads, or single features) that the ranks must divide."""
-    attentions: list[Seen] = field(default_factory=list)
+    attentions: list[AttentionUse] = field(default_factory=list)
     dropouts: dict[str, int] = field(default_factory=dict)
     sizes: list[SizeUse] = field(default_factory=list)
     obstacle: str | None = None
@@ -101,7 +113,9 @@ class Group:
 
     def halves(self, chosen: frozenset[Attribute]) -> Halved:
         """What a rank has half of when this group is split and these attributes are shared out."""
-        return lambda source: source in chosen if isinstance(source, Attribute) else source.group in self.numbers
+        return lambda source: (
+            source in chosen if isinstance(source, Attribute) else self.features.get(source) in self.numbers
+        )
 
     def settle(self, kept_whole: set[Source], values: Sequence[TracedInt]) -> None:
         """Find the attributes to share out, or the reason why the group cannot be split.
@@ -115,14 +129,18 @@ class Group:
         for path, parts in self.parts.items():
             if len(parts) > 1:
                 self.block(f"the output of {path} is used in {' and in '.join(map(str, sorted(parts)))} parts")
-        if any(isinstance(source, Features) and source.group in self.numbers for source in kept_whole):
+        if any(isinstance(source, Features) and source.group in self.numbers for source in self._resolve(kept_whole)):
             self.block("its number of features also sizes a tensor that stays whole")
         if self.obstacle is None:
             self._choose_attributes(kept_whole, values)
 
+    def _resolve(self, sources: Iterable[Source]) -> set[Attribute | Features]:
+        return resolve(sources, self.features)
+
     def _choose_attributes(self, kept_whole: set[Source], values: Sequence[TracedInt]) -> None:
-        written = {source for use in self.sizes for source in sources_of(use.sizes)}
-        beside = {source for value in values if value.sources & written for source in value.sources}
+        written = self._resolve(source for use in self.sizes for source in sources_of(use.sizes))
+        resolved = [self._resolve(value.sources) for value in values]
+        beside = {source for sources in resolved if sources & written for source in sources}
         candidates = sorted(source for source in written | beside if isinstance(source, Attribute))
         obstacle = "its forward pass writes a whole number of features or heads that no attribute holds"
         for count in range(min(len(candidates), _MOST_ATTRIBUTES) + 1):
@@ -157,13 +175,14 @@ class Groups:
         self.groups: list[Group] = []
         self.parents: list[int] = []
         self.by_producer: dict[str, int] = {}
+        self.features: FeatureDims = {}
 
     def of_producer(self, path: str) -> int:
         """The number of the group that a layer begins; a layer that is called twice begins one."""
         if path not in self.by_producer:
             number = len(self.groups)
             self.by_producer[path] = number
-            self.groups.append(Group(numbers={number}, producers=[path]))
+            self.groups.append(Group(numbers={number}, producers=[path], features=self.features))
             self.parents.append(number)
         return self.by_producer[path]
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from shoal.costs.tracer import preserved_state
-from shoal.parallel.analysis.flow import tensors_in
 from shoal.parallel.analysis.trace import scores_first
 
 
@@ -56,7 +56,7 @@ def _run_stack(
     found: list[Tensor] = []
 
     def capture(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found.extend(list(tensors_in(output))[:1])
+        found.extend([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)][:1])
         raise _EnoughError
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,41 +1,42 @@
-"""One forward pass of any module, watched: which layers ran in which order, on what, and where their outputs went.
+"""The record of one forward pass of any module, read: which layers ran in which order, on what, and where their outputs went.
 
 The pass is a training pass with gradients on, because that is what will run (torch's encoder layers compute something else in
 evaluation), but nothing of it stays: random state, buffers and attributes are put back.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from shoal.costs.tracer import preserved_state
-from shoal.parallel.analysis import rules as rules  # They register their rules.
-from shoal.parallel.analysis import views as views
-from shoal.parallel.analysis.flow import Follower, tensors_in
-from shoal.parallel.analysis.traced_int import TracedAttributes
+from shoal.costs.tracer import (
+    Call,
+    Level,
+    ModuleCall,
+    ModuleReturn,
+    Record,
+    TensorInfo,
+    Tracer,
+    preserved_state,
+    tensors_in,
+)
+from shoal.parallel.analysis import rules as rules  # It registers its rules.
+from shoal.parallel.analysis.flow import Follower
+from shoal.parallel.analysis.traced_int import Dimension, TracedAttributes, TracedInt, trace_source
 
 PUT_OUT = "it is what the model puts out"
 
 
 @dataclass
-class Call:
-    """One call of a module: the stream that it read and the one that it put out, its first tensors."""
+class BlockCall:
+    """One call of a module that is made of others: the stream that it read and the one that it put out, its first tensors."""
 
     path: str
-    read: Tensor | None
-    put_out: Tensor | None = None
-
-
-@dataclass
-class Attended:
-    """One call of ``nn.MultiheadAttention``."""
-
-    path: str
-    is_self: bool
+    read: TensorInfo | None
+    put_out: TensorInfo | None = None
 
 
 @dataclass
@@ -43,43 +44,91 @@ class Trace:
     """What one forward pass showed."""
 
     follower: Follower
-    inputs: tuple[Tensor, ...]
-    calls: list[Call] = field(default_factory=list)
+    owners: dict[nn.Parameter, str]
+    """Parameters of layers that may be split, and the paths of those layers."""
+    example: tuple[Tensor, ...]
+    inputs: tuple[TensorInfo, ...]
+    calls: list[BlockCall] = field(default_factory=list)
     """Calls of modules that have children, in the order in which they began."""
-    linear_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    embedded: dict[str, list[Tensor]] = field(default_factory=dict)
+    linear_outputs: dict[str, list[TensorInfo]] = field(default_factory=dict)
+    embedded: dict[str, list[TensorInfo]] = field(default_factory=dict)
     """Embeddings and the indices that they were given."""
-    torch_attentions: list[Attended] = field(default_factory=list)
+    torch_attentions: list[str] = field(default_factory=list)
+    """Calls of ``nn.MultiheadAttention``."""
     learned_masks: set[str] = field(default_factory=set)
     """Those whose mask has a gradient: every head adds to it, and a rank would have only its own heads' part."""
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[TensorInfo] = field(default_factory=list)
     """The tensors that the model put out; its scores first, where it names them."""
     has_scores: bool = False
     """It put out scores alone, or an object that names them: what a loss of split scores can find."""
 
 
 def trace_forward(model: nn.Module, example: tuple[Tensor, ...]) -> Trace:
-    """Watch one forward pass on an example. Whatever the model raises comes through."""
-    paths = {id(module): path for path, module in model.named_modules()}
+    """Record one forward pass on an example and follow its features. Whatever the model raises comes through."""
+    values: list[TracedInt] = []
+
+    def on_size(tensor: TensorInfo, dim: int) -> int:
+        return trace_source(tensor.shape[dim], Dimension(tensor.number, dim), values)
+
+    tracer = Tracer(model, level=Level.FUNCTIONS, opaque=_is_known, on_size=on_size)
+    with preserved_state(model, training=True), TracedAttributes(model, values), torch.enable_grad():
+        output = tracer.run(example)
     owners = {
-        id(parameter): paths[id(module)]
-        for module in model.modules()
+        parameter: path
+        for path, module in model.named_modules()
         if is_linear(module) or isinstance(module, nn.Embedding | nn.MultiheadAttention)
         for parameter in module.parameters()
     }
-    trace = Trace(Follower(owners=owners), example)
-    with ExitStack() as stack:
-        stack.enter_context(preserved_state(model, training=True))
-        stack.enter_context(_watched(model, paths, trace))
-        stack.enter_context(TracedAttributes(model, trace.follower.values))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(trace.follower)
-        output = model(*example)
-    trace.outputs = list(scores_first(output))
+    follower = Follower(owners={tracer.info(parameter): path for parameter, path in owners.items()}, values=values)
+    trace = Trace(follower, owners, example, tracer.record.inputs)
+    _read(tracer.record, model, trace)
+    trace.outputs = [tracer.info(tensor) for tensor in scores_first(output)]
     trace.has_scores = isinstance(getattr(output, "logits", output), Tensor)
     for tensor in trace.outputs:
         trace.follower.block([tensor], PUT_OUT)
     return trace
+
+
+def find_outside_reads(model: nn.Module, example: tuple[Tensor, ...], blocks: Collection[str]) -> frozenset[str]:
+    """Names of parameters that some function reads while neither their module nor the block around it runs.
+
+    ZeRO 3 brings a module's weights when the module is called. A weight that its parent reads, as in
+    ``F.linear(h, self.embedding.weight)``, would not be there, so such weights have to stay for the whole forward pass.
+
+    Args:
+        model: the plain module, on the CPU.
+        example: its inputs for a few samples.
+        blocks: paths of modules whose parameters come all at once.
+    """
+    tracer = Tracer(model, level=Level.FUNCTIONS)
+    with preserved_state(model, training=False), torch.no_grad():
+        tracer.run(example)
+    homes: dict[TensorInfo, set[str]] = {}
+    for path, module in model.named_modules():
+        block = next((block for block in blocks if path == block or path.startswith(block + ".")), path)
+        for parameter in module.parameters(recurse=False):
+            # A tied parameter is at home in each of its modules.
+            homes.setdefault(tracer.info(parameter), set()).add(block)
+    outside: set[TensorInfo] = set()
+    for running, call in _calls_in(tracer.record):
+        # A shape or a type is known without the values.
+        if getattr(call.func, "__name__", "") != "__get__":
+            read = (tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor in homes)
+            outside.update(tensor for tensor in read if not homes[tensor].intersection(running))
+    return frozenset(name for name, parameter in tracer.record.parameters.items() if parameter in outside)
+
+
+def _calls_in(record: Record) -> Iterator[tuple[list[str], Call]]:
+    """The calls of a record, each with the modules that were running, outermost first."""
+    running = [""]
+    for event in record.events:
+        if isinstance(event, ModuleCall):
+            running.append(event.path)
+        elif isinstance(event, ModuleReturn):
+            while running.pop() != event.path:
+                pass
+        elif isinstance(event, Call):
+            yield running, event
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -109,107 +158,46 @@ def scores_first(output: Any) -> Iterator[Tensor]:
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         yield logits
-    for tensor in tensors_in(output):
-        if tensor is not logits:
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor is not logits:
             yield tensor
 
 
-@contextmanager
-def _watched(model: nn.Module, paths: dict[int, str], trace: Trace) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in model.modules():
-            path = paths[id(module)]
-            stack.enter_context(_stacked(module, path, trace))
-            if is_linear(module):
-                stack.enter_context(_as_piece(module, trace, _on_linear(path, trace)))
-            elif type(module) is nn.Embedding:
-                stack.enter_context(_as_piece(module, trace, _on_embedding(path, trace)))
-            elif type(module) is nn.MultiheadAttention:
-                stack.enter_context(_as_piece(module, trace, _on_attention(path, trace)))
-        yield
+def _is_known(module: nn.Module) -> bool:
+    """A module whose inside need not be looked at."""
+    return is_linear(module) or type(module) in (nn.Embedding, nn.MultiheadAttention)
 
 
-@contextmanager
-def _stacked(module: nn.Module, path: str, trace: Trace) -> Iterator[None]:
-    """Keep the follower's list of running modules, and the calls of those that are made of others."""
-    has_children = next(module.children(), None) is not None
-
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        trace.follower.modules.append(path)
-        if has_children:
-            trace.calls.append(Call(path, stream_of(args, kwargs)))
-
-    def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        trace.follower.modules.pop()
-        if has_children:
-            call = next(call for call in reversed(trace.calls) if call.path == path)
-            call.put_out = next(tensors_in(output), None)
-
-    before = module.register_forward_pre_hook(enter, with_kwargs=True)
-    after = module.register_forward_hook(leave, with_kwargs=True)
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
+def _read(record: Record, model: nn.Module, trace: Trace) -> None:
+    modules = dict(model.named_modules())
+    parents = {path for path, module in modules.items() if next(module.children(), None) is not None}
+    for event in record.events:
+        if isinstance(event, ModuleCall) and event.path in parents:
+            trace.calls.append(BlockCall(event.path, stream_of(event.args, event.kwargs)))
+        elif isinstance(event, ModuleReturn) and event.path in parents:
+            call = next(call for call in reversed(trace.calls) if call.path == event.path)
+            call.put_out = next(iter(tensors_in(event.output)), None)
+        elif isinstance(event, Call) and event.func is None:
+            _read_known(event, modules[event.path], trace)
+        elif isinstance(event, Call):
+            trace.follower.follow(event)
 
 
-def stream_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor that a block works on: its first positional one, else ``hidden_states``, else its first."""
-    return (
-        next(tensors_in(args), None)
-        if any(True for _ in tensors_in(args))
-        else next(tensors_in([kwargs.get("hidden_states"), kwargs]), None)
-    )
-
-
-Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
-
-
-@contextmanager
-def _as_piece(module: nn.Module, trace: Trace, watch: Watcher) -> Iterator[None]:
-    """Inside, a module is one operation to the follower, and ``watch`` sees its calls."""
-    own = vars(module).get("forward")
-    inner = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with trace.follower.pause():
-            output = inner(*args, **kwargs)
-        watch(args, kwargs, output)
-        return output
-
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
-
-
-def _on_linear(path: str, trace: Trace) -> Watcher:
-    def watch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        x = next(tensors_in((args, kwargs)))
-        trace.follower.call_linear(path, x, output)
-        trace.linear_outputs.setdefault(path, []).append(output)
-
-    return watch
-
-
-def _on_embedding(path: str, trace: Trace) -> Watcher:
-    def watch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        trace.embedded.setdefault(path, []).append(next(tensors_in((args, kwargs))))
-
-    return watch
-
-
-def _on_attention(path: str, trace: Trace) -> Watcher:
-    def watch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tensors = list(tensors_in((args, kwargs)))
+def _read_known(call: Call, module: nn.Module, trace: Trace) -> None:
+    """A module that is one operation to the follower."""
+    tensors, path = tensors_in((call.args, call.kwargs)), call.path
+    if is_linear(module):
+        trace.follower.call_linear(path, tensors[0], call.output)
+        trace.linear_outputs.setdefault(path, []).append(call.output)
+    elif isinstance(module, nn.Embedding):
+        trace.embedded.setdefault(path, []).append(tensors[0])
+    else:
         trace.follower.block(tensors, f"{path} reads all of its features")
-        trace.torch_attentions.append(Attended(path, is_self=tensors[0] is tensors[1]))
+        trace.torch_attentions.append(path)
         if any(tensor.requires_grad for tensor in tensors[3:]):
             trace.learned_masks.add(path)
 
-    return watch
+
+def stream_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorInfo | None:
+    """The tensor that a block works on: its first positional one, else ``hidden_states``, else its first."""
+    return next(iter(tensors_in([args, kwargs.get("hidden_states"), kwargs])), None)

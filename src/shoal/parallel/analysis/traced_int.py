@@ -21,13 +21,22 @@ class Attribute(NamedTuple):
     name: str
 
 
+class Dimension(NamedTuple):
+    """A dim of a tensor that the forward pass asked for the size of: the number of the tensor, and the dim."""
+
+    tensor: int
+    dim: int
+
+
 class Features(NamedTuple):
-    """The split dim of a tensor that is followed: the number of its group."""
+    """The dim of a tensor that holds the features of a group: the number of the group."""
 
     group: int
 
 
-Source = Attribute | Features
+Source = Attribute | Dimension
+FeatureDims = dict[Dimension, int]
+"""The group whose features a dim turned out to hold."""
 Halved = Callable[[Source], bool]
 """True for the sources that a rank has half of."""
 Formula = Callable[[Halved], Fraction]
@@ -119,6 +128,15 @@ def size_if(size: int, halved: Halved) -> Fraction:
     return size.formula(halved) if isinstance(size, TracedInt) else Fraction(size)
 
 
+def resolve(sources: Iterable[Source], features: FeatureDims) -> set[Attribute | Features]:
+    """The attributes among the sources, and the groups whose features their dims hold; other dims are of no interest."""
+    return {
+        source if isinstance(source, Attribute) else Features(features[source])
+        for source in sources
+        if isinstance(source, Attribute) or source in features
+    }
+
+
 def sources_of(sizes: Iterable[int]) -> set[Source]:
     """Everything that some sizes came from."""
     return {source for size in sizes if isinstance(size, TracedInt) for source in size.sources}
@@ -128,23 +146,21 @@ class TracedAttributes:
     """While entered, the whole numbers that the user's modules keep are traced ones. torch's own modules are left alone."""
 
     def __init__(self, model: nn.Module, values: list[TracedInt]) -> None:
-        self.values = values
-        self.kept: list[tuple[nn.Module, str, int]] = []
+        self.model, self.values = model, values
         self.modules = [(path, module) for path, module in model.named_modules() if not is_torch_module(module)]
 
     def __enter__(self) -> None:
         for path, module in self.modules:
             for name, value in list(vars(module).items()):
                 if type(value) is int and not name.startswith("_"):
-                    self.kept.append((module, name, value))
                     vars(module)[name] = trace_source(value, Attribute(path, name), self.values)
 
     def __exit__(self, *_: object) -> None:
-        for module, name, value in self.kept:
-            # A number that the forward pass itself changed stays as it left it.
-            current = vars(module).get(name)
-            if isinstance(current, TracedInt):
-                vars(module)[name] = int(current) if int(current) != value else value
+        # All of them: the forward pass may have written one down, such as a length for which it keeps a table.
+        for module in self.model.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, TracedInt):
+                    vars(module)[name] = int(value)
 
 
 def is_torch_module(module: nn.Module) -> bool:

@@ -55,15 +55,14 @@ def _embedding_obstacle(path: str, module: nn.Embedding, trace: Trace) -> str | 
         return "something besides the layer itself uses its weight"
     if module.num_embeddings < _FEWEST_ROWS:
         return f"its {module.num_embeddings} rows are too few to be worth sharing"
-    # By the storage itself and not its address: tensors without memory have none.
-    inputs = {tensor.untyped_storage()._cdata for tensor in trace.inputs if not tensor.is_floating_point()}
-    if not all(ids.untyped_storage()._cdata in inputs for ids in trace.embedded[path]):
+    inputs = {tensor.storage for tensor in trace.inputs if not tensor.is_floating_point()}
+    if not all(ids.storage in inputs for ids in trace.embedded[path]):
         return "its indices are not the model's input: positions or types"
     return None
 
 
 def _owners_used_outside(path: str, module: nn.Module, trace: Trace) -> bool:
-    owners = {trace.follower.owners.get(id(parameter), path) for parameter in module.parameters()}
+    owners = {trace.owners.get(parameter, path) for parameter in module.parameters()}
     return bool((owners | {path}) & trace.follower.used_outside)
 
 
@@ -93,7 +92,7 @@ def _find_head(
 
 def _is_output(trace: Trace, path: str) -> bool:
     outputs = trace.linear_outputs[path]
-    return trace.has_scores and len(outputs) == 1 and any(outputs[0] is tensor for tensor in trace.outputs[:1])
+    return trace.has_scores and len(outputs) == 1 and outputs[:1] == trace.outputs[:1]
 
 
 def _is_shared_with(model: nn.Module, head: nn.Module, embeddings: dict[str, nn.Embedding]) -> bool:
