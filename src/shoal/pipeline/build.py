@@ -1,4 +1,7 @@
-"""The mail of a pipeline rank without peers: what would come from other stages has the right shapes and some finite values."""
+"""One rank's part in a pipeline: the model cut where the plan wants it, and the ways to the other stages.
+
+A rehearsal has no peers: what would come from other stages then has the right shapes and some finite values.
+"""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,10 +87,6 @@ class _MadeUp(Parcel):
     def open(self) -> tuple[list[Tensor], Form]:
         """See ``Parcel``."""
         return self._source.made_up(self._lane, self._kind)
-
-
-# TODO docstring of the former pipeline.build:
-# One rank's part in a pipeline: the model cut where the plan wants it, and the ways to the other stages.
 
 
 @dataclass(frozen=True, kw_only=True)

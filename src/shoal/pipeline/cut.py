@@ -1,9 +1,10 @@
 """A module cut into a chain of stages without changing its code.
 
-Every stage runs the module's own forward pass. Units of earlier stages are stood in for: they put out tensors of the right shape
-without a value and without memory. When the stage's first unit is called, the tensors that came from the stage before take the
-place of its arguments; when the next stage's first unit is called, the pass is left with that unit's arguments in hand, which are
-what the next stage gets. Names, parameters, hooks and whatever other techniques did to the units stay as they are.
+Every stage runs the module's own forward pass. Units of earlier stages are stood in for: they put out tensors of the right
+shape without a value and without memory. When the stage's first unit is called, the tensors that came from the stage before
+take the place of its arguments; when the next stage's first unit is called, the pass is left with that unit's arguments in
+hand, which are what the next stage gets. Names, parameters, hooks and whatever other techniques did to the units stay as they
+are.
 
 Why not a graph: ``torch.export`` and ``torch.fx`` fix control flow and shapes, take the module apart and give its parameters
 other names; every technique that finds modules by path would have to be done again on the graph.

@@ -1,9 +1,10 @@
 """A backward pass in two parts: the gradient of a stage's input now, the gradients of its matrices later.
 
-The part that others wait for goes first (Qi et al., 2023, arXiv 2401.10241). Linear layers are where it pays: their backward pass
-is two matrix products, and only one of them is for the input. So while a forward pass runs under ``deferring``, each linear
-layer notes what its second product needs, and ``Later.run`` makes it. The products are those that autograd makes, of the same
-shapes, so the bits are the same. Everything else (norms, embeddings, biases, convolutions) gets its gradient in the first part.
+The part that others wait for goes first (Qi et al., 2023, arXiv 2401.10241). Linear layers are where it pays: their backward
+pass is two matrix products, and only one of them is for the input. So while a forward pass runs under ``deferring``, each
+linear layer notes what its second product needs, and ``Later.run`` makes it. The products are those that autograd makes, of the
+same shapes, so the bits are the same. Everything else (norms, embeddings, biases, convolutions) gets its gradient in the first
+part.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,8 @@ shapes and types of a parcel from the first one of its kind and is not told agai
 one, has shapes of its own.
 
 A tensor arrives with its dims in memory in the order in which they were: which way a kernel adds up depends on that, so a
-transposed activation that became a plain one on its way would have other bits from there on than in one process. An expanded one,
-as the gradient of a sum is, is sent whole and expanded again on arrival.
+transposed activation that became a plain one on its way would have other bits from there on than in one process. An expanded
+one, as the gradient of a sum is, is sent whole and expanded again on arrival.
 """
 
 from collections import Counter, deque

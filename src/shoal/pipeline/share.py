@@ -1,9 +1,9 @@
 """Gradients of weights that several ranks hold: tied ones, the two copies of a bidirectional schedule, stages of several ranks.
 
-Each use of a weight, and each copy of a stage (a direction, or a rank that takes turns), has a sum over microbatches of its own;
-these are added in the order of copies, then of stages. The order is the same wherever the stages lie, so every rank that holds
-the weight gets the same bits under every schedule. A weight that no copy has touched keeps no gradient, as in one process: an
-optimizer skips it, and would decay it if it had zeros.
+Each use of a weight, and each copy of a stage (a direction, or a rank that takes turns), has a sum over microbatches of its
+own; these are added in the order of copies, then of stages. The order is the same wherever the stages lie, so every rank that
+holds the weight gets the same bits under every schedule. A weight that no copy has touched keeps no gradient, as in one
+process: an optimizer skips it, and would decay it if it had zeros.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

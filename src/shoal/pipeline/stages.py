@@ -1,7 +1,8 @@
-"""Where a module may be cut: tried on an example, in the plain module, which is left as it was.
+"""Where the stages of a run begin: at the places that the recipe names, or at those that balance them.
 
-Whether a stage may begin at a unit does not depend on where other stages begin: everything from there on must follow from what
-that unit is given and from the model's own inputs. So places are tried one at a time, and only those that a cut would use.
+Where a module may be cut is tried on an example, in the plain module, which is left as it was. Whether a stage may begin at a
+unit does not depend on where other stages begin: everything from there on must follow from what that unit is given and from the
+model's own inputs. So places are tried one at a time, and only those that a cut would use.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,9 +113,6 @@ def name_legal(model: nn.Module, units: Sequence[Unit], example: tuple[Tensor, .
     return f"Stages can begin at {', '.join(map(repr, legal[:_MOST_NAMED]))}{more}"
 
 
-# TODO docstring of the former pipeline.choose:
-# Where the stages of a run begin: at the places that the recipe names, or at those that balance them.
-
 _KEY = "pipeline.stages"
 
 Agree = Callable[[Sequence[int]], Sequence[int]]
@@ -202,10 +200,6 @@ def _scaled(cost: UnitCost, samples: int, of: int) -> UnitCost:
         activation_bytes=-(-cost.activation_bytes * samples // of),
         boundary_bytes=-(-cost.boundary_bytes * samples // of),
     )
-
-
-# TODO docstring of the former pipeline.advise:
-# Which stages are worth several ranks: PipeDream's planner asked about a model, in the words of a plan.
 
 
 def advise_replicas(

@@ -1,4 +1,8 @@
-"""One stage's way through a module: where it stands, how it is left, and what on it has a value."""
+"""What stands in for the units of other stages on this rank, and one stage's way through the module around them.
+
+A stand-in gives outputs of the right shape and type, without a value and without memory. Where this rank does not even have the
+weights of a unit, the module is still called, and an ``Absent`` in its place is asked for shapes.
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,10 +65,6 @@ def are_same(one: Any, other: Any) -> bool:
     first, second = tree_leaves(one), tree_leaves(other)
     pairs = zip(first, second, strict=False)
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
-
-
-# TODO docstring of the former pipeline.standin:
-# What stands in for a unit of another stage: outputs of the right shape and type, without a value and without memory.
 
 
 class StandIns:
@@ -135,9 +135,6 @@ def _sign(value: Any) -> Any:
         return tuple(value.shape), value.dtype, value.device
     return value if isinstance(value, int | float | str | bool | None) else id(value)
 
-
-# TODO docstring of the former pipeline.absent:
-# Units of other stages on a rank that does not have their weights: the module is still called, and is asked for shapes.
 
 _HOOKS = (
     "_forward_hooks",

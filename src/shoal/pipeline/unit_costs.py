@@ -1,7 +1,7 @@
 """What each unit of a model costs, read off recorded forward passes: measured by a clock, or counted.
 
-Counted costs are the same numbers in every process, at every start. What an asynchronous pipeline computes depends on where it is
-cut, and every rank has to cut at the same places, so a clock is no basis for a cut that nobody wrote down.
+Counted costs are the same numbers in every process, at every start. What an asynchronous pipeline computes depends on where it
+is cut, and every rank has to cut at the same places, so a clock is no basis for a cut that nobody wrote down.
 """
 
 import statistics

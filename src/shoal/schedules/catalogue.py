@@ -1,4 +1,4 @@
-"""Every family by name, and the schedule of one for given numbers."""
+"""Every family of schedules by name, and the schedule that a plan names: one of a family, or the one in a CSV file."""
 
 import os
 from collections.abc import Sequence
@@ -123,10 +123,6 @@ def _problems(family: Family, size: Size) -> list[str]:
     elif size.replicas:
         found += replica_problems(size.replicas, size.ranks)
     return found or list(family.problems(size))
-
-
-# TODO docstring of the former schedules.find:
-# The schedule that a plan names: one of the catalogue, or the one in a CSV file.
 
 
 def find_schedule(

@@ -1,7 +1,10 @@
-"""One cell of a schedule: what a stage does with a microbatch. Prints and parses as ``2F0``.
+"""What each pipeline rank does, in order, as data: actions, the ranks on which stages lie, and the schedule itself.
 
-Two actions that a rank overlaps share one cell and print as ``torch.distributed.pipelining`` writes them:
-``(0F4;7B1)OVERLAP_F_B``.
+An action is what a stage does with a microbatch; it prints and parses as ``2F0``. Two actions that a rank overlaps share one
+cell and print as ``torch.distributed.pipelining`` writes them: ``(0F4;7B1)OVERLAP_F_B``.
+
+One value, four readers: the runtime executes it, ``player`` gives it times, ``rules`` prove it legal, ``draw`` and ``svg`` show
+it.
 """
 
 import re
@@ -75,10 +78,6 @@ def parse_cell(text: str) -> Cell:
 def write_cell(cell: Cell) -> str:
     """The reverse of ``parse_cell``."""
     return str(cell[0]) if len(cell) == 1 else f"({';'.join(map(str, cell))}){_OVERLAP}"
-
-
-# TODO docstring of the former schedules.grid:
-# Where stages lie: which rank works on which stage, by the family's way of folding the model over the ranks.
 
 
 class Fold(StrEnum):
@@ -185,11 +184,6 @@ def _first_ranks(replicas: tuple[int, ...]) -> tuple[int, ...]:
     """The first rank of every stage."""
     return tuple(accumulate(replicas[:-1], initial=0))
 
-
-# TODO docstring of the former schedules.schedule:
-# What each pipeline rank does, in order, as data.
-#
-# One value, four readers: the runtime executes it, ``pricing`` prices it, ``rules`` prove it legal, ``draw`` and ``svg`` show it.
 
 Row = tuple[Cell, ...]
 

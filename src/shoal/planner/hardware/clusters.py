@@ -1,4 +1,13 @@
-"""A cluster as it is written in ``--cluster``: devices by name, nodes, and the link between nodes if it is not the usual one."""
+"""A cluster as it is written in ``--cluster``: devices by name, nodes, and the link between nodes if it is not the usual one.
+
+A machine file of ``shoal calibrate`` is a cluster too, whose devices are its processes. What was measured is what is reached,
+so a measured device has no share of a peak to lose: its constants are 1, but for what nobody measured. All numbers are those of
+as many processes at once as are planned for: they share cores, caches and memory (``_together``).
+
+    device    the rate of the largest matrix product in float32, bytes a copy reads and writes, an even share of the memory
+    kernel    what the smallest product takes beyond its flops and bytes
+    link      the line through the smallest and the largest all-reduce between ranks that compute (``Machine.collective_seconds``)
+"""
 
 import math
 import re
@@ -84,17 +93,6 @@ def _joined(tier: Tier, name: str, sharing: int) -> Tier:
         is_mesh=link.is_mesh,
     )
 
-
-# TODO docstring of the former planner.measured:
-# A machine that ``shoal calibrate`` measured as a cluster to plan for: its processes are the devices. No torch.
-#
-# What was measured is what is reached, so a measured device has no share of a peak to lose: its constants are 1, but for what
-# nobody measured. All numbers are those of as many processes at once as are planned for: they share cores, caches and memory
-# (``_together``).
-#
-#     device    the rate of the largest matrix product in float32, bytes a copy reads and writes, an even share of the memory
-#     kernel    what the smallest product takes beyond its flops and bytes
-#     link      the line through the smallest and the largest sum between ranks that compute (``Machine.collective_seconds``)
 
 BETWEEN = "ethernet-10g"
 """The link between machines of one file, where nobody names another: a file knows one machine."""

@@ -2,6 +2,8 @@
 
 A cluster is nested groups of devices: each tier says how many devices it joins and what a device can send through it. A
 collective runs at the speed of the widest tier that its ranks span.
+
+The compute types are here too: which of them a device and a software have, and which are faster than a recipe's own.
 """
 
 import math
@@ -203,9 +205,6 @@ def parse_cluster(text: str) -> ClusterName:
         raise RequestError(f"cluster {text!r} has {told}; give 1 to {_MOST:,} in all")
     return ClusterName(found["name"].strip().lower(), nodes, devices)
 
-
-# TODO docstring of the former planner.precisions:
-# Compute types: which of them a device and a software have, which are faster than a recipe's own, and which Shoal executes.
 
 PRECISIONS = ("float64", "float32", "bfloat16", "float16", "float8", "float4")
 """All that can be asked for."""

@@ -1,8 +1,12 @@
-"""How long a pipeline's step is, by closed forms: for a search through thousands of plans. ``simulate.py`` plays a schedule.
+"""How long a pipeline's step is, by closed forms: for a search through thousands of plans. ``simulation/`` plays a schedule.
 
 The forms assume equal stages; where stages differ the slowest rank sets the pace and every other is passed once (Zheng et al.
-2022, arXiv:2201.12023, eq. 2). They are for the schedules of ``shoal.schedules``, whose step ends with an update of all ranks: a
-zero-bubble schedule has no idle rank *between* its first and last cell, and yet the last rank begins p - 1 forwards late.
+2022, arXiv:2201.12023, eq. 2). They are for the schedules of ``shoal.schedules``, whose step ends with an update of all ranks:
+a zero-bubble schedule has no idle rank *between* its first and last cell, and yet the last rank begins p - 1 forwards late.
+
+Transfers between stages have forms of their own. A software that waits for its transfers has them inside its passes. One that
+goes on computing has them between the passes of two ranks, where a schedule hides them as far as the ranks have other cells
+meanwhile: GPipe has, 1F1B has none.
 """
 
 from collections.abc import Sequence
@@ -96,13 +100,6 @@ def _vee_idle(name: str, others: int, microbatches: int, times: tuple[float, flo
         fill, period, transfers = fill - weight, 4 * longest + weight, 6
     return others * (fill + transfers * delay) + microbatches * max(0.0, period - work)
 
-
-# TODO docstring of the former planner.transfers:
-# What transfers between stages take of a pipeline's time, for closed forms: ``simulate.py`` plays them.
-#
-# A software that waits for its transfers has them inside its passes. One that goes on computing has them between the passes of
-# two
-# ranks, where a schedule hides them as far as the ranks have other cells meanwhile: GPipe has, 1F1B has none.
 
 _NONE_AHEAD = ("1f1b", "pipedream-flush", "pipedream", "pipedream-vsync", "pipedream-2bw", "dualpipev")
 """Schedules that keep a microbatch in flight for each rank that is still to come, and whose backward passes are whole."""

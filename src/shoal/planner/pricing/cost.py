@@ -1,7 +1,12 @@
-"""What a step is made of in time: the parts that ``cost.py`` prices, ``simulate.py`` plays and ``explain.py`` talks about.
+"""The parts of a step in seconds: compute by kernel, communication by axis, and what hides what.
 
 All times are seconds on one rank. Ranks of one pipeline place are alike, so a step of thousands of devices is as many parts as
 the pipeline has stages.
+
+Volumes per layer and microbatch are Megatron's (Narayanan et al. 2021, arXiv:2104.04473, section 3.2; with sequence parallelism
+Korthikanti et al. 2022, section 4.2.2): a sum over ``tp`` per pair in each direction, again where a forward pass is recomputed;
+the same bytes as a gather and a scatter with ``sp``. ZeRO moves what Rajbhandari et al. 2020 (arXiv:1910.02054), section 7,
+says: as much as a sum of gradients at stages 1 and 2, half as much again at stage 3.
 """
 
 import math
@@ -98,14 +103,6 @@ class StepParts:
             + self.fixed
         )
 
-
-# TODO docstring of the former planner.cost:
-# The parts of a step in seconds: compute by kernel, communication by axis, and what hides what.
-#
-# Volumes per layer and microbatch are Megatron's (Narayanan et al. 2021, arXiv:2104.04473, section 3.2; with sequence parallelism
-# Korthikanti et al. 2022, section 4.2.2): a sum over ``tp`` per pair in each direction, again where a forward pass is recomputed;
-# the same bytes as a gather and a scatter with ``sp``. ZeRO moves what Rajbhandari et al. 2020 (arXiv:1910.02054), section 7,
-# says: as much as a sum of gradients at stages 1 and 2, half as much again at stage 3.
 
 _UPDATE_BYTES = 40.0
 """Read and written for each weight by a fused Adam with its checks: gradient twice, three float32 values twice, the weight."""

@@ -1,4 +1,9 @@
-"""What is planned: a model, a batch, a precision, on a cluster with a software: what every part of the planner takes."""
+"""What is planned: a model, a batch, a precision, on a cluster with a software: what every part of the planner takes.
+
+Ranks that share a sequence (``cp``) have the same weights as replicas have. Experts have groups of their own: ``ep`` ranks
+share them, taken from replicas, and from tensor-parallel ranks too where a software leaves an expert's matrices whole (Liu et
+al. 2025, arXiv:2504.14960, section 3.2, "parallel folding").
+"""
 
 import math
 from collections import Counter
@@ -163,16 +168,6 @@ def _merge(
         for rank, counted in zip(way, _count(numbers, cuts), strict=True):
             ranks[rank].update(counted)
     return tuple(ranks)
-
-
-# TODO docstring of the former planner.sharing:
-# How many ranks have the same weights, and what one rank has of a layer's: for dense layers and for experts.
-#
-# Ranks that share a sequence (``cp``) have the same weights as replicas have. Experts have groups of their own: ``ep`` ranks
-# share
-# them, taken from replicas, and from tensor-parallel ranks too where a software leaves an expert's matrices whole (Liu et al.
-# 2025,
-# arXiv:2504.14960, section 3.2, "parallel folding").
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How long one operation of a layer takes on a device: a matrix product by its shape, everything else by its bytes.
 
-A kernel is what it computes plus what it reads and writes, one after the other (Calculon's ``no_overlap``, Isaev et al. 2023: it
-fits A100 better than the larger of the two).
+A kernel is what it computes plus what it reads and writes, one after the other (Calculon's ``no_overlap``, Isaev et al. 2023:
+it fits A100 better than the larger of the two).
 """
 
 from dataclasses import dataclass

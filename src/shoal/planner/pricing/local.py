@@ -143,8 +143,8 @@ def _pipeline(
         return slowed(plan.world_size) / slowed(active * beside) / machine.fit.compute
 
     order = order_cells(schedule)
-    work = [sum(ranks[each.rank].cells[action] for action in each.cell) for each in order.cells]
+    seconds = [sum(ranks[each.rank].cells[action] for action in each.cell) for each in order.cells]
     waiting = [inside[each.rank] for each in order.cells]
-    times = play_on_shared_cores(order, work, waiting, transfer=transfer, speed=speed)
+    times = play_on_shared_cores(order, seconds, waiting, transfer=transfer, speed=speed)
     timeline = timeline_of(order, *times)
     return timeline.makespan, [timeline.busy(rank) for rank in range(len(ranks))]

@@ -1,8 +1,8 @@
 """Bytes of a rank under a plan: states, activations in flight by schedule and stage, what is alive for a moment, and the reserve.
 
 States per weight: Rajbhandari et al. 2020 (arXiv:1910.02054), section 3: weights and gradients in the types that the software
-keeps them in, 12 bytes of optimizer. Activations: Korthikanti et al. 2022, Table 2, from the chain; in flight: the schedule's own
-count, or its published bound in a search. What the caching allocator keeps beyond what is allocated is a number of its own.
+keeps them in, 12 bytes of optimizer. Activations: Korthikanti et al. 2022, Table 2, from the chain; in flight: the schedule's
+own count, or its published bound in a search. What the caching allocator keeps beyond what is allocated is a number of its own.
 """
 
 from collections.abc import Mapping, Sequence

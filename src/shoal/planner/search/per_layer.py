@@ -1,7 +1,14 @@
-"""How one layer can be split over devices: along which dims, what that takes in time and memory, how its activations then lie.
+"""Which dims each layer is split along, for chains whose layers are not alike: dynamic programming over the chain.
 
-The dims are FlexFlow's SOAP (Jia et al. 2019, arXiv:1807.05358): samples, the operator's place (a part of the devices), an
-attribute of a sample (positions of a sequence, or rows of an image), parameters.
+A layer on N devices may be split by samples (dp), by parameters (tp), by an attribute of a sample, which is its positions or
+the rows of an image (cp), and be left to a part of the devices, in any degrees whose product is N. These dims are FlexFlow's
+SOAP (Jia et al. 2019, arXiv:1807.05358). Going from one split to another costs a redistribution of the activation in between.
+The recursion is Galvatron's (Miao et al. 2023, arXiv:2211.13878, eq. 1); its memory axis is exact here: ways that are neither
+faster nor leaner than another are dropped.
+
+Branches that could run at the same time on different devices, FlexFlow's other use of the operator dim, are not known: a traced
+module is a chain, in the order in which it ran. Shoal executes one split for all layers; what this finds is how much a split of
+each layer's own could gain at most.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -216,20 +223,6 @@ def redistribute(job: Job, num_bytes: float, old: Lying, new: Lying) -> float:
     wire = exchange_wire(Group(devices, 1), job.cluster, constants)
     return 2 * exchange(whole / min(old.num_pieces, new.num_pieces), wire)
 
-
-# TODO docstring of the former planner.perlayer:
-# Which dims each layer is split along, for chains whose layers are not alike: dynamic programming over the chain.
-#
-# A layer on N devices may be split by samples (dp), by parameters (tp), by an attribute of a sample, which is its positions or
-# the
-# rows of an image (cp), and be left to a part of the devices, in any degrees whose product is N (``splits.py``). Going from one
-# split to another costs a redistribution of the activation in between. The recursion is Galvatron's (Miao et al. 2023,
-# arXiv:2211.13878, eq. 1); its memory axis is exact here: ways that are neither faster nor leaner than another are dropped.
-#
-# Branches that could run at the same time on different devices, FlexFlow's other use of the operator dim, are not known: a traced
-# module is a chain, in the order in which it ran.
-#
-# Shoal executes one split for all layers; what this finds is how much a split of each layer's own could gain at most.
 
 _MOST_KEPT = 64
 """Partial assignments that are kept for each way an activation can lie, where memory is short: the fastest, and fewer and fewer

@@ -1,7 +1,11 @@
 """Search for the fastest plan that fits: every layout by arithmetic, the best of them by their schedules.
 
 Layouts (tp, cp, ep, pp, dp) x microbatch sizes x schedules x ZeRO stages (``candidates.py``), each with as little recompute as
-fits. The times of layers are shared between plans (``cost.Known``), and what cannot matter has no price (``cutoff.py``).
+fits. The times of layers are shared between plans (``cost.Known``).
+
+A search over layouts with experts and long sequences has fifty thousand plans and goes on with ten. A lower bound of a layout's
+time (``cost.least_seconds``) costs next to nothing, so plans are visited in the order of that bound, and those whose bound is
+beyond all that the search goes on with are never priced (``Cutoff``).
 """
 
 import math
@@ -322,13 +326,6 @@ def _best_pipelines(fitting: Sequence[Estimate]) -> list[Plan]:
             found.setdefault(layout_of(one.plan), one.plan)
     return list(found.values())
 
-
-# TODO docstring of the former planner.cutoff:
-# Which plans of a search need no price: those whose least time is already beyond all that the search goes on with.
-#
-# A search over layouts with experts and long sequences has fifty thousand plans, and goes on with ten. What a layout takes at
-# least
-# (``cost.least_seconds``) costs next to nothing, so plans are looked at in that order, and what is beyond is left out.
 
 _ALIKE = 1.002
 """Times that differ by less may change places: a ranking goes by four digits, and by simplicity among equals."""

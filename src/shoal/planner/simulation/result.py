@@ -1,7 +1,11 @@
-"""What a step has before and after its pipeline: gathers of sharded weights, sums of gradients, the update.
+"""A simulated step: its length, who was busy, what it waited for. Times of single cells are worked out when they are asked for.
 
-A collective ends when the last of its ranks has come and its bytes have moved, less what went on while the last of them still
-computed. All ranks wait for each other before the update: its norm, and whether it is finite, are of the whole gradient.
+Kept are the factors of every kind of replica and when each rank ends; a cell's start and end take another run through the
+schedule, which is cheaper than to keep the cells of ten thousand ranks.
+
+Before and after its pipeline a step has gathers of sharded weights, sums of gradients and the update. A collective ends when
+the last of its ranks has come and its bytes have moved, less what went on while the last of them still computed. All ranks wait
+for each other before the update: its norm, and whether it is finite, are of the whole gradient.
 """
 
 from dataclasses import dataclass, replace
@@ -119,13 +123,6 @@ def _nothing(last: Array) -> Tail:
         updates=tuple((end,) * last.shape[1] for _ in last),
         gathers=((end, end),) * len(last),
     )
-
-
-# TODO docstring of the former planner.simulation.simulated:
-# A played step: its length, who was busy, what it waited for. Times of single cells are worked out when they are asked for.
-#
-# Kept are the factors of every kind of replica and when each rank ends; a cell's start and end take another run through the
-# schedule, which is cheaper than to keep the cells of ten thousand ranks.
 
 
 @dataclass(frozen=True)

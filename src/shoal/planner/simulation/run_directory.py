@@ -1,7 +1,8 @@
 """A simulated run as a run directory: the events, plan and summary that a real run leaves, so that one reader reads both.
 
-Nothing is trained: losses, norms and rates are NaN in events and null in the summary, which says ``"simulated": true``. Times are
-simulated too and count from 0. There is a file for one rank of those that are alike, or for every rank where that is asked for.
+Nothing is trained: losses, norms and rates are NaN in events and null in the summary, which says ``"simulated": true``. Times
+are simulated too and count from 0. There is a file for one rank of those that are alike, or for every rank where that is asked
+for.
 """
 
 import json

@@ -1,8 +1,12 @@
 """What each rank of a played step does when, stream by stream: what traces and pictures are made from.
 
-Compute has a stream of its own, and so have transfers between stages, sums over ``dp`` and ZeRO's gathers: they go on beside it.
-Communication inside passes (``tp``, ``cp``, ``ep``) has its streams too, and nothing is computed meanwhile: a cell's time is what
-it computes, and then what it waits for. In truth a pass waits in every layer; only the sum of these waits is known.
+Compute has a stream of its own, and so have transfers between stages, sums over ``dp`` and ZeRO's gathers: they go on beside
+it. Communication inside passes (``tp``, ``cp``, ``ep``) has its streams too, and nothing is computed meanwhile: a cell's time
+is what it computes, and then what it waits for. In truth a pass waits in every layer; only the sum of these waits is known.
+
+The files are a Chrome trace, which Perfetto opens like those of real runs, and a picture. In a trace every lane is a process
+whose threads are its streams, with a counter of the bytes that it holds. Transfers can overlap each other, which slices of one
+thread must not: they are asynchronous slices.
 """
 
 import json
@@ -180,13 +184,6 @@ def _memory(simulated: Simulated, place: int, cells: Sequence[_TimedCell]) -> tu
     spans = [(start, end) for _, start, end in cells]
     return memory_timeline(simulated.order.schedule, place, spans, simulated.needed)
 
-
-# TODO docstring of the former planner.simulation.timeline:
-# A played step as files: a Chrome trace, which Perfetto opens like those of real runs, and a picture.
-#
-# In a trace every lane is a process whose threads are its streams, with a counter of the bytes that it holds. Transfers can
-# overlap
-# each other, which slices of one thread must not: they are asynchronous slices.
 
 MOST_LANES = 64
 """Lanes in a picture, and in a trace when nobody asks for every rank."""

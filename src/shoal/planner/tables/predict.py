@@ -1,6 +1,8 @@
 """Predictions for a table of runs: each row's own metric, whether it lies in the range that was calibrated, and an interval.
 
-Every row goes through the same code as ``shoal plan``: a chain, a cluster, a plan, ``cost`` and ``memory``.
+Every row goes through the same code as ``shoal plan``: a chain of layers, a cluster, a plan, ``cost`` and ``memory``. A formula
+holds only as far as it is right beyond the rows that its constants were fitted on, so a prediction says where a run goes beyond
+them (``beyond``).
 """
 
 import math
@@ -296,11 +298,6 @@ def log_error(predicted: Predicted) -> float:
         return math.nan
     return math.log(predicted.predicted / predicted.measured)
 
-
-# TODO docstring of the former planner.covered:
-# What the rows were like that a stack's constants were fitted on, and in what a run goes beyond them.
-#
-# Beyond the rows that taught its constants a formula holds only as far as it is right, and a reader should know when it must.
 
 _DEGREES = ("tp", "pp", "cp", "ep")
 

@@ -1,9 +1,9 @@
 """Which cells of a table are wrong, and which are not understood.
 
-What is not known is assumed, and the row is predicted. A number or a type that there is not (``zero`` 9, ``bf17``) is wrong: its
-row would be predicted for another run than the table means, and is not. A word that is not understood (``recompute`` "fulll") may
-be a name that this version has not learnt: its row is predicted as if it were not known, out of range, and the word is said. A
-phrase, or a word by which people say that they do not know, explains, and nothing is said of it.
+What is not known is assumed, and the row is predicted. A number or a type that there is not (``zero`` 9, ``bf17``) is wrong:
+its row would be predicted for another run than the table means, and is not. A word that is not understood (``recompute``
+"fulll") may be a name that this version has not learnt: its row is predicted as if it were not known, out of range, and the
+word is said. A phrase, or a word by which people say that they do not know, explains, and nothing is said of it.
 """
 
 import math

@@ -1,12 +1,29 @@
-"""Chimera: two pipelines in opposite directions over the same ranks, each in the other's bubbles.
+"""Two directions at once: Chimera, DualPipe and DualPipeV.
+
+Chimera: two pipelines in opposite directions over the same ranks, each in the other's bubbles.
 
 At equal forwards and backwards time is cut into slots. A microbatch goes through the ranks without waiting, one slot per stage,
 and the two directions use slots of different parity. So on every rank the forwards of one direction meet only the backwards of
 the other, and on all ranks in the same turn: who has which turn is decided once, for the whole pipeline.
 
-The paper joins units of P microbatches (half of them in each direction). What is left when M is no multiple of P it appends as a
-smaller unit, with a bubble; here it is let into the last unit, so every M >= P ends after 2M+P-2 slots. No schedule can undercut
-that: the first and the last P/2-1 slots of the middle ranks are idle whatever they do. With M < P the end is at 2P+M-2.
+The paper joins units of P microbatches (half of them in each direction). What is left when M is no multiple of P it appends as
+a smaller unit, with a bubble; here it is let into the last unit, so every M >= P ends after 2M+P-2 slots. No schedule can
+undercut that: the first and the last P/2-1 slots of the middle ranks are idle whatever they do. With M < P the end is at
+2P+M-2.
+
+DualPipe and DualPipeV: a forward of one half of the model overlaps with a backward of the other.
+
+Microbatches pass each rank two ways: way 0 is the one by which they come soon, way 1 that by which they come late. In DualPipe
+(DeepSeek-V3 report) these are the two directions; the second half of the ranks is the mirror of the first. DualPipeV
+(DeepSeek's DualPipe repository) keeps one half of the ranks and sends each microbatch down and back up, so that no weights are
+held twice. Either way a rank has a place between the outside, where microbatches enter, and the inside, where ways 0 and 1
+meet.
+
+The sources give a bubble of (S/2-1)(F&B + B - 3W) for S stages, where F&B is what an overlapped pair takes and B = I + W. By
+``pricing`` that is exact when F = I >= W and a bound when F and W are at most I. When F >= I >= W it is (S/2-1)(F&B + F - 2W).
+
+The sources ask for at least 2P microbatches. With fewer the outer ranks have no main phase, and what the other phases would do
+for microbatches that are not there is left out. The bubble may then be longer than the formula.
 """
 
 from collections import Counter, deque
@@ -77,21 +94,6 @@ CHIMERA = Family(
     problems=odd_numbers,
 )
 
-
-# TODO docstring of the former schedules.families.dual:
-# DualPipe and DualPipeV: a forward of one half of the model overlaps with a backward of the other.
-#
-# Microbatches pass each rank two ways: way 0 is the one by which they come soon, way 1 that by which they come late. In DualPipe
-# (DeepSeek-V3 report) these are the two directions; the second half of the ranks is the mirror of the first. DualPipeV
-# (DeepSeek's
-# DualPipe repository) keeps one half of the ranks and sends each microbatch down and back up, so that no weights are held twice.
-# Either way a rank has a place between the outside, where microbatches enter, and the inside, where ways 0 and 1 meet.
-#
-# The sources give a bubble of (S/2-1)(F&B + B - 3W) for S stages, where F&B is what an overlapped pair takes and B = I + W. By
-# ``pricing`` that is exact when F = I >= W and a bound when F and W are at most I. When F >= I >= W it is (S/2-1)(F&B + F - 2W).
-#
-# The sources ask for at least 2P microbatches. With fewer the outer ranks have no main phase, and what the other phases would do
-# for microbatches that are not there is left out. The bubble may then be longer than the formula.
 
 Step = tuple[str, ...]
 """Kinds with their ways, such as F0; two that overlap; or W, which is of the backward that has waited longest for it."""

@@ -2,6 +2,8 @@
 
 The turns are PipeDream's (Narayanan et al., SOSP 2019, section 3.2, "1F1B-RR"): of the R ranks of a stage, number m mod R does
 the forward and the backward of microbatch m, and each by itself alternates between the two.
+
+PipeDream's own schedules are 1F1B without a flush. What sets them apart is when weights change and which version is used.
 """
 
 from collections.abc import Iterator
@@ -98,9 +100,6 @@ ONE_F_ONE_B = Family(
     takes_replicas=True,
 )
 
-
-# TODO docstring of the former schedules.families.asynchronous:
-# PipeDream's schedules: 1F1B without a flush. What sets them apart is when weights change and which version is used.
 
 _PIPEDREAM = "Narayanan et al., 2019, doi 10.1145/3341301.3359646"
 _2BW = "Narayanan et al., 2021, arXiv 2006.09503"

@@ -1,4 +1,6 @@
-"""ZB-H1 and ZB-H2: 1F1B with the backward cut in two, so that weights' gradients fill the time in which ranks would wait.
+"""Schedules whose backward is cut in two: ZB-H1 and ZB-H2 on one stage per rank; ZBV, V-Half and V-Min on two.
+
+ZB-H1 and ZB-H2: 1F1B with the backward cut in two, so that weights' gradients fill the time in which ranks would wait.
 
 The stage before waits only for the gradient of the input (I); that of the weights (W) can be put off. A rank that runs
 ``lead`` microbatches ahead does so with forwards before its first I, with W's that it puts off, or with both: the first rank
@@ -10,6 +12,21 @@ with forwards, the last with W's. Each rank then holds lead+1 microbatches, and 
 These are the waits between a rank's first cell and its last while W is no longer than F and than I; rank i has P-1-i in the
 place of P-1, and 1F1B waits (P-1)(F+I+W). At F=I=W=1 no rank of H2 waits, yet both take 3M+P-1 from M=P on (2M+2P-1 for
 fewer), the least that any order takes: H2 gains only where a rank may begin the next step while others are still in this one.
+
+Two stages per rank, down the ranks and back up: ZBV, V-Half and V-Min (Qi et al., arXiv 2401.10241, 2405.15362).
+
+A microbatch walks four legs over the ranks: forwards down and up, then input gradients down and up. The first rank holds the
+first stage for long and the last for a moment, the last rank holds both for the same time, so all ranks hold about as much. A
+family is an order of these cells on every rank. ``squeeze`` runs it at a unit of time per cell and lets the weights' gradients,
+which nobody waits for, fill the holes. With P ranks, M microbatches and F = I = W = 1, and counted in stages of which a rank
+has two (1F1B so counted: 2P and 6P-6):
+
+              activations held    makespan beyond a rank's work
+    zbv       2P                  P-1 from M = P on; from M = 2P-1 on no rank waits within its own span
+    v-half    2 floor(P/2) + 2    3P-4, 3P-5 for even P > 2; with few microbatches 4P-3-2M, where that is more
+    v-min     2 floor((P+4)/3)    4P-5
+
+One rank alone never waits. The activations are those that the authors give for their schedules.
 """
 
 from collections import Counter, deque
@@ -65,22 +82,6 @@ ZB_H2 = Family(
     activations=lambda size, rank: _lead(size, 2) + 1,
 )
 
-
-# TODO docstring of the former schedules.families.vee:
-# Two stages per rank, down the ranks and back up: ZBV, V-Half and V-Min (Qi et al., arXiv 2401.10241, 2405.15362).
-#
-# A microbatch walks four legs over the ranks: forwards down and up, then input gradients down and up. The first rank
-# holds the first stage for long and the last for a moment, the last rank holds both for the same time, so all ranks hold
-# about as much. A family is an order of these cells on every rank. ``squeeze`` runs it at a unit of time per cell and
-# lets the weights' gradients, which nobody waits for, fill the holes. With P ranks, M microbatches and F = I = W = 1, and
-# counted in stages of which a rank has two (1F1B so counted: 2P and 6P-6):
-#
-#               activations held    makespan beyond a rank's work
-#     zbv       2P                  P-1 from M = P on; from M = 2P-1 on no rank waits within its own span
-#     v-half    2 floor(P/2) + 2    3P-4, 3P-5 for even P > 2; with few microbatches 4P-3-2M, where that is more
-#     v-min     2 floor((P+4)/3)    4P-5
-#
-# One rank alone never waits. The activations are those that the authors give for their schedules.
 
 _CONTROLLABLE = "Qi et al., 2024, arXiv 2405.15362"
 _PERIOD = 6
