@@ -12,7 +12,7 @@ import pytest
 
 from shoal.paramserver.log import leader as steward
 from shoal.paramserver.server import store as shelf
-from support.paramserver.job_in_process import crewed
+from support.paramserver.job_in_process import running_job
 
 ROUNDS = 20
 
@@ -26,9 +26,9 @@ def test_a_copy_that_took_long_still_finds_its_rounds(tmp_path_factory, monkeypa
     fetch, arrived, gate = shelf.Shelf._fetch, asyncio.Event(), asyncio.Event()
 
     async def run():
-        async with crewed(folder, update="async", servers=2, shares=1, steps=10_000, workers=1) as crew:
-            await crew.until_round(2)
-            await crew.kill("server-1")
+        async with running_job(folder, update="async", servers=2, shares=1, steps=10_000, workers=1) as job:
+            await job.until_round(2)
+            await job.kill("server-1")
 
             async def fetch_slowly(self, shard, row_bytes):
                 found = await fetch(self, shard, row_bytes)
@@ -38,19 +38,19 @@ def test_a_copy_that_took_long_still_finds_its_rounds(tmp_path_factory, monkeypa
                 return found
 
             monkeypatch.setattr(shelf.Shelf, "_fetch", fetch_slowly)
-            late = (await crew.start_server("server-1")).server
+            late = (await job.start_server("server-1")).server
             await arrived.wait()
-            await crew.until_round(len(crew.rounds) + ROUNDS)
-            await crew.kill("worker-0")
+            await job.until_round(len(job.rounds) + ROUNDS)
+            await job.kill("worker-0")
             # The book is trimmed at once, and a request for rounds is parked for long: so what happens in between is seen.
             monkeypatch.setattr(steward, "PARK_SECONDS", 2.5)
-            book = crew.members["server-0"].server.steward
+            book = job.members["server-0"].server.steward
             # Its own server, the late one and the clock wait for news of the book, of which there is none.
-            while late.version < len(crew.rounds) or book.ledger.book.members or len(book.bell._waiting) < 3:
+            while late.version < len(job.rounds) or book.ledger.book.members or len(book.bell._waiting) < 3:
                 await asyncio.sleep(0.01)
             gate.set()
-            while any(not one.ready.is_set() or one.version < len(crew.rounds) for one in late.replicas.values()):
-                crew.check()
+            while any(not one.ready.is_set() or one.version < len(job.rounds) for one in late.replicas.values()):
+                job.check()
                 await asyncio.sleep(0.01)
             assert len(late.replicas) == 2
 

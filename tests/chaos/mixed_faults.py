@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from support.paramserver.server_job import RECIPE, CrewRun
+from support.paramserver.server_job import RECIPE, ServerJob
 from support.processes.command import ranks_of, read_summary, wait_until
 
 RANKED = ("dp=2", "dp=2 zero=3", "pp=2 microbatches=2")
@@ -134,11 +134,11 @@ class Struck:
         if not self.is_served:
             recipe = recipe.replace('source = "stdlib"', 'source = "stdlib"\nworkers = 1')
         self.recipe = recipe + "[elastic]\nmax_restarts = 50\nheartbeat_deadline = 60.0\n"
-        self.crews: set[Path] = set()
+        self.jobs: set[Path] = set()
         self.begin()
 
     def begin(self, *arguments: str) -> None:
-        self.command = CrewRun(self.folder, *arguments, plan=self.plan, recipe=self.recipe)
+        self.command = ServerJob(self.folder, *arguments, plan=self.plan, recipe=self.recipe)
         self.told_before = self.num_told()
 
     def num_told(self) -> int:
@@ -157,7 +157,7 @@ class Struck:
 
     def strike(self, fault: Fault) -> str:
         """Do it; who was struck."""
-        self.remember_crew()
+        self.remember_job()
         struck = getattr(self, fault.kind.replace(" ", "_"))(fault.victim)
         self.told_before = self.num_told()
         return struck or "nobody"
@@ -251,17 +251,17 @@ class Struck:
         self.signal(process, signal.SIGCONT)
         return struck
 
-    def remember_crew(self) -> None:
+    def remember_job(self) -> None:
         """Where the sockets of the members are; a command that is killed leaves them to the next one."""
         for pid in self.command.members().values() if self.is_served else ():
             try:
                 links = psutil.Process(pid).net_connections("unix")
             except psutil.NoSuchProcess:
                 continue
-            self.crews |= {Path(link.laddr).parent for link in links if link.laddr.startswith("/dev/shm/shoal-crew-")}
+            self.jobs |= {Path(link.laddr).parent for link in links if link.laddr.startswith("/dev/shm/shoal-crew-")}
 
     def finish(self) -> dict:
-        self.remember_crew()
+        self.remember_job()
         code = self.command.process.wait(300)
         assert code == 0, f"exit code {code}:\n{self.command.output}\n{self.command.logs()}"
         return read_summary(self.folder / "run")
@@ -284,6 +284,6 @@ class Struck:
 
     def check_nothing_is_left(self) -> None:
         wait_until(lambda: not self.processes(), "every process of the run to be gone", 30)
-        assert not [path for path in self.crews if path.exists()], "the folder of a crew is left"
+        assert not [path for path in self.jobs if path.exists()], "the folder of a job is left"
         drafts = [path.name for path in (self.folder / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
         assert not drafts, f"half a checkpoint is left: {drafts}"

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from support.models.paced import allow
-from support.paramserver.server_job import crew as crew
+from support.paramserver.server_job import start_job as start_job
 from support.processes.command import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,13 +38,13 @@ PLAN = "ps=2 workers=2 update=lbfgs"
 
 
 @pytest.mark.soak
-def test_a_portion_whose_worker_stands_still_is_done_by_another(crew, tmp_path):
+def test_a_portion_whose_worker_stands_still_is_done_by_another(start_job, tmp_path):
     ration = tmp_path / "ration"
     allow(ration, 1_000_000)
-    undisturbed = crew(plan=PLAN, recipe=RECIPE.format(ration=ration), folder=tmp_path / "undisturbed").end()
+    undisturbed = start_job(plan=PLAN, recipe=RECIPE.format(ration=ration), folder=tmp_path / "undisturbed").end()
     for name in ("worker-0", "worker-1"):
         allow(ration.with_name(name), 3)
-    run = crew(plan=PLAN, recipe=RECIPE.format(ration=ration))
+    run = start_job(plan=PLAN, recipe=RECIPE.format(ration=ration))
     # Each has a portion of the first batch, of which there are 16; neither an answer nor a question is on the way.
     wait_until(lambda: len(list(tmp_path.glob("worker-*.waits"))) == 2, "both workers to be in a portion", 90)
     pid = run.kill("worker-1", signal.SIGSTOP)

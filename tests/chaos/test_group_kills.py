@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from support.models.paced import allow
-from support.paramserver.server_job import RECIPE, STEPS, CrewRun, check_steps, rationed
-from support.paramserver.server_job import crew as crew
+from support.paramserver.server_job import RECIPE, STEPS, ServerJob, check_steps, rationed
+from support.paramserver.server_job import start_job as start_job
 from support.processes.command import wait_until
 
 soak = pytest.mark.soak
@@ -34,7 +34,7 @@ def ration(tmp_path):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The hash of the weights that the run gives when nothing happens to it."""
-    run = CrewRun(tmp_path_factory.mktemp("undisturbed"), plan=PLAN, recipe=ROW)
+    run = ServerJob(tmp_path_factory.mktemp("undisturbed"), plan=PLAN, recipe=ROW)
     try:
         summary = run.end()
         assert summary["status"] == "completed" and summary["deaths"] == 0
@@ -53,8 +53,8 @@ def expect_same(run, undisturbed, *, deaths):
 
 @soak
 @pytest.mark.parametrize("name", ["worker-0.1", "worker-1"])
-def test_a_killed_rank_is_its_workers_death_and_changes_no_bit(crew, undisturbed, ration, name):
-    run = crew(plan=PLAN, recipe=rationed(ration, ROW))
+def test_a_killed_rank_is_its_workers_death_and_changes_no_bit(start_job, undisturbed, ration, name):
+    run = start_job(plan=PLAN, recipe=rationed(ration, ROW))
     run.wait_for_step(4)
     group = next(names for names in GROUPS if name in names)
     pids = {member: run.pid(member) for member in group}
@@ -70,8 +70,8 @@ def test_a_killed_rank_is_its_workers_death_and_changes_no_bit(crew, undisturbed
 
 
 @soak
-def test_both_groups_lose_a_rank_again_and_again(crew, undisturbed, ration):
-    run = crew(plan=PLAN, recipe=rationed(ration, ROW))
+def test_both_groups_lose_a_rank_again_and_again(start_job, undisturbed, ration):
+    run = start_job(plan=PLAN, recipe=rationed(ration, ROW))
     for step, passes, names in (
         (3, 8, ["worker-0.1", "worker-1"]),
         (8, 16, ["worker-1.1"]),
@@ -89,10 +89,10 @@ def test_both_groups_lose_a_rank_again_and_again(crew, undisturbed, ration):
 
 
 @soak
-def test_a_rank_that_is_stopped_is_ended_and_its_worker_started_again(crew, undisturbed, ration):
+def test_a_rank_that_is_stopped_is_ended_and_its_worker_started_again(start_job, undisturbed, ration):
     """Nobody but its leader, which waits for it, would notice: the center hears from the leader alone."""
     recipe = rationed(ration, ROW).replace("dead_seconds = 20.0", "dead_seconds = 3.0")
-    run = crew(plan=PLAN, recipe=recipe)
+    run = start_job(plan=PLAN, recipe=recipe)
     run.wait_for_step(4)
     pid = run.kill("worker-1.1", signal.SIGSTOP)
     run.wait_for_other("worker-1.1", pid)
@@ -102,20 +102,20 @@ def test_a_rank_that_is_stopped_is_ended_and_its_worker_started_again(crew, undi
 
 
 @soak
-def test_a_stopped_run_goes_on_where_it_was(crew, undisturbed):
+def test_a_stopped_run_goes_on_where_it_was(start_job, undisturbed):
     """Every rank ends in order, and groups that are new go on from the checkpoint."""
     recipe = ROW.replace("seconds = 0.08", "seconds = 0.4")
-    first = crew(plan=PLAN, recipe=recipe)
+    first = start_job(plan=PLAN, recipe=recipe)
     first.wait_for_step(7)
     first.process.send_signal(signal.SIGTERM)
     summary = first.end(expect=143)
     assert (summary["status"], summary["steps"]) == ("interrupted", first.step())
-    expect_same(crew("--resume", plan=PLAN, recipe=recipe, run_dir=first.run_dir), undisturbed, deaths=0)
+    expect_same(start_job("--resume", plan=PLAN, recipe=recipe, run_dir=first.run_dir), undisturbed, deaths=0)
 
 
 @soak
-def test_a_server_without_a_backup_takes_the_groups_back_to_the_checkpoint(crew, undisturbed, ration):
-    run = crew(plan=PLAN, recipe=rationed(ration, ROW))
+def test_a_server_without_a_backup_takes_the_groups_back_to_the_checkpoint(start_job, undisturbed, ration):
+    run = start_job(plan=PLAN, recipe=rationed(ration, ROW))
     run.wait_for_step(12)
     run.kill("server-0")
     allow(ration, 1000)
@@ -123,8 +123,8 @@ def test_a_server_without_a_backup_takes_the_groups_back_to_the_checkpoint(crew,
 
 
 @soak
-def test_the_ranks_of_a_group_die_with_their_crew(crew, ration):
-    run = crew(plan=PLAN, recipe=rationed(ration, ROW))
+def test_the_ranks_of_a_group_die_with_their_job(start_job, ration):
+    run = start_job(plan=PLAN, recipe=rationed(ration, ROW))
     run.wait_for_step(2)
     members = run.members()
     assert {name for names in GROUPS for name in names} <= members.keys()

@@ -18,7 +18,7 @@ import torch
 from shoal.comm.wire.errors import WireError
 from shoal.comm.wire.node import Node, new_incarnation
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt, Join
-from support.paramserver.job_in_process import alone, crewed, quicken
+from support.paramserver.job_in_process import alone, quicken, running_job
 
 STEPS, SHARES = 40, 2
 NUM_REQUESTS = 1500
@@ -84,14 +84,14 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("c")
 
 
-async def storm(crew, seed):
+async def storm(job, seed):
     """Ask everybody, at random; how many asked were answered at all."""
     wild = Wild(seed)
     num_refused = 0
     for number in range(NUM_REQUESTS // 50):
-        node = Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=crew.folder)
-        node.epoch = crew.view().epoch if number % 3 else wild.dice.choice([0, 1, 2**40])
-        members = [member.address for member in crew.view().servers] + [crew.find().address]
+        node = Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=job.folder)
+        node.epoch = job.view().epoch if number % 3 else wild.dice.choice([0, 1, 2**40])
+        members = [member.address for member in job.view().servers] + [job.find().address]
 
         async def ask(node=node, members=members):
             body, payload = wild.request()
@@ -103,7 +103,7 @@ async def storm(crew, seed):
 
         num_refused += sum(await asyncio.gather(*(ask() for _ in range(50))))
         await node.close()
-        crew.check()
+        job.check()
     return num_refused
 
 
@@ -115,13 +115,13 @@ def test_nonsense_from_strangers_changes_nothing(folder, monkeypatch, seed):
 
     async def run():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
-        async with crewed(folder, steps=STEPS, shares=SHARES) as crew:
-            await crew.until_round(1)
-            num_refused = await storm(crew, seed)
+        async with running_job(folder, steps=STEPS, shares=SHARES) as job:
+            await job.until_round(1)
+            num_refused = await storm(job, seed)
             assert num_refused > NUM_REQUESTS / 2
-            weights = await crew.finish()
+            weights = await job.finish()
             assert torch.equal(weights, alone(steps=STEPS, shares=SHARES))
-            [center] = [member.center for member in crew.members.values() if member.center is not None]
+            [center] = [member.center for member in job.members.values() if member.center is not None]
             assert len(center._versions) < 10 and len(center._asked) < 10, "strangers are remembered"
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ import torch
 from shoal.data.order import own_microbatches, permute, position_of, take
 from shoal.trainer.build import build_parts, load_run
 from support.models.paced import allow
-from support.paramserver.server_job import crew as crew
+from support.paramserver.server_job import start_job as start_job
 from support.processes.command import wait_until
 
 pytestmark = pytest.mark.timeout(200)
@@ -45,7 +45,7 @@ hang_after = 0
 """
 
 
-def train(crew, tmp_path, setting):
+def train(start_job, tmp_path, setting):
     """Run with one setting; its updates in order, the training split, and the weights before and after.
 
     Who does what when is the test's doing, so every run makes the same updates from the same reads: five of worker-0, one of
@@ -54,7 +54,7 @@ def train(crew, tmp_path, setting):
     """
     ration = tmp_path / "ration"
     allow(ration, 0)
-    run = crew(plan="ps=2 workers=2 update=async", recipe=RECIPE.format(ration=ration, setting=setting))
+    run = start_job(plan="ps=2 workers=2 update=async", recipe=RECIPE.format(ration=ration, setting=setting))
 
     def wait_for_updates(count):
         wait_until(lambda: len(run.events("update")) >= count or run.process.poll() is not None, f"{count} updates", 90)
@@ -121,9 +121,9 @@ def by_rate(event):
     return event["lr"]
 
 
-def test_delay_compensation_is_in_effect(crew, tmp_path):
+def test_delay_compensation_is_in_effect(start_job, tmp_path):
     """Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation": g + lambda g g (w_now - w_read)."""
-    updates, source, before, after = train(crew, tmp_path, "delay_compensation = 2.0")
+    updates, source, before, after = train(start_job, tmp_path, "delay_compensation = 2.0")
     assert all(event["step_sizes"] == [event["lr"]] for event in updates)
 
     def compensated(gradient, now, read):
@@ -133,9 +133,9 @@ def test_delay_compensation_is_in_effect(crew, tmp_path):
     assert distance(after, replay(updates, source, before, size=by_rate, correct=plain)) > 1e-6, "it changes nothing"
 
 
-def test_a_step_is_divided_by_the_staleness_of_its_gradient(crew, tmp_path):
+def test_a_step_is_divided_by_the_staleness_of_its_gradient(start_job, tmp_path):
     """Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning": lr / max(1, tau)."""
-    updates, source, before, after = train(crew, tmp_path, "staleness_aware = true")
+    updates, source, before, after = train(start_job, tmp_path, "staleness_aware = true")
     for event in updates:
         (staleness,), (read,) = event["staleness"], event["read"]
         assert staleness == event["update"] - read
@@ -150,7 +150,7 @@ def test_a_step_is_divided_by_the_staleness_of_its_gradient(crew, tmp_path):
 
 
 @pytest.mark.soak
-def test_without_either_a_late_gradient_counts_as_any_other(crew, tmp_path):
-    updates, source, before, after = train(crew, tmp_path, "")
+def test_without_either_a_late_gradient_counts_as_any_other(start_job, tmp_path):
+    updates, source, before, after = train(start_job, tmp_path, "")
     assert all(event["step_sizes"] == [event["lr"]] for event in updates)
     assert distance(after, replay(updates, source, before, size=by_rate, correct=plain)) < 1e-12

@@ -1,4 +1,4 @@
-"""The starter of a crew's processes: children by adoption, and a process that is left as it was found."""
+"""The starter of a job's processes: children by adoption, and a process that is left as it was found."""
 
 import asyncio
 import ctypes

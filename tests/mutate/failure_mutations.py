@@ -103,7 +103,7 @@ FAILURE = [
         file="src/shoal/paramserver/log/leader.py",
         old="                await self._replicate(place, given)\n",
         new="                asyncio.get_running_loop().create_task(self._replicate(place, given))\n",
-        test="tests/chaos/test_crew_messages.py::test_deaths_at_any_moment_change_no_bit",
+        test="tests/chaos/test_server_job_messages.py::test_deaths_at_any_moment_change_no_bit",
         seconds=30,
     ),
     Mutation(
@@ -184,7 +184,7 @@ FAILURE = [
         file="src/shoal/serverrun/worker/watchdog.py",
         old="            os._exit(EXIT_NO)",
         new="            pass",
-        test="tests/chaos/test_crew_kills.py::test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced",
+        test="tests/chaos/test_server_job_kills.py::test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced",
         seconds=60,
     ),
     Mutation(
@@ -221,7 +221,7 @@ FAILURE = [
         file="src/shoal/paramserver/server/gradients.py",
         old="    if math.isfinite(gradient.sum().item()) or _is_finite(gradient):",
         new="    if True:",
-        test="tests/chaos/test_crew_messages.py::test_not_a_number_is_refused_counted_and_told",
+        test="tests/chaos/test_server_job_messages.py::test_not_a_number_is_refused_counted_and_told",
         seconds=10,
     ),
     Mutation(
@@ -239,7 +239,7 @@ FAILURE = [
         file="src/shoal/serverrun/server/process.py",
         old="self._source.look, again=True",
         new="self._source.look, again=False",
-        test="tests/chaos/test_crew_kills.py::test_without_a_backup_everyone_goes_back_to_the_checkpoint[server-0]",
+        test="tests/chaos/test_server_job_kills.py::test_without_a_backup_everyone_goes_back_to_the_checkpoint[server-0]",
         seconds=60,
     ),
     Mutation(
@@ -248,7 +248,7 @@ FAILURE = [
         file="src/shoal/paramserver/server/replica.py",
         old="        if self._loan is None or not self._loan.num_readers:",
         new="        if True:",
-        test="tests/chaos/test_crew_messages.py::test_a_reader_that_stops_in_the_middle_holds_no_update_up",
+        test="tests/chaos/test_server_job_messages.py::test_a_reader_that_stops_in_the_middle_holds_no_update_up",
         seconds=10,
     ),
     Mutation(
@@ -257,7 +257,7 @@ FAILURE = [
         file="src/shoal/comm/wire/listener.py",
         old="        if op.fenced and header.epoch < node.epoch:",
         new="        if False:",
-        test="tests/chaos/test_crew_messages.py::test_what_comes_with_an_old_epoch_is_refused",
+        test="tests/chaos/test_server_job_messages.py::test_what_comes_with_an_old_epoch_is_refused",
         seconds=10,
     ),
     Mutation(

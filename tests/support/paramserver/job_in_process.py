@@ -1,4 +1,4 @@
-"""A whole crew in one process: servers, workers and centers as tasks, over real sockets, with a model of a few numbers.
+"""A whole job in one process: servers, workers and centers as tasks, over real sockets, with a model of a few numbers.
 
 Fast enough for many interleavings. Messages can be lost, doubled, delayed (and so reordered) and corrupted where they arrive;
 members can be killed. What a worker pushes depends on the weights that it pulled, so any wrong or missing update changes the
@@ -168,7 +168,7 @@ class Member:
         await self.node.close()
 
 
-class Crew:
+class Job:
     """See the module."""
 
     def __init__(
@@ -435,17 +435,17 @@ class Crew:
 
 
 @contextlib.asynccontextmanager
-async def crewed(folder: Path, **options):
-    """A crew that is ended, whatever happens."""
+async def running_job(folder: Path, **options):
+    """A job that is ended, whatever happens."""
     start = {key: options.pop(key) for key in ("workers", "centers") if key in options}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    crew = Crew(folder, **options)
+    job = Job(folder, **options)
     try:
-        await crew.start(**start)
-        yield crew
+        await job.start(**start)
+        yield job
     finally:
-        await crew.end()
+        await job.end()
 
 
 def alone(*, steps: int, shares: int) -> torch.Tensor:

@@ -118,7 +118,7 @@ def run_inside(folder, plan, recipe, *, resume=False):
     RunDir(run_dir).recipe.write_text(dump_recipe(recipe))
 
     # Not below the test's own folder: the path of a socket may have 107 bytes.
-    with TemporaryDirectory(prefix="crew-") as sockets, _one_builds_at_a_time():
+    with TemporaryDirectory(prefix="job-") as sockets, _one_builds_at_a_time():
 
         def place_of(role, index):
             return place_in(folder, role, index, parsed, recipe, sockets=sockets, resume=resume)

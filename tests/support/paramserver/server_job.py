@@ -39,7 +39,7 @@ tensorboard = false
 [paramserver]
 dead_seconds = 20.0
 """
-"""A healthy member of a busy machine is not silent for so long; a killed one is told of by its crew at once."""
+"""A healthy member of a busy machine is not silent for so long; a killed one is told of by its job at once."""
 STEPS = 30
 PLAN = "ps=2 workers=2 update=bsp backup=1"
 END_SECONDS = 240.0
@@ -55,7 +55,7 @@ def rationed(ration: Path, recipe: str = RECIPE, seconds: float = 0.08) -> str:
     return recipe.replace("args = { seconds = 0.08 }", allowed) + "hang_after = 0\n"
 
 
-class CrewRun:
+class ServerJob:
     """One run, started at once."""
 
     def __init__(
@@ -169,7 +169,7 @@ class CrewRun:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        wait_until(lambda: not self.members(), "the members to die with their crew")
+        wait_until(lambda: not self.members(), "the members to die with their job")
         self._log.close()
 
     def logs(self) -> str:
@@ -184,7 +184,7 @@ def _python_path() -> str:
     return os.pathsep.join(path for path in paths if path)
 
 
-def check_steps(run: CrewRun, total: int) -> None:
+def check_steps(run: ServerJob, total: int) -> None:
     """Every step was told, and the checkpoint that the summary speaks of is whole."""
     told = Counter(event["step"] for event in run.events("step"))
     assert set(told) == set(range(1, total + 1)), sorted(told)
@@ -193,12 +193,12 @@ def check_steps(run: CrewRun, total: int) -> None:
 
 
 @pytest.fixture
-def crew(tmp_path):
+def start_job(tmp_path):
     """Starts runs, and ends those that a test left."""
     started = []
 
     def start(*arguments, **options):
-        run = CrewRun(options.pop("folder", tmp_path), *arguments, **options)
+        run = ServerJob(options.pop("folder", tmp_path), *arguments, **options)
         started.append(run)
         return run
 

@@ -8,7 +8,7 @@ from shoal.comm.wire.node import Node, new_incarnation
 from shoal.elastic.view import Chain, Member, View
 from shoal.paramserver.cleaner import Cleaner
 from shoal.paramserver.messages import OPERATIONS
-from support.paramserver.job_in_process import crewed, quicken
+from support.paramserver.job_in_process import quicken, running_job
 
 
 def view(epoch, *members):
@@ -46,31 +46,31 @@ def test_of_a_dead_worker_and_a_dead_server_nothing_is_left(tmp_path_factory, mo
     quicken(monkeypatch)
 
     async def run():
-        async with crewed(tmp_path_factory.mktemp("c"), update="async", steps=10_000, shares=2, servers=3) as crew:
-            await crew.until_round(3)
-            worker = crew.members["worker-0"].node.incarnation
-            dead = {worker, crew.members["server-2"].node.incarnation}
-            client = crew.members["worker-0"].client
-            for task in crew.members["worker-0"].tasks:
+        async with running_job(tmp_path_factory.mktemp("c"), update="async", steps=10_000, shares=2, servers=3) as job:
+            await job.until_round(3)
+            worker = job.members["worker-0"].node.incarnation
+            dead = {worker, job.members["server-2"].node.incarnation}
+            client = job.members["worker-0"].client
+            for task in job.members["worker-0"].tasks:
                 task.cancel()
             await client.push(torch.ones_like(client._weights), read=(0,) * len(client.versions))
-            assert any(worker in {one.worker for one in stored(server)} for server in crew.servers())
-            await crew.kill("worker-0")
-            await crew.kill("server-2")
+            assert any(worker in {one.worker for one in stored(server)} for server in job.servers())
+            await job.kill("worker-0")
+            await job.kill("server-2")
 
             def left():
-                keeper = next(server.steward for server in crew.servers() if server.steward is not None)
+                keeper = next(server.steward for server in job.servers() if server.steward is not None)
                 yield from dead & set(keeper.ledger.book.members)
                 yield from dead & set(keeper._followed)
-                for server in crew.servers():
+                for server in job.servers():
                     yield from dead & server.node.deduplication._seen.keys()
                     yield from (one for one in stored(server) if one.worker in dead)
-                    yield from (shard for shard in server.replicas if server.identity not in replicas_of(crew, shard))
-                yield from (path.name for path in crew.folder.glob("*.sock") if path.stem.rpartition("-")[2] in dead)
+                    yield from (shard for shard in server.replicas if server.identity not in replicas_of(job, shard))
+                yield from (path.name for path in job.folder.glob("*.sock") if path.stem.rpartition("-")[2] in dead)
 
             async with asyncio.timeout(60):
                 while found := list(left()):
-                    crew.check()
+                    job.check()
                     await asyncio.sleep(0.05)
             assert not found
 
@@ -83,5 +83,5 @@ def stored(server):
     return [identity for replica in ready for identity in replica.state._gradients.stored]
 
 
-def replicas_of(crew, shard):
-    return crew.view().chains[shard].replicas
+def replicas_of(job, shard):
+    return job.view().chains[shard].replicas

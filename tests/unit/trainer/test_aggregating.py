@@ -1,4 +1,4 @@
-"""``paramserver.aggregate`` in a running crew: two workers under bsp, against loops in one process over the same shares."""
+"""``paramserver.aggregate`` in a running job: two workers under bsp, against loops in one process over the same shares."""
 
 import pytest
 import torch

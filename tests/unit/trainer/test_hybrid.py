@@ -1,4 +1,4 @@
-"""Parameters that are cached, and gradients that are sent by rows, in a running crew: what is claimed, and what it saves."""
+"""Parameters that are cached, and gradients that are sent by rows, in a running job: what is claimed, and what it saves."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""``overlap``: what crosses the wire while a worker computes, under every rule that has it, in a running crew."""
+"""``overlap``: what crosses the wire while a worker computes, under every rule that has it, in a running job."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Workers with batches of different size, in a running crew: what they make together is the mean over all samples."""
+"""Workers with batches of different size, in a running job: what they make together is the mean over all samples."""
 
 import json
 

@@ -18,7 +18,7 @@ def contribution(worker, number, portion, version):
     )
 
 
-class Crew:
+class Job:
     """Workers that do portions one after the other, on a ledger and on a copy that is told the same."""
 
     def __init__(self, ledger, copy=None):
@@ -48,49 +48,49 @@ class Crew:
 
 
 def test_a_copy_that_is_told_the_same_is_the_same_and_a_wait_has_no_place_in_the_row():
-    crew = Crew(make(), make())
-    crew.tell(kind="join", worker="a", number=0)
-    crew.tell(kind="join", worker="b", number=1)
-    first = crew.tell(kind="take", worker="a", held=())
-    second = crew.tell(kind="take", worker="b", held=())
+    job = Job(make(), make())
+    job.tell(kind="join", worker="a", number=0)
+    job.tell(kind="join", worker="b", number=1)
+    first = job.tell(kind="take", worker="a", held=())
+    second = job.tell(kind="take", worker="b", held=())
     assert isinstance(first, Portion) and isinstance(second, Portion)
-    place = crew.ledger.place
-    crew.tell(kind="commit", worker="a", contribution=contribution("a", 0, first, 0))
-    assert isinstance(crew.tell(kind="take", worker="a", held=()), Wait)
-    assert crew.ledger.place == place + 1
-    assert crew.copy.place == crew.ledger.place and crew.copy.book.digest() == crew.ledger.book.digest()
+    place = job.ledger.place
+    job.tell(kind="commit", worker="a", contribution=contribution("a", 0, first, 0))
+    assert isinstance(job.tell(kind="take", worker="a", held=()), Wait)
+    assert job.ledger.place == place + 1
+    assert job.copy.place == job.ledger.place and job.copy.book.digest() == job.ledger.book.digest()
 
 
 def test_an_exported_ledger_goes_on_as_the_one_that_it_was_exported_from():
-    crew = Crew(make("async", steps=6, cut_every=4))
-    crew.tell(kind="join", worker="a", number=0)
-    crew.do("a", 5)
-    again = Crew(Ledger.restore(crew.ledger.export()), None)
-    again.now, again.pushed = crew.now, dict(crew.pushed)
-    crew.do("a", 3)
+    job = Job(make("async", steps=6, cut_every=4))
+    job.tell(kind="join", worker="a", number=0)
+    job.do("a", 5)
+    again = Job(Ledger.restore(job.ledger.export()), None)
+    again.now, again.pushed = job.now, dict(job.pushed)
+    job.do("a", 3)
     again.do("a", 3)
-    assert again.ledger.book.digest() == crew.ledger.book.digest()
-    assert again.ledger.cuts == crew.ledger.cuts and again.ledger.place == crew.ledger.place
+    assert again.ledger.book.digest() == job.ledger.book.digest()
+    assert again.ledger.cuts == job.ledger.cuts and again.ledger.place == job.ledger.place
 
 
 def test_cuts_come_every_so_many_portions_and_hold_the_book_as_it_was_then():
-    crew = Crew(make("async", workers=2, steps=6, cut_every=4))
-    crew.tell(kind="join", worker="a", number=0)
-    crew.do("a", 10)
-    assert sorted(crew.ledger.cuts) == [4, 8]
-    cut = json.loads(crew.ledger.cuts[4])
+    job = Job(make("async", workers=2, steps=6, cut_every=4))
+    job.tell(kind="join", worker="a", number=0)
+    job.do("a", 10)
+    assert sorted(job.ledger.cuts) == [4, 8]
+    cut = json.loads(job.ledger.cuts[4])
     assert (cut["trimmed"], cut["log"]) == (4, []), "its rounds are in the weights"
 
 
 def test_a_book_that_goes_on_from_a_cut_has_done_what_was_in_a_round_and_nothing_else():
-    crew = Crew(make("async", workers=2, steps=3, cut_every=3))
-    crew.tell(kind="join", worker="a", number=0)
-    crew.tell(kind="join", worker="b", number=1)
-    under_way = crew.tell(kind="take", worker="b", held=())
-    crew.do("a", 3)
-    again = restart_book(crew.ledger.cuts[3], rule="async", workers=2, steps=3)
+    job = Job(make("async", workers=2, steps=3, cut_every=3))
+    job.tell(kind="join", worker="a", number=0)
+    job.tell(kind="join", worker="b", number=1)
+    under_way = job.tell(kind="take", worker="b", held=())
+    job.do("a", 3)
+    again = restart_book(job.ledger.cuts[3], rule="async", workers=2, steps=3)
     assert again.closed == 3 and again.num_settled == 3 and not again.members
-    rest = Crew(Ledger(again))
+    rest = Job(Ledger(again))
     rest.tell(kind="join", worker="c", number=0)
     done = [rest.tell(kind="take", worker="c", held=()) for _ in range(1)]
     assert done[0].number == under_way.number
@@ -101,11 +101,11 @@ def test_a_book_that_goes_on_from_a_cut_has_done_what_was_in_a_round_and_nothing
 
 
 def test_a_cut_of_another_rule_or_another_number_of_workers_counts_by_its_steps():
-    crew = Crew(make("async", workers=2, steps=3, cut_every=4))
-    crew.tell(kind="join", worker="a", number=0)
-    crew.do("a", 4)
-    assert restart_book(crew.ledger.cuts[4], rule="bsp", workers=2, steps=3) is None
-    assert restart_book(crew.ledger.cuts[4], rule="async", workers=3, steps=3) is None
+    job = Job(make("async", workers=2, steps=3, cut_every=4))
+    job.tell(kind="join", worker="a", number=0)
+    job.do("a", 4)
+    assert restart_book(job.ledger.cuts[4], rule="bsp", workers=2, steps=3) is None
+    assert restart_book(job.ledger.cuts[4], rule="async", workers=3, steps=3) is None
     book = book_after(2, Book(rule=UpdateRule.parse("async"), workers=2, steps=3), updates_per_step=2)
     assert book.closed == 4 and book.num_settled == 4
     book.join("a", 0, 0.0)

@@ -1,4 +1,4 @@
-"""What the crew saw reaches every center, the newest first."""
+"""What the job saw reaches every center, the newest first."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Who holds up a run with parameter servers, as the crew sees it: times and phases in, the process to end out."""
+"""Who holds up a run with parameter servers, as the job sees it: times and phases in, the process to end out."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Workers with different numbers of local steps in a running crew: none decides more than its samples do."""
+"""Workers with different numbers of local steps in a running job: none decides more than its samples do."""
 
 import pytest
 import torch

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from support.models.paced import allow
-from support.paramserver.server_job import PLAN, RECIPE, STEPS, CrewRun, _python_path, check_steps, rationed
-from support.paramserver.server_job import crew as crew
+from support.paramserver.server_job import PLAN, RECIPE, STEPS, ServerJob, _python_path, check_steps, rationed
+from support.paramserver.server_job import start_job as start_job
 from support.processes.command import read_summary, wait_until
 
 soak = pytest.mark.soak
@@ -37,7 +37,7 @@ def ration(tmp_path):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The hash of the weights that the run gives when nothing happens to it."""
-    run = CrewRun(tmp_path_factory.mktemp("undisturbed"))
+    run = ServerJob(tmp_path_factory.mktemp("undisturbed"))
     try:
         summary = run.end()
         assert summary["status"] == "completed" and summary["deaths"] == 0
@@ -79,8 +79,8 @@ VICTIMS = [
 
 
 @pytest.mark.parametrize("names", VICTIMS, ids=" ".join)
-def test_killed_members_change_no_bit(crew, undisturbed, ration, names):
-    run = crew(recipe=rationed(ration))
+def test_killed_members_change_no_bit(start_job, undisturbed, ration, names):
+    run = start_job(recipe=rationed(ration))
     run.wait_for_step(4)
     pids = [run.pid(named(run, name)) for name in names]
     for pid in pids:
@@ -91,10 +91,10 @@ def test_killed_members_change_no_bit(crew, undisturbed, ration, names):
 
 @soak
 @pytest.mark.parametrize("name", ["server-0", "server-1", "worker-0"])
-def test_the_one_that_came_back_is_killed_again(crew, undisturbed, ration, name):
+def test_the_one_that_came_back_is_killed_again(start_job, undisturbed, ration, name):
     # A worker that comes back has a ration of its own: three of them and the other one make 48 passes of 60.
     allow(ration, 12)
-    run = crew(recipe=rationed(ration))
+    run = start_job(recipe=rationed(ration))
     run.wait_for_step(2)
     for step in (5, 10):
         pid = run.kill(name)
@@ -106,9 +106,9 @@ def test_the_one_that_came_back_is_killed_again(crew, undisturbed, ration, name)
 
 
 @soak
-def test_servers_in_turn_each_when_the_other_is_a_backup_again(crew, undisturbed):
+def test_servers_in_turn_each_when_the_other_is_a_backup_again(start_job, undisturbed):
     # Long enough for three deaths. A ration would have to know how many passes a return to a checkpoint takes again.
-    run = crew(recipe=RECIPE.replace("seconds = 0.08", "seconds = 0.5"))
+    run = start_job(recipe=RECIPE.replace("seconds = 0.08", "seconds = 0.5"))
     run.wait_for_step(2)
     for name in ("server-0", "server-1", "server-0"):
         pid = run.kill(name)
@@ -119,8 +119,8 @@ def test_servers_in_turn_each_when_the_other_is_a_backup_again(crew, undisturbed
     expect_same(run, undisturbed, deaths=3)
 
 
-def test_everything_is_killed_and_resumed(crew, undisturbed, ration):
-    first = crew(recipe=rationed(ration))
+def test_everything_is_killed_and_resumed(start_job, undisturbed, ration):
+    first = start_job(recipe=rationed(ration))
     first.wait_for_step(12)
     wait_for_checkpoint(first)
     members = first.members()
@@ -128,15 +128,15 @@ def test_everything_is_killed_and_resumed(crew, undisturbed, ration):
     folder = _folder_of(members)
     first.process.kill()
     first.process.wait()
-    # Nothing outlives the command, and it could not clean up: its folder in memory is left for the next start, of whatever crew.
+    # Nothing outlives the command, and it could not clean up: its folder in memory is left for the next start, of whatever job.
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in members.values()), "all members to be gone")
     draft = first.run_dir / "checkpoints" / ".tmp-step-00000007-0123456789abcdef"
     draft.mkdir()
     allow(ration, 1000)
-    second = crew("--resume", recipe=rationed(ration), run_dir=first.run_dir)
+    second = start_job("--resume", recipe=rationed(ration), run_dir=first.run_dir)
     wait_until(lambda: not draft.exists(), "what a dead save left to be swept before anything is saved", 60)
     expect_same(second, undisturbed, deaths=0)
-    assert not folder.exists(), "the folder of a dead crew was not swept"
+    assert not folder.exists(), "the folder of a dead job was not swept"
     # It did not begin again from nothing.
     assert min(event["step"] for event in second.events("run_started") if event["step"]) >= 5
 
@@ -147,7 +147,7 @@ def wait_for_checkpoint(run):
 
 
 def _folder_of(members):
-    """Where the sockets of these processes are; other crews may be at work on the machine."""
+    """Where the sockets of these processes are; other jobs may be at work on the machine."""
     sockets = [link.laddr for pid in members.values() for link in psutil.Process(pid).net_connections("unix")]
     (folder,) = {Path(path).parent for path in sockets if path.startswith("/dev/shm/shoal-crew-")}
     return folder
@@ -155,10 +155,10 @@ def _folder_of(members):
 
 @soak
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_run_goes_on_where_it_was(crew, undisturbed, number, code):
+def test_a_stopped_run_goes_on_where_it_was(start_job, undisturbed, number, code):
     # Long enough that the signal comes before the end; who has no ration would not hear of the stop.
     recipe = RECIPE.replace("seconds = 0.08", "seconds = 0.5")
-    first = crew(recipe=recipe)
+    first = start_job(recipe=recipe)
     first.wait_for_step(7)
     first.process.send_signal(number)
     summary = first.end(expect=code)
@@ -166,22 +166,22 @@ def test_a_stopped_run_goes_on_where_it_was(crew, undisturbed, number, code):
     # Of everything that was done nothing is lost: a checkpoint is written at the stop.
     assert summary["steps"] == first.step() >= 7
     assert (first.run_dir / "checkpoints" / f"step-{summary['steps']:08d}").exists()
-    second = crew("--resume", recipe=recipe, run_dir=first.run_dir)
+    second = start_job("--resume", recipe=recipe, run_dir=first.run_dir)
     expect_same(second, undisturbed, deaths=0)
     assert second.output.count(f"going on from step {summary['steps']}, ") == 1
 
 
 @soak
-def test_a_stop_while_a_server_and_the_center_die(crew, undisturbed):
+def test_a_stop_while_a_server_and_the_center_die(start_job, undisturbed):
     recipe = RECIPE.replace("seconds = 0.08", "seconds = 0.5")
-    first = crew(recipe=recipe)
+    first = start_job(recipe=recipe)
     first.wait_for_step(7)
     pids = [first.pid("server-0"), first.pid(first.center())]
     first.process.send_signal(signal.SIGTERM)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert first.end(expect=143)["status"] == "interrupted"
-    second = crew("--resume", recipe=recipe, run_dir=first.run_dir)
+    second = start_job("--resume", recipe=recipe, run_dir=first.run_dir)
     expect_same(second, undisturbed, deaths=0)
 
 
@@ -194,10 +194,10 @@ PAUSED = [
 
 
 @pytest.mark.parametrize("name", PAUSED)
-def test_a_member_that_is_paused_is_replaced_and_refused_when_it_wakes(crew, undisturbed, ration, name):
+def test_a_member_that_is_paused_is_replaced_and_refused_when_it_wakes(start_job, undisturbed, ration, name):
     """Each worker may make 8 passes before the pause, 22 until the paused one was refused: the run cannot end before that."""
     allow(ration, 8)
-    run = crew(recipe=rationed(ration, seconds=0.02).replace("dead_seconds = 20.0", "dead_seconds = 3.0"))
+    run = start_job(recipe=rationed(ration, seconds=0.02).replace("dead_seconds = 20.0", "dead_seconds = 3.0"))
     run.wait_for_step(4)
     chosen = named(run, name)
     rank = run.ranks(chosen.partition("-")[0])[chosen]
@@ -231,8 +231,8 @@ center stands for election again."""
 
 @soak
 @pytest.mark.parametrize("name", ["server-0", "server-1"])
-def test_without_a_backup_everyone_goes_back_to_the_checkpoint(crew, undisturbed, ration, name):
-    run = crew(plan=PLAN.replace("backup=1", "backup=0"), recipe=rationed(ration))
+def test_without_a_backup_everyone_goes_back_to_the_checkpoint(start_job, undisturbed, ration, name):
+    run = start_job(plan=PLAN.replace("backup=1", "backup=0"), recipe=rationed(ration))
     run.wait_for_step(12)
     wait_for_checkpoint(run)
     # As a save leaves it whose first server died in it, which hitting the right moment would do too.
@@ -256,9 +256,9 @@ def expect_return(run, died):
     return step
 
 
-def test_the_death_of_both_copies_of_a_shard_takes_everyone_back_and_says_so(crew, undisturbed, tmp_path, ration):
+def test_the_death_of_both_copies_of_a_shard_takes_everyone_back_and_says_so(start_job, undisturbed, tmp_path, ration):
     allow(ration, 14)
-    run = crew(recipe=rationed(ration, seconds=0.02))
+    run = start_job(recipe=rationed(ration, seconds=0.02))
     # 14 to 28 passes are 7 to 14 steps: there is a checkpoint, and it stays the newest while everybody waits.
     run.wait_for_step(7)
     wait_until(lambda: list(tmp_path.glob("worker-*.waits")), "a worker without a ration")
@@ -274,12 +274,12 @@ def test_the_death_of_both_copies_of_a_shard_takes_everyone_back_and_says_so(cre
 
 
 @soak
-def test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced(crew, undisturbed, tmp_path):
+def test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced(start_job, undisturbed, tmp_path):
     """Its heart beats and it answers the center, so nobody else can know; under bsp everyone would wait for it for ever."""
     recipe = RECIPE.replace("support.models.paced:build", "support.models.paced:build_hanging_once").replace(
         "args = { seconds = 0.08 }", f'args = {{ seconds = 0.08, mark = "{tmp_path}/mark" }}'
     )
-    run = crew(recipe=recipe + "hang_after = 5\nhang_seconds = 5.0\n")
+    run = start_job(recipe=recipe + "hang_after = 5\nhang_seconds = 5.0\n")
     expect_same(run, undisturbed, deaths=1)
     summary, (hung,) = read_summary(run.run_dir), run.events("hung")
     assert (summary["deaths"], summary["hung"], hung["worker"]) == (1, 1, "worker-1")
@@ -289,12 +289,12 @@ def test_a_worker_that_hangs_in_its_compute_says_where_and_is_replaced(crew, und
     assert "in never_return" in _log(run, run.ranks("worker")["worker-1"])
 
 
-def test_a_gradient_that_is_not_finite_is_refused_counted_and_told(crew, undisturbed, tmp_path):
+def test_a_gradient_that_is_not_finite_is_refused_counted_and_told(start_job, undisturbed, tmp_path):
     """Once, of one worker: it is told and ends, another does what it was doing, and no weight has met it."""
     recipe = RECIPE.replace("support.models.paced:build", "support.models.paced:build_poisoned_once").replace(
         "args = { seconds = 0.08 }", f'args = {{ seconds = 0.08, mark = "{tmp_path}/mark" }}'
     )
-    run = crew(recipe=recipe)
+    run = start_job(recipe=recipe)
     expect_same(run, undisturbed, deaths=1)
     summary, told = read_summary(run.run_dir), run.events("gradient_refused")
     assert (summary["not_finite"], summary["deaths"]) == (1, 1)
@@ -306,9 +306,9 @@ def test_a_gradient_that_is_not_finite_is_refused_counted_and_told(crew, undistu
 
 
 @soak
-def test_without_a_backup_a_server_dies_before_the_first_checkpoint(crew, undisturbed, ration):
+def test_without_a_backup_a_server_dies_before_the_first_checkpoint(start_job, undisturbed, ration):
     plan = PLAN.replace("backup=1", "backup=0")
-    run = crew("--set", "checkpoint.every=100", plan=plan, recipe=rationed(ration))
+    run = start_job("--set", "checkpoint.every=100", plan=plan, recipe=rationed(ration))
     run.wait_for_step(5)
     run.kill("server-1")
     allow(ration, 1000)
@@ -318,8 +318,8 @@ def test_without_a_backup_a_server_dies_before_the_first_checkpoint(crew, undist
 @soak
 @pytest.mark.parametrize("name", ["server-0", "server-1", "leading"])
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1])
-def test_a_death_in_a_checkpoint_leaves_none_by_half(crew, undisturbed, name, delay):
-    run = crew("--set", "checkpoint.every=2")
+def test_a_death_in_a_checkpoint_leaves_none_by_half(start_job, undisturbed, name, delay):
+    run = start_job("--set", "checkpoint.every=2")
     run.wait_for_step(6)
     pid = run.pid(named(run, name))
     drafts = run.run_dir / "checkpoints"
@@ -341,8 +341,8 @@ def test_a_death_in_a_checkpoint_leaves_none_by_half(crew, undisturbed, name, de
 
 
 @soak
-def test_a_server_dies_while_the_last_checkpoint_is_written(crew, undisturbed):
-    run = crew()
+def test_a_server_dies_while_the_last_checkpoint_is_written(start_job, undisturbed):
+    run = start_job()
     run.wait_for_step(STEPS - 1)
     pid = run.pid("server-1")
     drafts = run.run_dir / "checkpoints"
@@ -353,8 +353,8 @@ def test_a_server_dies_while_the_last_checkpoint_is_written(crew, undisturbed):
 
 
 @soak
-def test_a_worker_that_is_started_by_hand_joins_in_the_middle(crew, undisturbed, ration):
-    run = crew(recipe=rationed(ration))
+def test_a_worker_that_is_started_by_hand_joins_in_the_middle(start_job, undisturbed, ration):
+    run = start_job(recipe=rationed(ration))
     run.wait_for_step(3)
     words = psutil.Process(run.pid("worker-0")).cmdline()
     module = words.index("shoal.serverrun.job.role")
@@ -391,9 +391,9 @@ def _log(run, rank):
 
 @soak
 @pytest.mark.parametrize("update", ["async", "ssp:2", "half:2,0.2"])
-def test_other_rules_survive_the_same(crew, ration, update):
+def test_other_rules_survive_the_same(start_job, ration, update):
     # Five workers make 110 of 120 passes by it.
-    run = crew(plan=f"ps=2 workers=4 update={update} backup=1", recipe=rationed(ration))
+    run = start_job(plan=f"ps=2 workers=4 update={update} backup=1", recipe=rationed(ration))
     run.wait_for_step(3)
     run.kill("worker-0")
     run.wait_for_step(6)
@@ -414,9 +414,9 @@ def _latest(events):
 
 
 @soak
-def test_a_gradient_that_is_not_finite_ends_the_run_and_names_it(crew):
+def test_a_gradient_that_is_not_finite_ends_the_run_and_names_it(start_job):
     recipe = RECIPE.replace("support.models.paced:build", "support.models.paced:build_poisoned")
-    run = crew(recipe=recipe)
+    run = start_job(recipe=recipe)
     run.end(expect=1)
     assert "NaN or infinity in the gradient of" in run.output
     summary = read_summary(run.run_dir)

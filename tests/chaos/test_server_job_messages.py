@@ -19,10 +19,10 @@ from support.paramserver.job_in_process import (
     ATTEMPT_SECONDS,
     Faults,
     alone,
-    crewed,
     gradient_of,
     install_faults,
     quicken,
+    running_job,
 )
 
 STEPS, SHARES = 12, 2
@@ -57,8 +57,8 @@ def test_faulty_messages_change_no_bit(folder, monkeypatch, kind):
     install_faults(monkeypatch, faults)
 
     async def work():
-        async with crewed(folder, steps=STEPS, shares=SHARES) as crew:
-            assert torch.equal(await crew.finish(), alone(steps=STEPS, shares=SHARES))
+        async with running_job(folder, steps=STEPS, shares=SHARES) as job:
+            assert torch.equal(await job.finish(), alone(steps=STEPS, shares=SHARES))
 
     run(work())
     assert set(faults.met) == set(KINDS[kind]), "the faults never struck"
@@ -69,20 +69,20 @@ def test_every_rule_counts_each_portion_once(folder, monkeypatch, update):
     install_faults(monkeypatch, Faults(seed=3, **KINDS["all of it"]))
 
     async def work():
-        async with crewed(folder, update=update, steps=STEPS, shares=3, workers=3) as crew:
-            await crew.finish()  # checks the log
+        async with running_job(folder, update=update, steps=STEPS, shares=3, workers=3) as job:
+            await job.finish()  # checks the log
 
     run(work())
 
 
-async def disturb(crew, dice, *, kills):
+async def disturb(job, dice, *, kills):
     """Kill members at random moments and start others in their place."""
     for place in range(kills):
-        await crew.until_round(min(2 + 2 * place, crew.steps - 3))
-        name = dice.choice([name for name in crew.members if not name.startswith("center") or len(crew.members) > 5])
-        await crew.kill(name)
+        await job.until_round(min(2 + 2 * place, job.steps - 3))
+        name = dice.choice([name for name in job.members if not name.startswith("center") or len(job.members) > 5])
+        await job.kill(name)
         role = name.partition("-")[0]
-        start = {"server": crew.start_server, "worker": crew.start_worker, "center": crew.start_center}[role]
+        start = {"server": job.start_server, "worker": job.start_worker, "center": job.start_center}[role]
         await start(name)
 
 
@@ -93,9 +93,9 @@ def seeds(quick, slow):
 @pytest.mark.parametrize("seed", seeds(range(3), range(3, 60)))
 def test_deaths_at_any_moment_change_no_bit(folder, seed):
     async def work():
-        async with crewed(folder, steps=STEPS, shares=SHARES, centers=2) as crew:
-            await disturb(crew, random.Random(seed), kills=4)
-            assert torch.equal(await crew.finish(), alone(steps=STEPS, shares=SHARES))
+        async with running_job(folder, steps=STEPS, shares=SHARES, centers=2) as job:
+            await disturb(job, random.Random(seed), kills=4)
+            assert torch.equal(await job.finish(), alone(steps=STEPS, shares=SHARES))
 
     run(work())
 
@@ -106,9 +106,9 @@ def test_deaths_and_faulty_messages_change_no_bit(folder, monkeypatch, seed):
     install_faults(monkeypatch, Faults(seed=seed, **KINDS["all of it"]))
 
     async def work():
-        async with crewed(folder, steps=STEPS, shares=SHARES, centers=2) as crew:
-            await disturb(crew, random.Random(seed), kills=3)
-            assert torch.equal(await crew.finish(), alone(steps=STEPS, shares=SHARES))
+        async with running_job(folder, steps=STEPS, shares=SHARES, centers=2) as job:
+            await disturb(job, random.Random(seed), kills=3)
+            assert torch.equal(await job.finish(), alone(steps=STEPS, shares=SHARES))
 
     run(work())
 
@@ -116,66 +116,64 @@ def test_deaths_and_faulty_messages_change_no_bit(folder, monkeypatch, seed):
 @pytest.mark.parametrize("seed", seeds([0], range(1, 20)))
 def test_two_backups_and_the_keeper_dies_again_and_again(folder, seed):
     async def work():
-        async with crewed(folder, steps=16, shares=SHARES, servers=3, backups=2) as crew:
+        async with running_job(folder, steps=16, shares=SHARES, servers=3, backups=2) as job:
             for number in (2, 5, 8):
-                await crew.until_round(number + seed % 3)
-                name = crew.named(crew.view().chains[0].primary)
-                await crew.kill(name)
-                await crew.start_server(name)
-            await crew.finish()
+                await job.until_round(number + seed % 3)
+                name = job.named(job.view().chains[0].primary)
+                await job.kill(name)
+                await job.start_server(name)
+            await job.finish()
 
     run(work())
 
 
 def test_not_a_number_is_refused_counted_and_told(folder):
     async def work():
-        async with crewed(folder, steps=STEPS, shares=SHARES, workers=1) as crew:
-            await crew.until_round(3)
-            await crew.kill("worker-0")
-            version = await crew.until_level()
-            before = [
-                replica.state.weights.clone() for server in crew.servers() for replica in server.replicas.values()
-            ]
+        async with running_job(folder, steps=STEPS, shares=SHARES, workers=1) as job:
+            await job.until_round(3)
+            await job.kill("worker-0")
+            version = await job.until_level()
+            before = [replica.state.weights.clone() for server in job.servers() for replica in server.replicas.values()]
 
             def poisoned(weights, step, share):
                 gradient = gradient_of(weights, step, share)
                 gradient[1] = float("nan")
                 return gradient
 
-            member = await crew.start_worker("worker-9", compute=poisoned)
+            member = await job.start_worker("worker-9", compute=poisoned)
             with pytest.raises(GradientRefused, match=r"NaN or infinity in the gradient of '.*'"):
                 await asyncio.wait_for(asyncio.shield(member.tasks[0]), 60)
-            assert sum(server.num_not_finite for server in crew.servers()) == 1
-            assert await crew.until_level() == version
-            after = [replica.state.weights for server in crew.servers() for replica in server.replicas.values()]
+            assert sum(server.num_not_finite for server in job.servers()) == 1
+            assert await job.until_level() == version
+            after = [replica.state.weights for server in job.servers() for replica in server.replicas.values()]
             assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-            await crew.members.pop("worker-9").kill()
+            await job.members.pop("worker-9").kill()
             # Its portion is done by another, and the result is what it would have been.
-            await crew.start_worker("worker-1")
-            assert torch.equal(await crew.finish(), alone(steps=STEPS, shares=SHARES))
+            await job.start_worker("worker-1")
+            assert torch.equal(await job.finish(), alone(steps=STEPS, shares=SHARES))
 
     run(work())
 
 
 def test_a_worker_with_another_model_is_named_at_the_door(folder):
     async def work():
-        async with crewed(folder, steps=STEPS, shares=SHARES) as crew:
-            await crew.until_round(1)
-            other = {**crew.model, "0.weight": TensorSpec((9, 7), "float32")}
-            member = await crew.start_worker("worker-7", model=other)
+        async with running_job(folder, steps=STEPS, shares=SHARES) as job:
+            await job.until_round(1)
+            other = {**job.model, "0.weight": TensorSpec((9, 7), "float32")}
+            member = await job.start_worker("worker-7", model=other)
             with pytest.raises(RequestError, match=r"worker-7 .*'0.weight' is \[9, 6\] .* and \[9, 7\]"):
                 await asyncio.wait_for(asyncio.shield(member.tasks[0]), 60)
-            await crew.members.pop("worker-7").kill()
-            assert torch.equal(await crew.finish(), alone(steps=STEPS, shares=SHARES))
+            await job.members.pop("worker-7").kill()
+            assert torch.equal(await job.finish(), alone(steps=STEPS, shares=SHARES))
 
     run(work())
 
 
 def test_an_old_protocol_is_told_which_release_to_run(folder, monkeypatch):
     async def work():
-        async with crewed(folder, steps=200, shares=SHARES) as crew:
-            await crew.until_round(1)
-            member = await crew.start_worker("worker-7")
+        async with running_job(folder, steps=200, shares=SHARES) as job:
+            await job.until_round(1)
+            member = await job.start_worker("worker-7")
             original = member.node._header
 
             def old(*arguments, **options):
@@ -186,21 +184,21 @@ def test_an_old_protocol_is_told_which_release_to_run(folder, monkeypatch):
             monkeypatch.setattr(member.node, "_header", old)
             with pytest.raises(RequestError, match="speaks version 0 of the protocol, this process 1; run one release"):
                 await asyncio.wait_for(asyncio.shield(member.tasks[0]), 60)
-            await crew.members.pop("worker-7").kill()
-            crew.check()
+            await job.members.pop("worker-7").kill()
+            job.check()
 
     run(work())
 
 
 def test_what_comes_with_an_old_epoch_is_refused(folder):
     async def work():
-        async with crewed(folder, steps=200, shares=SHARES) as crew:
-            await crew.until_round(2)
-            view = crew.view()
-            stranger = crew.make_node()
+        async with running_job(folder, steps=200, shares=SHARES) as job:
+            await job.until_round(2)
+            view = job.view()
+            stranger = job.make_node()
             stranger.epoch = view.epoch - 1
             peer = stranger.connect(view.member(view.chains[0].primary).address)
-            gradient = torch.zeros(crew.shard_map.shards[0].numel)
+            gradient = torch.zeros(job.shard_map.shards[0].numel)
             with pytest.raises(Refused) as caught:
                 await peer.call(Push(shard=0, number=0, version=2), payload=gradient, deadline=2.0)
             assert caught.value.code == "stale"
@@ -211,19 +209,19 @@ def test_what_comes_with_an_old_epoch_is_refused(folder):
                     await peer.call(Push(shard=0, number=0, version=2), payload=gradient, deadline=2.0)
                 assert caught.value.code == code
             await stranger.close()
-            crew.check()
+            job.check()
 
     run(work())
 
 
 def test_a_gradient_of_another_length_or_type_is_refused(folder):
     async def work():
-        async with crewed(folder, steps=200, shares=SHARES) as crew:
-            await crew.until_round(2)
-            member = crew.members["worker-0"]
+        async with running_job(folder, steps=200, shares=SHARES) as job:
+            await job.until_round(2)
+            member = job.members["worker-0"]
             view = member.contact.view
             peer = member.node.connect(view.member(view.chains[0].primary).address)
-            numel = crew.shard_map.shards[0].numel
+            numel = job.shard_map.shards[0].numel
             # The last has the length of a right one, and other numbers.
             wrong = (
                 torch.zeros(3),
@@ -235,7 +233,7 @@ def test_a_gradient_of_another_length_or_type_is_refused(folder):
                 with pytest.raises(Refused) as caught:
                     await peer.call(Push(shard=0, number=10**6, version=2), payload=payload, deadline=2.0)
                 assert caught.value.code == "shape"
-            crew.check()
+            job.check()
 
     run(work())
 
@@ -244,9 +242,9 @@ def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
     """A worker that commits a portion which is not in its hands is refused, and nothing of it is in any round."""
 
     async def work():
-        async with crewed(folder, steps=200, shares=SHARES) as crew:
-            await crew.until_round(2)
-            member = crew.members["worker-0"]
+        async with running_job(folder, steps=200, shares=SHARES) as job:
+            await job.until_round(2)
+            member = job.members["worker-0"]
             view = member.contact.view
             peer = member.node.connect(view.member(view.chains[0].primary).address)
             made_up = Contribution(
@@ -260,11 +258,11 @@ def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
             )
             with pytest.raises(Refused, match=r"unfit.*portion 399 is not in this worker's hands"):
                 await peer.call(Commit(contribution=made_up), deadline=2.0)
-            of_another = replace(made_up, worker=crew.members["worker-1"].node.incarnation)
+            of_another = replace(made_up, worker=job.members["worker-1"].node.incarnation)
             with pytest.raises(Refused, match=r"stranger.* commits what .* is said to have done"):
                 await peer.call(Commit(contribution=of_another), deadline=2.0)
-            await crew.until_round(max(crew.rounds) + 2)
-            entries = [entry.identity for made in crew.rounds.values() for entry in made.entries]
+            await job.until_round(max(job.rounds) + 2)
+            entries = [entry.identity for made in job.rounds.values() for entry in made.entries]
             assert made_up.identity not in entries
 
     run(work())
@@ -272,17 +270,17 @@ def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
 
 def test_while_there_is_no_center_training_goes_on(folder):
     async def work():
-        async with crewed(folder, steps=60, shares=SHARES) as crew:
-            await crew.until_round(3)
-            await crew.kill("center-0", tell=False)
-            await crew.until_round(max(crew.rounds) + 10)
+        async with running_job(folder, steps=60, shares=SHARES) as job:
+            await job.until_round(3)
+            await job.kill("center-0", tell=False)
+            await job.until_round(max(job.rounds) + 10)
             # And the death of a member is made good as soon as there is one again.
-            await crew.kill("server-1", tell=False)
-            dead = [member.id for member in crew.view().servers if member.name == "server-1"]
-            await crew.start_center("center-1")
-            await crew.tell_dead(dead[0])
-            await crew.start_server("server-1")
-            assert torch.equal(await crew.finish(), alone(steps=60, shares=SHARES))
+            await job.kill("server-1", tell=False)
+            dead = [member.id for member in job.view().servers if member.name == "server-1"]
+            await job.start_center("center-1")
+            await job.tell_dead(dead[0])
+            await job.start_server("server-1")
+            assert torch.equal(await job.finish(), alone(steps=60, shares=SHARES))
 
     run(work())
 
@@ -291,20 +289,20 @@ def test_calls_to_a_dead_server_end_with_the_next_view(folder, monkeypatch):
     """Not with their deadline: the time between a death and the next round is the view's time, not a timeout."""
 
     async def work():
-        async with crewed(folder, steps=40, shares=SHARES) as crew:
-            for member in list(crew.members.values()):
+        async with running_job(folder, steps=40, shares=SHARES) as job:
+            for member in list(job.members.values()):
                 if member.client is not None:
                     member.client._attempt = 30.0
-            await crew.until_round(3)
-            name = crew.named(crew.view().chains[1].primary)
+            await job.until_round(3)
+            name = job.named(job.view().chains[1].primary)
             loop = asyncio.get_running_loop()
             started = loop.time()
-            await crew.kill(name)
-            await crew.until_round(max(crew.rounds) + 2)
+            await job.kill(name)
+            await job.until_round(max(job.rounds) + 2)
             assert loop.time() - started < 5.0
             assert ATTEMPT_SECONDS < 5.0
-            await crew.start_server(name)
-            assert torch.equal(await crew.finish(), alone(steps=40, shares=SHARES))
+            await job.start_server(name)
+            assert torch.equal(await job.finish(), alone(steps=40, shares=SHARES))
 
     run(work())
 
@@ -316,7 +314,7 @@ def test_a_reader_that_stops_in_the_middle_holds_no_update_up(folder, monkeypatc
     async def stall(self, body, payload=None):
         if isinstance(body, Pulled) and payload is not None and not stalled:
             stalled.append(payload.clone())
-            await crew.until_round(8)
+            await job.until_round(8)
             # Judged at the end: what is raised in here is the server's to answer for, and the worker would only ask again.
             kept.append(torch.equal(payload, stalled[0]))
         await answer(self, body, payload)
@@ -324,13 +322,13 @@ def test_a_reader_that_stops_in_the_middle_holds_no_update_up(folder, monkeypatc
     monkeypatch.setattr(Request, "answer", stall)
 
     async def work():
-        nonlocal crew
-        async with crewed(folder, update="async", steps=STEPS, shares=SHARES) as crew:
+        nonlocal job
+        async with running_job(folder, update="async", steps=STEPS, shares=SHARES) as job:
             async with asyncio.timeout(20):
-                await crew.until_round(8)
-            await crew.finish()
+                await job.until_round(8)
+            await job.finish()
 
-    crew = None
+    job = None
     run(work())
     assert kept == [True], "the weights of another version are sent"
 
@@ -345,15 +343,15 @@ def test_who_waits_long_for_another_worker_is_told_for_whom(folder):
         raise HangsError
 
     async def work():
-        async with crewed(folder, steps=10_000, shares=SHARES) as crew:
-            await crew.until_round(1)
+        async with running_job(folder, steps=10_000, shares=SHARES) as job:
+            await job.until_round(1)
             told = []
             for name in ("worker-0", "worker-1"):
                 # The first round may be one worker's alone.
-                while (client := crew.members[name].client) is None:
+                while (client := job.members[name].client) is None:
                     await asyncio.sleep(0.01)
                 client._deadline, client._tell = 1.5, told.append
-            hanging = await crew.start_worker("worker-2", compute=hang)
+            hanging = await job.start_worker("worker-2", compute=hang)
             async with asyncio.timeout(60):
                 while not told:
                     await asyncio.sleep(0.01)
