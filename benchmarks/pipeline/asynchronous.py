@@ -42,7 +42,7 @@ def flushed(world: World) -> tuple[Window, Record]:
     schedule, record, feed = make("1f1b"), Record(), Feed(MICROBATCHES)
     rank = build_rank(world, schedule)
     optimizer = build_optimizer(rank)
-    runtime = Runtime(rank.chain, schedule, rank=world.rank, mail=rank.mail, observe=record)
+    runtime = Runtime(rank.chain, schedule, rank=world.rank, p2p=rank.p2p, observe=record)
 
     def window() -> None:
         for _ in range(STEPS):
@@ -66,7 +66,7 @@ def flowing(world: World, name: str) -> tuple[Window, Record]:
         rank.chain,
         schedule,
         rank=world.rank,
-        mail=rank.mail,
+        p2p=rank.p2p,
         versions=versions,
         update=lambda microbatch: optimizer.step(),
         observe=record,

@@ -60,7 +60,7 @@ def as_markdown(results: dict[str, Any]) -> str:
         lines.append(f"| {name} | {row['samples_per_second']:.1f} | {ratios} |")
     lines += [
         "",
-        "| | peak MB by rank | predicted | to predicted | without what mail holds | within actions, MB |",
+        "| | peak MB by rank | predicted | to predicted | without what p2p holds | within actions, MB |",
         "|---|---|---|---|---|---|",
     ]
     for name, row in results["memory"].items():

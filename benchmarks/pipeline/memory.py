@@ -1,12 +1,12 @@
 """What a rank holds of activations at its fullest: counted by torch's allocator in a real step, beside the schedule's prediction.
 
 Measured: the CPU allocator tells the profiler of every allocation and release. Its sum at the end of each action, less what it
-was before the step, is what the rank holds between actions: saved tensors, parcels, whatever else there is. The gradients' memory
+was before the step, is what the rank holds between actions: saved tensors, messages and all else. The gradients' memory
 is there before, because a step has been taken and they are not let go of. The resident set is too coarse: it moves by arenas.
 
 Predicted: each stage is run once, alone, and what it saves is counted (``parallel.recompute``). Then the schedule says which
 stages of which microbatches are alive after each action, and which tensors between stages are held: as the output of one, as the
-input of the next (the same memory when both are here), on their way here, or by ``Mail``, which lets go of what it sent when it
+input of the next (the same memory when both are here), on their way here, or by ``p2p``, which lets go of what it sent when it
 has sent eight more.
 """
 
@@ -104,10 +104,10 @@ def predict(schedule: Schedule, rank: int, stages: list[Held], *, keeps_sent: bo
 
     def take(result: Result) -> None:
         source = grid.rank_of(result[1], result[2])
-        for parcel, target in list(sent):
-            if target == source and needed[parcel] <= made[result]:
-                sent.remove((parcel, target))
-                between[parcel].discard("sent")
+        for message, target in list(sent):
+            if target == source and needed[message] <= made[result]:
+                sent.remove((message, target))
+                between[message].discard("sent")
 
     for place, action in enumerate(row):
         for result in posted[place]:
@@ -157,7 +157,7 @@ def measure(world: World) -> dict[str, Any]:
             with record_function(f"{MARK}{action}"):
                 pass
 
-        runtime = Runtime(rank.chain, schedule, rank=world.rank, mail=rank.mail, observe=mark)
+        runtime = Runtime(rank.chain, schedule, rank=world.rank, p2p=rank.p2p, observe=mark)
         runtime.step(feed)
         world.barrier()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -16,8 +16,8 @@ from shoal.models.gpt import Gpt
 from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
-from shoal.pipeline.cut import Chain
-from shoal.pipeline.p2p import Mail
+from shoal.pipeline.cut import StagedModule
+from shoal.pipeline.p2p import PointToPoint
 from shoal.pipeline.runtime import Runtime
 from shoal.pipeline.units import find_units
 from shoal.schedules.schedule import Action, Schedule
@@ -80,9 +80,9 @@ class Feed:
 class Rank:
     """What a rank has of the model, for any number of runtimes over it."""
 
-    chain: Chain
+    chain: StagedModule
     own: dict[str, nn.Parameter]
-    mail: Mail
+    p2p: PointToPoint
 
     def let_go_of_gradients(self) -> None:
         """As before every step."""
@@ -90,14 +90,14 @@ class Rank:
             parameter.grad = None
 
 
-def cut(schedule: Schedule) -> Chain:
+def cut(schedule: Schedule) -> StagedModule:
     """The model in as many stages of equally many blocks as a schedule has."""
     model, example = build(), (tokens()[:SAMPLES, :-1].contiguous(),)
     units = find_units(model, example, analyse_module(model, example, ParallelConfig()))
     blocks = [index for index, unit in enumerate(units) if unit.path.startswith("blocks.")]
     num_stages = schedule.grid.num_stages
     starts = [0, *(blocks[stage * LAYERS // num_stages] for stage in range(1, num_stages))]
-    chain = Chain(model, units, starts)
+    chain = StagedModule(model, units, starts)
     chain.settle(example)
     return chain
 
@@ -106,8 +106,8 @@ def build_rank(world: World, schedule: Schedule) -> Rank:
     """This rank's stages."""
     chain = cut(schedule)
     own = chain.keep(schedule.grid.stages_of(world.rank))
-    mail = Mail(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=60.0)
-    return Rank(chain, own, mail)
+    p2p = PointToPoint(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=60.0)
+    return Rank(chain, own, p2p)
 
 
 class Record:
@@ -129,7 +129,7 @@ class Record:
 def shoal_step(world: World, schedule: Schedule) -> tuple[Callable[[], None], Record]:
     """A step of ours, and the record of its actions."""
     rank, feed, record = build_rank(world, schedule), Feed(), Record()
-    runtime = Runtime(rank.chain, schedule, rank=world.rank, mail=rank.mail, observe=record)
+    runtime = Runtime(rank.chain, schedule, rank=world.rank, p2p=rank.p2p, observe=record)
 
     def step() -> None:
         rank.let_go_of_gradients()

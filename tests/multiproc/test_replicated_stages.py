@@ -124,7 +124,7 @@ def test_replicas_of_replicated_pipelines_are_proved_with_and_without_zero(text)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_replicated_stages_in_mixed_precision_are_proved_bit_for_bit(precision):
-    """Parcels are of 16 bits, sums of copies of 32, and the scale of the loss is in both."""
+    """Messages are of 16 bits, sums of copies of 32, and the scale of the loss is in both."""
     subject, _ = build_subject(recipe_of("gpt", {"model": {"tied": True}, "optim": {"clip": 1.0}}))
     plans = (PLAN, "pp=3 replicas=1-2 microbatches=4", "pp=3 schedule=gpipe replicas=2-1 microbatches=8")
     with Prover(steps=5) as prover:

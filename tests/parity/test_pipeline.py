@@ -66,11 +66,11 @@ def swap_microbatches(runtime, rank):
 def lose_a_gradient(runtime, rank):
     weight = runtime._weight
 
-    def forget(desk, action):
+    def forget(state, action):
         if rank == 1 and action.microbatch == 1:
-            desk.kept.pop((action.stage, action.microbatch))
+            state.kept.pop((action.stage, action.microbatch))
             return
-        weight(desk, action)
+        weight(state, action)
 
     runtime._weight = forget
 
@@ -143,7 +143,7 @@ def test_an_observer_is_told_of_every_action_in_order_and_changes_no_bit():
     for rank, (_, told) in enumerate(found):
         assert [action for action, *_ in told] == [str(action) for action in schedule.actions(rank)]
         ends = [end for *_, end in told]
-        # A lane's first parcel takes two messages from the moment that it is asked for.
+        # A endpoint's first message takes two messages from the moment that it is asked for.
         assert max(waited for _, _, waited, _ in told) > 2e-5
         for (action, begin, waited, end), before in zip(told, [0.0, *ends], strict=False):
             assert before <= begin <= begin + waited < end

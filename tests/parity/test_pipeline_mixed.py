@@ -9,7 +9,7 @@ from torch import nn
 from shoal.comm.mesh import build_mesh
 from shoal.core.plan import Plan
 from shoal.parallel.apply import apply_to_model
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.units import find_units
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks
@@ -37,7 +37,7 @@ class ModelLayout:
         if stage is not None:
             paths = [unit.path for unit in units]
             starts = [0, *(next(n for n, path in enumerate(paths) if path.startswith(place)) for place in places)]
-            self.chain = Chain(self.model, units, starts, dropout=self.key)
+            self.chain = StagedModule(self.model, units, starts, dropout=self.key)
             self.chain.settle(example)
             self.chain.keep({stage})
 

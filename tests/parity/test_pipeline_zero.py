@@ -14,7 +14,7 @@ from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.zero.apply import apply_zero
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.deferred import Later, deferring
 from shoal.pipeline.units import find_units
 from shoal.randomness.dropout import apply_keyed_dropout
@@ -43,7 +43,7 @@ class Stage:
         if recompute is not None:
             apply_recompute(self.model, analysis=analysis, mode=recompute, dropout=self.key)
         place = [unit.path for unit in units].index("blocks.2")
-        self.chain = Chain(self.model, units, [0, place], dropout=self.key)
+        self.chain = StagedModule(self.model, units, [0, place], dropout=self.key)
         self.chain.settle(example)
         self.chain.keep(stages)
         self.reduction = apply_zero(

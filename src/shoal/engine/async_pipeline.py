@@ -153,7 +153,7 @@ class AsyncPipeline:
                 self.pipeline.chain,
                 schedule_of(self.plan, steps=steps),
                 rank=self.pipeline.rank,
-                mail=self.pipeline.mail,
+                p2p=self.pipeline.p2p,
                 versions=self.versions,
                 update=self._update,
             )

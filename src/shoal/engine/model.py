@@ -256,7 +256,7 @@ class ParallelModel:
 
     def is_first_owner(self, name: str) -> bool:
         """True where this rank speaks for a saved tensor among the ranks of its pipeline."""
-        return self.pipeline is None or self.pipeline.is_first_keeper(name)
+        return self.pipeline is None or self.pipeline.is_first_owner(name)
 
     def close(self) -> None:
         """Give up the groups of ranks; the world is the caller's."""

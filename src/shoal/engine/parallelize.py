@@ -180,11 +180,11 @@ def _build_passes(
             plan=parts.plan,
             mesh=parts.mesh,
             analysis=parts.analysis,
-            laid=parts.layout,
+            layout=parts.layout,
             unused_parameters=train.unused_parameters,
         )
         observe = hooks.on_action if hooks.times_actions else None
-        runtime = Runtime(cut.chain, cut.schedule, rank=cut.rank, mail=cut.mail, sums=stages, observe=observe)
+        runtime = Runtime(cut.chain, cut.schedule, rank=cut.rank, p2p=cut.p2p, sums=stages, observe=observe)
         reduction = stages
     return Passes(
         objective=objective,
@@ -222,7 +222,7 @@ def _whole_norms(parts: _Parts, outline: Outline, reduction: Reduction) -> Whole
         updated=reduction.placements,
         is_sharded=plan.zero > 0,
         shapes=shapes,
-        entered=None if cut is None else [name for name in shapes if cut.is_first_keeper(name)],
+        entered=None if cut is None else [name for name in shapes if cut.is_first_owner(name)],
         device=parts.world.device,
     )
 

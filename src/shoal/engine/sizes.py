@@ -17,7 +17,7 @@ from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.apply import apply_to_model
 from shoal.parallel.state_bytes import measure_state_bytes, predict_state_bytes
-from shoal.pipeline.build import Part
+from shoal.pipeline.build import RankPart
 from shoal.pipeline.reduction import StageReduction
 from shoal.randomness.dropout import apply_keyed_dropout
 
@@ -32,7 +32,7 @@ def predict_state(
     rank: int,
     optim: OptimConfig,
     precision: Precision,
-    part: Part | None = None,
+    part: RankPart | None = None,
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state of one rank, from the plain model and the plan.
 

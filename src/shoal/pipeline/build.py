@@ -17,8 +17,8 @@ from shoal.core.errors import RequestError
 from shoal.costs.tracer import preserved_state
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.config import PipelineConfig
-from shoal.pipeline.cut import Chain, IllegalCut
-from shoal.pipeline.p2p import Form, Lane, Mail, Parcel, Piece
+from shoal.pipeline.cut import IllegalCut, StagedModule
+from shoal.pipeline.p2p import Endpoint, Message, MessageMeta, PointToPoint, TensorMeta
 from shoal.pipeline.share import Shared, places_of
 from shoal.pipeline.stages import Agree, choose_starts, name_legal
 from shoal.pipeline.stand_in import keep_part
@@ -30,63 +30,63 @@ _SIZE = 1e-2
 """Of the values that are made up: activations and gradients of about this size keep every number finite."""
 
 
-def learn_forms(chain: Chain, inputs: Sequence[Tensor]) -> dict[int, Form]:
-    """What a microbatch sends along each lane, by its tag, from one pass through all stages of a chain that has kept them all."""
-    found: dict[int, Form] = {}
+def learn_metas(chain: StagedModule, inputs: Sequence[Tensor]) -> dict[int, MessageMeta]:
+    """What a microbatch sends under each tag, from one pass through all stages of a model that has kept them all."""
+    found: dict[int, MessageMeta] = {}
     # Not in training: shapes are the same, and dropout wants to be told whose samples these are.
     with preserved_state(chain.model, training=False), torch.enable_grad():
         received: Sequence[Tensor] = ()
         for stage in range(chain.num_stages - 1):
             outputs = chain.run(stage, inputs, received)
-            form = tuple(Piece(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in outputs)
-            # Lanes as the runtime numbers them: two for each stage, outputs and gradients.
-            found[2 * stage] = form
+            meta = tuple(TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in outputs)
+            # Endpoints as the runtime numbers them: two for each stage, outputs and gradients.
+            found[2 * stage] = meta
             found[2 * (stage + 1) + 1] = tuple(
-                Piece(piece.shape, piece.dtype, False) for piece in form if piece.has_gradient
+                TensorMeta(part.shape, part.dtype, False) for part in meta if part.has_gradient
             )
             received = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]
     return found
 
 
-class RehearsedMail(Mail):
+class RehearsedPointToPoint(PointToPoint):
     """Sends into the void, which is counted, and receives what was made up."""
 
-    def __init__(self, mail: Mail, learnt: Mapping[int, Form]) -> None:
+    def __init__(self, p2p: PointToPoint, learnt: Mapping[int, MessageMeta]) -> None:
         # All that the real one has, a traffic counter and a device among it; nothing is ever sent through its group.
-        self.__dict__.update(mail.__dict__)
+        self.__dict__.update(p2p.__dict__)
         self._learnt = learnt
-        self._made: dict[Piece, Tensor] = {}
+        self._made: dict[TensorMeta, Tensor] = {}
 
-    def expect(self, lane: Lane, kind: Hashable) -> Parcel:
-        """See ``Mail``."""
-        return _MadeUp(self, lane, kind)
+    def expect(self, endpoint: Endpoint, kind: Hashable) -> Message:
+        """See ``PointToPoint``."""
+        return _MadeUpMessage(self, endpoint, kind)
 
-    def made_up(self, lane: Lane, kind: Hashable) -> tuple[list[Tensor], Form]:
-        """A parcel of a lane."""
-        form = self.forms[lane, kind] if (lane, kind) in self.forms else self._learnt[lane.tag]
-        return [self._value(piece).clone() for piece in form], form
+    def made_up(self, endpoint: Endpoint, kind: Hashable) -> tuple[list[Tensor], MessageMeta]:
+        """A message of a endpoint."""
+        meta = self.metas[endpoint, kind] if (endpoint, kind) in self.metas else self._learnt[endpoint.tag]
+        return [self._value(part).clone() for part in meta], meta
 
-    def _value(self, piece: Piece) -> Tensor:
-        if piece not in self._made:
-            made = torch.zeros(piece.shape, dtype=piece.dtype, device=self.device)
+    def _value(self, part: TensorMeta) -> Tensor:
+        if part not in self._made:
+            made = torch.zeros(part.shape, dtype=part.dtype, device=self.device)
             if made.is_floating_point():
                 made.uniform_(-_SIZE, _SIZE, generator=torch.Generator(self.device).manual_seed(1))
-            self._made[piece] = made
-        return self._made[piece]
+            self._made[part] = made
+        return self._made[part]
 
-    def _post(self, tensor: Tensor, lane: Lane, needed_at: int) -> None:
+    def _post(self, tensor: Tensor, endpoint: Endpoint, needed_at: int) -> None:
         """Nobody is there."""
 
 
-class _MadeUp(Parcel):
-    """A parcel that is here already."""
+class _MadeUpMessage(Message):
+    """A message that is here already."""
 
-    def __init__(self, mail: RehearsedMail, lane: Lane, kind: Hashable) -> None:
-        self._source, self._lane, self._kind = mail, lane, kind
+    def __init__(self, p2p: RehearsedPointToPoint, endpoint: Endpoint, kind: Hashable) -> None:
+        self._source, self._endpoint, self._kind = p2p, endpoint, kind
 
-    def open(self) -> tuple[list[Tensor], Form]:
-        """See ``Parcel``."""
-        return self._source.made_up(self._lane, self._kind)
+    def open(self) -> tuple[list[Tensor], MessageMeta]:
+        """See ``Message``."""
+        return self._source.made_up(self._endpoint, self._kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +171,12 @@ def prove_stages(model: nn.Module, example: tuple[Tensor, ...], stages: Stages) 
     Raises:
         RequestError: as ``build_pipeline`` would on every rank.
     """
-    _, _, keepers = _cut(model, example, stages, None)
-    return keepers
+    _, _, owners = _cut(model, example, stages, None)
+    return owners
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankPart:
     """What a rank keeps of a model, by names only: enough to cut another copy of the model as that rank's own."""
 
     elsewhere: tuple[str, ...]
@@ -195,8 +195,8 @@ class Pipeline:
     """A model of which this rank has kept its stages."""
 
     stages: Stages
-    chain: Chain
-    mail: Mail
+    chain: StagedModule
+    p2p: PointToPoint
     shared: Shared
     rank: int
     """Along ``pp``."""
@@ -204,7 +204,7 @@ class Pipeline:
     """This rank's parameters, by their names in the whole model."""
     holders: Mapping[str, frozenset[int]]
     """The stages that hold each parameter of the whole model."""
-    keepers: Mapping[str, tuple[int, ...]]
+    owners: Mapping[str, tuple[int, ...]]
     """The ranks that keep each tensor of the whole model's ``state_dict``, lowest first."""
 
     @property
@@ -218,13 +218,13 @@ class Pipeline:
         return {name: parameter for name, parameter in sorted(self.own.items()) if parameter.requires_grad}
 
     @property
-    def part(self) -> Part:
+    def part(self) -> RankPart:
         """What this rank kept."""
-        return Part(elsewhere=self.stages.elsewhere(self.rank), names=frozenset(self.own))
+        return RankPart(elsewhere=self.stages.elsewhere(self.rank), names=frozenset(self.own))
 
-    def is_first_keeper(self, name: str) -> bool:
+    def is_first_owner(self, name: str) -> bool:
         """True on one of the ranks that keep a tensor."""
-        return self.keepers[name][0] == self.rank
+        return self.owners[name][0] == self.rank
 
 
 def build_pipeline(
@@ -252,42 +252,42 @@ def build_pipeline(
     Raises:
         RequestError: the model cannot be cut there; or weights are tied across stages that are not updated together.
     """
-    chain, holders, keepers = _cut(model, example, stages, dropout)
+    chain, holders, owners = _cut(model, example, stages, dropout)
     grid, rank = stages.schedule.grid, mesh.coordinate(Axis.PIPELINE)
-    forms = learn_forms(chain, rehearsed) if world.is_rehearsed else {}
+    metas = learn_metas(chain, rehearsed) if world.is_rehearsed else {}
     own = chain.keep(grid.stages_of(rank))
     group = mesh.group(Axis.PIPELINE.value)
     assert group is not None, "a pipeline has at least two ranks"
-    mail = Mail(group, traffic=mesh.traffic, device=world.device, deadline_seconds=world.deadline_seconds)
+    p2p = PointToPoint(group, traffic=mesh.traffic, device=world.device, deadline_seconds=world.deadline_seconds)
     if world.is_rehearsed:
-        mail = RehearsedMail(mail, forms)
+        p2p = RehearsedPointToPoint(p2p, metas)
     trained = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
-    shared = Shared(trained, holders, grid=grid, rank=rank, mail=mail)
+    shared = Shared(trained, holders, grid=grid, rank=rank, p2p=p2p)
     return Pipeline(
-        stages=stages, chain=chain, mail=mail, shared=shared, rank=rank, own=own, holders=holders, keepers=keepers
+        stages=stages, chain=chain, p2p=p2p, shared=shared, rank=rank, own=own, holders=holders, owners=owners
     )
 
 
 def _cut(
     model: nn.Module, example: tuple[Tensor, ...], stages: Stages, dropout: DropoutKey | None
-) -> tuple[Chain, dict[str, frozenset[int]], dict[str, tuple[int, ...]]]:
+) -> tuple[StagedModule, dict[str, frozenset[int]], dict[str, tuple[int, ...]]]:
     """The chain, the stages that hold each parameter, and the ranks that keep each saved tensor."""
     chain = cut_chain(model, example, stages, dropout=dropout)
     holders = chain.holders()
     if stages.schedule.updates.flows:
         _refuse_tied(holders, stages.schedule.name)
-    return chain, holders, _find_keepers(model, chain, holders, stages.schedule)
+    return chain, holders, _find_owners(model, chain, holders, stages.schedule)
 
 
 def cut_chain(
     model: nn.Module, example: tuple[Tensor, ...], stages: Stages, *, dropout: DropoutKey | None = None
-) -> Chain:
+) -> StagedModule:
     """The chain of a model that is cut in place.
 
     Raises:
         RequestError: it cannot be cut there; names the places where it can.
     """
-    chain = Chain(model, stages.units, stages.starts, dropout=dropout)
+    chain = StagedModule(model, stages.units, stages.starts, dropout=dropout)
     try:
         chain.settle(example)
     except IllegalCut as error:
@@ -306,8 +306,8 @@ def _refuse_tied(holders: Mapping[str, frozenset[int]], schedule: str) -> None:
             )
 
 
-def _find_keepers(
-    model: nn.Module, chain: Chain, holders: Mapping[str, frozenset[int]], schedule: Schedule
+def _find_owners(
+    model: nn.Module, chain: StagedModule, holders: Mapping[str, frozenset[int]], schedule: Schedule
 ) -> dict[str, tuple[int, ...]]:
     """By name in ``state_dict``: what is in no unit is on every rank."""
     grid = schedule.grid

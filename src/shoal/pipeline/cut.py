@@ -28,7 +28,7 @@ from shoal.comm.channel import silent
 from shoal.core.errors import RequestError, RunError
 from shoal.costs.tracer import preserved_state
 from shoal.parallel.recompute import surrounding
-from shoal.pipeline.p2p import parcel_problem
+from shoal.pipeline.p2p import message_problem
 from shoal.pipeline.stand_in import Gone, Left, Pass, Received, StandIns, are_same, has_no_value, keep_part
 from shoal.pipeline.units import Unit
 from shoal.randomness.dropout import DropoutKey
@@ -50,7 +50,7 @@ class OtherWay(RunError):
     """A forward pass calls other units than on the example: by the module's own code, or by a mistake of the stages'."""
 
 
-class Chain:
+class StagedModule:
     """A module and where its stages begin.
 
     Args:
@@ -67,7 +67,7 @@ class Chain:
         self.units = tuple(units)
         self.starts = tuple(starts)
         self.num_stages = len(starts)
-        self.parcels: list[tuple[int, ...]] = [()] * self.num_stages
+        self.messages: list[tuple[int, ...]] = [()] * self.num_stages
         """Of each stage: which of its first unit's flat arguments come from the stage before."""
         self._stage_of_call = [sum(call >= start for start in starts) - 1 for call in range(len(units))]
         self._stand_ins = StandIns(dropout)
@@ -140,7 +140,7 @@ class Chain:
         with self._scanning(stage):
             arguments, output = self._forward(Pass(stage, received), inputs, weights)
         if arguments is not None:
-            return tuple(arguments[place] for place in self.parcels[stage + 1])
+            return tuple(arguments[place] for place in self.messages[stage + 1])
         if stage != self.num_stages - 1:
             unit = self.units[self.starts[stage + 1]].path
             raise OtherWay(
@@ -200,7 +200,7 @@ class Chain:
         with preserved_state(self.model, training=False), torch.no_grad():
             self._find_free(example)
             for stage in range(1, self.num_stages):
-                self.parcels[stage] = self._probe(stage, example)
+                self.messages[stage] = self._probe(stage, example)
             received: Any = ()
             for stage in range(self.num_stages):
                 given, writes = received, [tensor._version for tensor in received]
@@ -208,7 +208,7 @@ class Chain:
                 probed = [self._run_with(value, stage, example, given) for value in _PROBES]
                 received = self.run(stage, example, given)
                 self._refuse_other(stage, probed, received)
-                self._refuse_parcel(stage + 1, received)
+                self._refuse_message(stage + 1, received)
                 if [tensor._version for tensor in given] != writes:
                     self._written.add(stage)
         if not are_same(whole, received):
@@ -297,9 +297,9 @@ class Chain:
                 start=self.starts[stage],
             )
 
-    def _refuse_parcel(self, stage: int, values: Any) -> None:
+    def _refuse_message(self, stage: int, values: Any) -> None:
         """Refuse what cannot be sent to a stage."""
-        problem = parcel_problem(values) if stage < self.num_stages else None
+        problem = message_problem(values) if stage < self.num_stages else None
         if problem is not None:
             raise IllegalCut(
                 f"stage {stage}, from {self.units[self.starts[stage]].path!r} on, is given {problem}; begin it at another unit",
@@ -388,10 +388,10 @@ class Chain:
         flat, form = tree_flatten((args, kwargs))
         if call == self.starts[this.stage]:
             assert this.received is not None
-            parcels, received = self.parcels[this.stage], this.received
+            messages, received = self.messages[this.stage], this.received
             if this.stage in self._written:
                 received = [tensor.clone() for tensor in received]
-            this.swapped = [(flat[place], tensor) for place, tensor in zip(parcels, received, strict=True)]
+            this.swapped = [(flat[place], tensor) for place, tensor in zip(messages, received, strict=True)]
         flat = [next((new for old, new in this.swapped if old is value), value) for value in flat]
         placed: tuple[Any, Any] = tree_unflatten(flat, form)
         return placed

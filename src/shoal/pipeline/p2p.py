@@ -1,8 +1,8 @@
 """Tensors from stage to stage: sent without waiting, received into memory that was waiting for them.
 
-Between two ranks there is one lane for activations and one for gradients of each stage, first in, first out. A lane learns the
-shapes and types of a parcel from the first one of its kind and is not told again; another kind of microbatch, such as a shorter
-one, has shapes of its own.
+Between two ranks there is one tag for activations and one for gradients of each stage, and messages of a tag arrive in the order
+in which they were sent. The first message of a kind comes with a header of its shapes and types, and later ones do not; another
+kind of microbatch, such as a shorter one, has shapes of its own.
 
 A tensor arrives with its dims in memory in the order in which they were: which way a kernel adds up depends on that, so a
 transposed activation that became a plain one on its way would have other bits from there on than in one process. An expanded
@@ -43,8 +43,8 @@ _DIMS_BASE = 128
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What is known of one tensor of a parcel."""
+class TensorMeta:
+    """What is known of one tensor of a message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Piece:
         return memory, self._in_place(memory)
 
     def expand(self, tensor: Tensor) -> Tensor:
-        """What has arrived, as it lay in memory; a later parcel of its kind need not be expanded, which its values show."""
+        """What has arrived, as it lay in memory; a later message of its kind need not be expanded, which its values show."""
         if not self.expanded:
             return tensor
         one = _first_of(tensor, self.expanded)
@@ -77,97 +77,97 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Lane:
-    """Where parcels of one stage come from or go to."""
+class Endpoint:
+    """Where messages of one stage come from or go to."""
 
     peer: int
     """The rank along ``pp``."""
     tag: int
 
 
-Form = tuple[Piece, ...]
+MessageMeta = tuple[TensorMeta, ...]
 
 
-class Parcel:
+class Message:
     """Tensors on their way to this rank."""
 
-    def __init__(self, mail: "Mail", lane: Lane, kind: Hashable) -> None:
-        self._mail, self._lane, self._kind = mail, lane, kind
+    def __init__(self, p2p: "PointToPoint", endpoint: Endpoint, kind: Hashable) -> None:
+        self._p2p, self._endpoint, self._kind = p2p, endpoint, kind
         self._tensors: list[Tensor] = []
         self._work: list[dist.Work] = []
-        # A lane is first in, first out: nothing is posted past a parcel whose form is not known yet.
-        if (lane, kind) in mail.forms and not mail.unposted[lane]:
-            self._post(mail.forms[lane, kind])
+        # A endpoint is first in, first out: nothing is posted past a message whose meta is not known yet.
+        if (endpoint, kind) in p2p.metas and not p2p.unposted[endpoint]:
+            self._post(p2p.metas[endpoint, kind])
         else:
-            mail.unposted[lane] += 1
+            p2p.unposted[endpoint] += 1
 
-    def open(self) -> tuple[list[Tensor], Form]:
+    def open(self) -> tuple[list[Tensor], MessageMeta]:
         """The tensors, once they are here."""
-        key = (self._lane, self._kind)
-        if key not in self._mail.forms:
+        key = (self._endpoint, self._kind)
+        if key not in self._p2p.metas:
             header = torch.zeros(_HEADER, dtype=torch.int64)
-            self._mail.wait(self._mail.receive(header, self._lane), self._lane)
-            self._mail.forms[key] = read_header(header)
+            self._p2p.wait(self._p2p.receive(header, self._endpoint), self._endpoint)
+            self._p2p.metas[key] = read_header(header)
         if not self._work:
-            self._mail.unposted[self._lane] -= 1
-            self._post(self._mail.forms[key])
+            self._p2p.unposted[self._endpoint] -= 1
+            self._post(self._p2p.metas[key])
         for work in self._work:
-            self._mail.wait(work, self._lane)
-        form = self._mail.forms[key]
-        return [piece.expand(tensor) for piece, tensor in zip(form, self._tensors, strict=True)], form
+            self._p2p.wait(work, self._endpoint)
+        meta = self._p2p.metas[key]
+        return [part.expand(tensor) for part, tensor in zip(meta, self._tensors, strict=True)], meta
 
-    def _post(self, form: Form) -> None:
-        made = [piece.empty(self._mail.device) for piece in form]
+    def _post(self, meta: MessageMeta) -> None:
+        made = [part.empty(self._p2p.device) for part in meta]
         self._tensors = [tensor for _, tensor in made]
-        self._work = [self._mail.receive(memory, self._lane) for memory, _ in made]
+        self._work = [self._p2p.receive(memory, self._endpoint) for memory, _ in made]
 
 
-class Mail:
-    """This rank's lanes along ``pp``."""
+class PointToPoint:
+    """This rank's endpoints along ``pp``."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, traffic: TrafficCounter, device: torch.device, deadline_seconds: float
     ) -> None:
         self.device = device
-        self.forms: dict[tuple[Lane, Hashable], Form] = {}
-        self.unposted: Counter[Lane] = Counter()
-        """Parcels that are expected and have no memory waiting for them yet."""
-        self._told: dict[tuple[Lane, Hashable], Form] = {}
+        self.metas: dict[tuple[Endpoint, Hashable], MessageMeta] = {}
+        self.unposted: Counter[Endpoint] = Counter()
+        """Messages that are expected and have no memory waiting for them yet."""
+        self._told: dict[tuple[Endpoint, Hashable], MessageMeta] = {}
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._traffic = traffic
         self._deadline = deadline_seconds
-        self._unsent: deque[tuple[dist.Work, Tensor, Lane, int]] = deque()
+        self._unsent: deque[tuple[dist.Work, Tensor, Endpoint, int]] = deque()
 
-    def agree(self, lane: Lane, kind: Hashable, form: Form) -> None:
-        """Say what parcels of a kind are like in both directions, where both sides know it; nothing is sent for it."""
-        self.forms[lane, kind] = self._told[lane, kind] = form
+    def agree(self, endpoint: Endpoint, kind: Hashable, meta: MessageMeta) -> None:
+        """Say what messages of a kind are like in both directions, where both sides know it; nothing is sent for it."""
+        self.metas[endpoint, kind] = self._told[endpoint, kind] = meta
 
-    def expect(self, lane: Lane, kind: Hashable) -> Parcel:
-        """Get ready for the next parcel of a lane."""
-        return Parcel(self, lane, kind)
+    def expect(self, endpoint: Endpoint, kind: Hashable) -> Message:
+        """Get ready for the next message of a endpoint."""
+        return Message(self, endpoint, kind)
 
     def send(
-        self, tensors: Sequence[Tensor], lane: Lane, kind: Hashable, *, needed_at: int = 0, called: str = "send"
+        self, tensors: Sequence[Tensor], endpoint: Endpoint, kind: Hashable, *, needed_at: int = 0, called: str = "send"
     ) -> None:
         """Hand tensors over; they must not be written to before ``flush``.
 
         Args:
-            tensors: one parcel.
-            lane: where to.
+            tensors: one message.
+            endpoint: where to.
             kind: tells microbatches of different shapes apart, the same on both sides.
             needed_at: when the other rank will need it, by a count of its own (``let_go``).
             called: the traffic counter's name for it.
         """
-        if (lane, kind) not in self._told:
+        if (endpoint, kind) not in self._told:
             header = write_header(tensors)
-            self._told[lane, kind] = read_header(header)
-            self._post(header, lane, needed_at)
-        for tensor, piece in zip(tensors, self._told[lane, kind], strict=True):
+            self._told[endpoint, kind] = read_header(header)
+            self._post(header, endpoint, needed_at)
+        for tensor, part in zip(tensors, self._told[endpoint, kind], strict=True):
             self._traffic.note(Axis.PIPELINE, called, tensor.nbytes)
             # In the order that was told, whatever this one's is.
-            laid = tensor.detach().permute(piece.order) if piece.order else tensor.detach()
-            self._post(laid.contiguous(), lane, needed_at)
+            in_memory = tensor.detach().permute(part.order) if part.order else tensor.detach()
+            self._post(in_memory.contiguous(), endpoint, needed_at)
 
     def let_go(self, peer: int, reached: int) -> None:
         """Give back what the other rank has taken, known from how far it has come.
@@ -175,12 +175,12 @@ class Mail:
         A send is never waited for otherwise before ``flush``: where both ranks are ahead of each other, as in a breadth-first
         schedule, each would wait for the other to receive.
         """
-        kept: deque[tuple[dist.Work, Tensor, Lane, int]] = deque()
-        for work, tensor, lane, needed_at in self._unsent:
-            if lane.peer == peer and needed_at <= reached:
-                self.wait(work, lane)
+        kept: deque[tuple[dist.Work, Tensor, Endpoint, int]] = deque()
+        for work, tensor, endpoint, needed_at in self._unsent:
+            if endpoint.peer == peer and needed_at <= reached:
+                self.wait(work, endpoint)
             else:
-                kept.append((work, tensor, lane, needed_at))
+                kept.append((work, tensor, endpoint, needed_at))
         self._unsent = kept
 
     def flush(self) -> None:
@@ -188,13 +188,13 @@ class Mail:
         while self._unsent:
             self._settle()
 
-    def receive(self, tensor: Tensor, lane: Lane) -> dist.Work:
+    def receive(self, tensor: Tensor, endpoint: Endpoint) -> dist.Work:
         """Post a receive."""
-        work = dist.irecv(tensor, self._ranks[lane.peer], group=self._group, tag=lane.tag)
+        work = dist.irecv(tensor, self._ranks[endpoint.peer], group=self._group, tag=endpoint.tag)
         assert work is not None
         return work
 
-    def wait(self, work: dist.Work, lane: Lane) -> None:
+    def wait(self, work: dist.Work, endpoint: Endpoint) -> None:
         """Wait for a message.
 
         Raises:
@@ -203,29 +203,29 @@ class Mail:
         try:
             work.wait(timedelta(seconds=self._deadline))
         except RuntimeError as error:
-            rank = self._ranks[lane.peer]
+            rank = self._ranks[endpoint.peer]
             raise PeerLost(
                 f"rank {rank} was lost, or silent for {self._deadline:g} s, in the middle of a pipeline step: {error}",
                 ranks=[rank],
             ) from error
 
-    def _post(self, tensor: Tensor, lane: Lane, needed_at: int) -> None:
-        work = dist.isend(tensor, self._ranks[lane.peer], group=self._group, tag=lane.tag)
+    def _post(self, tensor: Tensor, endpoint: Endpoint, needed_at: int) -> None:
+        work = dist.isend(tensor, self._ranks[endpoint.peer], group=self._group, tag=endpoint.tag)
         assert work is not None
-        self._unsent.append((work, tensor, lane, needed_at))
+        self._unsent.append((work, tensor, endpoint, needed_at))
 
     def _settle(self) -> None:
-        work, _, lane, _ = self._unsent.popleft()
-        self.wait(work, lane)
+        work, _, endpoint, _ = self._unsent.popleft()
+        self.wait(work, endpoint)
 
 
-def parcel_problem(tensors: Sequence[Tensor]) -> str | None:
-    """Why these tensors cannot be one parcel, with both numbers; None where they can."""
+def message_problem(tensors: Sequence[Tensor]) -> str | None:
+    """Why these tensors cannot be one message, with both numbers; None where they can."""
     # As write_header writes them.
     size = 1 + sum(3 + tensor.ndim for tensor in tensors)
     if size > _HEADER:
         return (
-            f"{len(tensors)} tensors, whose shapes and types take {size} numbers, and a parcel's header has {_HEADER}"
+            f"{len(tensors)} tensors, whose shapes and types take {size} numbers, and a message's header has {_HEADER}"
         )
     strange = next((tensor.dtype for tensor in tensors if tensor.dtype not in _DTYPES), None)
     if strange is not None:
@@ -235,7 +235,7 @@ def parcel_problem(tensors: Sequence[Tensor]) -> str | None:
 
 def write_header(tensors: Sequence[Tensor]) -> Tensor:
     """Shapes and types as numbers: nothing on a wire is code."""
-    assert parcel_problem(tensors) is None, parcel_problem(tensors)
+    assert message_problem(tensors) is None, message_problem(tensors)
     numbers = [len(tensors)]
     for tensor in tensors:
         facts = int(tensor.requires_grad) + 2 * _number_of(order_of(tensor))
@@ -244,18 +244,18 @@ def write_header(tensors: Sequence[Tensor]) -> Tensor:
     return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
 
 
-def read_header(header: Tensor) -> Form:
+def read_header(header: Tensor) -> MessageMeta:
     """The reverse of ``write_header``."""
     numbers = header.tolist()
-    count, at, pieces = numbers[0], 1, []
+    count, at, parts = numbers[0], 1, []
     for _ in range(count):
         dtype, facts, dims = numbers[at : at + 3]
         expanded, ndim = divmod(dims, _DIMS_BASE)
         shape, order = tuple(numbers[at + 3 : at + 3 + ndim]), _order_of_number(facts // 2)
         along = tuple(dim for dim in range(ndim) if expanded >> dim & 1)
-        pieces.append(Piece(shape, _DTYPES[dtype], bool(facts % 2), order, along))
+        parts.append(TensorMeta(shape, _DTYPES[dtype], bool(facts % 2), order, along))
         at += 3 + ndim
-    return tuple(pieces)
+    return tuple(parts)
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:

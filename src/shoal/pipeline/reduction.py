@@ -131,7 +131,7 @@ def reduce_stages(
     plan: Plan,
     mesh: Mesh,
     analysis: ModuleAnalysis,
-    laid: ModelLayout,
+    layout: ModelLayout,
     unused_parameters: bool = False,
 ) -> StageReduction:
     """The reduction of a model that was cut, with ZeRO or without; ``unused_parameters`` is the setting of that name."""
@@ -141,13 +141,13 @@ def reduce_stages(
     if plan.zero > 0 and trained:
         # More than one microbatch, whatever the plan says: gradients are kept whole until the step's last cell.
         sharded = apply_zero(
-            model, analysis=analysis, mesh=mesh, stage=plan.zero, num_microbatches=2, placements=laid.placements
+            model, analysis=analysis, mesh=mesh, stage=plan.zero, num_microbatches=2, placements=layout.placements
         )
     return StageReduction(
         trained,
         pipeline.shared,
         replicas=mesh.replicas,
-        placements=laid.placements,
+        placements=layout.placements,
         sharded=sharded,
         allows_untouched=unused_parameters,
     )

@@ -1,6 +1,6 @@
 """Executes a schedule: a rank goes through its row and does what each cell says.
 
-The order is the schedule's and nothing else's. Receives are posted three parcels ahead of their use; a send is not waited for.
+The order is the schedule's and nothing else's. Receives are posted three messages ahead of their use; a send is not waited for.
 What a microbatch needs for its backward pass is kept from its forward pass until then, which is what the schedule's peak of
 activations counts.
 """
@@ -15,17 +15,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.deferred import Later, deferring
-from shoal.pipeline.p2p import Form, Lane, Mail, Parcel, Piece
+from shoal.pipeline.p2p import Endpoint, Message, MessageMeta, PointToPoint, TensorMeta
 from shoal.pipeline.versions import Versions
 from shoal.schedules.schedule import Action, Kind, Point, Result, Schedule, made_by, needs_of
 
 NUM_AHEAD = 3
-"""Parcels beyond those of the next cell for which memory waits. Gloo moves nothing until both sides have posted: a parcel whose
+"""Messages beyond those of the next cell for which memory waits. Gloo moves nothing until both sides have posted: a message whose
 receive is there is written by the thread that sends it, and one that was sent first is fetched later by threads of gloo, on cores
-that compute. One cell ahead, 20 of the 32 receives of zbv on two ranks come after the send; three parcels ahead, one does, the
-first. Each costs the memory of a parcel."""
+that compute. One cell ahead, 20 of the 32 receives of zbv on two ranks come after the send; three messages ahead, one does, the
+first. Each costs the memory of a message."""
 
 
 class Feed(Protocol):
@@ -64,13 +64,13 @@ class _Kept:
 
 
 @dataclass
-class _Desk:
+class _StepState:
     """The state of one step on one rank."""
 
     feed: Feed
     kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
-    expected: dict[Result, Parcel] = field(default_factory=dict)
-    local: dict[Result, tuple[list[Tensor], Form]] = field(default_factory=dict)
+    expected: dict[Result, Message] = field(default_factory=dict)
+    local: dict[Result, tuple[list[Tensor], MessageMeta]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -84,11 +84,11 @@ class Runtime:
 
     def __init__(
         self,
-        chain: Chain,
+        chain: StagedModule,
         schedule: Schedule,
         *,
         rank: int,
-        mail: Mail | None,
+        p2p: PointToPoint | None,
         sums: Sums | None = None,
         versions: Versions | None = None,
         update: Callable[[int], None] | None = None,
@@ -100,7 +100,7 @@ class Runtime:
             chain: the module.
             schedule: what to do.
             rank: whose row.
-            mail: to the other ranks; None when there are none.
+            p2p: to the other ranks; None when there are none.
             sums: keeps the gradients of stages apart where several hold a weight; what is to be done with them after the step
                 is the caller's affair.
             versions: of this rank's weights, where they change before the pipeline is empty.
@@ -110,7 +110,7 @@ class Runtime:
         self.chain = chain
         self.schedule = schedule
         self.rank = rank
-        self.mail = mail
+        self.p2p = p2p
         self.sums = sums
         self.versions = versions
         self.update = update
@@ -132,20 +132,20 @@ class Runtime:
             feed: the microbatches, from 0.
             first: how many microbatches of this training came before; versions are counted from there.
         """
-        desk = _Desk(feed)
+        state = _StepState(feed)
         self._first = first
         row = list(self.schedule.actions(self.rank))
         for place, action in enumerate(row):
             self.action = action
             for result in self._posted[place]:
-                self._post(desk, result)
+                self._post(state, result)
             if self.observe is None:
-                self._do(desk, action)
+                self._do(state, action)
             else:
-                self._do_observed(desk, action, self.observe)
+                self._do_observed(state, action, self.observe)
         self.settle()
         self.action = None
-        return desk.losses
+        return state.losses
 
     @torch.no_grad()
     def infer(self, inputs: Sequence[Any], kind: Hashable) -> tuple[bool, Any]:
@@ -161,16 +161,16 @@ class Runtime:
         given: Sequence[Tensor] = ()
         for stage in (stage for stage in range(last + 1) if self._grid.rank_of(stage, 0) == self.rank):
             if stage > 0 and (source := self._grid.rank_of(stage - 1, 0)) != self.rank:
-                assert self.mail is not None
-                given, _ = self.mail.expect(self._lane((Point.OUTPUT, stage - 1, 0), source), kind).open()
+                assert self.p2p is not None
+                given, _ = self.p2p.expect(self._endpoint((Point.OUTPUT, stage - 1, 0), source), kind).open()
             output = self.chain.run(stage, inputs, given)
             if stage == last:
                 return True, output
             if (target := self._grid.rank_of(stage + 1, 0)) == self.rank:
                 given = list(output)
             else:
-                assert self.mail is not None
-                self.mail.send(output, self._lane((Point.OUTPUT, stage, 0), target), kind)
+                assert self.p2p is not None
+                self.p2p.send(output, self._endpoint((Point.OUTPUT, stage, 0), target), kind)
         return False, None
 
     def clock(self) -> int:
@@ -182,60 +182,60 @@ class Runtime:
 
     def settle(self) -> None:
         """Wait until everything has been sent."""
-        if self.mail is not None:
-            self.mail.flush()
+        if self.p2p is not None:
+            self.p2p.flush()
 
-    def _do(self, desk: _Desk, action: Action) -> None:
+    def _do(self, state: _StepState, action: Action) -> None:
         if action.kind is Kind.FORWARD:
-            self._forward(desk, action)
+            self._forward(state, action)
         elif action.kind is Kind.WEIGHT:
-            self._weight(desk, action)
+            self._weight(state, action)
         else:
-            self._backward(desk, action)
+            self._backward(state, action)
 
-    def _do_observed(self, desk: _Desk, action: Action, observe: Observe) -> None:
+    def _do_observed(self, state: _StepState, action: Action, observe: Observe) -> None:
         """The same, with what it waits for taken in first, so that waiting can be told from computing."""
         begin = perf_counter()
         for result in needs_of(action, self._grid.num_stages):
-            if result in desk.expected:
-                desk.local[result] = self._open(desk, result)
+            if result in state.expected:
+                state.local[result] = self._open(state, result)
         ready = perf_counter()
-        self._do(desk, action)
+        self._do(state, action)
         observe(action, begin, ready - begin, perf_counter())
 
-    def _forward(self, desk: _Desk, action: Action) -> None:
+    def _forward(self, state: _StepState, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
-        received = [] if stage == 0 else self._take(desk, (Point.OUTPUT, stage - 1, microbatch))
+        received = [] if stage == 0 else self._take(state, (Point.OUTPUT, stage - 1, microbatch))
         later = Later() if (stage, microbatch) in self._split else None
-        with desk.feed.drawing(microbatch), deferring(later) if later is not None else nullcontext():
+        with state.feed.drawing(microbatch), deferring(later) if later is not None else nullcontext():
             weights = None if self.versions is None else self.versions.use(self._first + microbatch)
-            output = self.chain.run(stage, desk.feed.inputs(microbatch), received, weights)
+            output = self.chain.run(stage, state.feed.inputs(microbatch), received, weights)
         if stage == self._grid.num_stages - 1:
-            loss = desk.feed.loss(output, microbatch)
-            desk.losses[microbatch] = loss.detach()
+            loss = state.feed.loss(output, microbatch)
+            state.losses[microbatch] = loss.detach()
             outputs = [loss]
         else:
             outputs = list(output)
-            self._give(desk, (Point.OUTPUT, stage, microbatch), outputs, self._grid.rank_of(stage + 1, microbatch))
-        desk.kept[stage, microbatch] = _Kept(received, outputs, later)
+            self._give(state, (Point.OUTPUT, stage, microbatch), outputs, self._grid.rank_of(stage + 1, microbatch))
+        state.kept[stage, microbatch] = _Kept(received, outputs, later)
 
-    def _backward(self, desk: _Desk, action: Action) -> None:
+    def _backward(self, state: _StepState, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
-        kept = desk.kept[stage, microbatch]
+        kept = state.kept[stage, microbatch]
         with_gradient = [tensor for tensor in kept.outputs if tensor.requires_grad]
         grads: list[Tensor] | None = None
         if stage < self._grid.num_stages - 1:
-            grads = self._take(desk, (Point.GRADIENT, stage + 1, microbatch))
-        desk.feed.returning(microbatch)
+            grads = self._take(state, (Point.GRADIENT, stage + 1, microbatch))
+        state.feed.returning(microbatch)
         with _catching(kept.received) as arrived, self._sums_of(stage):
             torch.autograd.backward(with_gradient, grads)
         kept.outputs = []
         if stage > 0:
             back = [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in arrived]
-            self._give(desk, (Point.GRADIENT, stage, microbatch), back, self._grid.rank_of(stage - 1, microbatch))
+            self._give(state, (Point.GRADIENT, stage, microbatch), back, self._grid.rank_of(stage - 1, microbatch))
         kept.received = []
         if action.kind is Kind.BACKWARD:
-            del desk.kept[stage, microbatch]
+            del state.kept[stage, microbatch]
             self._update(self._first + microbatch)
 
     def _update(self, microbatch: int) -> None:
@@ -248,8 +248,8 @@ class Runtime:
         self.update(microbatch)
         self.versions.after_update(microbatch)
 
-    def _weight(self, desk: _Desk, action: Action) -> None:
-        kept = desk.kept.pop((action.stage, action.microbatch))
+    def _weight(self, state: _StepState, action: Action) -> None:
+        kept = state.kept.pop((action.stage, action.microbatch))
         assert kept.later is not None
         with self._sums_of(action.stage):
             kept.later.run()
@@ -257,42 +257,42 @@ class Runtime:
     def _sums_of(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext() if self.sums is None else self.sums.stage(stage)
 
-    def _post(self, desk: _Desk, result: Result) -> None:
+    def _post(self, state: _StepState, result: Result) -> None:
         """Get ready for what another rank sends."""
-        assert self.mail is not None
+        assert self.p2p is not None
         source = self._grid.rank_of(result[1], result[2])
-        desk.expected[result] = self.mail.expect(self._lane(result, source), desk.feed.kind(result[2]))
+        state.expected[result] = self.p2p.expect(self._endpoint(result, source), state.feed.kind(result[2]))
 
-    def _take(self, desk: _Desk, result: Result) -> list[Tensor]:
+    def _take(self, state: _StepState, result: Result) -> list[Tensor]:
         """Tensors that a neighbouring stage made, ready to be computed with."""
-        if result in desk.local:
-            tensors, form = desk.local.pop(result)
+        if result in state.local:
+            tensors, meta = state.local.pop(result)
         else:
-            tensors, form = self._open(desk, result)
+            tensors, meta = self._open(state, result)
         if result[0] is Point.OUTPUT:
-            for tensor, piece in zip(tensors, form, strict=True):
-                tensor.requires_grad_(piece.has_gradient)
+            for tensor, part in zip(tensors, meta, strict=True):
+                tensor.requires_grad_(part.has_gradient)
         return tensors
 
-    def _open(self, desk: _Desk, result: Result) -> tuple[list[Tensor], Form]:
-        """A parcel of another rank, which by sending it shows how far it has come."""
-        found = desk.expected.pop(result).open()
-        assert self.mail is not None
-        self.mail.let_go(self._grid.rank_of(result[1], result[2]), self._made[result])
+    def _open(self, state: _StepState, result: Result) -> tuple[list[Tensor], MessageMeta]:
+        """A message of another rank, which by sending it shows how far it has come."""
+        found = state.expected.pop(result).open()
+        assert self.p2p is not None
+        self.p2p.let_go(self._grid.rank_of(result[1], result[2]), self._made[result])
         return found
 
-    def _give(self, desk: _Desk, result: Result, tensors: Sequence[Tensor], target: int) -> None:
+    def _give(self, state: _StepState, result: Result, tensors: Sequence[Tensor], target: int) -> None:
         if target != self.rank:
-            assert self.mail is not None
-            lane, kind = self._lane(result, target), desk.feed.kind(result[2])
-            self.mail.send(tensors, lane, kind, needed_at=self._needed[result])
+            assert self.p2p is not None
+            endpoint, kind = self._endpoint(result, target), state.feed.kind(result[2])
+            self.p2p.send(tensors, endpoint, kind, needed_at=self._needed[result])
             return
-        form = tuple(Piece(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
-        desk.local[result] = ([tensor.detach() for tensor in tensors], form)
+        meta = tuple(TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+        state.local[result] = ([tensor.detach() for tensor in tensors], meta)
 
-    def _lane(self, result: Result, peer: int) -> Lane:
+    def _endpoint(self, result: Result, peer: int) -> Endpoint:
         """One per stage and direction."""
-        return Lane(peer, 2 * result[1] + (result[0] is Point.GRADIENT))
+        return Endpoint(peer, 2 * result[1] + (result[0] is Point.GRADIENT))
 
 
 @contextmanager

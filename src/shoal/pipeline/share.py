@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shoal.pipeline.p2p import Lane, Mail, Parcel, Piece
+from shoal.pipeline.p2p import Endpoint, Message, PointToPoint, TensorMeta
 from shoal.schedules.schedule import Grid
 
 SHARE = "share"
 """The ledger's word for what is sent here: it comes after the last cell, and not with every microbatch."""
 _TAG = 1 << 20
-"""Above every stage's lanes."""
+"""Above every stage's endpoints."""
 Place = tuple[int, int, int]
 """Which copy of the stage (of two directions 0 is down and 1 up), the stage, and the rank where they are."""
 
@@ -31,7 +31,7 @@ class Shared:
         stages: that hold each parameter.
         grid: where stages lie.
         rank: this one.
-        mail: to the others; None when there are none.
+        p2p: to the others; None when there are none.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Shared:
         *,
         grid: Grid,
         rank: int,
-        mail: Mail | None,
+        p2p: PointToPoint | None,
     ) -> None:
-        self._rank, self._mail = rank, mail
+        self._rank, self._p2p = rank, p2p
         places = {name: places_of(grid, stages[name]) for name in sorted(parameters)}
         self._places = {name: found for name, found in places.items() if len(found) > 1}
         self._parameters = {name: parameters[name] for name in self._places}
@@ -88,29 +88,29 @@ class Shared:
         arrived: dict[int, dict[tuple[str, int], Tensor | None]] = {}
         if not peers:
             return arrived
-        assert self._mail is not None
+        assert self._p2p is not None
         # All receives are posted before anything is sent: every holder sends to every other at the same time.
-        parcels = {peer: self._expect(peer, self._mail) for peer in peers}
+        messages = {peer: self._expect(peer, self._p2p) for peer in peers}
         for peer in peers:
             packed = self._pack(self._common(peer, of=self._rank))
-            self._mail.send([packed], Lane(peer, _TAG), "shared", called=SHARE)
-        for peer, parcel in parcels.items():
-            (packed,), _ = parcel.open()
+            self._p2p.send([packed], Endpoint(peer, _TAG), "shared", called=SHARE)
+        for peer, message in messages.items():
+            (packed,), _ = message.open()
             keys = self._common(peer, of=peer)
             *parts, there = torch.split(packed, [self._parameters[name].numel() for name, _ in keys] + [len(keys)])
             arrived[peer] = {
                 key: part.view_as(self._parameters[key[0]]) if is_there else None
                 for key, part, is_there in zip(keys, parts, there.tolist(), strict=True)
             }
-        self._mail.flush()
+        self._p2p.flush()
         return arrived
 
-    def _expect(self, peer: int, mail: Mail) -> Parcel:
+    def _expect(self, peer: int, p2p: PointToPoint) -> Message:
         held = [self._parameters[name] for name, _ in self._common(peer, of=peer)]
         size = sum(parameter.numel() + 1 for parameter in held)
-        lane = Lane(peer, _TAG)
-        mail.agree(lane, "shared", (Piece((size,), held[0].dtype, False),))
-        return mail.expect(lane, "shared")
+        endpoint = Endpoint(peer, _TAG)
+        p2p.agree(endpoint, "shared", (TensorMeta((size,), held[0].dtype, False),))
+        return p2p.expect(endpoint, "shared")
 
     def _common(self, peer: int, *, of: int) -> list[tuple[str, int]]:
         """The sums of one of two ranks that the other wants, in an order that both know."""

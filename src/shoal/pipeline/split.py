@@ -107,7 +107,7 @@ def split(
         raise RequestError(_too_many(costs, num_stages, num_chunks, turns))
     (ticks,), per_second = _whole([cost.seconds for cost in costs])
     until = [0, *accumulate(ticks)]
-    held = _Held(costs, memory)
+    held = _StageBytes(costs, memory)
     # So that the share of any stage's ranks is a whole number.
     shares = math.lcm(*turns)
 
@@ -229,7 +229,7 @@ def _search(
     return best[num_ranks][len(bounds) - 1][0], stages[::-1]
 
 
-class _Held:
+class _StageBytes:
     """The bytes of any stage, and how they compare with its limit."""
 
     def __init__(self, costs: Sequence[UnitCost], memory: Sequence[StageMemory] | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import write_replicas
 from shoal.pipeline.config import PipelineConfig
-from shoal.pipeline.cut import Chain, IllegalCut
+from shoal.pipeline.cut import IllegalCut, StagedModule
 from shoal.pipeline.split import ReplicatedSplit, StageMemory, UnitCost, parse_starts, split, split_replicated
 from shoal.pipeline.unit_costs import estimate_work, measure_costs
 from shoal.pipeline.units import Unit
@@ -30,7 +30,7 @@ def find_illegal(
     model: nn.Module, units: Sequence[Unit], starts: Sequence[int], example: tuple[Tensor, ...]
 ) -> IllegalCut | None:
     """What is wrong with a cut, with the first place that is; None where it is right."""
-    chain = Chain(model, units, starts)
+    chain = StagedModule(model, units, starts)
     try:
         chain.prove(example)
     except IllegalCut as error:

@@ -27,15 +27,15 @@ Boundaries = Mapping[int, Sequence[Crossing]]
 """What each stage but the first receives of one microbatch."""
 
 
-def survey_boundaries(
-    plain: nn.Module, stages: Stages, parcels: Sequence[Sequence[int]], inputs: Sequence[Tensor]
+def trace_boundaries(
+    plain: nn.Module, stages: Stages, messages: Sequence[Sequence[int]], inputs: Sequence[Tensor]
 ) -> Boundaries:
     """Run a plain model and look at the arguments of every stage's first unit.
 
     Args:
         plain: as one process builds it; nothing of the pass stays.
         stages: where it is cut.
-        parcels: of each stage, which of those arguments come from the stage before.
+        messages: of each stage, which of those arguments come from the stage before.
         inputs: of one microbatch.
     """
     first_units = {stages.units[start].path: stage for stage, start in enumerate(stages.starts) if stage > 0}
@@ -46,7 +46,7 @@ def survey_boundaries(
     for event in tracer.record.events:
         if isinstance(event, ModuleCall):
             stage, leaves = first_units[event.path], tree_leaves((event.args, event.kwargs))
-            found[stage] = [Crossing(leaves[at].nbytes, leaves[at].requires_grad) for at in parcels[stage]]
+            found[stage] = [Crossing(leaves[at].nbytes, leaves[at].requires_grad) for at in messages[stage]]
     return found
 
 

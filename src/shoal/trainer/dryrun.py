@@ -24,7 +24,7 @@ from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.paramserver.config import group_plan
 from shoal.paramserver.server.memory import sizes_with_servers
 from shoal.paramserver.worker.flat import describe_model
-from shoal.pipeline.build import Part, Stages, prove_stages
+from shoal.pipeline.build import RankPart, Stages, prove_stages
 from shoal.pipeline.stages import advise_replicas
 from shoal.trainer.build import build_parts, build_without_memory
 from shoal.trainer.request import Prepared
@@ -143,8 +143,8 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
                     config=recipe.pipeline,
                 )
             )
-        keepers = prove_stages(whole, example_of(data), stages)
-        parts = [_part_of(model, stages, keepers, rank) for rank in range(plan.pp)]
+        owners = prove_stages(whole, example_of(data), stages)
+        parts = [_part_of(model, stages, owners, rank) for rank in range(plan.pp)]
         versions = [0] * plan.pp
         if stages.schedule.updates.flows:
             # The weights themselves are the optimizer's; passes read copies of the versions, which begin to differ with steps.
@@ -155,11 +155,11 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     return max(found, key=lambda sizes: sizes["total"]), lines
 
 
-def _part_of(model: nn.Module, stages: Stages, keepers: Mapping[str, tuple[int, ...]], rank: int) -> nn.Module:
+def _part_of(model: nn.Module, stages: Stages, owners: Mapping[str, tuple[int, ...]], rank: int) -> nn.Module:
     """A copy of a model without memory, cut as on a rank of a pipeline."""
     own = copy.deepcopy(model)
-    names = frozenset(name for name, ranks in keepers.items() if rank in ranks)
-    Part(elsewhere=stages.elsewhere(rank), names=names).cut(own)
+    names = frozenset(name for name, ranks in owners.items() if rank in ranks)
+    RankPart(elsewhere=stages.elsewhere(rank), names=names).cut(own)
     return own
 
 

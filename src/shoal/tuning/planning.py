@@ -109,7 +109,7 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
         job=job,
         found=found,
         reasons=tuple(explain(found.ranked)),
-        remarks=(*job.cluster.remarks, *_remarks(recipe, [*found.ranked, *others])),
+        remarks=(*job.cluster.warnings, *_remarks(recipe, [*found.ranked, *others])),
         why_not=tuple(because),
         asked=asked,
         choices=choose_splits(job) if is_uneven(job.chain) and job.cluster.num_devices <= _MOST_SPLIT else None,

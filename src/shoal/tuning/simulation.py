@@ -18,9 +18,9 @@ from shoal.planner.simulation.conditions import Conditions, split_sites
 from shoal.planner.simulation.goodput import Goodput, simulate_goodput
 from shoal.planner.simulation.limits import most_steps
 from shoal.planner.simulation.local_sgd import LocalUpdates, find_link, simulate_rounds
-from shoal.planner.simulation.memory import Held, StepBytes
+from shoal.planner.simulation.memory import RankBytes, StepBytes
 from shoal.planner.simulation.report import describe_goodput, describe_sites, describe_step
-from shoal.planner.simulation.result import Simulated
+from shoal.planner.simulation.result import SimulatedStep
 from shoal.planner.simulation.run_directory import RunNumbers, write_run
 from shoal.planner.simulation.step import schedule_for, simulate_step, step_times
 from shoal.planner.simulation.trace import MOST_LANES, draw_step, num_lanes, write_trace
@@ -96,7 +96,7 @@ def _bytes(job: Job, plan: Plan) -> StepBytes:
     stages = count_stages(chain, plan.pp * (plan.chunks or 1))
     return StepBytes(
         places=tuple(
-            Held(
+            RankBytes(
                 weights=memory.weights,
                 gradients=memory.gradients,
                 optimizer=memory.optimizer,
@@ -114,7 +114,7 @@ class Simulation:
 
     asked: Asked
     priced: Priced
-    simulated: Simulated
+    simulated: SimulatedStep
     seconds: Array
     result: dict[str, Any]
     step_seconds: float
@@ -155,7 +155,7 @@ def play(asked: Asked, conditions: Conditions, *, num_steps: int | None) -> Simu
     return Simulation(asked, priced, simulated, seconds, result, float(seconds.mean()))
 
 
-def _fits(simulated: Simulated, asked: Asked) -> bool:
+def _fits(simulated: SimulatedStep, asked: Asked) -> bool:
     """Whether every rank has room for what it holds at its fullest."""
     peaks = [simulated.peak_bytes(place) or 0.0 for place in range(simulated.num_places)]
     return max(peaks) <= asked.cluster.device.memory_bytes

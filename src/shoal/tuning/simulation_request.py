@@ -202,7 +202,7 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
     if facts is not None:
         replace(layout.plan, ep=1).check(facts)
     num_sites = _sites(request, layout.plan)
-    remarks = [*cluster.remarks]
+    remarks = [*cluster.warnings]
     if layout.plan.world_size < cluster.num_devices:
         remarks.append(f"the plan uses {layout.plan.world_size} of the cluster's {cluster.num_devices} devices")
     if num_sites > 1 and layout.plan.zero and layout.plan.degree(Axis.DATA) == num_sites:

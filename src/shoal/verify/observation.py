@@ -19,7 +19,7 @@ from shoal.parallel.tensor.vocabulary import rows_per_rank
 from shoal.parallel.traffic_forecast import MicrobatchShape, StepShape, count_trust_norms, forecast_step_traffic
 from shoal.pipeline.build import Pipeline
 from shoal.pipeline.reduction import StageReduction
-from shoal.pipeline.traffic import Boundaries, expected_exchange, expected_sends, survey_boundaries
+from shoal.pipeline.traffic import Boundaries, expected_exchange, expected_sends, trace_boundaries
 from shoal.trainer.loop import Trainer
 
 _FLOAT64 = 8
@@ -112,7 +112,7 @@ class TrafficObserver(Hook):
             inputs, _ = self._trainer.engine.objective.prepare(microbatch)
             plain = self._plain.to(device=self._trainer.world.device, dtype=self._trainer.engine.precision.weight_dtype)
             with self._trainer.engine.precision.autocast(self._trainer.world.device.type):
-                self._boundaries[kind] = survey_boundaries(plain, cut.stages, cut.chain.parcels, inputs)
+                self._boundaries[kind] = trace_boundaries(plain, cut.stages, cut.chain.messages, inputs)
         return self._boundaries[kind]
 
     def _updates(self, counted: TrafficCounts) -> TrafficCounts:

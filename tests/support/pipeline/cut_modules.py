@@ -7,7 +7,7 @@ from shoal.models.build import build_model
 from shoal.models.config import GptConfig
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.units import find_units
 
 D = 6
@@ -21,7 +21,7 @@ def cut_at(model, example, *paths):
     """A chain whose second, third, ... stages begin at these units."""
     units = units_of(model, example)
     places = [unit.path for unit in units]
-    chain = Chain(model, units, [0, *(places.index(path) for path in paths)])
+    chain = StagedModule(model, units, [0, *(places.index(path) for path in paths)])
     chain.settle(example)
     return chain
 

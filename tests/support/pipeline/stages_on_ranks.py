@@ -11,8 +11,8 @@ from shoal.models.config import CnnConfig, GptConfig
 from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
-from shoal.pipeline.cut import Chain
-from shoal.pipeline.p2p import Mail
+from shoal.pipeline.cut import StagedModule
+from shoal.pipeline.p2p import PointToPoint
 from shoal.pipeline.runtime import Runtime
 from shoal.pipeline.share import Shared
 from shoal.pipeline.units import find_units
@@ -163,7 +163,7 @@ def cut(kind: str, num_stages: int):
     places = [index for index, unit in enumerate(units) if unit.is_once]
     starts = [0, *(places[len(places) * stage // num_stages] for stage in range(1, num_stages))]
     key = apply_keyed_dropout(model, SEED)
-    chain = Chain(model, units, starts, dropout=key)
+    chain = StagedModule(model, units, starts, dropout=key)
     chain.settle(example)
     return chain, key
 
@@ -174,9 +174,9 @@ def train_in_stages(world, kind, schedule, references, *, steps, plant=None):
     chain, key = cut(kind, grid.num_stages)
     holders = chain.holders()
     own = chain.keep(grid.stages_of(world.rank))
-    mail = Mail(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=30.0)
-    shared = Shared(own, holders, grid=grid, rank=world.rank, mail=mail)
-    runtime = Runtime(chain, schedule, rank=world.rank, mail=mail, sums=shared)
+    p2p = PointToPoint(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=30.0)
+    shared = Shared(own, holders, grid=grid, rank=world.rank, p2p=p2p)
+    runtime = Runtime(chain, schedule, rank=world.rank, p2p=p2p, sums=shared)
     if plant is not None:
         plant(runtime, world.rank)
     optimizer = adamw(own.values())
@@ -232,7 +232,7 @@ def train_delayed(world, kind, name, windows, plant=None):
     stages = [[path for path, held in chain.holders().items() if stage in held] for stage in range(world.size)]
     own = chain.keep({world.rank})
     optimizer = adamw(own.values())
-    mail = Mail(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=30.0)
+    p2p = PointToPoint(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=30.0)
     versions, first = None, 0
     for steps in windows:
         schedule = make_schedule(name, ranks=world.size, microbatches=MICROBATCHES, steps=steps)
@@ -240,7 +240,7 @@ def train_delayed(world, kind, name, windows, plant=None):
             rule = VersionRule(updates=schedule.updates, num_stages=world.size, accumulate=schedule.accumulate)
             versions = Versions(own, rule, stage=world.rank)
         runtime = Runtime(
-            chain, schedule, rank=world.rank, mail=mail, versions=versions, update=lambda microbatch: optimizer.step()
+            chain, schedule, rank=world.rank, p2p=p2p, versions=versions, update=lambda microbatch: optimizer.step()
         )
         if plant is not None:
             plant(runtime, world.rank)

@@ -11,7 +11,7 @@ from shoal.costs.layers import OpKind
 from shoal.costs.trace import trace_module
 from shoal.pipeline.stand_in import StandIns
 from shoal.planner.hardware.software import SOFTWARE
-from shoal.planner.pricing.job import expert_weights, share_weights
+from shoal.planner.pricing.job import expert_weights, weight_groups
 
 WIDTH, INNER, EXPERTS, CHOSEN, LENGTH, LAYERS = 16, 24, 4, 2, 32, 6
 
@@ -138,7 +138,7 @@ def test_experts_that_tensor_parallelism_does_not_cut_are_whole_on_its_ranks():
     layer, software = trace(InGroups).layers[0], SOFTWARE["shoal"]
     for text, parts in (("tp=2", 1), ("dp=4 ep=4", 4), ("dp=4 tp=2 ep=2", 2)):
         plan = Plan.parse(text)
-        assert expert_weights(layer, plan, share_weights(plan, software)) == layer.expert_weights / parts
+        assert expert_weights(layer, plan, weight_groups(plan, software)) == layer.expert_weights / parts
 
 
 def test_two_sets_of_experts_travel_twice():

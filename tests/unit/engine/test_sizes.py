@@ -13,8 +13,8 @@ from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.state_bytes import measure_state_bytes
 from shoal.parallel.zero.apply import apply_zero
-from shoal.pipeline.build import Part, Stages
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.build import RankPart, Stages
+from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.units import find_units
 from shoal.schedules.catalogue import make_schedule
 from support.pipeline.cut_modules import gpt
@@ -28,11 +28,11 @@ def lay_out_rank(model, plan, rank):
     schedule = make_schedule("1f1b", ranks=plan.pp, microbatches=plan.microbatches)
     units = find_units(model, example, analysis)
     stages = Stages(units=units, starts=(0, [unit.path for unit in units].index("blocks.1")), schedule=schedule)
-    chain = Chain(model, units, stages.starts)
+    chain = StagedModule(model, units, stages.starts)
     chain.settle(example)
     place = pretend_mesh(plan, rank).coordinate(Axis.PIPELINE)
     own = chain.keep(schedule.grid.stages_of(place))
-    return analysis, Part(elsewhere=stages.elsewhere(place), names=frozenset(own))
+    return analysis, RankPart(elsewhere=stages.elsewhere(place), names=frozenset(own))
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -13,7 +13,7 @@ from shoal.models.build import build_model
 from shoal.models.config import MlpConfig
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.units import find_units
 from support.pipeline.cut_modules import D, cut_at, gpt, run_through, tokens, units_of
 from support.pipeline.stages_on_ranks import batch, build
@@ -51,7 +51,7 @@ def test_every_cut_of_a_shipped_module_gives_what_the_module_gives(name):
     expected = whole(*inputs).detach()
     assert len(units) >= 4
     for starts in every_cut(len(units)):
-        chain = Chain(copy.deepcopy(whole), units, [0, *starts])
+        chain = StagedModule(copy.deepcopy(whole), units, [0, *starts])
         chain.settle(example)
         assert torch.equal(run_through(chain, inputs).detach(), expected), starts
 
@@ -104,7 +104,7 @@ def test_blocks_with_several_tensors_tuples_and_keywords():
     found = run_through(chain, inputs)
     assert torch.equal(found["scores"], expected["scores"]) and torch.equal(found["mask"], expected["mask"])
     # The streams and what is computed of them; the mask is every stage's own.
-    assert [len(parcel) for parcel in chain.parcels] == [0, 3, 3, 1]
+    assert [len(message) for message in chain.messages] == [0, 3, 3, 1]
 
 
 class Decoder(nn.Module):
@@ -151,7 +151,7 @@ def test_a_mask_computed_from_the_inputs_reaches_every_block_without_being_sent(
     expected = model(*tokens(1))
     chain = cut_at(model, tokens(0), "blocks.0", "blocks.1", "blocks.2", "head")
     assert torch.equal(run_through(chain, tokens(1)), expected)
-    assert chain.parcels == [(), (0,), (0,), (0,), (0,)]
+    assert chain.messages == [(), (0,), (0,), (0,), (0,)]
 
 
 @pytest.mark.parametrize("unit", ["blocks.0", "blocks.1", "blocks.2"])
@@ -196,7 +196,7 @@ def test_layers_that_write_to_their_input_can_be_cut_anywhere(starts):
     expected = plain(*inputs)
     expected.sum().backward()
     model = sequence(inplace=True)
-    chain = Chain(model, units_of(model, inputs), [0, *starts])
+    chain = StagedModule(model, units_of(model, inputs), [0, *starts])
     chain.settle((torch.randn(3, D),))
     received, ends = (), []
     for stage in range(chain.num_stages):
@@ -311,9 +311,9 @@ def test_a_mask_that_is_computed_from_the_stream_crosses_too_even_where_the_exam
     model, example = Gated(limit), (torch.randint(9, (2, 4)),)
     units = find_units(model, example, analyse_module(model, example, ParallelConfig()))
     starts = [index for index, unit in enumerate(units) if unit.path in ("embedding", "blocks.1")]
-    chain = Chain(model, units, starts)
+    chain = StagedModule(model, units, starts)
     chain.settle(example)
-    assert chain.parcels == [(), (0, 1)]
+    assert chain.messages == [(), (0, 1)]
 
 
 class Fan(nn.Module):
@@ -346,10 +346,10 @@ def test_more_tensors_than_a_parcel_holds_are_refused_with_the_unit_and_both_num
     with pytest.raises(RequestError) as refused:
         cut_at(Fan(13), example, "fan", "last")
     assert str(refused.value) == (
-        "stage 2, from 'last' on, is given 13 tensors, whose shapes and types take 66 numbers, and a parcel's header has 64; "
+        "stage 2, from 'last' on, is given 13 tensors, whose shapes and types take 66 numbers, and a message's header has 64; "
         "begin it at another unit"
     )
-    assert len(cut_at(Fan(12), example, "fan", "last").parcels[2]) == 12
+    assert len(cut_at(Fan(12), example, "fan", "last").messages[2]) == 12
     assert cut_at(Fan(13), example, "fan").num_stages == 2
     with pytest.raises(RequestError, match=r"'last' on, is given a tensor of torch\.complex128"):
         cut_at(Fan(2, torch.complex128), example, "last")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.batchnorm import ReplicaBatchNorm, apply_batchnorm, begin_microbatch, fold
 from shoal.parallel.recompute import apply_recompute
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.units import find_units
 from shoal.randomness.dropout import apply_keyed_dropout
 
@@ -67,7 +67,7 @@ def test_running_statistics_are_those_of_one_process(is_one_rank, recompute):
         units = find_units(model, (batch(0),), analysis)
         if recompute is not None:
             apply_recompute(model, analysis=analysis, mode=recompute, dropout=apply_keyed_dropout(model, 1))
-        chain = Chain(model, units, [0, 2])
+        chain = StagedModule(model, units, [0, 2])
         chain.settle((batch(0),))
         # Both stages on one rank, one of which stands in for the other in turn; or one on each.
         chain.keep({0, 1} if is_one_rank else {number})

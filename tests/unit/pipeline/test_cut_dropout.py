@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.recompute import apply_recompute
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.units import find_units
 from shoal.randomness.dropout import apply_keyed_dropout
 
@@ -98,7 +98,7 @@ class Stages:
             if recompute is not None:
                 apply_recompute(model, analysis=analysis, mode=recompute, dropout=key)
             units = find_units(model, (batch(0),), analysis)
-            chain = Chain(model, units, starts, dropout=key)
+            chain = StagedModule(model, units, starts, dropout=key)
             chain.settle((batch(0),))
             chain.keep({stage})
             self.chains.append(chain)
@@ -159,7 +159,7 @@ def test_a_stage_that_drops_first_after_others_have_run_on_its_rank_draws_by_key
     """The first pass of a rank may show no function that drops: a later stage of it may have one."""
     model, x = nn.Sequential(nn.Linear(D, D), Inner()), batch(0)
     key = apply_keyed_dropout(model, 5)
-    chain = Chain(model, find_units(model, (x,), ModuleAnalysis()), [0, 1], dropout=key)
+    chain = StagedModule(model, find_units(model, (x,), ModuleAnalysis()), [0, 1], dropout=key)
     chain.settle((x,))
     received = ()
     for stage in range(2):

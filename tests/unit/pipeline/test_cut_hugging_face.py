@@ -8,7 +8,7 @@ import torch
 from shoal.core.errors import RequestError
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.units import find_units
 
 transformers = pytest.importorskip("transformers")
@@ -42,7 +42,7 @@ def stages_alone(whole, units, starts):
     """The scores, each stage computed by a module that has let go of all others."""
     received = ()
     for stage in range(len(starts)):
-        chain = Chain(copy.deepcopy(whole), units, starts)
+        chain = StagedModule(copy.deepcopy(whole), units, starts)
         chain.settle(ids(0))
         own = chain.keep({stage})
         assert 0 < sum(parameter.numel() for parameter in own.values()) < sum(p.numel() for p in whole.parameters())
@@ -75,7 +75,7 @@ def test_gpt2_cannot_be_cut_between_its_two_embeddings():
     units = units_of(model)
     assert [unit.path for unit in units[:2]] == ["transformer.wte", "transformer.wpe"]
     with pytest.raises(RequestError, match=r"stage 1, from 'transformer.wpe' on"):
-        Chain(model, units, [0, 1]).settle(ids(0))
+        StagedModule(model, units, [0, 1]).settle(ids(0))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_tied_weight_keeps_its_first_name_where_only_its_second_use_is(make, p
     torch.manual_seed(0)
     whole = make()
     units = units_of(whole)
-    chain = Chain(copy.deepcopy(whole), units, [0, [unit.path for unit in units].index(place)])
+    chain = StagedModule(copy.deepcopy(whole), units, [0, [unit.path for unit in units].index(place)])
     chain.settle(ids(0))
     own = chain.keep({1})
     assert first in own and second not in own

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.config import ParallelConfig
 from shoal.parallel.zero.layout import lay_out
-from shoal.pipeline.build import Part, Stages
+from shoal.pipeline.build import RankPart, Stages
 from shoal.pipeline.stand_in import Absent
 from shoal.schedules.catalogue import make_schedule
 from support.pipeline.cut_modules import D, cut_at, gpt, tokens
@@ -150,7 +150,7 @@ def test_a_copy_is_cut_by_names_as_the_rank_itself_was(rank):
     chain = cut_at(gpt(), example, "blocks.1")
     stages = Stages(units=chain.units, starts=chain.starts, schedule=make_schedule("1f1b", ranks=2, microbatches=2))
     own, copied = chain.keep({rank}), gpt()
-    Part(elsewhere=stages.elsewhere(rank), names=frozenset(own)).cut(copied)
+    RankPart(elsewhere=stages.elsewhere(rank), names=frozenset(own)).cut(copied)
     for look in (nn.Module.named_modules, nn.Module.named_parameters):
         assert [(name, type(found)) for name, found in look(copied)] == [(n, type(f)) for n, f in look(chain.model)]
     assert list(copied.state_dict()) == list(chain.model.state_dict())

@@ -1,4 +1,4 @@
-"""Parcels: what their headers say, mixed kinds on one lane, and a rank that is gone."""
+"""Messages: what their headers say, mixed kinds on one endpoint, and a rank that is gone."""
 
 import os
 import time
@@ -9,14 +9,14 @@ import torch
 
 from shoal.comm.channel import PeerLost
 from shoal.comm.trafficcounter import TrafficCounter
-from shoal.pipeline.p2p import _DTYPES, Lane, Mail, Piece, parcel_problem, read_header, write_header
+from shoal.pipeline.p2p import _DTYPES, Endpoint, PointToPoint, TensorMeta, message_problem, read_header, write_header
 from shoal.testing.ranks import run_on_ranks
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_a_header_says_shape_and_type(dtype):
     tensor = torch.zeros(3, 0, 5, dtype=dtype)
-    assert read_header(write_header([tensor])) == (Piece((3, 0, 5), dtype, False),)
+    assert read_header(write_header([tensor])) == (TensorMeta((3, 0, 5), dtype, False),)
 
 
 def test_a_header_of_several_tensors():
@@ -26,9 +26,9 @@ def test_a_header_of_several_tensors():
         torch.zeros(1, 4, dtype=torch.bfloat16, requires_grad=True),
     ]
     assert read_header(write_header(tensors)) == (
-        Piece((), torch.bool, False),
-        Piece((7, 1, 2, 3), torch.float32, True),
-        Piece((1, 4), torch.bfloat16, True),
+        TensorMeta((), torch.bool, False),
+        TensorMeta((7, 1, 2, 3), torch.float32, True),
+        TensorMeta((1, 4), torch.bfloat16, True),
     )
     assert read_header(write_header([])) == ()
 
@@ -42,9 +42,9 @@ def test_a_header_holds_seven_tensors_of_six_dims_and_not_eight():
 
 def test_the_fullest_parcel_that_is_no_problem_is_the_fullest_that_can_be_written():
     fullest = [torch.zeros(1, 1, 1)] * 10 + [torch.zeros(())]
-    assert parcel_problem(fullest) is None and len(read_header(write_header(fullest))) == 11
-    assert parcel_problem([*fullest[:-1], torch.zeros(1)]) is not None
-    assert parcel_problem([torch.zeros(1, dtype=torch.int16)]) == (
+    assert message_problem(fullest) is None and len(read_header(write_header(fullest))) == 11
+    assert message_problem([*fullest[:-1], torch.zeros(1)]) is not None
+    assert message_problem([torch.zeros(1, dtype=torch.int16)]) == (
         f"a tensor of torch.int16, which is not one of the {len(_DTYPES)} types that are sent"
     )
 
@@ -65,25 +65,25 @@ def test_a_header_says_in_which_order_dims_lie_in_memory(make):
     """A transposed activation arrived as a plain one, and kernels added it up in another order: an MLP-Mixer under pp=2 had
     gradients that were 8e-8 off."""
     tensor = make()
-    (piece,) = read_header(write_header([tensor.requires_grad_()]))
-    memory, empty = piece.empty(torch.device("cpu"))
-    assert piece.has_gradient and empty.shape == tensor.shape and memory.is_contiguous()
+    (part,) = read_header(write_header([tensor.requires_grad_()]))
+    memory, empty = part.empty(torch.device("cpu"))
+    assert part.has_gradient and empty.shape == tensor.shape and memory.is_contiguous()
     dense = tensor.contiguous() if 0 in tensor.stride() else tensor
     order = sorted(range(tensor.ndim), key=lambda dim: -dense.stride(dim))
     assert sorted(range(tensor.ndim), key=lambda dim: -empty.stride(dim)) == order
 
 
 def swap_layouts(world):
-    """Parcels of one kind whose tensors lie in memory in every way; the receiver was told of the first alone."""
-    mail, lane = open_mail(world), Lane(1 - world.rank, 0)
+    """Messages of one kind whose tensors lie in memory in every way; the receiver was told of the first alone."""
+    p2p, endpoint = open_p2p(world), Endpoint(1 - world.rank, 0)
     whole = torch.arange(24.0).view(2, 3, 4)
     sent = [whole.mT.contiguous().mT, whole, whole.permute(2, 0, 1).contiguous().permute(1, 2, 0)]
     if world.rank == 0:
         for tensor in sent:
-            mail.send([tensor], lane, "any")
-        mail.flush()
+            p2p.send([tensor], endpoint, "any")
+        p2p.flush()
         return True
-    got = [mail.expect(lane, "any").open()[0][0] for _ in sent]
+    got = [p2p.expect(endpoint, "any").open()[0][0] for _ in sent]
     return all(torch.equal(tensor, whole) and tensor.stride() == sent[0].stride() for tensor in got)
 
 
@@ -102,14 +102,14 @@ EXPANDED = [
 
 def swap_expanded(world):
     """Expanded tensors, and after each one of its kind that is not."""
-    mail, lane = open_mail(world), Lane(1 - world.rank, 0)
+    p2p, endpoint = open_p2p(world), Endpoint(1 - world.rank, 0)
     sent = [tensor for make in EXPANDED for tensor in (make(), torch.arange(float(make().numel())).view(make().shape))]
     if world.rank == 0:
         for place, tensor in enumerate(sent):
-            mail.send([tensor], lane, place // 2)
-        mail.flush()
+            p2p.send([tensor], endpoint, place // 2)
+        p2p.flush()
         return True
-    got = [mail.expect(lane, place // 2).open()[0][0] for place in range(len(sent))]
+    got = [p2p.expect(endpoint, place // 2).open()[0][0] for place in range(len(sent))]
     assert all(torch.equal(one, other) for one, other in zip(got, sent, strict=True))
     return [tensor.stride() for tensor in got[::2]] == [tensor.stride() for tensor in sent[::2]]
 
@@ -119,42 +119,42 @@ def test_an_expanded_tensor_arrives_expanded_and_another_of_its_kind_whole():
     assert run_on_ranks(swap_expanded, 2, deadline_seconds=30.0) == [True, True]
 
 
-def open_mail(world, deadline_seconds=20.0):
-    return Mail(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=deadline_seconds)
+def open_p2p(world, deadline_seconds=20.0):
+    return PointToPoint(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=deadline_seconds)
 
 
 # Kinds in the order in which they are sent: "short" is met only when three "long" ones are under way already.
 KINDS = ["long", "long", "short", "long", "short", "long", "pair", "short", "pair", "long"]
 
 
-def parcel(number, kind):
+def message(number, kind):
     shapes = {"long": [(4, 3)], "short": [(1, 3)], "pair": [(2, 2), (5,)]}[kind]
     return [torch.full(shape, float(number + 10 * place)) for place, shape in enumerate(shapes)]
 
 
 def exchange(world, ahead):
-    """Rank 0 sends and rank 1 receives, on two lanes; True when everything arrived as it was sent."""
-    mail = open_mail(world)
-    lanes = [Lane(1 - world.rank, tag) for tag in (0, 1)]
+    """Rank 0 sends and rank 1 receives, on two endpoints; True when everything arrived as it was sent."""
+    p2p = open_p2p(world)
+    endpoints = [Endpoint(1 - world.rank, tag) for tag in (0, 1)]
     if world.rank == 0:
         for number, kind in enumerate(KINDS):
-            for lane in lanes:
-                tensors = parcel(number + 100 * lane.tag, kind)
-                mail.send([tensors[0].requires_grad_(), *tensors[1:]], lane, kind)
-        mail.flush()
+            for endpoint in endpoints:
+                tensors = message(number + 100 * endpoint.tag, kind)
+                p2p.send([tensors[0].requires_grad_(), *tensors[1:]], endpoint, kind)
+        p2p.flush()
         return True
     waiting, is_right = [], True
     todo = list(enumerate(KINDS))
     while todo or waiting:
         while todo and len(waiting) <= ahead:
             number, kind = todo.pop(0)
-            waiting.append((number, kind, [(lane, mail.expect(lane, kind)) for lane in lanes]))
-        number, kind, parcels = waiting.pop(0)
-        for lane, expected in parcels:
-            tensors, form = expected.open()
-            sent = parcel(number + 100 * lane.tag, kind)
+            waiting.append((number, kind, [(endpoint, p2p.expect(endpoint, kind)) for endpoint in endpoints]))
+        number, kind, messages = waiting.pop(0)
+        for endpoint, expected in messages:
+            tensors, meta = expected.open()
+            sent = message(number + 100 * endpoint.tag, kind)
             is_right &= len(tensors) == len(sent) and all(map(torch.equal, tensors, sent))
-            is_right &= [piece.has_gradient for piece in form] == [True] + [False] * (len(sent) - 1)
+            is_right &= [part.has_gradient for part in meta] == [True] + [False] * (len(sent) - 1)
     return is_right
 
 
@@ -163,20 +163,20 @@ def exchange_all(world):
 
 
 def test_kinds_in_mixed_order_on_one_lane_arrive_as_they_were_sent():
-    """However many are expected ahead, though the form of the second kind becomes known later than the first's."""
+    """However many are expected ahead, though the meta of the second kind becomes known later than the first's."""
     assert run_on_ranks(exchange_all, 2, deadline_seconds=30.0) == [[True] * 4] * 2
 
 
 AHEAD = 40
-"""Parcels that each rank sends before it receives one; with large tensors, so that none fits into a socket's buffer."""
+"""Messages that each rank sends before it receives one; with large tensors, so that none fits into a socket's buffer."""
 
 
 def run_ahead(world):
-    mail, lane = open_mail(world, deadline_seconds=5.0), Lane(1 - world.rank, 0)
+    p2p, endpoint = open_p2p(world, deadline_seconds=5.0), Endpoint(1 - world.rank, 0)
     for number in range(AHEAD):
-        mail.send([torch.full((1 << 16,), float(number))], lane, "any")
-    right = all(bool((mail.expect(lane, "any").open()[0][0] == number).all()) for number in range(AHEAD))
-    mail.flush()
+        p2p.send([torch.full((1 << 16,), float(number))], endpoint, "any")
+    right = all(bool((p2p.expect(endpoint, "any").open()[0][0] == number).all()) for number in range(AHEAD))
+    p2p.flush()
     return right
 
 
@@ -191,30 +191,30 @@ def leave_at_once(world, result):
     os._exit(0)
 
 
-def time_the_loss(mail, lane):
+def time_the_loss(p2p, endpoint):
     started = time.monotonic()
     try:
-        mail.expect(lane, "any").open()
+        p2p.expect(endpoint, "any").open()
     except PeerLost as error:
         return [time.monotonic() - started, list(error.ranks), str(error)]
     return None
 
 
 def die_while_the_other_waits(world, is_known):
-    mail = open_mail(world)
-    lane = Lane(1 - world.rank, 3)
+    p2p = open_p2p(world)
+    endpoint = Endpoint(1 - world.rank, 3)
     if world.rank == 1:
         if is_known:
-            mail.send([torch.ones(2)], lane, "any")
-            mail.flush()
+            p2p.send([torch.ones(2)], endpoint, "any")
+            p2p.flush()
         time.sleep(0.5)
         leave_at_once(world, None)
     if is_known:
-        mail.expect(lane, "any").open()
-    leave_at_once(world, time_the_loss(mail, lane))
+        p2p.expect(endpoint, "any").open()
+    leave_at_once(world, time_the_loss(p2p, endpoint))
 
 
-@pytest.mark.parametrize("is_known", [False, True], ids=["before its first parcel", "after it"])
+@pytest.mark.parametrize("is_known", [False, True], ids=["before its first message", "after it"])
 def test_a_rank_that_dies_while_the_other_waits_is_named_within_seconds(is_known):
     """Long before the deadline of 20 s."""
     (seconds, ranks, text), _ = run_on_ranks(die_while_the_other_waits, 2, is_known, deadline_seconds=30.0)
@@ -223,11 +223,11 @@ def test_a_rank_that_dies_while_the_other_waits_is_named_within_seconds(is_known
 
 
 def stay_silent(world, deadline):
-    mail = open_mail(world, deadline_seconds=deadline)
+    p2p = open_p2p(world, deadline_seconds=deadline)
     if world.rank == 1:
         time.sleep(3 * deadline)
         leave_at_once(world, None)
-    leave_at_once(world, time_the_loss(mail, Lane(1, 0)))
+    leave_at_once(world, time_the_loss(p2p, Endpoint(1, 0)))
 
 
 def test_a_rank_that_is_silent_is_named_when_the_deadline_has_passed():

@@ -1,4 +1,4 @@
-"""When receives are posted: each once, in the order of use, and before the parcel is sent where some memory buys that."""
+"""When receives are posted: each once, in the order of use, and before the message is sent where some memory buys that."""
 
 import pytest
 

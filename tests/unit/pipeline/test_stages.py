@@ -12,7 +12,7 @@ from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline import stages as choose
 from shoal.pipeline.build import Stages, prove_stages
 from shoal.pipeline.config import PipelineConfig
-from shoal.pipeline.cut import Chain
+from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.split import UnitCost
 from shoal.pipeline.stages import choose_starts, stage_memory
 from shoal.pipeline.unit_costs import estimate_work
@@ -309,7 +309,7 @@ def test_code_that_does_otherwise_on_values_that_are_not_there_is_cut_elsewhere(
 def test_a_mistake_of_the_cutting_is_no_place_that_cannot_be_cut():
     """Any error was said to be the module's, so that a bug of ours was a plan that is refused."""
     model = model_of(8, 8)
-    chain = Chain(model, find_units(model, EXAMPLE, ModuleAnalysis()), (0, 1))
+    chain = StagedModule(model, find_units(model, EXAMPLE, ModuleAnalysis()), (0, 1))
     chain._stage_of_call = []
     with pytest.raises(IndexError):
         chain.prove(EXAMPLE)
@@ -328,7 +328,7 @@ class Breaks(Branching):
 
 def test_a_module_that_fails_uncut_is_not_called_illegal_at_every_place():
     model = Breaks()
-    chain = Chain(model, find_units(model, EXAMPLE, ModuleAnalysis()), (0, 1))
+    chain = StagedModule(model, find_units(model, EXAMPLE, ModuleAnalysis()), (0, 1))
     model.is_broken = True
     with pytest.raises(ValueError, match="broken"):
         chain.prove(EXAMPLE)

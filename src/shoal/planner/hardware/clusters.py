@@ -138,8 +138,8 @@ def measured_cluster(machine: Machine, *, path: str, num_nodes: int = 1, num_pro
     )
     reached = Constants(matmul=1.0, memory=1.0, link=1.0, launch=launch, attention=1.0, sync=0.0, reserve=0.0)
     if num_nodes == 1:
-        return Cluster(device=device, tiers=(inner,), beyond=outer, reached=reached, remarks=doubts(machine, path))
-    return Cluster(device=device, tiers=(inner, outer), reached=reached, remarks=doubts(machine, path))
+        return Cluster(device=device, tiers=(inner,), beyond=outer, reached=reached, warnings=doubts(machine, path))
+    return Cluster(device=device, tiers=(inner, outer), reached=reached, warnings=doubts(machine, path))
 
 
 def _source(machine: Machine) -> str:

@@ -153,7 +153,7 @@ class Cluster:
     """What would join more devices than there are; None where nobody said."""
     reached: Constants | None = None
     """What is reached of these numbers, where they were measured; None where they are a data sheet's."""
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """What speaks against them, for people."""
 
     @property

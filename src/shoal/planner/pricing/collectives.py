@@ -71,7 +71,7 @@ def _in_node(group: Group, inner: Tier) -> int:
     return max(1, min(group.size, math.gcd(group.size * group.stride, inner.devices) // group.stride))
 
 
-def exchange_wire(group: Group, cluster: Cluster, constants: Constants, *, copies: int = 1) -> Wire:
+def all_to_all_wire(group: Group, cluster: Cluster, constants: Constants, *, copies: int = 1) -> Wire:
     """The same for an all-to-all, in which nothing is passed on: what is for other nodes leaves through each rank's own link.
 
     Both go on at once, so the slower of them sets the pace (NCCL sends to all peers side by side, with every device's own
@@ -108,7 +108,7 @@ def all_reduce(num_bytes: float, wire: Wire) -> float:
     return min(ring, tree)
 
 
-def gather(num_bytes: float, wire: Wire, calls: int = 1) -> float:
+def all_gather(num_bytes: float, wire: Wire, calls: int = 1) -> float:
     """Seconds until every rank has all of a buffer of which each had a part; a reduce-scatter takes the same.
 
     By recursive doubling, log2(n) hops (Thakur et al. 2005, section 4.1), for each of so many calls that move it in parts.
@@ -119,7 +119,7 @@ def gather(num_bytes: float, wire: Wire, calls: int = 1) -> float:
     return calls * math.ceil(math.log2(wire.size)) * wire.latency + share * num_bytes / wire.bandwidth
 
 
-def exchange(num_bytes: float, wire: Wire) -> float:
+def all_to_all(num_bytes: float, wire: Wire) -> float:
     """Seconds of an all-to-all in which each rank sends ``num_bytes`` in all."""
     if wire.size <= 1 or num_bytes <= 0:
         return 0.0

@@ -22,23 +22,23 @@ from shoal.planner.hardware.software import Software
 from shoal.planner.pricing.collectives import (
     Group,
     Wire,
+    all_gather,
     all_reduce,
-    exchange,
-    exchange_wire,
-    gather,
+    all_to_all,
+    all_to_all_wire,
     neighbour_wire,
     send,
     wire_of,
 )
 from shoal.planner.pricing.job import (
     Job,
-    Sharing,
+    WeightGroups,
     count_ranks,
     count_stages,
     cut_stages,
     dense_weights,
     expert_weights,
-    share_weights,
+    weight_groups,
 )
 from shoal.planner.pricing.kernels import KernelTimes, Slice, time_layer
 
@@ -142,7 +142,7 @@ def wires_of(plan: Plan, job: Job) -> Wires:
     """The wires of every axis."""
     tp, cp, dp = plan.tp, plan.cp, plan.dp or 1
     cluster, constants = job.cluster, job.stack.constants
-    sharing = share_weights(plan, job.stack.software)
+    sharing = weight_groups(plan, job.stack.software)
     return Wires(
         tensor=wire_of(Group(tp, 1), cluster, constants),
         # Keys and values go round from rank to rank: nothing goes by several ways at once, as in a collective.
@@ -150,13 +150,13 @@ def wires_of(plan: Plan, job: Job) -> Wires:
         # Ranks that share a sequence have the same weights, and their gradients are summed too.
         data=wire_of(Group(dp * cp, tp), cluster, constants),
         pipeline=neighbour_wire(Group(plan.pp, tp * cp * dp), cluster, constants),
-        expert=exchange_wire(Group(plan.ep, sharing.expert_split), cluster, constants, copies=_copies(job)),
+        expert=all_to_all_wire(Group(plan.ep, sharing.expert_split), cluster, constants, copies=_copies(job)),
         expert_data=wire_of(Group(sharing.expert_copies, sharing.expert_split * plan.ep), cluster, constants),
         groups=_groups(sharing, tp, job) if job.stack.software.shard_group else None,
     )
 
 
-def _groups(sharing: Sharing, tp: int, job: Job) -> tuple[Wire, Wire]:
+def _groups(sharing: WeightGroups, tp: int, job: Job) -> tuple[Wire, Wire]:
     inside, between = sharing.dense_shards, sharing.dense_copies // sharing.dense_shards
     near, far = Group(inside, tp), Group(between, tp * inside)
     return wire_of(near, job.cluster, job.stack.constants), wire_of(far, job.cluster, job.stack.constants)
@@ -207,7 +207,7 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
     microbatches = plan.microbatches or 1
     samples = job.global_batch / (dp * microbatches)
     wires = wires_of(plan, job)
-    sharing = share_weights(plan, job.stack.software)
+    sharing = weight_groups(plan, job.stack.software)
     cuts = cut_stages(job.chain, pp * chunks)
     counts = count_stages(job.chain, pp * chunks)
     priced = _priced(job, plan, _slice(plan, sharing, samples), {} if known is None else known)
@@ -250,14 +250,14 @@ def least_seconds(job: Job, plan: Plan, known: Known) -> float:
         known: times of layers from earlier calls for the same job; this call adds its own.
     """
     microbatches = plan.microbatches or 1
-    part = _slice(plan, share_weights(plan, job.stack.software), job.global_batch / ((plan.dp or 1) * microbatches))
+    part = _slice(plan, weight_groups(plan, job.stack.software), job.global_batch / ((plan.dp or 1) * microbatches))
     times = _sum_stage(Counter(job.chain.numbers), _priced(job, plan, part, known))
     return microbatches * (times.forward + times.backward) / plan.pp
 
 
 def time_one_layer(layer: Layer, job: Job, plan: Plan) -> LayerTimes:
     """Seconds of one layer with the whole batch as one microbatch."""
-    part = _slice(plan, share_weights(plan, job.stack.software), job.global_batch / (plan.dp or 1))
+    part = _slice(plan, weight_groups(plan, job.stack.software), job.global_batch / (plan.dp or 1))
     return _time_layer(layer, job, plan, part, wires_of(plan, job))
 
 
@@ -269,7 +269,7 @@ def _priced(job: Job, plan: Plan, part: Slice, known: Known) -> list[LayerTimes]
     return known[depends]
 
 
-def _slice(plan: Plan, sharing: Sharing, samples: float) -> Slice:
+def _slice(plan: Plan, sharing: WeightGroups, samples: float) -> Slice:
     return Slice(
         samples=samples,
         tensor=plan.tp,
@@ -295,7 +295,7 @@ def _time_layer(layer: Layer, job: Job, plan: Plan, part: Slice, wires: Wires) -
     pair = all_reduce(layer.pair_bytes * local, wires.tensor) * layer.num_pairs * (1.0 - software.overlaps_tensor)
     ring = (plan.cp - 1) * send(layer.kv_bytes / plan.tp * local, wires.context) if plan.cp > 1 else 0.0
     # Where experts are whole, tensor-parallel ranks send each their own positions of a sequence.
-    exchanged = 2 * exchange(layer.routed_bytes * local * part.expert_tensor / plan.tp, wires.expert)
+    exchanged = 2 * all_to_all(layer.routed_bytes * local * part.expert_tensor / plan.tp, wires.expert)
     routed = max(0.0, exchanged - kernels.forward) if software.overlaps_exchange else exchanged
     # Attention of a chunk goes on while the next one's keys and values arrive.
     ring_forward = max(0.0, ring - kernels.attention)
@@ -338,8 +338,8 @@ def _change_places(layer: Layer, job: Job, plan: Plan, local: float) -> float:
     """
     attentions = (op for op in layer.ops if op.kind is OpKind.ATTENTION)
     queries = sum(op.rows * op.inner * op.heads * op.count for op in attentions) * job.chain.item_bytes
-    wire = exchange_wire(Group(plan.cp, plan.tp), job.cluster, job.stack.constants)
-    return exchange((2 * queries + layer.kv_bytes) / plan.tp * local, wire)
+    wire = all_to_all_wire(Group(plan.cp, plan.tp), job.cluster, job.stack.constants)
+    return all_to_all((2 * queries + layer.kv_bytes) / plan.tp * local, wire)
 
 
 def _meetings(layer: Layer, plan: Plan) -> tuple[float, float]:
@@ -372,7 +372,7 @@ def _sum_stage(counted: Mapping[int, int], priced: Sequence[LayerTimes]) -> Stag
     return StageTimes(forward=forward, input=by_input, weight=by_weight, exposed=exposed)
 
 
-def _rank_weights(job: Job, plan: Plan, sharing: Sharing) -> list[tuple[float, float]]:
+def _rank_weights(job: Job, plan: Plan, sharing: WeightGroups) -> list[tuple[float, float]]:
     """Weights of every pipeline rank, in elements, on one tensor-parallel rank: of dense layers and of experts."""
     each = [(dense_weights(layer, plan), expert_weights(layer, plan, sharing)) for layer in job.chain.distinct]
     return [
@@ -406,8 +406,8 @@ def _replicas(
     else:
         near, far = wires.groups or (wires.data, None)
         experts = wires.expert_data
-        reduce = gather(dense * reduced, near, reduce_calls) + gather(routed * reduced, experts, reduce_calls)
-        gathered = gather(dense * gathers, near, gather_calls) + gather(routed * gathers, experts, gather_calls)
+        reduce = all_gather(dense * reduced, near, reduce_calls) + all_gather(routed * reduced, experts, reduce_calls)
+        gathered = all_gather(dense * gathers, near, gather_calls) + all_gather(routed * gathers, experts, gather_calls)
         if far is not None:
             reduce += all_reduce(dense / near.size * reduced, far)
     # For every microbatch, unless a pipeline keeps what it has gathered until its step is over.

@@ -171,7 +171,7 @@ def _merge(
 
 
 @dataclass(frozen=True)
-class Sharing:
+class WeightGroups:
     """Of a plan under a software."""
 
     dense_copies: int
@@ -185,7 +185,7 @@ class Sharing:
     """Tensor-parallel ranks that share each matrix of an expert."""
 
 
-def share_weights(plan: Plan, software: Software) -> Sharing:
+def weight_groups(plan: Plan, software: Software) -> WeightGroups:
     """Who has the same weights under a plan."""
     dp, cp, ep = plan.dp or 1, plan.cp, plan.ep
     split = plan.tp if software.splits_experts or ep == 1 else 1
@@ -194,7 +194,7 @@ def share_weights(plan: Plan, software: Software) -> Sharing:
     if software.shard_group:
         # Groups hold the same: a group that does not divide them would be another plan. Experts have groups of their own anyway.
         dense_shards = math.gcd(dense_shards, software.shard_group)
-    return Sharing(dp * cp, copies, dense_shards, expert_shards, split)
+    return WeightGroups(dp * cp, copies, dense_shards, expert_shards, split)
 
 
 def dense_weights(layer: Layer, plan: Plan) -> float:
@@ -202,11 +202,11 @@ def dense_weights(layer: Layer, plan: Plan) -> float:
     return layer.whole_weights + layer.split_weights / plan.tp
 
 
-def expert_weights(layer: Layer, plan: Plan, sharing: Sharing) -> float:
+def expert_weights(layer: Layer, plan: Plan, sharing: WeightGroups) -> float:
     """Elements of a layer's experts on one rank."""
     return layer.expert_weights / (plan.ep * (sharing.expert_split if layer.cuts_experts else 1))
 
 
 def layer_weights(layer: Layer, plan: Plan, software: Software) -> float:
     """Elements of a layer on one rank."""
-    return dense_weights(layer, plan) + expert_weights(layer, plan, share_weights(plan, software))
+    return dense_weights(layer, plan) + expert_weights(layer, plan, weight_groups(plan, software))

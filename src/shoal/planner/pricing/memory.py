@@ -12,7 +12,7 @@ from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.costs.layers import Layer, LayerKind, ModelCosts, OpKind, TensorSplit
 from shoal.planner.hardware.devices import CONTEXT_BYTES
-from shoal.planner.pricing.job import Job, count_ranks, dense_weights, expert_weights, layer_weights, share_weights
+from shoal.planner.pricing.job import Job, count_ranks, dense_weights, expert_weights, layer_weights, weight_groups
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.families.family import Family, Size
 
@@ -123,7 +123,7 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     chain, dp = job.chain, plan.dp or 1
     software = job.stack.software
     layers = [(chain.distinct[at], count) for at, count in counted.items()]
-    sharing = share_weights(plan, software)
+    sharing = weight_groups(plan, software)
     dense = sum(dense_weights(layer, plan) * count for layer, count in layers)
     routed = sum(expert_weights(layer, plan, sharing) * count for layer, count in layers)
     has_embedding = any(layer.kind is LayerKind.EMBEDDING for layer, _ in layers)

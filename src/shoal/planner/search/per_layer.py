@@ -18,7 +18,7 @@ from enum import Enum
 from shoal.core.combine import divisors
 from shoal.core.plan import Plan
 from shoal.costs.layers import Layer, LayerKind, ModelCosts, OpKind, TensorSplit
-from shoal.planner.pricing.collectives import Group, all_reduce, exchange, exchange_wire, gather, send, wire_of
+from shoal.planner.pricing.collectives import Group, all_gather, all_reduce, all_to_all, all_to_all_wire, send, wire_of
 from shoal.planner.pricing.cost import time_one_layer
 from shoal.planner.pricing.job import Job, layer_weights
 from shoal.planner.pricing.memory import rank_kept_bytes
@@ -218,10 +218,10 @@ def redistribute(job: Job, num_bytes: float, old: Lying, new: Lying) -> float:
         # Whole from shards is a gather, the gradient of that a cut, which costs nothing; and the other way round.
         split = old.split
         wire = wire_of(Group(split.parameters, 1), job.cluster, constants)
-        return gather(whole / (split.samples * split.positions), wire)
+        return all_gather(whole / (split.samples * split.positions), wire)
     devices = max(old.split.num_devices, new.split.num_devices)
-    wire = exchange_wire(Group(devices, 1), job.cluster, constants)
-    return 2 * exchange(whole / min(old.num_pieces, new.num_pieces), wire)
+    wire = all_to_all_wire(Group(devices, 1), job.cluster, constants)
+    return 2 * all_to_all(whole / min(old.num_pieces, new.num_pieces), wire)
 
 
 _MOST_KEPT = 64

@@ -21,7 +21,7 @@ COMPUTE, UPDATE, REDUCE, GATHER, TRANSFER, FIXED = "compute", "update", "dp", "z
 
 
 @dataclass(frozen=True, eq=False)
-class CellPrices:
+class CellTimes:
     """By cell, in the order of work."""
 
     places: NDArray[np.int64]
@@ -59,7 +59,7 @@ class CellPrices:
         return {what: seconds for what, seconds in found.items() if seconds}
 
 
-def price_cells(order: Order, parts: StepParts) -> CellPrices:
+def time_cells(order: Order, parts: StepParts) -> CellTimes:
     """The price of every cell of a schedule."""
     axes = sorted({axis for stage in parts.stages for axis in stage.exposed})
     links = {axis: np.zeros(len(order.cells)) for axis in axes}
@@ -87,7 +87,7 @@ def price_cells(order: Order, parts: StepParts) -> CellPrices:
         links[TRANSFER] = np.array(passes) * moved
         totals += links[TRANSFER]
     places = np.array([cell.rank for cell in order.cells], dtype=np.int64)
-    return CellPrices(places, compute, updates, links, totals)
+    return CellTimes(places, compute, updates, links, totals)
 
 
 def play_columns(order: Order, durations: Array, transfers: Array) -> tuple[Array, Array]:

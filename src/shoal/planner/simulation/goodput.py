@@ -108,7 +108,7 @@ def best_interval(step_seconds: float, failures: Failures) -> int:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Attempt:
     """From a start or restart until a failure, or the end."""
 
     start: float
@@ -136,7 +136,7 @@ class Goodput:
     """Those during a restart are counted too."""
     num_checkpoints: int
     interval_steps: int
-    stretches: tuple[Stretch, ...]
+    attempts: tuple[Attempt, ...]
 
     @property
     def goodput(self) -> float:
@@ -146,7 +146,7 @@ class Goodput:
     @property
     def loss_per_failure(self) -> float:
         """Seconds since the last checkpoint that a failure of a run that was under way costs, without the restart."""
-        hit = sum(stretch.failed_rank is not None for stretch in self.stretches)
+        hit = sum(attempt.failed_rank is not None for attempt in self.attempts)
         return self.lost_seconds / hit if hit else 0.0
 
 
@@ -205,7 +205,7 @@ class _Run:
         self.lost = self.restarting = 0.0
 
     def play(self) -> Goodput:
-        stretches = tuple(self._stretches())
+        attempts = tuple(self._attempts())
         return Goodput(
             wall_seconds=self.now,
             useful_seconds=self.done * self.step_seconds,
@@ -215,22 +215,22 @@ class _Run:
             num_failures=self.num_failures,
             num_checkpoints=self.num_checkpoints,
             interval_steps=self.interval,
-            stretches=stretches,
+            attempts=attempts,
         )
 
-    def _stretches(self) -> Iterator[Stretch]:
+    def _attempts(self) -> Iterator[Attempt]:
         until_failure = self._draw()
         while self.done < self.num_steps:
             start, first = self.now, self.done
             self._advance(until_failure)
             if self.done >= self.num_steps:
-                yield Stretch(start, first, self.done - first, self.now, None, 0.0)
+                yield Attempt(start, first, self.done - first, self.now, None, 0.0)
                 return
             lost = start + until_failure - self.now
             self.lost += lost
             self.now = start + until_failure
             rank = int(self.random.integers(self.failures.num_devices))
-            yield Stretch(start, first, self.done - first, self.now, rank, lost)
+            yield Attempt(start, first, self.done - first, self.now, rank, lost)
             until_failure = self._restart()
 
     def _advance(self, seconds: float) -> None:

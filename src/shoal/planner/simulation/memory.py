@@ -8,7 +8,7 @@ from shoal.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankBytes:
     """Bytes on a rank of one pipeline place."""
 
     weights: float = 0.0
@@ -27,7 +27,7 @@ class Held:
 class StepBytes:
     """What a step needs, for every pipeline place and stage."""
 
-    places: tuple[Held, ...]
+    places: tuple[RankBytes, ...]
     activations: tuple[float, ...]
     """Of one microbatch, by stage, on one rank."""
 

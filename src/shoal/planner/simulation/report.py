@@ -16,7 +16,7 @@ from shoal.planner.simulation.goodput import (
     young_interval,
 )
 from shoal.planner.simulation.local_sgd import LocalUpdates, Pace, pace_of, periods_around, sweep
-from shoal.planner.simulation.result import Segment, Simulated
+from shoal.planner.simulation.result import Segment, SimulatedStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class PlaceReport:
     """Bytes of weights, gradients, optimizer, other and activations at their fullest; ``peak`` is all of it."""
 
 
-def report_places(simulated: Simulated) -> tuple[PlaceReport, ...]:
+def report_places(simulated: SimulatedStep) -> tuple[PlaceReport, ...]:
     """Every place of the pipeline."""
     schedule, found = simulated.order.schedule, []
     for place in range(simulated.num_places):
@@ -62,7 +62,7 @@ def report_places(simulated: Simulated) -> tuple[PlaceReport, ...]:
     return tuple(found)
 
 
-def _memory(simulated: Simulated, place: int) -> dict[str, float] | None:
+def _memory(simulated: SimulatedStep, place: int) -> dict[str, float] | None:
     peak = simulated.peak_bytes(place)
     if simulated.needed is None or peak is None:
         return None
@@ -93,7 +93,7 @@ def describe_path(path: Sequence[Segment]) -> list[dict[str, Any]]:
     return found
 
 
-def describe_step(simulated: Simulated, seconds: Array, *, tokens: float) -> dict[str, Any]:
+def describe_step(simulated: SimulatedStep, seconds: Array, *, tokens: float) -> dict[str, Any]:
     """The step itself."""
     mean = float(seconds.mean())
     return {

@@ -23,7 +23,7 @@ from shoal.planner.simulation.cell_times import (
     TRANSFER,
     UPDATE,
     Array,
-    CellPrices,
+    CellTimes,
     play_columns,
 )
 from shoal.planner.simulation.conditions import Folded, ranks_of
@@ -144,13 +144,13 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Simulated:
+class SimulatedStep:
     """One step of a whole cluster."""
 
     plan: Plan
     parts: StepParts
     order: Order
-    prices: CellPrices
+    prices: CellTimes
     folded: Folded
     last: Array
     """When the last cell ends, by (place, group of replicas), counted from the first start."""

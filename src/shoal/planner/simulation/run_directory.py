@@ -19,7 +19,7 @@ from shoal.core.events import CheckpointSaved, Event, MemoryMeasured, RankFailed
 from shoal.core.rundir import RunDir, replace_text
 from shoal.planner.simulation.conditions import place_of
 from shoal.planner.simulation.goodput import Goodput
-from shoal.planner.simulation.result import Simulated
+from shoal.planner.simulation.result import SimulatedStep
 from shoal.telemetry.lines import encode_event
 
 Array = NDArray[np.float64]
@@ -45,7 +45,7 @@ class RunNumbers:
 
 def write_run(
     folder: Path,
-    simulated: Simulated,
+    simulated: SimulatedStep,
     seconds: Array,
     *,
     numbers: RunNumbers,
@@ -77,11 +77,11 @@ def write_run(
             f"{len(ranks)} ranks with {num_steps} steps each are {len(ranks) * num_steps} events, and at most "
             f"{_EVENTS_AT_MOST} are written; play fewer steps, or write one rank of those that are alike"
         )
-    story = list(_story(simulated, seconds, numbers=numbers, goodput=goodput, run_dir=run_dir))
+    events = list(_run_events(simulated, seconds, numbers=numbers, goodput=goodput, run_dir=run_dir))
     try:
         run_dir.events(0).parent.mkdir(parents=True, exist_ok=True)
         for rank, place in ranks:
-            own = _with_memory(story, simulated, place, every=numbers.memory_every)
+            own = _with_memory(events, simulated, place, every=numbers.memory_every)
             lines = (encode_event(event, rank=rank, wall_time=at) for at, event in own)
             run_dir.events(rank).write_bytes(b"".join(lines))
         failed = list(_failures(goodput)) if goodput is not None else []
@@ -90,13 +90,13 @@ def write_run(
             run_dir.supervisor_events.write_bytes(b"".join(lines))
         plan = {"plan": str(simulated.plan), **simulated.plan.as_dict()}
         replace_text(run_dir.plan, json.dumps(plan, indent=2) + "\n")
-        replace_text(run_dir.summary, json.dumps(_summary(simulated, story, len(seconds), numbers), indent=2) + "\n")
+        replace_text(run_dir.summary, json.dumps(_summary(simulated, events, len(seconds), numbers), indent=2) + "\n")
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror}; name another folder") from error
     return len(ranks)
 
 
-def _ranks(simulated: Simulated, *, expand: bool) -> list[tuple[int, int]]:
+def _ranks(simulated: SimulatedStep, *, expand: bool) -> list[tuple[int, int]]:
     """Rank and pipeline place of each that gets a file."""
     found = []
     for place in range(simulated.num_places):
@@ -106,13 +106,13 @@ def _ranks(simulated: Simulated, *, expand: bool) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def _story(
-    simulated: Simulated, seconds: Array, *, numbers: RunNumbers, goodput: Goodput | None, run_dir: RunDir
+def _run_events(
+    simulated: SimulatedStep, seconds: Array, *, numbers: RunNumbers, goodput: Goodput | None, run_dir: RunDir
 ) -> Iterator[Timed]:
     """What happens to a rank, in order."""
-    now, stretches = 0.0, _stretches(goodput, len(seconds))
+    now, attempts = 0.0, _attempts(goodput, len(seconds))
     every = numbers.checkpoint_every if goodput is None else goodput.interval_steps
-    for generation, (start, first, done, end) in enumerate(stretches):
+    for generation, (start, first, done, end) in enumerate(attempts):
         now = start
         yield now, _started(simulated, first, generation)
         at = first
@@ -129,24 +129,24 @@ def _story(
     yield now, RunEnded(status="completed", step=len(seconds), seconds=now)
 
 
-def _stretches(goodput: Goodput | None, num_steps: int) -> Sequence[tuple[float, int, int, float | None]]:
+def _attempts(goodput: Goodput | None, num_steps: int) -> Sequence[tuple[float, int, int, float | None]]:
     """Start, steps done then, steps that last, and end where a failure ends it."""
     if goodput is None:
         return [(0.0, 0, num_steps, None)]
     return [
         (each.start, each.first_step, each.first_step + each.num_steps, None if each.failed_rank is None else each.end)
-        for each in goodput.stretches
+        for each in goodput.attempts
     ]
 
 
 def _failures(goodput: Goodput) -> Iterator[Timed]:
-    for generation, stretch in enumerate(goodput.stretches):
-        if stretch.failed_rank is not None:
+    for generation, attempt in enumerate(goodput.attempts):
+        if attempt.failed_rank is not None:
             yield (
-                stretch.end,
+                attempt.end,
                 RankFailed(
-                    culprit_rank=stretch.failed_rank,
-                    step=stretch.first_step + stretch.num_steps,
+                    culprit_rank=attempt.failed_rank,
+                    step=attempt.first_step + attempt.num_steps,
                     phase="simulated",
                     cause="a simulated failure",
                     generation=generation,
@@ -155,7 +155,7 @@ def _failures(goodput: Goodput) -> Iterator[Timed]:
             )
 
 
-def _started(simulated: Simulated, step: int, generation: int) -> RunStarted:
+def _started(simulated: SimulatedStep, step: int, generation: int) -> RunStarted:
     plan = simulated.plan
     # Nobody runs: 0 is no process's id.
     return RunStarted(plan=str(plan), world_size=plan.world_size, step=step, generation=generation, pid=0)
@@ -184,14 +184,14 @@ def _saved(step: int, numbers: RunNumbers, run_dir: RunDir) -> CheckpointSaved:
     )
 
 
-def _with_memory(story: Sequence[Timed], simulated: Simulated, place: int, *, every: int) -> Iterator[Timed]:
-    """The story of a rank of a place with its memory, as real runs read it (``trainer/loop.py``).
+def _with_memory(events: Sequence[Timed], simulated: SimulatedStep, place: int, *, every: int) -> Iterator[Timed]:
+    """The events of a rank of a place with its memory, as real runs read it (``trainer/loop.py``).
 
     That is after the first step, at every so many steps, and at the end, which a run of one step reads too: by then it has
     saved and evaluated.
     """
     memory = _memory(simulated, place)
-    for at, event in story:
+    for at, event in events:
         if memory is not None and isinstance(event, RunEnded):
             yield at, replace(memory, step=event.step)
         yield at, event
@@ -201,7 +201,7 @@ def _with_memory(story: Sequence[Timed], simulated: Simulated, place: int, *, ev
             yield at, replace(memory, step=event.step)
 
 
-def _memory(simulated: Simulated, place: int) -> MemoryMeasured | None:
+def _memory(simulated: SimulatedStep, place: int) -> MemoryMeasured | None:
     """A reading on a rank of a place, the same at every step; None where no bytes were given."""
     peak = simulated.peak_bytes(place)
     if simulated.needed is None or peak is None:
@@ -219,8 +219,10 @@ def _memory(simulated: Simulated, place: int) -> MemoryMeasured | None:
     )
 
 
-def _summary(simulated: Simulated, story: Sequence[Timed], num_steps: int, numbers: RunNumbers) -> dict[str, object]:
-    wall = story[-1][0]
+def _summary(
+    simulated: SimulatedStep, events: Sequence[Timed], num_steps: int, numbers: RunNumbers
+) -> dict[str, object]:
+    wall = events[-1][0]
     plan = simulated.plan
     peaks = [simulated.peak_bytes(place) for place in range(simulated.num_places)]
     by_rank = [peaks[place_of(plan, rank)[0]] for rank in range(plan.world_size)]

@@ -12,11 +12,11 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StepParts
-from shoal.planner.simulation.cell_times import Array, CellPrices, play_columns, price_cells
+from shoal.planner.simulation.cell_times import Array, CellTimes, play_columns, time_cells
 from shoal.planner.simulation.conditions import Conditions, Folded, check_conditions, factors_of, fold
 from shoal.planner.simulation.limits import FLOWING_STEPS
 from shoal.planner.simulation.memory import StepBytes
-from shoal.planner.simulation.result import Simulated, play_tail
+from shoal.planner.simulation.result import SimulatedStep, play_tail
 from shoal.schedules.catalogue import find_schedule, schedule_of_plan
 from shoal.schedules.player import Order, order_cells
 from shoal.schedules.schedule import Schedule
@@ -34,7 +34,7 @@ def simulate_step(
     step: int = 0,
     needed: StepBytes | None = None,
     every_replica: bool = False,
-) -> Simulated:
+) -> SimulatedStep:
     """Play one step.
 
     Args:
@@ -54,13 +54,13 @@ def simulate_step(
     schedule = schedule or schedule_for(plan, parts.microbatches)
     _check_parts(parts, schedule, plan)
     order = order_cells(schedule)
-    prices = price_cells(order, parts)
+    prices = time_cells(order, parts)
     factors = factors_of(plan, conditions, step)
     folded = fold(factors, every=every_replica)
     if schedule.updates.flows:
         folded = _in_lockstep(folded)
     last = _last_ends(order, prices, parts, folded)
-    return Simulated(
+    return SimulatedStep(
         plan=plan,
         parts=parts,
         order=order,
@@ -88,7 +88,7 @@ def step_times(
     check_conditions(conditions, plan)
     _check_parts(parts, schedule, plan)
     order = order_cells(schedule)
-    prices = price_cells(order, parts)
+    prices = time_cells(order, parts)
     replicas = plan.degree(Axis.DATA)
     at_once = max(1, _BLOCK // (replicas * len(order.cells)))
     found: list[float] = []
@@ -140,7 +140,7 @@ def _in_lockstep(folded: Folded) -> Folded:
     return Folded(folded.compute.max(axis=1, keepdims=True), folded.links.max(axis=1, keepdims=True), (everyone,))
 
 
-def _last_ends(order: Order, prices: CellPrices, parts: StepParts, folded: Folded) -> Array:
+def _last_ends(order: Order, prices: CellTimes, parts: StepParts, folded: Folded) -> Array:
     """When each rank's last cell ends, by (place, column); in blocks, because all cells of all columns would not fit."""
     last_cells = [row[-1] for row in order.rows]
     width = max(1, _BLOCK // len(order.cells))
@@ -153,7 +153,7 @@ def _last_ends(order: Order, prices: CellPrices, parts: StepParts, folded: Folde
     return np.concatenate(blocks, axis=1)
 
 
-def _window(order: Order, prices: CellPrices, parts: StepParts, folded: Folded) -> tuple[float, float]:
+def _window(order: Order, prices: CellTimes, parts: StepParts, folded: Folded) -> tuple[float, float]:
     """What one step adds to a stream of steps: from the end of the second to the end of the third."""
     if not order.schedule.updates.flows:
         return 0.0, 0.0

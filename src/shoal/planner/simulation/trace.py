@@ -19,7 +19,7 @@ from typing import Any
 from shoal.core.errors import RunError
 from shoal.planner.simulation.cell_times import COMPUTE, UPDATE
 from shoal.planner.simulation.memory import Moment, memory_timeline
-from shoal.planner.simulation.result import Simulated
+from shoal.planner.simulation.result import SimulatedStep
 from shoal.schedules.draw import short
 from shoal.schedules.schedule import Cell, Kind
 from shoal.schedules.svg import Box, Lane, cell_box, cell_legend, draw_lanes
@@ -49,7 +49,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class RankLane:
+class RankStreams:
     """Ranks that do the same: one pipeline place of replicas that are alike."""
 
     place: int
@@ -62,10 +62,10 @@ class RankLane:
     @property
     def label(self) -> str:
         """Which ranks these are, in few letters."""
-        return f"rank {say_ranks(self.ranks)}" if len(self.ranks) == 1 else f"ranks {say_ranks(self.ranks)}"
+        return f"rank {format_ranks(self.ranks)}" if len(self.ranks) == 1 else f"ranks {format_ranks(self.ranks)}"
 
 
-def lanes_of(simulated: Simulated, *, expand: bool = False, most: int = 10_000) -> Iterator[RankLane]:
+def streams_of(simulated: SimulatedStep, *, expand: bool = False, most: int = 10_000) -> Iterator[RankStreams]:
     """The lanes of a step, pipeline place by place: one for ranks that are alike, or one for each rank.
 
     Args:
@@ -85,11 +85,11 @@ def lanes_of(simulated: Simulated, *, expand: bool = False, most: int = 10_000) 
             memory = _memory(simulated, place, cells[place])
             for members in [[rank] for rank in ranks] if expand else [ranks]:
                 if left > 0:
-                    yield RankLane(place, group, tuple(members), tuple(spans), memory)
+                    yield RankStreams(place, group, tuple(members), tuple(spans), memory)
                 left -= 1
 
 
-def say_ranks(ranks: Sequence[int], most: int = 3) -> str:
+def format_ranks(ranks: Sequence[int], most: int = 3) -> str:
     """``0-7, 16-23``; the rest as dots."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -105,13 +105,13 @@ _TimedCell = tuple[int, float, float]
 """The number of a cell in the order of work, its start and its end."""
 
 
-def _timed_cells(simulated: Simulated, group: int) -> list[list[_TimedCell]]:
+def _timed_cells(simulated: SimulatedStep, group: int) -> list[list[_TimedCell]]:
     """By pipeline place."""
     starts, ends = simulated.times(group)
     return [[(cell, float(starts[cell]), float(ends[cell])) for cell in row] for row in simulated.order.rows]
 
 
-def _spans(simulated: Simulated, group: int, cells: Sequence[Sequence[_TimedCell]]) -> list[list[Span]]:
+def _spans(simulated: SimulatedStep, group: int, cells: Sequence[Sequence[_TimedCell]]) -> list[list[Span]]:
     """By pipeline place."""
     order, found = simulated.order, []
     ends = {cell: end for row in cells for cell, _, end in row}
@@ -131,7 +131,7 @@ def _spans(simulated: Simulated, group: int, cells: Sequence[Sequence[_TimedCell
     return found
 
 
-def _cell(simulated: Simulated, group: int, number: int, start: float, end: float) -> Iterator[Span]:
+def _cell(simulated: SimulatedStep, group: int, number: int, start: float, end: float) -> Iterator[Span]:
     """What a cell computes, and then its communication that nothing hides."""
     cell = simulated.order.cells[number].cell
     talk = [piece for piece in simulated.pieces(number, group, start, end) if piece.what not in (COMPUTE, UPDATE)]
@@ -141,7 +141,7 @@ def _cell(simulated: Simulated, group: int, number: int, start: float, end: floa
             yield Span(Stream(piece.what), f"in {short(cell)}", piece.start, piece.end)
 
 
-def _after(simulated: Simulated, place: int, group: int) -> Iterator[Span]:
+def _after(simulated: SimulatedStep, place: int, group: int) -> Iterator[Span]:
     """The sum, the update and what follows it."""
     tail, parts = simulated.tail, simulated.parts
     if simulated.flows:
@@ -157,7 +157,7 @@ def _after(simulated: Simulated, place: int, group: int) -> Iterator[Span]:
             yield Span(stream, name, start, end)
 
 
-def _gathers(simulated: Simulated, cells: Sequence[_TimedCell]) -> Iterator[Span]:
+def _gathers(simulated: SimulatedStep, cells: Sequence[_TimedCell]) -> Iterator[Span]:
     """What goes on of gathers before and beside the cells of a rank."""
     hidden = min(simulated.parts.gather_hidden, simulated.parts.gather)
     begin = simulated.tail.begin
@@ -178,7 +178,7 @@ def _gathers(simulated: Simulated, cells: Sequence[_TimedCell]) -> Iterator[Span
             yield Span(Stream.ZERO, "gather", start, end)
 
 
-def _memory(simulated: Simulated, place: int, cells: Sequence[_TimedCell]) -> tuple[Moment, ...]:
+def _memory(simulated: SimulatedStep, place: int, cells: Sequence[_TimedCell]) -> tuple[Moment, ...]:
     if simulated.needed is None:
         return ()
     spans = [(start, end) for _, start, end in cells]
@@ -201,12 +201,12 @@ _COLOURS = {
 }
 
 
-def num_lanes(simulated: Simulated, *, expand: bool = False) -> int:
+def num_lanes(simulated: SimulatedStep, *, expand: bool = False) -> int:
     """Lanes that a step has, all told: of ranks that are alike, or of every rank."""
     return simulated.plan.world_size if expand else simulated.num_groups * simulated.num_places
 
 
-def trace_events(lanes: Iterable[RankLane]) -> Iterator[dict[str, Any]]:
+def trace_events(lanes: Iterable[RankStreams]) -> Iterator[dict[str, Any]]:
     """The events of a trace, in the format of chrome://tracing."""
     for lane in lanes:
         pid = lane.ranks[0]
@@ -233,13 +233,13 @@ def _slices(span: Span, *, pid: int, number: int) -> Iterator[dict[str, Any]]:
     yield {**shared, "ph": "X", "ts": span.start * _MICRO, "dur": (span.end - span.start) * _MICRO, **arguments}
 
 
-def write_trace(path: Path, simulated: Simulated, *, expand: bool = False) -> int:
+def write_trace(path: Path, simulated: SimulatedStep, *, expand: bool = False) -> int:
     """Write a trace of a step, and say how many lanes are in it.
 
     Raises:
         RunError: the disk refused.
     """
-    lanes = list(lanes_of(simulated, expand=expand, most=simulated.plan.world_size if expand else MOST_LANES))
+    lanes = list(streams_of(simulated, expand=expand, most=simulated.plan.world_size if expand else MOST_LANES))
     try:
         with path.open("w") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
@@ -251,9 +251,9 @@ def write_trace(path: Path, simulated: Simulated, *, expand: bool = False) -> in
     return len(lanes)
 
 
-def draw_step(simulated: Simulated, *, expand: bool = False) -> str:
+def draw_step(simulated: SimulatedStep, *, expand: bool = False) -> str:
     """A step as an SVG file: a row for each stream of each lane that has something on it."""
-    lanes = sorted(lanes_of(simulated, expand=expand, most=MOST_LANES), key=lambda lane: lane.ranks)
+    lanes = sorted(streams_of(simulated, expand=expand, most=MOST_LANES), key=lambda lane: lane.ranks)
     rows, kinds, others = [], set[Kind](), set[str]()
     for lane in lanes:
         for stream in Stream:

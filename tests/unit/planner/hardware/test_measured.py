@@ -87,13 +87,13 @@ def test_cores_that_are_missing_count_where_sharing_was_noise():
 
 def test_what_speaks_against_a_file_is_said(tmp_path):
     """A file of a busy machine was used without a word; an outlier in it made a plan 72 times too slow."""
-    assert measured_cluster(measured(), path="m").remarks == ()
+    assert measured_cluster(measured(), path="m").warnings == ()
     busy = measured().provenance.model_copy(update={"load": 5.6})
-    (told,) = measured_cluster(measured(provenance=busy), path="m").remarks
+    (told,) = measured_cluster(measured(provenance=busy), path="m").warnings
     assert "m was measured on a busy machine (load 5.6)" in told and "`shoal calibrate m`" in told
     first, *rest = measured().matmuls
     outlier = first.model_copy(update={"seconds": 11.9e-3, "threads": 2})
-    (told,) = measured_cluster(measured(matmuls=[outlier, *rest]), path="m").remarks
+    (told,) = measured_cluster(measured(matmuls=[outlier, *rest]), path="m").warnings
     assert "1.19e+04 us for a product of 64 x 64 x 256 in 1 process(es) of 2 thread(s)" in told and "again" in told
 
 

@@ -6,7 +6,7 @@ from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.planner.hardware.devices import DeviceConfig
 from shoal.planner.hardware.presets import build_cluster
-from shoal.planner.pricing.collectives import Group, exchange_wire, wire_of
+from shoal.planner.pricing.collectives import Group, all_to_all_wire, wire_of
 from shoal.planner.pricing.cost import price_parts, wires_of
 from shoal.planner.tables.cells import find_device, read_cluster
 from support.planner.jobs import ROUND, job_of
@@ -38,7 +38,7 @@ def test_a_pipeline_that_leaves_its_node_takes_longer_for_its_transfers():
     assert far > 5 * near > 0
 
 
-@pytest.mark.parametrize("wire", [wire_of, exchange_wire])
+@pytest.mark.parametrize("wire", [wire_of, all_to_all_wire])
 def test_a_group_that_fits_a_node_and_does_not_divide_it_straddles_two(wire):
     """Three ranks on nodes of four: the second group has one in the first node and two in the second."""
     cluster = build_cluster("a100:3x4")

@@ -8,9 +8,18 @@ from hypothesis import strategies as st
 
 from shoal.planner.hardware.presets import build_cluster
 from shoal.planner.hardware.software import Constants
-from shoal.planner.pricing.collectives import Group, Wire, all_reduce, exchange, exchange_wire, gather, send, wire_of
+from shoal.planner.pricing.collectives import (
+    Group,
+    Wire,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_wire,
+    send,
+    wire_of,
+)
 
-ALL = (all_reduce, gather, exchange)
+ALL = (all_reduce, all_gather, all_to_all)
 WIRE = Wire(4, 1e9, 1e-5)
 CONSTANTS = Constants(link=0.5, network=0.25)
 
@@ -18,7 +27,7 @@ CONSTANTS = Constants(link=0.5, network=0.25)
 def test_large_buffers_go_round_a_ring():
     """2 (n-1) hops and 2 (n-1)/n of the buffer; half of both for a gather, whose hops are doubled."""
     assert all_reduce(1e9, WIRE) == pytest.approx(6e-5 + 1.5)
-    assert gather(1e9, WIRE) == exchange(1e9, WIRE) == pytest.approx(2e-5 + 0.75)
+    assert all_gather(1e9, WIRE) == all_to_all(1e9, WIRE) == pytest.approx(2e-5 + 0.75)
     assert send(1e9, WIRE) == pytest.approx(1e-5 + 1.0)
 
 
@@ -75,17 +84,17 @@ def test_a_group_of_one_needs_no_wire():
 def test_an_exchange_leaves_a_node_through_each_ranks_own_link():
     """Of 32 ranks, 24 are in other nodes: a rank's bytes for them go through its own card, at 25 GB/s x 0.25."""
     cluster = build_cluster("a100-80gb:16x8")
-    found = exchange(32e9, exchange_wire(Group(32, 1), cluster, CONSTANTS))
+    found = all_to_all(32e9, all_to_all_wire(Group(32, 1), cluster, CONSTANTS))
     assert found == pytest.approx(24e9 / (25e9 * 0.25) + 5 * 12e-6)
     inside = Group(8, 1)
-    assert exchange_wire(inside, cluster, CONSTANTS) == wire_of(inside, cluster, CONSTANTS)
-    assert exchange_wire(Group(1, 8), cluster, CONSTANTS).size == 1
+    assert all_to_all_wire(inside, cluster, CONSTANTS) == wire_of(inside, cluster, CONSTANTS)
+    assert all_to_all_wire(Group(1, 8), cluster, CONSTANTS).size == 1
 
 
 def test_an_exchange_is_no_faster_than_the_links_inside_a_node():
     """Two nodes of 8 behind slow links inside: 7 of 16 parts go through those, 8 through the network."""
-    found = exchange(
-        16e9, exchange_wire(Group(16, 1), build_cluster("a100-80gb:16x8"), Constants(link=0.01, network=1.0))
+    found = all_to_all(
+        16e9, all_to_all_wire(Group(16, 1), build_cluster("a100-80gb:16x8"), Constants(link=0.01, network=1.0))
     )
     assert found == pytest.approx(7e9 / (300e9 * 0.01) + 4 * 12e-6)
 
@@ -94,7 +103,7 @@ def test_a_token_that_goes_to_many_ranks_of_a_node_travels_there_once():
     """Eight copies over two nodes: all but one token in 256 go to the other node, once in place of four times."""
     cluster = build_cluster("a100-80gb:2x8")
     each, once = (
-        exchange(16e9, exchange_wire(Group(16, 1), cluster, Constants(link=1.0, network=0.1), copies=copies))
+        all_to_all(16e9, all_to_all_wire(Group(16, 1), cluster, Constants(link=1.0, network=0.1), copies=copies))
         for copies in (1, 8)
     )
     assert each == pytest.approx(8e9 / 2.5e9 + 4 * 12e-6)

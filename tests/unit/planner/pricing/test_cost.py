@@ -8,7 +8,7 @@ import pytest
 from shoal.core.plan import Plan
 from shoal.costs.layers import LayerKind
 from shoal.planner.hardware.software import SOFTWARE
-from shoal.planner.pricing.collectives import all_reduce, gather
+from shoal.planner.pricing.collectives import all_gather, all_reduce
 from shoal.planner.pricing.cost import price_parts, time_one_layer, wires_of
 from shoal.planner.pricing.kernels import Slice, time_layer
 from shoal.planner.search.estimate import estimate
@@ -179,11 +179,11 @@ def test_gradients_are_summed_over_replicas_and_over_the_ranks_of_a_sequence():
     wire = wires_of(plan, job).data
     none, one, two, three = (price_parts(job, replace(plan, zero=zero)) for zero in range(4))
     assert none.reduce == pytest.approx(all_reduce(size, wire)) and none.gather == 0
-    assert one.reduce == two.reduce == pytest.approx(gather(size, wire))
-    assert one.gather == two.gather == pytest.approx(gather(size / 2, wire))
+    assert one.reduce == two.reduce == pytest.approx(all_gather(size, wire))
+    assert one.gather == two.gather == pytest.approx(all_gather(size / 2, wire))
     assert three.reduce == one.reduce, "once a step, under accumulation too"
     # Twice for each of four microbatches, layer by layer, each of which has its latency.
-    assert three.gather == pytest.approx(8 * gather(size / 2, wire, len(job.chain.layers)))
+    assert three.gather == pytest.approx(8 * all_gather(size / 2, wire, len(job.chain.layers)))
     assert none.reduce_hidden == three.gather_hidden == 0, "shoal overlaps neither"
     shared = price_parts(job, Plan(dp=4, cp=4, microbatches=4))
     assert shared.reduce == none.reduce, "ranks that share a sequence have the same weights"

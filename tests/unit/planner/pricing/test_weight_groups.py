@@ -5,7 +5,7 @@ import pytest
 from shoal.core.plan import Plan
 from shoal.planner.hardware.software import SOFTWARE
 from shoal.planner.pricing.cost import price_parts, wires_of
-from shoal.planner.pricing.job import layer_weights, share_weights
+from shoal.planner.pricing.job import layer_weights, weight_groups
 from shoal.planner.pricing.memory import price_memory
 from support.planner.jobs import job_of, shape_of
 
@@ -35,7 +35,7 @@ def test_experts_that_are_whole_take_their_ranks_from_tensor_parallelism_too():
     plan = Plan(dp=8, tp=2, ep=8, zero=1, microbatches=8)
     whole, split = (job_of(EXPERTS, software=software) for software in ("megatron-core", "megatron"))
     routed = parts_of(whole)[1]
-    sharing = share_weights(plan, whole.stack.software)
+    sharing = weight_groups(plan, whole.stack.software)
     assert (sharing.expert_split, sharing.expert_copies, sharing.dense_copies) == (1, 2, 8)
     more = price_memory(whole, plan)[0].weights - price_memory(split, plan)[0].weights
     assert more == pytest.approx(2 * (routed / 8 - routed / 16))
@@ -44,7 +44,7 @@ def test_experts_that_are_whole_take_their_ranks_from_tensor_parallelism_too():
 
 
 def test_more_experts_than_replicas_are_possible_where_they_are_whole():
-    sharing = share_weights(Plan(dp=2, tp=4, ep=8), SOFTWARE["megatron-core"])
+    sharing = weight_groups(Plan(dp=2, tp=4, ep=8), SOFTWARE["megatron-core"])
     assert (sharing.expert_copies, sharing.expert_shards) == (1, 1)
     job = job_of(EXPERTS, software="megatron-core")
     block = next(layer for layer in job.chain.layers if layer.expert_weights)

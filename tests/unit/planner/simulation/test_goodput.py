@@ -88,15 +88,15 @@ def test_the_parts_of_a_run_are_all_of_it(mtbf, checkpoint, restart, interval, n
     run = simulate_goodput(found, step_seconds=2.0, interval_steps=interval, num_steps=num_steps, seed=seed)
     parts = run.useful_seconds + run.lost_seconds + run.restart_seconds + run.checkpoint_seconds
     assert run.wall_seconds == pytest.approx(parts, rel=1e-9)
-    assert run.useful_seconds == 2.0 * num_steps == 2.0 * sum(stretch.num_steps for stretch in run.stretches)
+    assert run.useful_seconds == 2.0 * num_steps == 2.0 * sum(attempt.num_steps for attempt in run.attempts)
     assert run.num_checkpoints == math.ceil(num_steps / run.interval_steps)
-    for before, after in zip(run.stretches, run.stretches[1:], strict=False):
+    for before, after in zip(run.attempts, run.attempts[1:], strict=False):
         assert before.failed_rank is not None and 0 <= before.failed_rank < 8
         assert after.first_step == before.first_step + before.num_steps
         assert after.start >= before.end + restart
         # Nothing that was lost is longer than what lies between two checkpoints.
         assert 0 <= before.lost <= run.interval_steps * 2.0 + checkpoint + 1e-6
-    assert run.stretches[-1].failed_rank is None and run.stretches[-1].end == run.wall_seconds
+    assert run.attempts[-1].failed_rank is None and run.attempts[-1].end == run.wall_seconds
 
 
 def play_segment_by_segment(

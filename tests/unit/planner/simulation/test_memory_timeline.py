@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from shoal.core.plan import Plan
-from shoal.planner.simulation.memory import Held, StepBytes, memory_timeline, peak_bytes
+from shoal.planner.simulation.memory import RankBytes, StepBytes, memory_timeline, peak_bytes
 from shoal.planner.simulation.step import schedule_for
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.player import peak_activations
@@ -15,7 +15,7 @@ from shoal.schedules.pricing import price
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_peak_is_what_the_schedule_says_it_holds(name):
     schedule = schedule_for(Plan(pp=4, dp=1, schedule=name), 8)
-    held = Held(weights=100.0, gradients=50.0, optimizer=200.0, other=7.0)
+    held = RankBytes(weights=100.0, gradients=50.0, optimizer=200.0, other=7.0)
     needed = StepBytes(places=(held,) * 4, activations=(3.0,) * schedule.grid.num_stages)
     for place, count in enumerate(peak_activations(schedule)):
         # Two that overlap are one cell: the forward's activations come before the backward's go.
@@ -25,7 +25,7 @@ def test_the_peak_is_what_the_schedule_says_it_holds(name):
 
 def test_bytes_go_up_at_a_forward_and_down_after_the_last_use():
     schedule = schedule_for(Plan(pp=2, dp=1), 2)
-    needed = StepBytes(places=(Held(weights=10.0), Held(weights=20.0)), activations=(1.0, 5.0))
+    needed = StepBytes(places=(RankBytes(weights=10.0), RankBytes(weights=20.0)), activations=(1.0, 5.0))
     timeline = price(schedule)
     found = memory_timeline(schedule, 1, timeline.spans[1], needed)
     assert found == ((0.0, 20.0), (1.0, 25.0), (4.0, 20.0), (4.0, 25.0), (7.0, 20.0))
@@ -35,7 +35,7 @@ def test_bytes_go_up_at_a_forward_and_down_after_the_last_use():
 
 def test_a_split_backward_keeps_activations_until_its_weights_half():
     schedule = schedule_for(Plan(pp=2, dp=1, schedule="zb-h1"), 4)
-    needed = StepBytes(places=(Held(), Held()), activations=(1.0, 1.0))
+    needed = StepBytes(places=(RankBytes(), RankBytes()), activations=(1.0, 1.0))
     spans = price(schedule).spans[0]
     ends = [span[1] for cell, span in zip(schedule.rows[0], spans, strict=True) if cell[0].kind == "W"]
     timeline = memory_timeline(schedule, 0, spans, needed)

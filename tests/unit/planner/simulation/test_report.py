@@ -10,19 +10,19 @@ from shoal.planner.pricing.cost import StageTimes, StepParts
 from shoal.planner.simulation.conditions import Conditions, Slow
 from shoal.planner.simulation.goodput import Failures, simulate_goodput
 from shoal.planner.simulation.local_sgd import LocalUpdates, pace_of
-from shoal.planner.simulation.memory import Held, StepBytes
+from shoal.planner.simulation.memory import RankBytes, StepBytes
 from shoal.planner.simulation.report import describe_goodput, describe_sites, describe_step, report_places
-from shoal.planner.simulation.result import Simulated
+from shoal.planner.simulation.result import SimulatedStep
 from shoal.planner.simulation.step import schedule_for, simulate_step
 
 
-def step(name: str, slow: tuple[Slow, ...] = ()) -> Simulated:
+def step(name: str, slow: tuple[Slow, ...] = ()) -> SimulatedStep:
     plan = Plan(pp=4, dp=2, schedule=name)
     stages = schedule_for(plan, 8).grid.num_stages
     parts = StepParts(
         stages=(StageTimes(forward=1.0, input=1.25, weight=0.75),) * stages, microbatches=8, transfer=0.1, fixed=0.5
     )
-    needed = StepBytes(places=(Held(weights=10.0, other=1.0),) * 4, activations=(2.0,) * stages)
+    needed = StepBytes(places=(RankBytes(weights=10.0, other=1.0),) * 4, activations=(2.0,) * stages)
     return simulate_step(parts, plan=plan, conditions=Conditions(slow=slow), needed=needed)
 
 

@@ -14,7 +14,7 @@ from shoal.core.rundir import RunDir
 from shoal.planner.pricing.cost import StageTimes, StepParts
 from shoal.planner.simulation.conditions import Conditions, Slow
 from shoal.planner.simulation.goodput import Failures, simulate_goodput
-from shoal.planner.simulation.memory import Held, StepBytes
+from shoal.planner.simulation.memory import RankBytes, StepBytes
 from shoal.planner.simulation.run_directory import RunNumbers, write_run
 from shoal.planner.simulation.step import simulate_step
 
@@ -27,7 +27,7 @@ NUMBERS = RunNumbers(
 
 @pytest.fixture
 def step():
-    held = Held(weights=100.0, gradients=100.0, optimizer=200.0, other=1.0)
+    held = RankBytes(weights=100.0, gradients=100.0, optimizer=200.0, other=1.0)
     return simulate_step(
         StepParts(stages=(StageTimes(forward=1.0, input=1.0, weight=1.0),) * 2, microbatches=4),
         plan=PLAN,
@@ -115,18 +115,18 @@ def test_a_run_with_failures_has_a_generation_for_each_and_repeats_lost_steps(tm
     times = [event["t"] for event in events]
     assert times == sorted(times)
     started = [event for event in events if event["kind"] == "run_started"]
-    assert [event["generation"] for event in started] == list(range(len(goodput.stretches)))
-    assert [event["step"] for event in started] == [stretch.first_step for stretch in goodput.stretches]
+    assert [event["generation"] for event in started] == list(range(len(goodput.attempts)))
+    assert [event["step"] for event in started] == [attempt.first_step for attempt in goodput.attempts]
     saved = [event["step"] for event in events if event["kind"] == "checkpoint_saved"]
     assert saved == list(range(4, 61, 4))
     # What a failure threw away is done again.
     steps = [event["step"] for event in events if event["kind"] == "step"]
     assert len(steps) > 60 and set(steps) == set(range(1, 61))
     told = lines_of(RunDir(tmp_path).supervisor_events)
-    assert [event["kind"] for event in told] == ["rank_failed"] * (len(goodput.stretches) - 1)
+    assert [event["kind"] for event in told] == ["rank_failed"] * (len(goodput.attempts) - 1)
     assert all(event["rank"] is None and 0 <= event["culprit_rank"] < 8 for event in told)
-    for failed, stretch in zip(told, goodput.stretches, strict=False):
-        assert failed["t"] == pytest.approx(stretch.end, abs=1e-6)
+    for failed, attempt in zip(told, goodput.attempts, strict=False):
+        assert failed["t"] == pytest.approx(attempt.end, abs=1e-6)
     assert events[-1]["t"] == pytest.approx(goodput.wall_seconds, abs=1e-6)
 
 
@@ -143,10 +143,10 @@ def test_a_failure_during_a_save_finds_no_steps_after_it(tmp_path, step):
         if event["kind"] == "step":
             highest[generation] = event["step"]
     hit = 0
-    for number, stretch in enumerate(goodput.stretches):
-        kept = stretch.first_step + stretch.num_steps
+    for number, attempt in enumerate(goodput.attempts):
+        kept = attempt.first_step + attempt.num_steps
         assert highest.get(number, kept) <= min(40, kept + 4)
-        hit += stretch.lost > 4 * 2.0
+        hit += attempt.lost > 4 * 2.0
     assert hit > 3
 
 

@@ -8,15 +8,15 @@ import pytest
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StageTimes, StepParts
 from shoal.planner.simulation.conditions import Conditions, Slow
-from shoal.planner.simulation.memory import Held, StepBytes
-from shoal.planner.simulation.result import Simulated
+from shoal.planner.simulation.memory import RankBytes, StepBytes
+from shoal.planner.simulation.result import SimulatedStep
 from shoal.planner.simulation.step import schedule_for, simulate_step
-from shoal.planner.simulation.trace import RankLane, Stream, lanes_of
+from shoal.planner.simulation.trace import RankStreams, Stream, streams_of
 
 INSIDE = (Stream.TENSOR, Stream.CONTEXT, Stream.EXPERT)
 
 
-def played(text: str, *, overlaps_transfer: bool = True, link_jitter: float = 0.0, **exposed: float) -> Simulated:
+def played(text: str, *, overlaps_transfer: bool = True, link_jitter: float = 0.0, **exposed: float) -> SimulatedStep:
     plan = Plan.parse(text)
     grid = schedule_for(plan, 4).grid
     stages = tuple(
@@ -37,14 +37,14 @@ def played(text: str, *, overlaps_transfer: bool = True, link_jitter: float = 0.
         update=0.6,
         fixed=0.2,
     )
-    needed = StepBytes(places=(Held(weights=100.0),) * plan.pp, activations=(10.0,) * grid.num_stages)
+    needed = StepBytes(places=(RankBytes(weights=100.0),) * plan.pp, activations=(10.0,) * grid.num_stages)
     slow = Conditions(slow=(Slow(index=1, factor=1.3),), link_jitter=link_jitter, seed=3)
     return simulate_step(parts, plan=plan, conditions=slow, needed=needed)
 
 
-def numbers(simulated: Simulated) -> tuple[float, ...]:
+def numbers(simulated: SimulatedStep) -> tuple[float, ...]:
     """What a step is summed up by: its length, its pipeline's, idle, busy, the path's sum, its compute, memory over time."""
-    lanes = list(lanes_of(simulated))
+    lanes = list(streams_of(simulated))
     return (
         simulated.step_seconds,
         simulated.makespan,
@@ -124,7 +124,7 @@ def test_what_is_drawn_on_streams_of_its_own_changes_no_number(text):
     assert numbers(played(text)) == BEFORE[text]
 
 
-def inside(lane: RankLane) -> list:
+def inside(lane: RankStreams) -> list:
     return [span for span in lane.spans if span.cell is not None or span.name.startswith("in ")]
 
 
@@ -133,7 +133,7 @@ def inside(lane: RankLane) -> list:
 def test_a_cell_is_compute_and_then_what_it_waits_for(text, overlaps_transfer):
     """Without a gap, from its start to its end, to the bit; links that are slow make the waits longer."""
     simulated = played(text, overlaps_transfer=overlaps_transfer, link_jitter=0.2)
-    for lane in lanes_of(simulated):
+    for lane in streams_of(simulated):
         starts, ends = simulated.times(lane.group)
         spans = sorted(inside(lane), key=lambda span: (span.start, span.end))
         cells = [at for at, span in enumerate(spans) if span.cell is not None]
@@ -149,7 +149,7 @@ def test_a_cell_is_compute_and_then_what_it_waits_for(text, overlaps_transfer):
 def test_streams_add_up_to_what_is_exposed():
     """Of one microbatch in one stage by axis, on every rank; a straggler computes longer and talks as long."""
     simulated = played("dp=2 tp=2 pp=2 schedule=1f1b")
-    for lane in lanes_of(simulated):
+    for lane in streams_of(simulated):
         sums = dict.fromkeys(INSIDE, 0.0)
         for span in lane.spans:
             if span.stream in INSIDE:
@@ -159,12 +159,12 @@ def test_streams_add_up_to_what_is_exposed():
 
 def test_transfers_that_passes_wait_for_are_in_them():
     """And none goes on between passes."""
-    lane = next(lanes_of(played("dp=2 pp=2 schedule=1f1b", overlaps_transfer=False)))
+    lane = next(streams_of(played("dp=2 pp=2 schedule=1f1b", overlaps_transfer=False)))
     moved = [span for span in lane.spans if span.stream is Stream.PIPELINE]
     assert len(moved) == 8 and all(span.name.startswith("in ") for span in moved)
     assert sum(span.end - span.start for span in moved) == pytest.approx(8 * 0.3)
 
 
 def test_axes_that_say_nothing_have_no_stream():
-    streams = {span.stream for lane in lanes_of(played("dp=2 tp=2", tp=0.5)) for span in lane.spans}
+    streams = {span.stream for lane in streams_of(played("dp=2 tp=2", tp=0.5)) for span in lane.spans}
     assert streams & set(INSIDE) == {Stream.TENSOR}

@@ -11,16 +11,16 @@ from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StageTimes, StepParts
 from shoal.planner.simulation.conditions import Conditions, Slow
-from shoal.planner.simulation.memory import Held, StepBytes
-from shoal.planner.simulation.result import Simulated
+from shoal.planner.simulation.memory import RankBytes, StepBytes
+from shoal.planner.simulation.result import SimulatedStep
 from shoal.planner.simulation.step import schedule_for, simulate_step
-from shoal.planner.simulation.trace import Stream, draw_step, lanes_of, say_ranks, write_trace
+from shoal.planner.simulation.trace import Stream, draw_step, format_ranks, streams_of, write_trace
 
 SPACE = "{http://www.w3.org/2000/svg}"
 PLAN = Plan(pp=2, dp=4, tp=2, zero=1)
 
 
-def step(plan: Plan = PLAN, *, slow: tuple[Slow, ...] = (), transfer: float = 0.25) -> Simulated:
+def step(plan: Plan = PLAN, *, slow: tuple[Slow, ...] = (), transfer: float = 0.25) -> SimulatedStep:
     stages = schedule_for(plan, 4).grid.num_stages
     parts = StepParts(
         stages=(StageTimes(forward=1.0, input=1.25, weight=0.75, exposed={"tp": 0.5}),) * stages,
@@ -33,11 +33,11 @@ def step(plan: Plan = PLAN, *, slow: tuple[Slow, ...] = (), transfer: float = 0.
         update=0.5,
         fixed=0.125,
     )
-    needed = StepBytes(places=(Held(weights=100.0),) * plan.pp, activations=(10.0,) * stages)
+    needed = StepBytes(places=(RankBytes(weights=100.0),) * plan.pp, activations=(10.0,) * stages)
     return simulate_step(parts, plan=plan, conditions=Conditions(slow=slow), needed=needed)
 
 
-def trace_of(simulated: Simulated, path, **options) -> list[dict]:
+def trace_of(simulated: SimulatedStep, path, **options) -> list[dict]:
     write_trace(path, simulated, **options)
     return json.loads(path.read_text())["traceEvents"]
 
@@ -79,14 +79,14 @@ def test_memory_is_a_counter(tmp_path):
 
 def test_ranks_that_are_alike_share_a_lane_until_they_are_asked_for(tmp_path):
     slow = (Slow(index=5, factor=2.0),)
-    lanes = list(lanes_of(step(slow=slow)))
+    lanes = list(streams_of(step(slow=slow)))
     assert sorted((lane.place, lane.ranks) for lane in lanes) == [
         (0, (0, 1, 2, 3, 6, 7)),
         (0, (4, 5)),
         (1, (8, 9, 10, 11, 14, 15)),
         (1, (12, 13)),
     ]
-    every = list(lanes_of(step(slow=slow), expand=True))
+    every = list(streams_of(step(slow=slow), expand=True))
     assert sorted(lane.ranks[0] for lane in every) == list(range(16))
     by_rank = {lane.ranks[0]: lane.spans for lane in every}
     assert by_rank[4] == by_rank[5] != by_rank[6] == by_rank[0]
@@ -96,12 +96,12 @@ def test_ranks_that_are_alike_share_a_lane_until_they_are_asked_for(tmp_path):
 
 def test_where_lanes_are_left_out_those_that_all_wait_for_stay():
     slow = tuple(Slow(index=2 * replica, factor=1.0 + replica / 4) for replica in range(4))
-    lanes = list(lanes_of(step(slow=slow), most=2))
+    lanes = list(streams_of(step(slow=slow), most=2))
     assert [lane.ranks for lane in lanes] == [(6, 7), (14, 15)]
 
 
 def test_the_sum_goes_on_beside_the_last_backward_pass():
-    lane = next(lanes_of(step()))
+    lane = next(streams_of(step()))
     reduce = next(span for span in lane.spans if span.stream is Stream.DATA)
     last = max(span.end for span in lane.spans if span.stream is Stream.TENSOR)
     assert reduce.end - reduce.start == pytest.approx(2.0) and last - reduce.start == pytest.approx(1.5)
@@ -118,7 +118,7 @@ def test_the_picture_is_well_formed_to_scale_and_within_its_frame():
         assert left >= 0 and left + wide <= width and float(outline.get("y")) + 22 <= height
         right = max(right, left + wide)
         tips.append(group.findtext(f"{SPACE}title"))
-    assert len(tips) == sum(len(lane.spans) for lane in lanes_of(simulated))
+    assert len(tips) == sum(len(lane.spans) for lane in streams_of(simulated))
     assert any(tip.startswith("reduce: ") for tip in tips) and any(tip.startswith("0F0 (forward") for tip in tips)
     labels = [text.text for text in root.findall(f"{SPACE}text")]
     assert "ranks 4-5 compute" in labels and "dp: sum of gradients" in labels and "the update" in labels
@@ -139,5 +139,5 @@ def test_a_trace_that_cannot_be_written(tmp_path):
 
 
 def test_ranks_in_few_letters():
-    assert say_ranks([3]) == "3" and say_ranks([0, 1, 2, 8, 9, 12]) == "0-2, 8-9, 12"
-    assert say_ranks(range(0, 20, 2)) == "0, 2, 4, ..."
+    assert format_ranks([3]) == "3" and format_ranks([0, 1, 2, 8, 9, 12]) == "0-2, 8-9, 12"
+    assert format_ranks(range(0, 20, 2)) == "0, 2, 4, ..."
