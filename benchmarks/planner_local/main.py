@@ -105,7 +105,7 @@ class Bench:
         return float(self.pool.rehearse(plan, self.machine, steps=self.steps)["seconds"])
 
     def _measure(self, plan: Plan) -> float:
-        return statistics.median(self.pool.play(plan, steps=self.steps).seconds)
+        return statistics.median(self.pool.play(plan, steps=self.steps))
 
 
 def take(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -28,13 +28,13 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
     check_result_file(file, "the machine file")
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.planner.hardware.machine import default_path, read_machine, write_machine
-    from shoal.tuning.calibration import measure_machine
-    from shoal.tuning.refitting import refit
+    from shoal.tuning.calibration import measure_machine, refit
+    from shoal.tuning.plan_choice import rehearse_plan
 
     unwind_on_sigterm()
     path = file or default_path()
     if from_runs:
-        machine, past = refit(read_machine(path), path, from_runs)
+        machine, past = refit(read_machine(path), from_runs, rehearse_plan)
         rows = [
             (run.name, f"{run.measured * 1e3:.1f}", f"{before * 1e3:.1f}", f"{after * 1e3:.1f}")
             for run, before, after in past

@@ -98,14 +98,16 @@ def train(
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     _check_processes(None if launched or dry_run else nproc)
     changes = _changes(overrides, max_restarts, profile)
-    from shoal.tuning.plan_choice import asks_auto, decide, decide_for_run
+    from shoal.tuning.plan_choice import asks_auto, choose_for_run, forecast_plan
 
     own = OwnParts(is_dry=dry_run)
-    decision = None
+    forecast_page = None
     if asks_auto(recipe, plan, changes):
         required = run_dir if resume and not resume_auto else None
         try_before_search(recipe, changes, launched=launched, own=own, required=required)
-        plan, decision = decide_for_run(recipe, overrides=changes, num_processes=nproc, run_dir=run_dir, resume=resume)
+        plan, forecast_page = choose_for_run(
+            recipe, overrides=changes, num_processes=nproc, run_dir=run_dir, resume=resume
+        )
         nproc = None
     request = TrainRequest(
         recipe=recipe,
@@ -133,15 +135,14 @@ def train(
         return
     from shoal.trainer.launch import describe_summary, train_supervised
 
-    if forecast and decision is None and not resume:
-        decision = decide(prepared.recipe, prepared.layout.world_size, plans=[str(prepared.layout.plan)])
-    page = None if decision is None else decision.page()
+    if forecast and forecast_page is None and not resume:
+        forecast_page = forecast_plan(prepared.recipe, prepared.layout.plan)
     run_job = None
     if prepared.layout.plan.ps:
         from shoal.serverrun.job.run import train_with_servers
 
         run_job = train_with_servers
-    ended = train_supervised(prepared, debug=context.obj["debug"], forecast=page, run_job=run_job)
+    ended = train_supervised(prepared, debug=context.obj["debug"], forecast=forecast_page, run_job=run_job)
     if ended.was_orderly:
         print(describe_summary(ended.summary, prepared.run_dir))
     write_result(json_file, ended.summary)

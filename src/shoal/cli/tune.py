@@ -66,7 +66,7 @@ def tune(
         top=top,
         steps=steps,
         machine=machine,
-        tell=log,
+        log=log,
     )
     rows = [
         (

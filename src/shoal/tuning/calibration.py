@@ -1,17 +1,23 @@
-"""Measures this machine: starts processes as ranks are started, times them alone and together, and makes a ``Machine`` of it."""
+"""Calibration: this machine's constants, measured by processes as ranks are started, or refitted to runs that were measured."""
 
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from shoal.core.config import read_toml, validate
 from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
+from shoal.core.rundir import RunDir
 from shoal.engine.resolve import default_threads
 from shoal.launch.pool import Pool
-from shoal.planner.hardware.calibrate import SIZES, Measured, build_machine
+from shoal.planner.hardware.calibrate import SIZES, Measured, PastRun, build_machine, fit_runs
 from shoal.planner.hardware.machine import (
+    Fit,
     Machine,
     Provenance,
     cpu_name,
@@ -23,6 +29,9 @@ from shoal.planner.hardware.machine import (
     write_machine,
 )
 from shoal.telemetry.headroom import free_bytes
+from shoal.telemetry.lines import decode_events
+from shoal.trainer.claim import read_plan
+from shoal.trainer.config import Recipe
 
 COUNTS = (1, 2, 4)
 """Numbers of processes that are timed."""
@@ -30,6 +39,8 @@ _SECONDS = 0.5
 _QUICK_SECONDS = 0.25
 _QUICK_SIZES = (4 << 10, 256 << 10, 4 << 20)
 _DEADLINE = 120.0
+_FEWEST = 5
+_WARM = 2
 
 Tell = Callable[[str], None]
 
@@ -128,3 +139,62 @@ def find_machine(
     for doubt in doubts(machine, where):
         tell(f"warning: {doubt}")
     return machine, f"timed shortly just now, kept in {where}"
+
+
+def refit(
+    machine: Machine, runs: Sequence[Path], predict: Callable[[Recipe, Plan, Machine], Mapping[str, Any]]
+) -> tuple[Machine, list[tuple[PastRun, float, float]]]:
+    """The machine with constants fitted to runs, and each run with its prediction before and after.
+
+    The time of a run's step is the median over its events of the first rank, without the first steps and without waiting for
+    data.
+
+    Args:
+        machine: as it was read.
+        runs: run directories of this machine.
+        predict: works out the step of a plan on a machine anew; here without any fit.
+
+    Raises:
+        RequestError: a directory holds no run, or too few steps.
+    """
+    bare = machine.model_copy(update={"fit": Fit()})
+    past = [_past_run(run, lambda recipe, plan: predict(recipe, plan, bare)) for run in runs]
+    fit = fit_runs(past)
+    before = machine.fit
+    fitted = [(run, _predict(run, before), _predict(run, fit)) for run in past]
+    return machine.model_copy(update={"fit": fit}), fitted
+
+
+def _predict(run: PastRun, fit: Fit) -> float:
+    return run.compute * fit.compute + run.communication * fit.communication + fit.fixed_seconds
+
+
+def _past_run(run_dir: Path, predict: Callable[[Recipe, Plan], Mapping[str, Any]]) -> PastRun:
+    measured = step_seconds(run_dir)
+    run = RunDir(run_dir)
+    recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    page = predict(recipe, Plan.parse(read_plan(run_dir)))
+    moved = sum(page["communication_seconds"].values())
+    # With a pipeline what is computed and waited for is one number: the schedule has put both together.
+    return PastRun(
+        name=str(run_dir), compute=max(1e-9, page["seconds"] - moved), communication=moved, measured=measured
+    )
+
+
+def step_seconds(run_dir: Path) -> float:
+    """The median step of a run, from the events of its first rank.
+
+    Raises:
+        RequestError: this is no run directory, or it has fewer steps than it takes.
+    """
+    path = RunDir(run_dir).events(0)
+    if not path.exists():
+        raise RequestError(f"{run_dir} is not a run directory with events: there is no {path}")
+    seconds = [
+        float(event["seconds"]) - float(event["data_seconds"])
+        for event in decode_events(path.read_bytes().splitlines())
+        if event.get("kind") == "step" and not event.get("skipped")
+    ]
+    if len(seconds) < _FEWEST + _WARM:
+        raise RequestError(f"{run_dir} has {len(seconds)} steps, and {_FEWEST + _WARM} are the fewest to fit to")
+    return statistics.median(seconds[_WARM:])

@@ -8,7 +8,6 @@ is played by ``planner/pricing/local.py``.
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -107,16 +106,6 @@ class NoRoom(RequestError):
     """A plan does not fit the machine's memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """Some real steps of a plan."""
-
-    seconds: tuple[float, ...]
-    """Of every counted step, on the slowest rank."""
-    answers: tuple[dict[str, Any], ...] = ()
-    """What the ranks said, in their order."""
-
-
 class RehearsalPool:
     """Processes that play plans of one recipe; use it as a context manager, which ends them.
 
@@ -176,8 +165,8 @@ class RehearsalPool:
             raise RunError(told)
         return price_plan(plan, answers, machine, threads=self.threads)
 
-    def play(self, plan: Plan, *, steps: int) -> Turn:
-        """So many real steps of a plan, after some that are not counted.
+    def play(self, plan: Plan, *, steps: int) -> tuple[float, ...]:
+        """The seconds of so many real steps of a plan on the slowest rank, after some that are not counted.
 
         Raises:
             NoRoom: the plan does not fit the machine's memory.
@@ -185,7 +174,7 @@ class RehearsalPool:
         """
         answers = self._run(f"plan {plan}", kind="play", plan=plan, steps=WARM + steps)
         by_step = zip(*(answer["seconds"][WARM:] for answer in answers), strict=True)
-        return Turn(seconds=tuple(max(seconds) for seconds in by_step), answers=tuple(answers))
+        return tuple(max(seconds) for seconds in by_step)
 
     def _run(
         self, what: str, *, kind: str, plan: Plan | None = None, steps: int = 0, count: int = 0

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import FileStore  # torch types this name only there
 
-from shoal.comm.trafficcounter import traffic_rows
 from shoal.comm.world import join_world
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
@@ -28,7 +27,7 @@ from shoal.telemetry.headroom import limited_growth, offer_to_the_kernel
 from shoal.telemetry.memory import rss_bytes
 from shoal.trainer.config import Recipe
 from shoal.tuning.joint_rehearsal import JointRehearsal
-from shoal.tuning.rehearsal import Subject, build_subject, read_trace, trace_rank
+from shoal.tuning.rehearsal import Subject, build_subject, trace_rank
 
 
 def legal_plans(subject: Subject, num_processes: int) -> list[Plan]:
@@ -85,16 +84,10 @@ def _play(subject: Subject, plan: Plan, store: FileStore, job: Mapping[str, Any]
     try:
         world.barrier()
         trace = trace_rank(subject, plan, world=world, num_steps=job["steps"])
-        seen = read_trace(trace)
         world.barrier()
     finally:
         world.close()
-    return {
-        "seconds": [step.seconds for step in trace.steps],
-        "cells": [step.cell_seconds for step in trace.steps],
-        "traffic": traffic_rows(seen.traffic),
-        "state": dict(seen.state),
-    }
+    return {"seconds": [step.seconds for step in trace.steps]}
 
 
 @cache

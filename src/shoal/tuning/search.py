@@ -7,7 +7,7 @@ and parameter servers, because they change what is computed; recompute, because 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -26,34 +26,95 @@ Family = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What was rehearsed, and from what."""
+class PlanChoice:
+    """Plans by predicted time, and what the numbers are made of."""
 
     ranked: tuple[Page, ...]
-    """All plans that were rehearsed, the best first."""
+    """All plans that were rehearsed, the best first. One that was tried for real has ``tried_seconds``, ``tried_ratio`` (to the
+    best of the same rounds) and ``num_turns`` as well."""
     num_legal: int
     """Synchronous plans that the model, the batch and the number of processes allow, without recompute."""
     seconds: float
-    """How long it took to look."""
-    remarks: tuple[str, ...] = ()
-    refused: dict[str, str] = field(default_factory=dict)
+    """How long it took to search."""
+    machine: str
+    """Where the machine's constants are from."""
+    warnings: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
     """Plans that turned out not to fit the model or the memory, and why."""
+    tried: str = ""
+    """How the best were tried, in words; empty where they were not."""
 
     @property
-    def best(self) -> str:
-        """The plan with the shortest predicted step."""
+    def plan(self) -> str:
+        """The best."""
         return str(self.ranked[0]["plan"])
+
+    def describe(self) -> list[str]:
+        """What was picked and why, for people."""
+        best = self.ranked[0]
+        lines = [
+            f"plan auto: {best['plan']}, predicted {best['seconds'] * 1e3:.1f} ms a step; "
+            f"{len(self.ranked)} of {self.num_legal} legal plans were rehearsed in {self.seconds:.0f} s"
+        ]
+        if len(self.ranked) > 1:
+            second = self.ranked[1]
+            lines.append(f"  runner-up: {second['plan']}, {_how_much_slower(best, second)}")
+        if self.tried:
+            lines.append(f"  {self.tried}:")
+            lines += [f"    {_of_turns(page)}" for page in self.ranked if "tried_seconds" in page]
+        lines.append(f"  constants: {self.machine}")
+        lines.append("  asynchronous schedules and parameter servers are never picked: they change what is computed")
+        return lines + [f"  {warning}" for warning in self.warnings]
+
+    def page(self) -> Page:
+        """What is kept beside the run: ``forecast.json``."""
+        return {
+            **self.ranked[0],
+            "machine": self.machine,
+            "runner_up": _without_ranks(self.ranked[1]) if len(self.ranked) > 1 else None,
+        }
+
+
+def _without_ranks(page: Page) -> Page:
+    return {key: value for key, value in page.items() if key != "ranks"}
+
+
+def _of_turns(page: Page) -> str:
+    turns = f"{page['num_turns']} turn{'' if page['num_turns'] == 1 else 's'}"
+    ratio = "the fastest" if page["tried_ratio"] == 1.0 else f"{page['tried_ratio'] - 1:+.1%} in the same rounds"
+    return f"{page['plan']}: {page['tried_seconds'] * 1e3:.1f} ms in {turns}, {ratio}"
+
+
+def _how_much_slower(best: Page, other: Page) -> str:
+    """By real steps where both were tried, which say no reason; else by the prediction, which does."""
+    if "tried_seconds" in best and "tried_seconds" in other:
+        return f"{other['tried_ratio'] - 1:.1%} slower in real steps"
+    return f"{other['seconds'] / best['seconds'] - 1:.1%} slower: {_why(best, other)}"
+
+
+def _why(best: Page, other: Page) -> str:
+    """The largest part of the difference, in words."""
+    moved = {name: sum(page["communication_seconds"].values()) for name, page in (("best", best), ("other", other))}
+    parts = {
+        "computes": other["compute_seconds"] - best["compute_seconds"],
+        "communicates": moved["other"] - moved["best"],
+    }
+    if other["bubble"]:
+        parts["waits in its pipeline"] = other["bubble"] * other["seconds"]
+    what, seconds = max(parts.items(), key=lambda part: part[1])
+    return f"it {what} {seconds * 1e3:.1f} ms longer" if seconds > 0 else "no part of it stands out"
 
 
 def search_plans(
-    plans: Sequence[Plan], predict: Callable[[Plan], Page], machine: Machine, *, budget_seconds: float
-) -> Choice:
+    plans: Sequence[Plan], predict: Callable[[Plan], Page], machine: Machine, *, origin: str, budget_seconds: float
+) -> PlanChoice:
     """Rehearse the plans that may be best.
 
     Args:
         plans: the legal ones.
         predict: rehearses one; may raise ``RequestError`` where it does not fit and ``RunError`` where it fails.
         machine: its constants.
+        origin: where these are from.
         budget_seconds: after which no further plan is looked at.
 
     Raises:
@@ -62,12 +123,12 @@ def search_plans(
     started = time.monotonic()
     found: dict[Plan, Page] = {}
     refused: dict[str, str] = {}
-    remarks: list[str] = []
+    warnings: list[str] = []
     num_tight = 0
     for plan in _in_order(plans, found):
         if time.monotonic() - started > budget_seconds and found:
             left = len(plans) - len(found) - len(refused)
-            remarks.append(f"looked for {budget_seconds:g} s: {left} of {len(plans)} plans were not rehearsed")
+            warnings.append(f"looked for {budget_seconds:g} s: {left} of {len(plans)} plans were not rehearsed")
             break
         try:
             found[plan] = predict(plan)
@@ -77,15 +138,16 @@ def search_plans(
     if not found:
         raise RequestError(f"none of the {len(refused)} plans that were rehearsed can be run: {_first_of(refused)}")
     if num_tight:
-        remarks.append(f"{num_tight} plans do not fit this machine's memory: {_first_of(refused)}")
+        warnings.append(f"{num_tight} plans do not fit this machine's memory: {_first_of(refused)}")
     if len(refused) > num_tight:
-        remarks.append(f"{len(refused) - num_tight} plans could not be rehearsed")
+        warnings.append(f"{len(refused) - num_tight} plans could not be rehearsed")
     ranked, told = _within_memory(sorted(found.values(), key=lambda page: float(page["seconds"])), machine)
-    return Choice(
+    return PlanChoice(
         ranked=tuple(ranked),
         num_legal=len(plans),
         seconds=time.monotonic() - started,
-        remarks=(*remarks, *told),
+        machine=origin,
+        warnings=(*warnings, *told),
         refused=refused,
     )
 

@@ -23,7 +23,6 @@ _MOST_ROUNDS = 12
 
 Play = Callable[[Plan, int], Sequence[float]]
 """Takes so many real steps of a plan: the seconds of each."""
-Tell = Callable[[str], None]
 
 
 @dataclass
@@ -64,7 +63,7 @@ def halve_plans(
     budget_seconds: float,
     halves: bool = True,
     most_rounds: int = _MOST_ROUNDS,
-    tell: Tell | None = None,
+    log: Callable[[str], None] = lambda line: None,
     now: Callable[[], float] = time.monotonic,
 ) -> Halving:
     """Try plans against each other. A plan that fails is given up with its reason; the others go on.
@@ -76,7 +75,7 @@ def halve_plans(
         budget_seconds: after which no round is begun that would not end in time, but for the first.
         halves: let slow plans go; otherwise all stay until the last round.
         most_rounds: after which it ends.
-        tell: told who has a first turn.
+        log: given a line when a plan has its first turn.
         now: the time.
     """
     started, shuffle = now(), random.Random(0).shuffle
@@ -88,8 +87,8 @@ def halve_plans(
         shuffle(order)
         for entry in order:
             # Once: every plan has a turn in every round.
-            if tell is not None and num_rounds == 0:
-                tell(f"trying {entry.plan}")
+            if num_rounds == 0:
+                log(f"trying {entry.plan}")
             _take_turn(entry, play, steps)
         num_rounds += 1
         left = [entry for entry in alive if entry.problem] + left

@@ -1,27 +1,19 @@
 """``shoal tune``: the best predicted plans, tried for a few real steps each; the fastest is kept. No torch."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import RunError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
-from shoal.engine.resolve import check_processes
-from shoal.planner.hardware.machine import num_cores
 from shoal.trainer.config import Recipe
-from shoal.tuning.calibration import find_machine
-from shoal.tuning.plan_choice import AUTO, require_plans, search
-from shoal.tuning.rehearsal_pool import RehearsalPool
+from shoal.tuning.plan_choice import AUTO, Log, open_pool, search
 from shoal.tuning.successive_halving import Entry, halve_plans
 
 _LEAST_STEPS, _MOST_TURNS = 2, 4
 """Of a turn, and turns of a plan: short ones, so that a machine that drifts slows all plans alike."""
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +50,7 @@ def tune(
     top: int,
     steps: int,
     machine: Path | None = None,
-    tell: Tell | None = None,
+    log: Log = lambda line: None,
 ) -> Tuned:
     """Try the best plans.
 
@@ -68,46 +60,41 @@ def tune(
         top: how many plans.
         steps: real steps of each, in several turns.
         machine: the machine file; the user's own when left out.
-        tell: told what is being done.
+        log: given lines for people.
 
     Raises:
         RequestError: no plan fits.
         RunError: none of the plans could be tried.
     """
-    count = num_processes or num_cores()
-    check_processes(count)
-    tell = tell or (lambda line: None)
     if left_out := _left_out(recipe):
-        tell(left_out)
-    before = partial(require_plans, recipe, count)
-    found, origin = find_machine(machine, num_processes=count, tell=tell, before=before)
-    tell(
-        f"looking for the best {top} plans for {count} processes, for at most {recipe.planner.auto.search_seconds:g} s "
-        f"(planner.auto.search_seconds)"
-    )
-    with RehearsalPool(recipe, count) as pool:
-        decision = search(pool, found, origin)
-        chosen = {str(page["plan"]): page for page in decision.ranked[:top]}
+        log(left_out)
+    with open_pool(recipe, num_processes, machine=machine, log=log) as (pool, found, origin):
+        log(
+            f"looking for the best {top} plans for {pool.num_processes} processes, for at most "
+            f"{recipe.planner.auto.search_seconds:g} s (planner.auto.search_seconds)"
+        )
+        choice = search(pool, found, origin)
+        chosen = {str(page["plan"]): page for page in choice.ranked[:top]}
         turns = min(_MOST_TURNS, max(1, steps // _LEAST_STEPS))
         halving = halve_plans(
             list(chosen),
-            lambda plan, steps: pool.play(plan, steps=steps).seconds,
+            lambda plan, steps: pool.play(plan, steps=steps),
             steps=math.ceil(steps / turns),
             budget_seconds=math.inf,
             halves=False,
             most_rounds=turns,
-            tell=tell,
+            log=log,
         )
     fastest = halving.entries[0]
     if fastest.problem:
         raise RunError(f"none of the {len(chosen)} plans could be tried; the first failed with: {fastest.problem}")
     plans = [_tuned(chosen[entry.plan], entry, fastest.seconds) for entry in halving.entries]
-    first = next(entry for entry in halving.entries if entry.plan == decision.plan)
+    first = next(entry for entry in halving.entries if entry.plan == choice.plan)
     return Tuned(
         plan=fastest.plan,
         plans=tuple(plans),
-        num_legal=decision.num_legal,
-        machine=decision.machine,
+        num_legal=choice.num_legal,
+        machine=choice.machine,
         regret=float("nan") if first.problem else first.ratio - 1,
     )
 

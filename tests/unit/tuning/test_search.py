@@ -43,7 +43,7 @@ class Told:
 
 
 def search(subject, told, *, budget_seconds=1e9):
-    return search_plans(legal_plans(subject, 2), told, MACHINE, budget_seconds=budget_seconds)
+    return search_plans(legal_plans(subject, 2), told, MACHINE, origin="a test", budget_seconds=budget_seconds)
 
 
 def matches(plan, text):
@@ -84,7 +84,7 @@ def test_a_batch_that_cannot_be_shared_out_leaves_other_plans(subject):
 def test_the_variants_of_the_best_families_are_looked_at(subject):
     told = Told({"dp=1 tp=2 sp=true": 1.0, "dp=1 tp=2 sp=false": 2.0, "dp=2 zero=0": 3.0, "dp=2 zero=1": 2.5})
     choice = search(subject, told)
-    assert choice.best == "dp=1 tp=2 sp=true"
+    assert choice.plan == "dp=1 tp=2 sp=true"
     assert choice.ranked[1]["plan"] == "dp=1 tp=2"
     assert len(told.asked) == len(set(told.asked))
     # Families that were slow had one plan rehearsed.
@@ -101,22 +101,22 @@ def test_all_families_that_are_near_are_looked_at(subject):
 
 def test_a_plan_that_does_not_fit_after_all_is_passed_over_and_named(subject):
     choice = search(subject, Told({"dp=2 zero=0": RequestError("no"), "dp=1 tp=2 sp=false": 1.0}))
-    assert choice.best == "dp=1 tp=2"
-    assert choice.refused == {"dp=2": "no"} and "1 plans could not be rehearsed" in choice.remarks
+    assert choice.plan == "dp=1 tp=2"
+    assert choice.refused == {"dp=2": "no"} and "1 plans could not be rehearsed" in choice.warnings
 
 
 def test_a_plan_without_room_is_said_and_others_of_its_family_are_looked_at(subject):
     told = Told({"dp=2 zero=0": NoRoom("plan dp=2 does not fit"), "dp=2 zero=3": 1.0})
     choice = search(subject, told)
-    assert choice.best == "dp=2 zero=3"
-    assert "1 plans do not fit this machine's memory: plan dp=2 does not fit" in choice.remarks
+    assert choice.plan == "dp=2 zero=3"
+    assert "1 plans do not fit this machine's memory: plan dp=2 does not fit" in choice.warnings
 
 
 def test_a_rehearsal_that_dies_does_not_end_the_search(subject):
     choice = search(
         subject, Told({"dp=2 zero=0": RunError("rank 1: the process ended with code -11"), "dp=1 tp=2": 1.0})
     )
-    assert choice.best == "dp=1 tp=2" and "dp=2" in choice.refused
+    assert choice.plan == "dp=1 tp=2" and "dp=2" in choice.refused
 
 
 def test_where_nothing_can_be_run_the_first_reason_is_said(subject):
@@ -129,12 +129,12 @@ def test_where_nothing_can_be_run_the_first_reason_is_said(subject):
 def test_a_search_that_has_no_time_says_what_it_left_out(subject):
     choice = search(subject, Told({}), budget_seconds=0.0)
     assert len(choice.ranked) == 1
-    assert f"{choice.num_legal - 1} of {choice.num_legal} plans were not rehearsed" in choice.remarks[0]
+    assert f"{choice.num_legal - 1} of {choice.num_legal} plans were not rehearsed" in choice.warnings[0]
 
 
 def test_what_does_not_fit_in_memory_comes_last_and_is_said(subject):
     choice = search(subject, Told({"dp=2 zero=0": 1.0}, peak=2**50))
-    assert choice.ranked and "are free" in choice.remarks[-1]
+    assert choice.ranked and "are free" in choice.warnings[-1]
 
 
 def test_without_a_peak_the_state_counts(subject):

@@ -88,7 +88,7 @@ def test_without_halving_all_have_all_turns():
 def test_who_has_a_turn_is_said_once():
     told = []
     play = drifting(TRUE, drift=[1.0])
-    halve_plans(list(TRUE), play, steps=1, budget_seconds=1e9, halves=False, most_rounds=4, tell=told.append)
+    halve_plans(list(TRUE), play, steps=1, budget_seconds=1e9, halves=False, most_rounds=4, log=told.append)
     assert sorted(told) == sorted(f"trying {plan}" for plan in TRUE)
 
 

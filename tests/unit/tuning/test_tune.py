@@ -21,5 +21,5 @@ def test_a_plan_that_is_never_tried_is_said_to_be_left_out(tiny, tmp_path, plan,
     said = []
     recipe = load_recipe(tiny, (f"plan={plan}",))
     with pytest.raises(RequestError, match="no such file"):
-        tune(recipe, num_processes=2, top=1, steps=2, machine=tmp_path / "absent.json", tell=said.append)
+        tune(recipe, num_processes=2, top=1, steps=2, machine=tmp_path / "absent.json", log=said.append)
     assert len(said) == len(told) and all(line.startswith(start) for line, start in zip(said, told, strict=True)), said
