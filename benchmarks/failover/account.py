@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Identity(NamedTuple):
-    """A contribution: a worker's incarnation and its count."""
+    """A contribution: a worker's instance and its count."""
 
     worker: str
     number: int
@@ -29,7 +29,7 @@ class Account:
     num_rewritten: int = 0
     """Rounds that were made of something else when they were made before."""
     views: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
-    """By incarnation: when it went by which epoch."""
+    """By instance: when it went by which epoch."""
     applied: Counter[tuple[str, int]] = field(default_factory=Counter)
     """How often a server applied a round."""
     _offsets: dict[Path, int] = field(default_factory=dict)
@@ -46,10 +46,10 @@ class Account:
             for line in whole.splitlines():
                 self._take(*json.loads(line))
 
-    def _take(self, kind: str, when: float, incarnation: str, number: int, parts: list | None = None) -> None:
+    def _take(self, kind: str, when: float, instance_id: str, number: int, parts: list | None = None) -> None:
         match kind:
             case "kept":
-                self.kept[Identity(incarnation, number)] = (when, tuple(parts or ()))
+                self.kept[Identity(instance_id, number)] = (when, tuple(parts or ()))
             case "made":
                 entries = tuple(Identity(*part) for part in parts or ())
                 before = self.rounds.get(number)
@@ -57,17 +57,17 @@ class Account:
                 if before is None or when > before[0]:
                     self.rounds[number] = (when, entries)
                 self.made[number] = min(when, self.made.get(number, when))
-                self.applied[incarnation, number] += 1
+                self.applied[instance_id, number] += 1
             case "view":
-                self.views.setdefault(incarnation, []).append((when, number))
+                self.views.setdefault(instance_id, []).append((when, number))
 
     def num_made(self, before: float) -> int:
         """Updates that were made by a time: rounds count from 0."""
         return 1 + max((number for number, when in self.made.items() if when <= before), default=-1)
 
-    def seen(self, incarnation: str, epoch: int) -> float | None:
+    def seen(self, instance_id: str, epoch: int) -> float | None:
         """When a member went by an epoch or a later one."""
-        return next((when for when, number in self.views.get(incarnation, ()) if number >= epoch), None)
+        return next((when for when, number in self.views.get(instance_id, ()) if number >= epoch), None)
 
     def longest_pause(self, since: float, until: float) -> float:
         """The longest time without an update, of those that touch an interval."""

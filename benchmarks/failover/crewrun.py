@@ -16,7 +16,7 @@ import psutil
 from account import Account
 
 from shoal.comm.wire.errors import WireError
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.config import read_toml, validate
 from shoal.elastic.election.filelease import read_center
 from shoal.elastic.view import View
@@ -65,7 +65,7 @@ class Process:
     """A living process of the run."""
 
     name: str
-    incarnation: str
+    instance_id: str
     pid: int
 
 
@@ -90,7 +90,7 @@ class CrewRun:
         self.folder: Path | None = None
         """Sockets and leases of the crew."""
         self.killed: set[str] = set()
-        """Incarnations that a whole crew does not have any more."""
+        """Instances that a whole crew does not have any more."""
         self._node: Node | None = None
 
     async def __aenter__(self) -> "CrewRun":
@@ -112,11 +112,11 @@ class CrewRun:
                 is_alive = child.status() != psutil.STATUS_ZOMBIE
             except psutil.NoSuchProcess:
                 continue
-            if is_alive and not MODULES.isdisjoint(words) and "--incarnation" in words:
+            if is_alive and not MODULES.isdisjoint(words) and "--instance-id" in words:
                 given = dict(itertools.pairwise(words))
                 self.folder = self.folder or Path(given["--folder"])
                 found[given["--name"]] = Process(
-                    name=given["--name"], incarnation=given["--incarnation"], pid=child.pid
+                    name=given["--name"], instance_id=given["--instance-id"], pid=child.pid
                 )
         return found
 
@@ -131,7 +131,7 @@ class CrewRun:
         if center is None:
             return None
         if self._node is None:
-            self._node = Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=self.folder)
+            self._node = Node(instance_id=new_instance_id(), operations=OPERATIONS, arena_dir=self.folder)
         try:
             told = (await self._node.connect(center.address).call(Ask(), deadline=1.0)).body
         except WireError:
@@ -158,7 +158,7 @@ class CrewRun:
         living = {name for name in processes if not name.startswith("center")}
         centers = [one for name, one in processes.items() if name.startswith("center")]
         assert self.folder is not None
-        are_ready = all((self.folder / f"{one.name}-{one.incarnation}.sock").exists() for one in centers)
+        are_ready = all((self.folder / f"{one.name}-{one.instance_id}.sock").exists() for one in centers)
         are_safe = all(len(chain.backups) == self.backup and not chain.joining for chain in view.chains)
         is_full = len(view.servers) == NUM_SERVERS and len(view.workers) == NUM_WORKERS
         return is_full and members == living and len(centers) == NUM_CENTERS and are_ready and are_safe
@@ -197,7 +197,7 @@ class Newcomer:
 
     def knock(self) -> None:
         """Begin to look for a center that lets it in."""
-        self._node = Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=self._folder)
+        self._node = Node(instance_id=new_instance_id(), operations=OPERATIONS, arena_dir=self._folder)
         self._contact = Contact(
             self._node, find=lambda: read_center(self._folder / "lease"), introduce=lambda view: self._join(view)
         )
@@ -220,7 +220,7 @@ class Newcomer:
         assert self._contact is not None
         self._contact.check()
         view = self._contact.view
-        return view if view is not None and view.find(self._node.incarnation) is not None else None
+        return view if view is not None and view.find(self._node.instance_id) is not None else None
 
     async def leave(self) -> None:
         """Say goodbye."""

@@ -29,9 +29,9 @@ from shoal.serverrun.server.process import Diary
 
 def build(spec: DataShape, log: str) -> nn.Module:
     """The model. ``log``: the folder for what witnesses write; empty for none."""
-    if log and "--incarnation" in sys.argv:
+    if log and "--instance-id" in sys.argv:
         words = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
-        watch(Path(log) / f"{words['--name']}.{words['--incarnation']}.jsonl")
+        watch(Path(log) / f"{words['--name']}.{words['--instance-id']}.jsonl")
     config = GptConfig(layers=2, hidden=128, heads=4, kv_heads=2)
     return Gpt(config, vocab=spec.vocab or 0, sequence=spec.sequence or 0)
 
@@ -60,7 +60,7 @@ def watch(path: Path) -> None:
         before = self.view
         take_in(self, heard)
         if self.view is not None and self.view is not before:
-            note("view", time.monotonic(), self._node.incarnation, self.view.epoch)
+            note("view", time.monotonic(), self._node.instance_id, self.view.epoch)
 
     Client.commit = watched_commit  # type: ignore[method-assign]
     Diary.take_round = watched_round  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ import torch
 from shoal.comm.parentdeath import die_with_parent
 from shoal.comm.wire.keys import Keys, load_keys, make_keys
 from shoal.comm.wire.listener import Request
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.comm.wire.operations import Body, Op, Operations
 
 RATE = 1e-3
@@ -42,7 +42,7 @@ OPERATIONS = Operations({"push": Op(Push, Pushed), "pull": Op(Pull, Pulled)})
 def make_node(name: str, folder: Path) -> Node:
     keys: Keys | None = load_keys(folder / "key") if name == "curve" else None
     arenas = folder if name in ("shared", "view", "tcp-shared") else None
-    return Node(incarnation=new_incarnation(), operations=OPERATIONS, keys=keys, arena_dir=arenas)
+    return Node(instance_id=new_instance_id(), operations=OPERATIONS, keys=keys, arena_dir=arenas)
 
 
 async def serve(name: str, folder: Path, num_bytes: int) -> None:

@@ -143,7 +143,6 @@ STILL_THERE: set[str] = {
     "dock",
     "handout",
     "herald",
-    "incarnation",
     "keeper",
     "laid",
     "lane",

@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 from shoal.comm.wire.errors import Refused
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.elastic.election.sole import Sole
 from shoal.elastic.membership import Wanted
 from shoal.paramserver.center.center import Center
@@ -25,7 +25,7 @@ def join(width, hidden):
 
 
 async def knock(folder):
-    nodes = [Node(incarnation=new_incarnation(), operations=OPERATIONS) for _ in range(3)]
+    nodes = [Node(instance_id=new_instance_id(), operations=OPERATIONS) for _ in range(3)]
     address = f"ipc://{folder}/center.sock"
     elector = Sole(name="center-0", address=address, ballot=folder / "ballot.json")
     center = Center(

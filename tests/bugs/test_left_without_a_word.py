@@ -143,7 +143,7 @@ def test_workers_that_always_leave_end_the_run(shoal, plant):
     done = shoal.run("train", "own.toml", "--plan", "ps=1 workers=2", "--run-dir", "run", expect=1)
     told = story_of(done).splitlines()[0]
     assert "died 5 times in a row without a step between" in told and "it left with exit code 0" in told
-    assert "its log: " in story_of(done) and "incarnation" not in story_of(done)
+    assert "its log: " in story_of(done) and "instance_id" not in story_of(done)
     assert read_summary(shoal.folder / "run")["status"] == "failed"
 
 

@@ -7,7 +7,7 @@ the search for that candidate ended without a word, and when the center woke and
 
 import asyncio
 
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.elastic.election.majority import OPERATIONS, Found
 from shoal.elastic.election.seeker import Seeker
 
@@ -18,7 +18,7 @@ def test_a_search_goes_on_when_somebody_else_closed_its_connection(tmp_path):
     async def run():
         nonlocal now
         asked, is_awake = asyncio.Event(), asyncio.Event()
-        center, member = (Node(incarnation=new_incarnation(), operations=OPERATIONS) for _ in range(2))
+        center, member = (Node(instance_id=new_instance_id(), operations=OPERATIONS) for _ in range(2))
 
         async def answer(request):
             asked.set()

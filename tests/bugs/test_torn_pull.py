@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from shoal.comm.wire.message import PROTOCOL_VERSION, Header, pack, pack_chunk, unpack
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.elastic.view import Chain, Member, View
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import OPERATIONS, Join, Pulled
@@ -64,7 +64,7 @@ async def pull_through_a_death(folder):
         else:
             await request.answer(Pulled(version=10), payload=version_10)
 
-    backup, node = (Node(incarnation=new_incarnation(), operations=OPERATIONS) for _ in range(2))
+    backup, node = (Node(instance_id=new_instance_id(), operations=OPERATIONS) for _ in range(2))
     await backup.listen(f"ipc://{folder}/b.sock", serve_backup)
     contact = Contact(
         node, find=lambda: None, introduce=lambda view: Join(name="w", role="worker", address="", model={}, view=view)

@@ -360,7 +360,7 @@ def test_a_worker_that_is_started_by_hand_joins_in_the_middle(start_job, undistu
     module = words.index("shoal.serverrun.job.role")
     arguments = list(words[module:])
     arguments[arguments.index("--name") + 1] = "worker-7"
-    arguments[arguments.index("--incarnation") + 1] = "0123456789abcdef"
+    arguments[arguments.index("--instance-id") + 1] = "0123456789abcdef"
     log = (run.run_dir / "by-hand.log").open("w")
     worker = subprocess.Popen(
         [sys.executable, "-m", *arguments],

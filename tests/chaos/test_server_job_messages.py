@@ -248,7 +248,7 @@ def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
             view = member.contact.view
             peer = member.node.connect(view.member(view.chains[0].primary).address)
             made_up = Contribution(
-                worker=member.node.incarnation,
+                worker=member.node.instance_id,
                 number=10**6,
                 portions=(399,),
                 samples=1,
@@ -258,7 +258,7 @@ def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
             )
             with pytest.raises(Refused, match=r"unfit.*portion 399 is not in this worker's hands"):
                 await peer.call(Commit(contribution=made_up), deadline=2.0)
-            of_another = replace(made_up, worker=job.members["worker-1"].node.incarnation)
+            of_another = replace(made_up, worker=job.members["worker-1"].node.instance_id)
             with pytest.raises(Refused, match=r"stranger.* commits what .* is said to have done"):
                 await peer.call(Commit(contribution=of_another), deadline=2.0)
             await job.until_round(max(job.rounds) + 2)

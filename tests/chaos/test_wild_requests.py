@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shoal.comm.wire.errors import WireError
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt, Join
 from support.paramserver.job_in_process import alone, quicken, running_job
 
@@ -89,7 +89,7 @@ async def storm(job, seed):
     wild = Wild(seed)
     num_refused = 0
     for number in range(NUM_REQUESTS // 50):
-        node = Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=job.folder)
+        node = Node(instance_id=new_instance_id(), operations=OPERATIONS, arena_dir=job.folder)
         node.epoch = job.view().epoch if number % 3 else wild.dice.choice([0, 1, 2**40])
         members = [member.address for member in job.view().servers] + [job.find().address]
 

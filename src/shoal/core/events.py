@@ -253,7 +253,7 @@ class MessagesDropped(Event):
 
     kind: ClassVar[str] = "messages_dropped"
     process: str
-    incarnation: str
+    instance_id: str
     counts: Mapping[str, int]
     """By reason (``comm/wire/errors.py``): malformed, stale (of an old epoch), duplicate, late, and so on."""
 

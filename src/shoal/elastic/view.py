@@ -9,19 +9,19 @@ Role = Literal["server", "worker"]
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One process, in one incarnation."""
+    """One process, in one instance."""
 
     id: str
-    """The incarnation: drawn anew whenever the process starts, or comes back after it was taken for dead."""
+    """The instance: drawn anew whenever the process starts, or comes back after it was taken for dead."""
     name: str
-    """What people call it, the same over incarnations. No two living members have one name."""
+    """What people call it, the same over instances. No two living members have one name."""
     role: Role
     address: str = ""
     """Where it listens."""
     started: float = 0.0
-    """When this incarnation began, on its machine's wall clock: of two with one name and one origin the later one counts."""
+    """When this instance began, on its machine's wall clock: of two with one name and one origin the later one counts."""
     origin: str = ""
-    """The process, in people's words, the same over its incarnations; empty where somebody sees to it that there is one of each
+    """The process, in people's words, the same over its instances; empty where somebody sees to it that there is one of each
     name. Of two processes with one name the later one waits until the earlier is dead, and is turned away while that lives."""
 
 

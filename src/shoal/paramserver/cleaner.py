@@ -1,6 +1,6 @@
 """The cleaner: throws away what a new epoch has made harmless. It never makes anything harmless itself.
 
-Epochs and incarnations fence: after a view without a member nothing that this member sent, stored or left behind can count any
+Epochs and instances fence: after a view without a member nothing that this member sent, stored or left behind can count any
 more. So cleaning is late, lazy and safe to forget. Every server and every center has a cleaner; the leading center's also looks
 after files.
 

@@ -227,7 +227,7 @@ class Contact:
             return
         self.view = view
         self._node.epoch, self._node.members = view.epoch, frozenset(member.id for member in view)
-        is_member = view.find(self._node.incarnation) is not None
+        is_member = view.find(self._node.instance_id) is not None
         self._interrupt(lambda is_needed: not is_needed(view))
         self.bell.ring()
         if self._was_member and not is_member:

@@ -17,7 +17,7 @@ class Identity(NamedTuple):
     """Names a contribution: pushes are idempotent by it."""
 
     worker: str
-    """The worker's incarnation."""
+    """The worker's instance."""
     number: int
     """Counted by that worker from 0."""
 

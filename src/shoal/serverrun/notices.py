@@ -162,7 +162,7 @@ class Tally:
             listed = ", ".join(f"{count} {reason}" for reason, count in counts.items())
             print(f"messages that were dropped: {listed}", file=sys.stderr, flush=True)
             return
-        event = MessagesDropped(process=self._name, incarnation=self._node.incarnation, counts=counts)
+        event = MessagesDropped(process=self._name, instance_id=self._node.instance_id, counts=counts)
         append_event(RunDir(self._run_dir).events(self._rank), event, rank=self._rank)
 
 
@@ -173,7 +173,7 @@ def count_dropped(run_dir: Path) -> dict[str, int]:
         marked = (line for line in path.read_bytes().splitlines() if _MARK in line)
         # Each tells all since its start, so its last word counts.
         newest |= {
-            event["incarnation"]: event["counts"]
+            event["instance_id"]: event["counts"]
             for event in decode_events(marked)
             if event.get("kind") == MessagesDropped.kind
         }

@@ -43,7 +43,7 @@ class MemberPlace:
     rank: int
     num_ranks: int
     """Of all roles together; the size of the board."""
-    incarnation: str
+    instance_id: str
     folder: Path | None = None
     """Sockets, leases and arenas of this run on this machine; None in a cluster."""
     cluster: Cluster | None = None
@@ -56,7 +56,7 @@ class MemberPlace:
     plan: Plan
     board_fd: int | None = None
     origin: str = ""
-    """Names the process over its incarnations, where nobody sees to it that there is one of each name."""
+    """Names the process over its instances, where nobody sees to it that there is one of each name."""
     group_rank: int = 0
     """Of a process of a worker that is a group of several: 0 is the worker to everyone else, the others serve it."""
 
@@ -74,11 +74,11 @@ class MemberPlace:
 
     @property
     def address(self) -> str:
-        """Where this process listens. In a folder its incarnation is in it: whoever calls the one before must not reach this one.
+        """Where this process listens. In a folder its instance is in it: whoever calls the one before must not reach this one.
         A machine's address stays the same, and there the epoch of a request tells."""
         if self.cluster is not None:
             return self.cluster.listen
-        return f"ipc://{self.folder}/{self.name}-{self.incarnation}.sock"
+        return f"ipc://{self.folder}/{self.name}-{self.instance_id}.sock"
 
     @property
     def index(self) -> int:
@@ -87,10 +87,10 @@ class MemberPlace:
 
     @property
     def group_store(self) -> Path:
-        """The file through which the ranks of a worker meet. They have one incarnation, so a group that is started again never
+        """The file through which the ranks of a worker meet. They have one instance, so a group that is started again never
         meets one before it."""
         assert self.folder is not None, "a group is of one machine"
-        return self.folder / f"group-{self.name.partition('.')[0]}-{self.incarnation}"
+        return self.folder / f"group-{self.name.partition('.')[0]}-{self.instance_id}"
 
     @property
     def rule(self) -> UpdateRule:
@@ -111,9 +111,9 @@ class MemberPlace:
 def open_node(place: MemberPlace) -> Node:
     """This process on the wire; what it drops is written down until it is closed."""
     if place.cluster is None:
-        node = Node(incarnation=place.incarnation, operations=OPERATIONS, arena_dir=place.folder)
+        node = Node(instance_id=place.instance_id, operations=OPERATIONS, arena_dir=place.folder)
     else:
-        node = Node(incarnation=place.incarnation, operations=CLUSTER_OPERATIONS, keys=place.cluster.keys)
+        node = Node(instance_id=place.instance_id, operations=CLUSTER_OPERATIONS, keys=place.cluster.keys)
     node.spawn(Tally(node, name=place.name, run_dir=place.run_dir, rank=place.rank).keep())
     return node
 
@@ -176,7 +176,7 @@ def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
     parser.add_argument("--name", required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--incarnation", required=True)
+    parser.add_argument("--instance-id", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
@@ -188,7 +188,7 @@ def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
         name=given.name,
         rank=given.rank,
         num_ranks=given.ranks,
-        incarnation=given.incarnation,
+        instance_id=given.instance_id,
         folder=given.folder,
         run_dir=run_dir,
         resume=given.resume,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from shoal.checkpoint.whole import committed_names
 from shoal.comm.wire.connections import raise_descriptor_limit
 from shoal.comm.wire.errors import Refused, WireTimeout
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.errors import EXIT_DONE, RequestError, RunError
 from shoal.core.rundir import RunDir
 from shoal.elastic.election.elector import Center
@@ -106,14 +106,14 @@ def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
     prepared = None
     if request.role != "center":
         prepared = check_parts(recipe, plan, layout, run_dir=run_dir or Path(), resume=request.resume, own=own)
-    incarnation = new_incarnation()
+    instance_id = new_instance_id()
     return PreparedRole(
         place=MemberPlace(
             name=f"{request.role}-{index}",
             rank=index,
             num_ranks=max(layout.plan.world_size, index + 1),
-            incarnation=incarnation,
-            origin=f"process {os.getpid()} on {socket.gethostname()} ({incarnation})",
+            instance_id=instance_id,
+            origin=f"process {os.getpid()} on {socket.gethostname()} ({instance_id})",
             cluster=cluster,
             run_dir=run_dir,
             resume=request.resume,
@@ -225,7 +225,7 @@ async def stop_run(cluster: Cluster, *, reason: str, seconds: float) -> Center:
         RequestError: the centers refuse this process's key.
         RunError: no center took it in time.
     """
-    node = Node(incarnation=new_incarnation(), operations=CLUSTER_OPERATIONS, keys=cluster.keys)
+    node = Node(instance_id=new_instance_id(), operations=CLUSTER_OPERATIONS, keys=cluster.keys)
     seeker = Seeker(node, cluster.centers, patience=seconds)
     seeker.start()
     until = time.monotonic() + seconds

@@ -36,7 +36,7 @@ def rate(number: int) -> float:
 
 @dataclass
 class Worker:
-    """One incarnation of a worker."""
+    """One instance of a worker."""
 
     name: str
     held: list[int] = field(default_factory=list)

@@ -17,7 +17,7 @@ import zmq
 from torch import nn
 
 from shoal.comm.wire import sockets as sockets_module
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.updates import UpdateRule
 from shoal.elastic.election.filelease import FileLease, read_center
 from shoal.elastic.membership import Wanted
@@ -193,7 +193,7 @@ class Job:
     # -- starting ----
 
     def make_node(self) -> Node:
-        return Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=self.folder)
+        return Node(instance_id=new_instance_id(), operations=OPERATIONS, arena_dir=self.folder)
 
     def find(self):
         return read_center(self.folder / "lease")
@@ -209,7 +209,7 @@ class Job:
     async def start_center(self, name: str) -> Member:
         node = self.make_node()
         member = self.members[name] = Member(name, node)
-        address = f"ipc://{self.folder}/{name}-{node.incarnation}.sock"
+        address = f"ipc://{self.folder}/{name}-{node.instance_id}.sock"
         elector = FileLease(self.folder / "lease", name=name, address=address, lease_seconds=1.0)
         wanted = Wanted(
             servers=self.num_servers,
@@ -233,7 +233,7 @@ class Job:
         node = self.make_node()
         member = self.members[name] = Member(name, node)
         given = {key: (spec.shape, spec.dtype) for key, spec in (model or self.model).items()}
-        address = f"ipc://{self.folder}/{name}-{node.incarnation}.sock"
+        address = f"ipc://{self.folder}/{name}-{node.instance_id}.sock"
         member.contact = Contact(
             node,
             find=self.find,
@@ -308,7 +308,7 @@ class Job:
             ends_with_history=True,
         )
         contact.start()
-        while contact.view is None or contact.view.find(node.incarnation) is None:
+        while contact.view is None or contact.view.find(node.instance_id) is None:
             contact.check()
             await contact.bell.wait(0.05)
         sizes = [shard.numel for shard in self.shard_map.shards]
@@ -326,9 +326,9 @@ class Job:
             read = await client.pull(portion.need)
             gradient = compute(weights, portion.step, portion.share)
             number = await client.push(gradient, read=read)
-            self.pushed[(node.incarnation, number)] = (portion.number,)
+            self.pushed[(node.instance_id, number)] = (portion.number,)
             contribution = Contribution(
-                worker=node.incarnation,
+                worker=node.instance_id,
                 number=number,
                 portions=(portion.number,),
                 samples=1,
@@ -337,7 +337,7 @@ class Job:
                 version=min(read),
             )
             if await client.commit(contribution):
-                self.kept[(node.incarnation, number)] = (portion.number,)
+                self.kept[(node.instance_id, number)] = (portion.number,)
             else:
                 self.num_duplicates += 1
 
@@ -347,7 +347,7 @@ class Job:
         member = self.members.pop(name)
         await member.kill()
         if tell:
-            await self.tell_dead(member.node.incarnation)
+            await self.tell_dead(member.node.instance_id)
 
     async def tell_dead(self, identity: str) -> None:
         await self.tell(Dead(member=identity, reason="killed"))
@@ -397,7 +397,7 @@ class Job:
         return max(views, key=lambda view: view.epoch)
 
     def named(self, identity: str) -> str:
-        return next(name for name, member in self.members.items() if member.node.incarnation == identity)
+        return next(name for name, member in self.members.items() if member.node.instance_id == identity)
 
     async def finish(self, seconds: float = DEADLINE_SECONDS) -> torch.Tensor:
         """Wait until every server has applied the last round; the weights, which all replicas have alike."""

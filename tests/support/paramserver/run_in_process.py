@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from shoal.comm.wire.node import new_incarnation
+from shoal.comm.wire.node import new_instance_id
 from shoal.core.config import apply_overrides, validate
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
@@ -86,7 +86,7 @@ def place_in(folder, role, index, plan, recipe, *, sockets=None, resume=False):
         name=f"{role}-{index}",
         rank=rank,
         num_ranks=plan.ps + plan.workers + recipe.paramserver.centers,
-        incarnation=new_incarnation(),
+        instance_id=new_instance_id(),
         folder=Path(sockets or folder),
         run_dir=Path(folder) / "run",
         resume=resume,

@@ -17,7 +17,7 @@ class Forger:
     Args:
         seed: of all that is drawn.
         arenas: the folder of shared memory that messages say they know.
-        sender: the incarnation that they say they are from.
+        sender: the instance that they say they are from.
         wrong_bodies: values that the operation does not have as its body.
     """
 

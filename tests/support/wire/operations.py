@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import zmq
 
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.comm.wire.operations import Body, Op, Operations
 
 DEADLINE = 10.0
@@ -69,7 +69,7 @@ async def answer(request):
 
 
 def make_node(**options) -> Node:
-    return Node(incarnation=new_incarnation(), operations=OPERATIONS, **options)
+    return Node(instance_id=new_instance_id(), operations=OPERATIONS, **options)
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ import zmq
 from shoal.comm.wire.errors import Refused, WireError
 from shoal.comm.wire.keys import Keys
 from shoal.comm.wire.message import PROTOCOL_VERSION
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.elastic.election.majority import Seek
 from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS
 from shoal.paramserver.messages import Ask, Dead, Fetch, Halt, Join, Over, Pull, Push
@@ -69,7 +69,7 @@ def demands():
 async def ask_with_a_key_of_its_own(address):
     """With a key that is on no list; the public one of who listens is known."""
     public, secret = (zmq.utils.z85.decode(key) for key in zmq.curve_keypair())
-    node = Node(incarnation=new_incarnation(), operations=CLUSTER_OPERATIONS, keys=Keys(public=public, secret=secret))
+    node = Node(instance_id=new_instance_id(), operations=CLUSTER_OPERATIONS, keys=Keys(public=public, secret=secret))
 
     async def ask(body, payload):
         try:

@@ -61,7 +61,7 @@ def test_a_worker_dies_joins_and_returns() -> None:
     assert center.join("w2", "name-w") == ["publish 5: a b / x w2 / a+b b+a"]
 
 
-def test_a_second_incarnation_releases_the_first() -> None:
+def test_a_second_instance_id_releases_the_first() -> None:
     center = running("a b", "w")
     assert center.join("w2", "name-w") == [
         "refuse w replaced",
@@ -71,7 +71,7 @@ def test_a_second_incarnation_releases_the_first() -> None:
     ]
 
 
-def test_an_earlier_incarnation_that_is_heard_late() -> None:
+def test_an_earlier_instance_id_that_is_heard_late() -> None:
     center = running("a b", "x")
     later = Member(id="w2", name="name-w", role="worker", started=20.0)
     center.do(Joined(member=later, now=center.now))

@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.elastic.view import Chain, Member, View
 from shoal.paramserver.cleaner import Cleaner
 from shoal.paramserver.messages import OPERATIONS
@@ -18,7 +18,7 @@ def view(epoch, *members):
 
 
 def test_sockets_of_departed_members_go_and_those_of_others_stay(tmp_path):
-    ids = [new_incarnation() for _ in range(3)]
+    ids = [new_instance_id() for _ in range(3)]
     server = Member(id=ids[0], name="server-0", role="server", address=f"ipc://{tmp_path}/server-0-{ids[0]}.sock")
     worker = Member(id=ids[1], name="worker-0", role="worker")
     other = Member(id=ids[2], name="worker-1", role="worker")
@@ -26,7 +26,7 @@ def test_sockets_of_departed_members_go_and_those_of_others_stay(tmp_path):
         (tmp_path / f"{member.name}-{member.id}.sock").touch()
 
     async def run():
-        node = Node(incarnation=new_incarnation(), operations=OPERATIONS)
+        node = Node(instance_id=new_instance_id(), operations=OPERATIONS)
         cleaner = Cleaner(node, folder=tmp_path)
         await cleaner.take_view(view(1, server, worker, other))
         assert not cleaner.collected and len(list(tmp_path.iterdir())) == 3
@@ -48,8 +48,8 @@ def test_of_a_dead_worker_and_a_dead_server_nothing_is_left(tmp_path_factory, mo
     async def run():
         async with running_job(tmp_path_factory.mktemp("c"), update="async", steps=10_000, shares=2, servers=3) as job:
             await job.until_round(3)
-            worker = job.members["worker-0"].node.incarnation
-            dead = {worker, job.members["server-2"].node.incarnation}
+            worker = job.members["worker-0"].node.instance_id
+            dead = {worker, job.members["server-2"].node.instance_id}
             client = job.members["worker-0"].client
             for task in job.members["worker-0"].tasks:
                 task.cancel()

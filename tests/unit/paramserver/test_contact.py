@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.elastic.election.elector import Center
 from shoal.elastic.view import View
 from shoal.paramserver import contact as contact_module
@@ -34,7 +34,7 @@ def test_who_knocks_at_a_dead_center_turns_to_its_successor(tmp_path, monkeypatc
     asked = []
 
     async def run():
-        node, successor = (Node(incarnation=new_incarnation(), operations=OPERATIONS) for _ in range(2))
+        node, successor = (Node(instance_id=new_instance_id(), operations=OPERATIONS) for _ in range(2))
         address = await successor.listen(f"ipc://{tmp_path}/successor.sock", answer)
         found = [dead]
 
@@ -69,7 +69,7 @@ def test_who_is_out_does_not_wait_for_answers_that_cannot_come(tmp_path):
     """A server that was paused has a vote on a checkpoint under way when it hears that it is out: it must not wait for that."""
 
     async def run():
-        node, center = (Node(incarnation=new_incarnation(), operations=OPERATIONS) for _ in range(2))
+        node, center = (Node(instance_id=new_instance_id(), operations=OPERATIONS) for _ in range(2))
         address = await center.listen(f"ipc://{tmp_path}/center.sock", turn_away)
         contact = Contact(node, find=lambda: Center(epoch=1, address=address, name="center-0"), introduce=introduce)
         contact.start()

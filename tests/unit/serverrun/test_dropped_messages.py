@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import zmq
 
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.events import MessagesDropped
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
@@ -21,7 +21,7 @@ def place_in(folder, **changes):
         name="server-0",
         rank=0,
         num_ranks=1,
-        incarnation=new_incarnation(),
+        instance_id=new_instance_id(),
         folder=folder,
         run_dir=folder / "run",
         resume=False,
@@ -35,7 +35,7 @@ def disturb(place):
     """Open a member's node, send it nonsense and one real question, and close it."""
 
     async def run():
-        node, other = open_node(place), Node(incarnation=new_incarnation(), operations=OPERATIONS)
+        node, other = open_node(place), Node(instance_id=new_instance_id(), operations=OPERATIONS)
 
         async def answer(request):
             await request.answer(Told(view=None, versions=()))
@@ -74,7 +74,7 @@ def test_what_was_dropped_is_in_the_events_and_counted(tmp_path):
 
 def test_who_has_not_heard_of_an_epoch_yet_is_no_fault(tmp_path, capsys):
     """A run that nobody disturbed ended with "dropped 1 message: 1 stale": workers join one after the other, each a new epoch."""
-    node = Node(incarnation=new_incarnation(), operations=OPERATIONS)
+    node = Node(instance_id=new_instance_id(), operations=OPERATIONS)
     tallies = [Tally(node, name="server-0", run_dir=folder, rank=0) for folder in (tmp_path, None)]
     node.counters.add("behind")
     for tally in tallies:
@@ -92,8 +92,8 @@ def test_a_process_that_leaves_no_files_says_it_at_its_end(tmp_path, capsys):
 
 
 def test_the_last_word_of_every_process_is_added(tmp_path):
-    def write(rank, incarnation, **counts):
-        event = MessagesDropped(process=f"server-{rank}", incarnation=incarnation, counts=counts)
+    def write(rank, instance_id, **counts):
+        event = MessagesDropped(process=f"server-{rank}", instance_id=instance_id, counts=counts)
         assert append_event(RunDir(tmp_path).events(rank), event, rank=rank)
 
     write(0, "a", malformed=1)

@@ -23,16 +23,16 @@ def folder(tmp_path):
     return tmp_path
 
 
-def put_update(folder, *, server="server-0", incarnation="a", shard=0, number=0, change=0.0, loss=2.0, entries=None):
+def put_update(folder, *, server="server-0", instance_id="a", shard=0, number=0, change=0.0, loss=2.0, entries=None):
     """One update of a replica that holds some rows of one weight."""
     first, last = ROWS[shard]
     rows = WHOLE[first:last] + number + change
-    stem = folder / f"update-{server}-{incarnation}-{shard}-{number}"
+    stem = folder / f"update-{server}-{instance_id}-{shard}-{number}"
     tensors = {"grad/a": rows, "weight/a": rows * 2, "optimizer/a/step": torch.tensor(float(number))}
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, f"{stem}.safetensors")
     page = {
         "server": server,
-        "incarnation": incarnation,
+        "instance_id": instance_id,
         "shard": shard,
         "round": {"number": number, "entries": entries or [["w", number, 1.0]], "loss": loss},
         "pieces": [["a", first * 3, last * 3, shard]],
@@ -68,7 +68,7 @@ def test_a_round_is_put_together_from_its_shards(folder):
 def test_a_backup_that_drifts_is_seen(folder):
     put_run(folder)
     for number in range(2):
-        put_update(folder, server="server-1", incarnation="b", shard=0, number=number, change=1e-6 * number)
+        put_update(folder, server="server-1", instance_id="b", shard=0, number=number, change=1e-6 * number)
     run = read_run(folder, num_shards=2)
     assert run.gather(0).disagreeing == {}
     (wrong,) = set(run.gather(1).disagreeing.values())
@@ -81,7 +81,7 @@ def test_a_replica_may_die_and_another_come_later(folder):
     for suffix in ("json", "safetensors"):
         (folder / f"update-server-0-a-0-2.{suffix}").unlink()
     for number in (1, 2):
-        put_update(folder, server="server-0", incarnation="b", shard=0, number=number)
+        put_update(folder, server="server-0", instance_id="b", shard=0, number=number)
     run = read_run(folder, num_shards=2)
     assert [len(run.gather(number).pieces["grad/a"]) for number in range(3)] == [2, 3, 2]
     assert all(torch.equal(run.gather(number).step.tensors["grad/a"], WHOLE + number) for number in range(3))

@@ -86,9 +86,9 @@ class _Arena:
 class Arenas:
     """What this process lends."""
 
-    def __init__(self, folder: Path, incarnation: str, *, max_bytes: int = ARENA_BYTES) -> None:
+    def __init__(self, folder: Path, instance_id: str, *, max_bytes: int = ARENA_BYTES) -> None:
         self._folder = folder
-        self._incarnation = incarnation
+        self._instance_id = instance_id
         self._max_bytes = max_bytes
         self._num_made = 0
         self._num_bytes = 0
@@ -172,7 +172,7 @@ class Arenas:
         if self._is_closed or self._num_bytes + size > self._max_bytes:
             return None
         self._num_made += 1
-        arena = _make_arena(self._folder / f"{self._incarnation}-{self._num_made}{_SUFFIX}", size)
+        arena = _make_arena(self._folder / f"{self._instance_id}-{self._num_made}{_SUFFIX}", size)
         if arena is not None:
             self._num_bytes += size
         return arena
@@ -209,7 +209,7 @@ class Borrowed:
         return see(array)
 
     def forget(self, sender: str) -> None:
-        """Let go of the arenas of an incarnation that is gone."""
+        """Let go of the arenas of an instance that is gone."""
         for name in [name for name in self._mapped if name.startswith(f"{sender}-")]:
             del self._mapped[name]
 

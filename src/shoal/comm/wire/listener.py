@@ -102,7 +102,7 @@ class Request:
 
     @property
     def sender(self) -> str:
-        """The incarnation of the one who asks."""
+        """The instance of the one who asks."""
         return self.header.sender
 
     @property

@@ -54,7 +54,7 @@ ITEM_BYTES = {
 
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Extent = Annotated[int, Meta(ge=0, le=2**40)]
-_Incarnation = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
+_InstanceId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -73,8 +73,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     """``PROTOCOL_VERSION`` of the sender."""
     epoch: _Count
     """The sender's epoch when it sent this."""
-    sender: _Incarnation
-    """The sender's incarnation: another one after every start."""
+    sender: _InstanceId
+    """The sender's instance: another one after every start."""
     sequence: _Count
     """Counts what the sender sent, to anybody; with ``sender`` it names this message."""
     operation: Annotated[str, Meta(max_length=64)]

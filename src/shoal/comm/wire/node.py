@@ -1,6 +1,6 @@
 """This process on the wire: what it listens on, whom it calls, and what both share.
 
-    node = Node(incarnation=new_incarnation(), operations=OPERATIONS)
+    node = Node(instance_id=new_instance_id(), operations=OPERATIONS)
     address = await node.listen("ipc:///run/s.sock", handle)
     answer = await node.connect(address).call(Pull(shard=0, need=3), deadline=5.0, into=weights)
 
@@ -34,7 +34,7 @@ from shoal.core.errors import RequestError
 _SENT_POLL_SECONDS = 0.0005
 
 
-def new_incarnation() -> str:
+def new_instance_id() -> str:
     """A name for this start of this process that no other start has: 16 hexadecimal digits."""
     return secrets.token_hex(8)
 
@@ -53,7 +53,7 @@ class Node:
     """This process on the wire.
 
     Args:
-        incarnation: this start of this process, from ``new_incarnation()``.
+        instance_id: this start of this process, from ``new_instance_id()``.
         operations: what may be asked and answered here.
         keys: with them every tcp connection is encrypted and both ends are known; without, tcp stays on loopback.
         arena_dir: a folder in memory (under /dev/shm, mode 0700) that all processes of the run on this machine share.
@@ -63,17 +63,17 @@ class Node:
     """
 
     def __init__(
-        self, *, incarnation: str, operations: Operations, keys: Keys | None = None, arena_dir: Path | None = None
+        self, *, instance_id: str, operations: Operations, keys: Keys | None = None, arena_dir: Path | None = None
     ) -> None:
-        self.incarnation = incarnation
+        self.instance_id = instance_id
         self.operations = operations
         self.epoch = 0
         """Stamped on everything that is sent; a fenced request that was sent under a lower one is refused."""
         self.members: frozenset[str] = frozenset()
-        """Incarnations that belong to the epoch, where the room above knows them."""
+        """Instances that belong to the epoch, where the room above knows them."""
         self.counters = Counters()
         self.deduplication = Deduplication()
-        self.payloads = Payloads(incarnation, arena_dir)
+        self.payloads = Payloads(instance_id, arena_dir)
         self.num_sent = 0
         self._keys = keys
         self._authenticator: Authenticator | None = None
@@ -151,7 +151,7 @@ class Node:
             release_context(self._context)
 
     def forget(self, sender: str) -> None:
-        """Drop what is remembered of an incarnation that is gone for good."""
+        """Drop what is remembered of an instance that is gone for good."""
         self.deduplication.forget(sender)
         self.payloads.forget(sender)
 
@@ -266,7 +266,7 @@ class Node:
         return Header(
             version=PROTOCOL_VERSION,
             epoch=self.epoch,
-            sender=self.incarnation,
+            sender=self.instance_id,
             sequence=sequence,
             operation=operation,
             answers=answers,

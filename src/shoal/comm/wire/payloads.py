@@ -148,21 +148,21 @@ class Payloads:
     """The memory of one node.
 
     Args:
-        incarnation: of the node.
+        instance_id: of the node.
         arena_dir: the folder of arenas; without one no payload is shared.
 
     Raises:
         RequestError: the folder is missing, or others can write there.
     """
 
-    def __init__(self, incarnation: str, arena_dir: Path | None) -> None:
+    def __init__(self, instance_id: str, arena_dir: Path | None) -> None:
         self.folder = ""
         """What the node's headers say about the folder of arenas."""
         self._arenas: Arenas | None = None
         self._borrowed: Borrowed | None = None
         if arena_dir is not None:
             self.folder = identify_folder(arena_dir)
-            self._arenas = Arenas(arena_dir, incarnation)
+            self._arenas = Arenas(arena_dir, instance_id)
             self._borrowed = Borrowed(arena_dir)
         self._spare = SpareBuffers()
         self._is_closed = False
@@ -226,7 +226,7 @@ class Payloads:
             self._arenas.abandon(sequence)
 
     def forget(self, sender: str) -> None:
-        """Let go of the memory of an incarnation that is gone."""
+        """Let go of the memory of an instance that is gone."""
         if self._borrowed is not None:
             self._borrowed.forget(sender)
 

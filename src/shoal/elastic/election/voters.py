@@ -21,7 +21,7 @@ from typing import Any
 from shoal.comm.wire.errors import Refused, WireError
 from shoal.comm.wire.keys import Keys
 from shoal.comm.wire.listener import Request
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.elastic.election import majority
@@ -75,7 +75,7 @@ class Voters:
         self._voters = dict(voters)
         self._file = ballot
         self._is_guest = node is not None
-        self._node = node or Node(incarnation=new_incarnation(), operations=OPERATIONS, keys=keys)
+        self._node = node or Node(instance_id=new_instance_id(), operations=OPERATIONS, keys=keys)
         self.heard_at = boot_seconds()
         """When any other voter was last heard of, on the clock of ``boot_seconds``."""
         self._state = majority.begin(
@@ -222,7 +222,7 @@ async def find_center(voters: Collection[str], *, deadline: Deadline, keys: Keys
     Raises:
         RunError: none did within the deadline.
     """
-    node = Node(incarnation=new_incarnation(), operations=OPERATIONS, keys=keys)
+    node = Node(instance_id=new_instance_id(), operations=OPERATIONS, keys=keys)
 
     async def seek(address: str) -> Any:
         try:

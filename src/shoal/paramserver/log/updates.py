@@ -169,7 +169,7 @@ class Book:
         """A worker is there; one that is there already stays as it is."""
         if worker in self._gone:
             # What it committed is no longer remembered, so what it sends again could count twice.
-            return Refused(reason=f"worker {worker} has left; join again as a new incarnation")
+            return Refused(reason=f"worker {worker} has left; join again as a new instance")
         self._members.setdefault(worker, Member(index=index))
         return NOTHING
 

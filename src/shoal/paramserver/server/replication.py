@@ -77,10 +77,10 @@ class Relay:
         report = Deadline(seconds=self._deadline * _PATIENCE)
         waiting: set[str] | None = None
         while True:
-            view = require_primary(self._contact.view, shard, self._node.incarnation)
+            view = require_primary(self._contact.view, shard, self._node.instance_id)
             if not is_current():
                 raise NotPrimary(f"shard {shard} went back to the checkpoint")
-            others = set(view.chains[shard].replicas) - {self._node.incarnation}
+            others = set(view.chains[shard].replicas) - {self._node.instance_id}
             # One that joins later gets a copy of the shard that has this in it.
             waiting = others if waiting is None else waiting & others
             for member in sorted(waiting):

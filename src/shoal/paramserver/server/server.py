@@ -109,7 +109,7 @@ class Server:
         self._shelf = Shelf(
             contact,
             self._relay,
-            identity=node.incarnation,
+            identity=node.instance_id,
             make_shard=make_shard,
             make_copy=make_copy or make_shard,
             make_ledger=make_ledger,
@@ -122,7 +122,7 @@ class Server:
             await on_round(self, made, cut)
 
         self._follower = Follower(
-            contact, self._relay, self._shelf, identity=node.incarnation, rate=rate, on_round=tell
+            contact, self._relay, self._shelf, identity=node.instance_id, rate=rate, on_round=tell
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self.vectors = VectorServer(
@@ -138,7 +138,7 @@ class Server:
     @property
     def identity(self) -> str:
         """This server's name in views."""
-        return self.node.incarnation
+        return self.node.instance_id
 
     @property
     def replicas(self) -> Mapping[int, Replica]:

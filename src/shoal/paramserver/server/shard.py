@@ -167,7 +167,7 @@ class ShardState:
         """A worker has left: drop what it pushed and never committed; how many gradients that were.
 
         Args:
-            worker: its incarnation.
+            worker: its instance.
             keep: the numbers that it did commit (``Book.committed``).
         """
         return self._gradients.discard(worker, keep)

@@ -27,7 +27,7 @@ from typing import Any
 
 from shoal.checkpoint.layout import parse_step
 from shoal.checkpoint.whole import newest_whole
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST
 from shoal.core.rundir import RunDir
 from shoal.elastic.election.filelease import read_center
@@ -61,7 +61,7 @@ _LAST_SECONDS = 10.0
 _FUTILE_DEATHS = 5
 """Deaths of one place in a row, without a step between them, after which starting again is no cure."""
 _TAIL_LINES = 15
-_HEADING = re.compile(r"^--- .*, incarnation \S+ ---$", re.MULTILINE)
+_HEADING = re.compile(r"^--- .*, instance \S+ ---$", re.MULTILINE)
 """What stands in a log before the words of each process."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -105,7 +105,7 @@ class CrewEnd:
     """The last step that was seen."""
     num_deaths: int = 0
     peak_rss_bytes: tuple[int, ...] = ()
-    """Of every server and worker, by rank, over all its incarnations."""
+    """Of every server and worker, by rank, over all its instances."""
 
 
 class Crew:
@@ -123,10 +123,10 @@ class Crew:
         self._folder = JobDirectory()
         self._board = StatusBoard.create(len(self._places))
         self._spawner = Spawner(self._environment(), descriptors=(self._board.fd,))
-        self._node = Node(incarnation=new_incarnation(), operations=OPERATIONS, arena_dir=self._folder.path)
+        self._node = Node(instance_id=new_instance_id(), operations=OPERATIONS, arena_dir=self._folder.path)
         self._herald = Herald(self._node, find=lambda: read_center(self._folder.path / "lease"))
         self._ended: asyncio.Queue[tuple[Place, str]] = asyncio.Queue()
-        """Who ended, under which incarnation."""
+        """Who ended, under which instance."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._standstill = None if request.deadlines is None else Standstill(request.deadlines)
         self._next_look = 0.0
@@ -191,9 +191,9 @@ class Crew:
     async def _turn(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
-                place, incarnation = await self._ended.get()
+                place, instance_id = await self._ended.get()
             # One whose group was ended meanwhile has been spoken for.
-            if incarnation == place.incarnation:
+            if instance_id == place.instance_id:
                 self._take_end(place)
         states = self._states()
         self._step = max(self._step, *(int(state.metrics.get("step", 0)) for state in states))
@@ -293,25 +293,25 @@ class Crew:
         """Start a leader and its group, after what is left of the one before has ended."""
         async with leader.starting:
             await kill_places(leader.group)
-            incarnation = new_incarnation()
+            instance_id = new_instance_id()
             for place in leader.group:
-                place.process, place.is_done, place.incarnation = None, False, incarnation
+                place.process, place.is_done, place.instance_id = None, False, instance_id
             for place in leader.group:
-                place.process = await self._spawn(place, incarnation)
+                place.process = await self._spawn(place, instance_id)
 
-    async def _spawn(self, place: Place, incarnation: str) -> Started:
+    async def _spawn(self, place: Place, instance_id: str) -> Started:
         log = self._log(place.rank)
         with log.open("ab", buffering=0) as file:
-            file.write(f"--- {place.name}, incarnation {incarnation} ---\n".encode())  # as _HEADING has it
+            file.write(f"--- {place.name}, instance {instance_id} ---\n".encode())  # as _HEADING has it
         arguments = [place.role, "--name", place.name, "--rank", str(place.rank), "--ranks", str(len(self._places))]
-        arguments += ["--incarnation", incarnation, "--folder", str(self._folder.path)]
+        arguments += ["--instance-id", instance_id, "--folder", str(self._folder.path)]
         arguments += ["--run-dir", str(self._request.run_dir)]
         arguments += ["--group-rank", str(place.group_rank)] if place.group_rank else []
         return await self._spawner.start(
             "shoal.serverrun.center" if place.role == "center" else self._request.member_module,
             [*arguments, *(["--resume"] if self._request.resume or self._num_deaths else [])],
             log=log,
-            on_end=lambda: self._ended.put_nowait((place, incarnation)),
+            on_end=lambda: self._ended.put_nowait((place, instance_id)),
             # A center needs no torch; the first ones are there before the nursery has imported it.
             is_forked=place.role != "center" or self._num_deaths > 0,
         )
@@ -337,10 +337,10 @@ class Crew:
             return
         self._num_deaths += 1
         how = describe_end(code)
-        self._herald.tell(Dead(member=leader.incarnation, reason=how))
+        self._herald.tell(Dead(member=leader.instance_id, reason=how))
         for other in leader.group:
             # What becomes of the others now is no news.
-            other.incarnation = ""
+            other.instance_id = ""
         is_futile = self._step == leader.step_at_death
         leader.futile_deaths = leader.futile_deaths + 1 if is_futile else 1
         leader.step_at_death = self._step

@@ -193,7 +193,7 @@ class Place:
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of a leader: one start of its group at a time."""
     process: Started | None = None
-    incarnation: str = ""
+    instance_id: str = ""
     step_at_death: int = -1
     futile_deaths: int = 0
     is_done: bool = False

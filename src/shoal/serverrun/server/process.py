@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal.checkpoint.goodness import refuse_only_aside
 from shoal.checkpoint.whole import glance
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.comm.world import Place, World
 from shoal.core.errors import AgreedError, RequestError, RunError
 from shoal.core.events import (
@@ -106,7 +106,7 @@ async def serve(
                 if place.cluster is None:
                     raise  # There is a crew, which starts it again.
                 print(f"taken for dead: {error}; coming back under a new name", file=sys.stderr, flush=True)
-                place = replace(place, incarnation=new_incarnation(), resume=True)
+                place = replace(place, instance_id=new_instance_id(), resume=True)
                 source.come_back(place)
             finally:
                 await node.close()
@@ -366,7 +366,7 @@ class Diary:
         await asyncio.to_thread(self._saver.close)
         await asyncio.to_thread(self._source.look, again=True)
         self._begin()
-        if any(self._place.incarnation in chain.synced for chain in view.chains):
+        if any(self._place.instance_id in chain.synced for chain in view.chains):
             # Not one that comes later: it gets what the others have made since, and never reads the checkpoint.
             back = WentBack(step=self._progress.step, died=view.lost, history=view.history)
             self._reporter.event(back)

@@ -85,7 +85,7 @@ class Line:
         self._worker = worker
         self.landing = worker.flat.weights if landing is None else landing
         """The servers' weights, as pulled last."""
-        self.identity = place.incarnation
+        self.identity = place.instance_id
         self.client = self._thread.call(self._open())
 
     async def _open(self) -> Client:
@@ -114,7 +114,7 @@ class Line:
         )
         self._contact.start()
         started = time.monotonic()
-        while (view := self._contact.view) is None or view.find(place.incarnation) is None:
+        while (view := self._contact.view) is None or view.find(place.instance_id) is None:
             self._contact.check()
             if self._contact.halt == FINISHED:
                 raise RunOver

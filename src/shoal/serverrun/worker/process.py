@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal.comm.parentdeath import end_if_forked
-from shoal.comm.wire.node import new_incarnation
+from shoal.comm.wire.node import new_instance_id
 from shoal.engine.model import ParallelModel
 from shoal.engine.parallelize import parallelize
 from shoal.engine.resolve import count_steps, resolve_plan
@@ -67,10 +67,10 @@ def _work_under_names(
     config = place.recipe.paramserver
     has_own = place.rule.kind == "downpour" or bool(config.local_steps) or pulls_ahead(config, place.rule)
     landing = torch.empty_like(worker.flat.weights) if has_own else None
-    incarnation, owner = place.incarnation, os.getpid()
+    instance_id, owner = place.instance_id, os.getpid()
     while True:
         try:
-            line = open_line(replace(place, incarnation=incarnation), worker, landing)
+            line = open_line(replace(place, instance_id=instance_id), worker, landing)
         except RunOver:
             return ""
         try:
@@ -80,7 +80,7 @@ def _work_under_names(
             return line.halt
         except Evicted as error:
             print(f"taken for dead: {error}; coming back under a new name", file=sys.stderr, flush=True)
-            incarnation = new_incarnation()
+            instance_id = new_instance_id()
         finally:
             end_if_forked(owner)
             line.close()

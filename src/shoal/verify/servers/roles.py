@@ -79,13 +79,13 @@ class RecordedSource(ShardSource):
         tensors |= {f"weight/{name}": tensor for name, tensor in state.parameters().items()}
         tensors |= {f"optimizer/{path}": tensor for path, tensor in state.optimizer_state().items()}
         shard, place = state.shard.number, self.place
-        stem = f"{UPDATES}-{place.name}-{place.incarnation}-{shard}-{record.number}"
+        stem = f"{UPDATES}-{place.name}-{place.instance_id}-{shard}-{record.number}"
         # Copies: the live tensors are views of one buffer, and safetensors refuses two names for one memory.
         plain = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
         save_file(plain, self._job.folder / f"{stem}.safetensors")
         page = {
             "server": place.name,
-            "incarnation": place.incarnation,
+            "instance_id": place.instance_id,
             "shard": shard,
             "round": round_to_json(record),
             "pieces": [[piece.name, piece.start, piece.stop, shard] for piece in state.shard.pieces],

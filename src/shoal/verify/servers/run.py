@@ -38,7 +38,7 @@ class ReplicaRecording:
     """What one copy of one shard put down."""
 
     server: str
-    incarnation: str
+    instance_id: str
     shard: int
     pages: Mapping[int, Mapping[str, Any]]
     """By round."""
@@ -51,7 +51,7 @@ class ReplicaRecording:
 
     def pieces(self, number: int, rank: int) -> dict[str, RankPiece]:
         """What it held after a round."""
-        stem = f"{UPDATES}-{self.server}-{self.incarnation}-{self.shard}-{number}"
+        stem = f"{UPDATES}-{self.server}-{self.instance_id}-{self.shard}-{number}"
         table = self.pages[number]["placements"]
         tensors = load_file(self.folder / f"{stem}.safetensors")
         return {
@@ -228,13 +228,13 @@ def _read_replicas(folder: Path) -> tuple[ReplicaRecording, ...]:
     found: dict[tuple[str, str, int], dict[int, Mapping[str, Any]]] = {}
     for path in sorted(folder.glob(f"{UPDATES}-*.json")):
         page = json.loads(path.read_text())
-        key = (page["server"], page["incarnation"], page["shard"])
+        key = (page["server"], page["instance_id"], page["shard"])
         found.setdefault(key, {})[page["round"]["number"]] = page
     replicas = [
-        ReplicaRecording(server=server, incarnation=incarnation, shard=shard, pages=pages, folder=folder)
-        for (server, incarnation, shard), pages in found.items()
+        ReplicaRecording(server=server, instance_id=instance_id, shard=shard, pages=pages, folder=folder)
+        for (server, instance_id, shard), pages in found.items()
     ]
-    return tuple(sorted(replicas, key=lambda one: (one.shard, -len(one.pages), one.server, one.incarnation)))
+    return tuple(sorted(replicas, key=lambda one: (one.shard, -len(one.pages), one.server, one.instance_id)))
 
 
 def _update(record: Mapping[str, Any], reads: Mapping[tuple[str, int], Mapping[str, Any]]) -> Update:

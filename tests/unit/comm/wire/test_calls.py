@@ -10,7 +10,7 @@ from shoal.comm.wire import arena, buffers, listener
 from shoal.comm.wire import payloads as streams
 from shoal.comm.wire.errors import Refused, WireClosed, WireTimeout
 from shoal.comm.wire.message import BODY_BYTES
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.comm.wire.operations import Body, Op, Operations
 from shoal.core.errors import RequestError, RunError
 from support.wire.operations import DEADLINE, Echo, Echoed, Late, Sum, answer, as_tensor, make_node, nodes, noise, until
@@ -150,7 +150,7 @@ def test_a_member_that_has_not_heard_of_the_epoch_yet_is_refused_as_one(talk):
     """While others join, every run had some, and called them stale: a word for what the dead and the evicted send."""
 
     async def work(server, client, peer):
-        client.epoch, server.epoch, server.members = 3, 4, frozenset({client.incarnation})
+        client.epoch, server.epoch, server.members = 3, 4, frozenset({client.instance_id})
         with pytest.raises(Refused) as caught:
             await peer.call(Echo(1), deadline=DEADLINE)
         assert caught.value.code == "behind"
@@ -413,7 +413,7 @@ def test_a_body_that_is_too_long_is_refused_where_it_is_sent_and_the_connection_
                 await request.answer(Text(text))
 
     async def work():
-        client, server = (Node(incarnation=new_incarnation(), operations=table) for _ in range(2))
+        client, server = (Node(instance_id=new_instance_id(), operations=table) for _ in range(2))
         try:
             peer = client.connect(await server.listen("tcp://127.0.0.1:0", answer_words))
             for request in (Text("x" * BODY_BYTES), Words(BODY_BYTES)):

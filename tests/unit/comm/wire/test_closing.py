@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.comm.wire.operations import Op, Operations
 
 NUM_ROUNDS, NUM_PEERS = 20, 8
@@ -38,7 +38,7 @@ def test_closing_while_the_other_side_dies_leaves_other_connections_alone(tmp_pa
 
 
 async def _close_together(folder: Path) -> None:
-    node, theirs = Node(incarnation=new_incarnation(), operations=OPERATIONS), zmq.Context()
+    node, theirs = Node(instance_id=new_instance_id(), operations=OPERATIONS), zmq.Context()
     for turn in range(NUM_ROUNDS):
         others = [theirs.socket(zmq.ROUTER) for _ in range(NUM_PEERS)]
         addresses = [f"ipc://{folder}/{turn}-{number}.sock" for number in range(NUM_PEERS)]

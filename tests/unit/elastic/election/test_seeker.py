@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from shoal.comm.wire.keys import load_keys, make_keys
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.errors import RequestError, RunError
 from shoal.elastic.election.majority import OPERATIONS, Found
 from shoal.elastic.election.seeker import Seeker
@@ -23,7 +23,7 @@ class Clock:
 
 
 def make_node(keys=None):
-    return Node(incarnation=new_incarnation(), operations=OPERATIONS, keys=keys)
+    return Node(instance_id=new_instance_id(), operations=OPERATIONS, keys=keys)
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.errors import RequestError
 from shoal.elastic.election.majority import OPERATIONS, Found, Seek
 from shoal.elastic.election.sole import Sole
@@ -38,7 +38,7 @@ def test_its_ballot_is_its_own(tmp_path):
 def test_members_are_told_only_while_it_leads(tmp_path):
     async def ask():
         sole = make(tmp_path)
-        node = Node(incarnation=new_incarnation(), operations=OPERATIONS)
+        node = Node(instance_id=new_instance_id(), operations=OPERATIONS)
         await node.listen("inproc://sole", sole.answer)
         said = [(await node.connect("inproc://sole").call(Seek(), deadline=5.0)).body]
         await sole.campaign()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.comm.wire.errors import Refused
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
 from shoal.elastic.election.elector import Deposed
@@ -69,7 +69,7 @@ def test_a_stranger_gets_no_vote(tmp_path: Path) -> None:
     async def run() -> None:
         addresses, (one, *_) = voters(tmp_path)
         await one.start()
-        node = Node(incarnation=new_incarnation(), operations=OPERATIONS)
+        node = Node(instance_id=new_instance_id(), operations=OPERATIONS)
         with pytest.raises(Refused, match="'z' is not another of the voters a, b, c"):
             await node.connect(addresses["a"]).call(Poll(9, "z", "", False, 0.0), deadline=2.0)
         await node.close()

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from shoal.comm.wire.errors import Refused
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.errors import RequestError
 from shoal.elastic.election.elector import Center
 from shoal.elastic.election.sole import Sole
@@ -22,7 +22,7 @@ MODEL = {"weight": ((2, 3), "float32")}
 
 
 def make_node():
-    return Node(incarnation=new_incarnation(), operations=CLUSTER_OPERATIONS)
+    return Node(instance_id=new_instance_id(), operations=CLUSTER_OPERATIONS)
 
 
 @asynccontextmanager

@@ -137,7 +137,7 @@ def test_a_dead_workers_portions_go_to_the_front_and_what_it_committed_stays():
 def test_a_worker_that_left_comes_back_only_as_another():
     desk = Desk("bsp")
     desk.book.leave("a", 0.0)
-    assert "new incarnation" in desk.book.join("a", 0, 1.0).reason
+    assert "new instance" in desk.book.join("a", 0, 1.0).reason
     assert not desk.book.leave("a", 2.0), "leaving twice changes nothing"
     assert isinstance(desk.take("a"), Refused)
 
@@ -372,7 +372,7 @@ def test_one_that_began_before_the_first_worker_came_hands_in_what_it_has():
 
 
 def test_departed_workers_are_remembered_up_to_a_number():
-    """Every incarnation that had ever left stayed in the book, and went into every copy of it."""
+    """Every instance that had ever left stayed in the book, and went into every copy of it."""
     book = Desk("bsp", names="").book
     for number in range(GONE_KEPT + 5):
         book.join(f"worker-{number}", 0, 0.0)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.errors import RunError
 from shoal.elastic.election.elector import Center
 from shoal.elastic.view import Chain, Member, View
@@ -110,7 +110,7 @@ def test_a_forward_has_the_time_that_its_payload_needs(tmp_path):
     reported = []
 
     async def run():
-        here, other = (Node(incarnation=new_incarnation(), operations=OPERATIONS) for _ in range(2))
+        here, other = (Node(instance_id=new_instance_id(), operations=OPERATIONS) for _ in range(2))
 
         async def answer(request):
             match request.body:
@@ -128,10 +128,10 @@ def test_a_forward_has_the_time_that_its_payload_needs(tmp_path):
 
         address = await other.listen(f"ipc://{tmp_path}/other.sock", answer)
         members = [
-            Member(id=node.incarnation, name=f"server-{place}", role="server", address=address)
+            Member(id=node.instance_id, name=f"server-{place}", role="server", address=address)
             for place, node in enumerate((here, other))
         ]
-        chain = Chain(primary=here.incarnation, backups=(other.incarnation,))
+        chain = Chain(primary=here.instance_id, backups=(other.instance_id,))
         view = View(epoch=3, servers=tuple(members), workers=(), chains=(chain,))
 
         def introduce(view):
@@ -161,7 +161,7 @@ def run_with_servers(
     half = numel // 2
 
     async def run():
-        worker, other = (Node(incarnation=new_incarnation(), operations=OPERATIONS) for _ in range(2))
+        worker, other = (Node(instance_id=new_instance_id(), operations=OPERATIONS) for _ in range(2))
 
         async def answer(request):
             match request.body:
@@ -185,8 +185,8 @@ def run_with_servers(
                     await request.answer(Done())
 
         address = await other.listen(f"ipc://{tmp_path}/other.sock", answer)
-        server = Member(id=other.incarnation, name="server-0", role="server", address=address)
-        here = Member(id=worker.incarnation, name="worker-0", role="worker")
+        server = Member(id=other.instance_id, name="server-0", role="server", address=address)
+        here = Member(id=worker.instance_id, name="worker-0", role="worker")
         chain = Chain(primary=server.id)
         view = View(epoch=3, servers=(server,), workers=(here,), chains=(chain, chain))
 
@@ -197,7 +197,7 @@ def run_with_servers(
         contact.start()
         try:
             assert await contact.newer_than(0, 30.0)
-            assert worker.members == {worker.incarnation, other.incarnation}
+            assert worker.members == {worker.instance_id, other.instance_id}
             client = Client(
                 worker,
                 contact,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from shoal.comm.wire.node import Node, new_incarnation
+from shoal.comm.wire.node import Node, new_instance_id
 from shoal.elastic.election.elector import Center
 from shoal.paramserver.messages import OPERATIONS, Dead, Done
 from shoal.serverrun.job.notifier import Herald
@@ -12,7 +12,7 @@ class Listening:
     """Somebody at a center's address, who writes down what is told."""
 
     def __init__(self, path, name):
-        self.node = Node(incarnation=new_incarnation(), operations=OPERATIONS)
+        self.node = Node(instance_id=new_instance_id(), operations=OPERATIONS)
         self.center = Center(epoch=1, address=f"ipc://{path}/{name}.sock", name=name)
         self.heard = []
         self.arrived = asyncio.Event()
@@ -39,7 +39,7 @@ def dead(member):
 
 def test_the_newest_death_does_not_wait_for_the_telling_of_older_ones(tmp_path):
     async def run():
-        node = Node(incarnation=new_incarnation(), operations=OPERATIONS)
+        node = Node(instance_id=new_instance_id(), operations=OPERATIONS)
         first, second = Listening(tmp_path, "center-0"), Listening(tmp_path, "center-1")
         found = [None]
         herald = Herald(node, find=lambda: found[0])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.comm.wire.node import new_incarnation
+from shoal.comm.wire.node import new_instance_id
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.paramserver.config import group_plan
@@ -29,7 +29,7 @@ def test_a_rank_has_its_workers_number_and_its_group_a_place_of_its_own(place):
     other = replace(place, name="worker-1.3", group_rank=3)
     assert other.index == place.index == 1
     assert other.group_store == place.group_store
-    again = replace(other, incarnation=new_incarnation())
+    again = replace(other, instance_id=new_instance_id())
     assert again.group_store != place.group_store, "a group that is started again would meet the one before"
     assert replace(place, name="worker-0").group_store != place.group_store
 
