@@ -77,11 +77,12 @@ class SessionClient(ForkClient):
     def __init__(self, environment):
         super().__init__(WARM, environment)
         self.environment = dict(environment)
+        before = forkclient._adopts_orphans()
         with mock.patch.object(forkclient, "start_interpreter", _start_interpreter):
             self.open()
         self.wait()
         assert not self.problem, self.problem
-        forkclient._adopt_orphans(False)
+        forkclient._adopt_orphans(before)
         self.owner = os.getpid()
 
     def order(self, module, arguments, environment, *, folder="."):
