@@ -15,11 +15,11 @@ from shoal.planner.tables.predict import Predicted, predict_run
 from shoal.planner.tables.score import score
 from shoal.planner.tables.table import Run, read_table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "planner"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "benchmarks" / "planner"))
 import fitting  # what made the constants
 import folds
 
-TABLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "published_runs_calibration.csv"
+TABLE = Path(__file__).resolve().parents[5] / "shared" / "data" / "published_runs_calibration.csv"
 MARGIN = 1.1
 ALLOCATED = 0.0038
 """Of the bytes that SimuMax's runs had allocated."""
