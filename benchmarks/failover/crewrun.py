@@ -88,9 +88,9 @@ class CrewRun:
                 stderr=output,
             )
         self.folder: Path | None = None
-        """Sockets and leases of the crew."""
+        """Sockets and leases of the job."""
         self.killed: set[str] = set()
-        """Instances that a whole crew does not have any more."""
+        """Instances that a whole job does not have any more."""
         self._node: Node | None = None
 
     async def __aenter__(self) -> "CrewRun":
@@ -150,7 +150,7 @@ class CrewRun:
                 found.append(view)
             return bool(found)
 
-        await self.wait_for(is_whole, "the crew to be whole")
+        await self.wait_for(is_whole, "the job to be whole")
         return found[0]
 
     def _is_whole(self, view: View, processes: dict[str, Process]) -> bool:
@@ -231,7 +231,8 @@ class Newcomer:
 
 
 def train_undisturbed(folder: Path, steps: int) -> str:
-    """The hash of the weights after so many steps of plain data parallelism, which shares no server, book or center with this."""
+    """The hash of the weights after so many steps of plain data parallelism, which shares no server, update log or center with
+    this."""
     recipe = folder / "undisturbed.toml"
     recipe.write_text(RECIPE.format(backup=0, log="", steps=steps))
     command = [sys.executable, "-m", "shoal", "train", str(recipe), "--plan", "dp=2"]

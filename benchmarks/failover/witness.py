@@ -3,8 +3,8 @@
 The witness changes nothing. It wraps three methods of the real roles and writes a line after each of them has done its work,
 straight into a file, so that a line outlives a SIGKILL. Times are of the machine's monotonic clock, which all processes share.
 
-    ["kept", time, worker, number, portions]            a worker was told that its contribution is kept
-    ["made", time, server, round, [[worker, number]..]] a server has applied a round to all of its shards
+    ["kept", time, worker, number, work units]            a worker was told that its push is kept
+    ["made", time, server, update, [[worker, number]..]] a server has applied an update to all of its shards
     ["view", time, member, epoch]                       a member goes by a new view
 
 Each is under the name that it has at the moment: a worker that was taken for dead goes on under another.
@@ -24,7 +24,7 @@ from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.worker.client import Client
-from shoal.serverrun.server.process import Diary
+from shoal.serverrun.server.process import ServerRecorder
 
 
 def build(spec: DataShape, log: str) -> nn.Module:
@@ -43,18 +43,18 @@ def watch(path: Path) -> None:
     def note(*words: Any) -> None:
         os.write(file, json.dumps(words).encode() + b"\n")
 
-    commit, take_round, take_in = Client.commit, Diary.take_round, Contact._take_in
+    commit, take_update, take_in = Client.commit, ServerRecorder.take_update, Contact._take_in
 
-    async def watched_commit(self: Client, contribution: Any) -> bool:
-        is_kept = await commit(self, contribution)
+    async def watched_commit(self: Client, push: Any) -> bool:
+        is_kept = await commit(self, push)
         if is_kept:
-            note("kept", time.monotonic(), contribution.worker, contribution.number, contribution.portions)
+            note("kept", time.monotonic(), push.worker, push.number, push.units)
         return is_kept
 
-    async def watched_round(self: Diary, server: Any, made: Any, cut: str | None) -> None:
+    async def watched_update(self: ServerRecorder, server: Any, made: Any, cut: str | None) -> None:
         entries = [[entry.worker, entry.number] for entry in made.entries]
         note("made", time.monotonic(), server.identity, made.number, entries)
-        await take_round(self, server, made, cut)
+        await take_update(self, server, made, cut)
 
     def watched_view(self: Contact, heard: Any) -> None:
         before = self.view
@@ -63,5 +63,5 @@ def watch(path: Path) -> None:
             note("view", time.monotonic(), self._node.instance_id, self.view.epoch)
 
     Client.commit = watched_commit  # type: ignore[method-assign]
-    Diary.take_round = watched_round  # type: ignore[method-assign]
+    ServerRecorder.take_update = watched_update  # type: ignore[method-assign]
     Contact._take_in = watched_view  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A server of another run was the first at the door, was turned away, and its model stayed: every right one was turned away too.
+"""A server of another run was the first at admission, was turned away, and its model stayed: every right one was turned away too.
 
 The center takes the model that the first server brings for the run's. It did so before it had compared that server's recipe with
 its own, so a server that was started with the wrong recipe decided what the servers of the right one were compared with, and all

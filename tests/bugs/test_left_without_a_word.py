@@ -156,7 +156,7 @@ def test_a_rank_of_a_worker_that_leaves_is_the_culprit(shoal, plant):
     assert "worker-0.1" in story_of(done).splitlines()[0] and "it left with exit code 0" in story_of(done)
 
 
-def test_a_worker_that_hangs_in_its_first_portion_is_replaced(shoal, plant):
+def test_a_worker_that_hangs_in_its_first_unit_is_replaced(shoal, plant):
     """Nothing is usual yet, so it has no deadline of its own; the run stood still without a word."""
     plant(leave="lock = __import__('threading').Lock(); lock.acquire(); lock.acquire()", spared=True, at=1)
     deadline = ("--set", "elastic.collective_deadline=4.0")

@@ -1,7 +1,7 @@
 """A pull that broke off half way left a mixture of two versions behind, and the next server said that nothing was new.
 
 A worker had version 10 of a shard and pulled. The server answered with version 12 and died in the middle of it. Its backup, which
-had not applied rounds 10 and 11 yet, took over; it was told that the worker had version 10, had none newer, and sent nothing. So
+had not applied updates 10 and 11 yet, took over; it was told that the worker had version 10, had none newer, and sent nothing. So
 the worker computed with weights that were version 12 in front and version 10 behind, and called them version 10.
 """
 
@@ -71,7 +71,7 @@ async def pull_through_a_death(folder):
     )
     contact.view = view_of(1, "a", f"ipc://{folder}/a.sock")
     weights = version_10.clone()
-    client = Client(node, contact, weights=weights, stretches=[slice(0, NUMEL)], deadline_seconds=30.0)
+    client = Client(node, contact, weights=weights, spans=[slice(0, NUMEL)], deadline_seconds=30.0)
     client.versions = [10]
     try:
         async with asyncio.timeout(30.0):

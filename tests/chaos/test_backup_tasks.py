@@ -1,4 +1,4 @@
-"""The last slow portions of a batch under L-BFGS are given to a second worker: a run whose worker stands still in one of them
+"""The last slow work units of a batch under L-BFGS are given to a second worker: a run whose worker stands still in one of them
 goes on while it stands, though it is not taken for dead, and ends in the bits of a run in which it did not.
 """
 
@@ -38,15 +38,15 @@ PLAN = "ps=2 workers=2 update=lbfgs"
 
 
 @pytest.mark.soak
-def test_a_portion_whose_worker_stands_still_is_done_by_another(start_job, tmp_path):
+def test_a_unit_whose_worker_stands_still_is_done_by_another(start_job, tmp_path):
     ration = tmp_path / "ration"
     allow(ration, 1_000_000)
     undisturbed = start_job(plan=PLAN, recipe=RECIPE.format(ration=ration), folder=tmp_path / "undisturbed").end()
     for name in ("worker-0", "worker-1"):
         allow(ration.with_name(name), 3)
     run = start_job(plan=PLAN, recipe=RECIPE.format(ration=ration))
-    # Each has a portion of the first batch, of which there are 16; neither an answer nor a question is on the way.
-    wait_until(lambda: len(list(tmp_path.glob("worker-*.waits"))) == 2, "both workers to be in a portion", 90)
+    # Each has a work unit of the first batch, of which there are 16; neither an answer nor a question is on the way.
+    wait_until(lambda: len(list(tmp_path.glob("worker-*.waits"))) == 2, "both workers to be in a work unit", 90)
     pid = run.kill("worker-1", signal.SIGSTOP)
     try:
         allow(ration.with_name("worker-0"), 1_000_000)
@@ -59,7 +59,7 @@ def test_a_portion_whose_worker_stands_still_is_done_by_another(start_job, tmp_p
     assert summary["weights_sha256"] == undisturbed["weights_sha256"]
     twice = {event["update"]: event["num_duplicates"] for event in run.events("update")}
     assert [twice.get(update, 0) for update in range(3)] == [1, 0, 0], "what stood still is done by the other, once"
-    # Nobody took it for dead: that would have freed its portion too. Of several centers one may have led after the other.
+    # Nobody took it for dead: that would have freed its work unit too. Of several centers one may have led after the other.
     found = re.findall(r"epoch (\d+): 2 servers, (\d) workers", run.logs())
     views = [int(workers) for _, workers in sorted(found, key=lambda view: int(view[0]))]
     assert views == sorted(views) and views[-1] == 2, found

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.serverrun.notices import count_tidings
+from shoal.serverrun.notices import count_notices
 from shoal.serverrun.server.finalize import read_steps
 from shoal.telemetry.lines import decode_events
 from shoal.trainer import summary
@@ -108,7 +108,7 @@ def test_lines_that_are_no_events_are_passed_over(tmp_path):
     assert list(decode_events(text.encode("latin-1") for text in texts)) == [good]
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "rank-000.jsonl").write_text("\n".join(texts), encoding="latin-1")
-    assert read_steps(tmp_path) == [] and count_tidings(tmp_path)["not_finite"] == 0
+    assert read_steps(tmp_path) == [] and count_notices(tmp_path)["not_finite"] == 0
 
 
 def test_counters_of_another_type_are_named(shoal, broken):

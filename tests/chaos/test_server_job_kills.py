@@ -298,7 +298,7 @@ def test_a_gradient_that_is_not_finite_is_refused_counted_and_told(start_job, un
     expect_same(run, undisturbed, deaths=1)
     summary, told = read_summary(run.run_dir), run.events("gradient_refused")
     assert (summary["not_finite"], summary["deaths"]) == (1, 1)
-    assert {event["worker"] for event in told} == {"worker-1"} and len({event["contribution"] for event in told}) == 1
+    assert {event["worker"] for event in told} == {"worker-1"} and len({event["push"] for event in told}) == 1
     assert all("NaN or infinity in the gradient of '" in event["reason"] for event in told)
     assert run.output.count("a gradient of worker-1 is refused, and no weight was touched: ") == 1
     assert "refused          1 gradient with NaN or infinity" in run.output
@@ -409,7 +409,7 @@ def test_other_rules_survive_the_same(start_job, ration, update):
 
 
 def _latest(events):
-    """Of a step that two keepers told of, the later telling."""
+    """Of a step that two log leaders told of, the later telling."""
     return {event["step"]: event for event in sorted(events, key=lambda event: event["t"])}.values()
 
 

@@ -12,7 +12,7 @@ from shoal.comm.wire.errors import Refused
 from shoal.comm.wire.listener import Request
 from shoal.core.errors import RequestError
 from shoal.paramserver.messages import Commit, Pulled, Push
-from shoal.paramserver.records import Contribution
+from shoal.paramserver.records import PushRecord
 from shoal.paramserver.sharding import TensorSpec
 from shoal.paramserver.worker.client import GradientRefused
 from support.paramserver.job_in_process import (
@@ -65,7 +65,7 @@ def test_faulty_messages_change_no_bit(folder, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("update", ["async", "ssp:2", "half:2,0.2"])
-def test_every_rule_counts_each_portion_once(folder, monkeypatch, update):
+def test_every_rule_counts_each_unit_once(folder, monkeypatch, update):
     install_faults(monkeypatch, Faults(seed=3, **KINDS["all of it"]))
 
     async def work():
@@ -78,7 +78,7 @@ def test_every_rule_counts_each_portion_once(folder, monkeypatch, update):
 async def disturb(job, dice, *, kills):
     """Kill members at random moments and start others in their place."""
     for place in range(kills):
-        await job.until_round(min(2 + 2 * place, job.steps - 3))
+        await job.until_update(min(2 + 2 * place, job.steps - 3))
         name = dice.choice([name for name in job.members if not name.startswith("center") or len(job.members) > 5])
         await job.kill(name)
         role = name.partition("-")[0]
@@ -114,11 +114,11 @@ def test_deaths_and_faulty_messages_change_no_bit(folder, monkeypatch, seed):
 
 
 @pytest.mark.parametrize("seed", seeds([0], range(1, 20)))
-def test_two_backups_and_the_keeper_dies_again_and_again(folder, seed):
+def test_two_backups_and_the_leader_dies_again_and_again(folder, seed):
     async def work():
         async with running_job(folder, steps=16, shares=SHARES, servers=3, backups=2) as job:
             for number in (2, 5, 8):
-                await job.until_round(number + seed % 3)
+                await job.until_update(number + seed % 3)
                 name = job.named(job.view().chains[0].primary)
                 await job.kill(name)
                 await job.start_server(name)
@@ -130,7 +130,7 @@ def test_two_backups_and_the_keeper_dies_again_and_again(folder, seed):
 def test_not_a_number_is_refused_counted_and_told(folder):
     async def work():
         async with running_job(folder, steps=STEPS, shares=SHARES, workers=1) as job:
-            await job.until_round(3)
+            await job.until_update(3)
             await job.kill("worker-0")
             version = await job.until_level()
             before = [replica.state.weights.clone() for server in job.servers() for replica in server.replicas.values()]
@@ -148,7 +148,7 @@ def test_not_a_number_is_refused_counted_and_told(folder):
             after = [replica.state.weights for server in job.servers() for replica in server.replicas.values()]
             assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
             await job.members.pop("worker-9").kill()
-            # Its portion is done by another, and the result is what it would have been.
+            # Its work unit is done by another, and the result is what it would have been.
             await job.start_worker("worker-1")
             assert torch.equal(await job.finish(), alone(steps=STEPS, shares=SHARES))
 
@@ -158,7 +158,7 @@ def test_not_a_number_is_refused_counted_and_told(folder):
 def test_a_worker_with_another_model_is_named_at_the_door(folder):
     async def work():
         async with running_job(folder, steps=STEPS, shares=SHARES) as job:
-            await job.until_round(1)
+            await job.until_update(1)
             other = {**job.model, "0.weight": TensorSpec((9, 7), "float32")}
             member = await job.start_worker("worker-7", model=other)
             with pytest.raises(RequestError, match=r"worker-7 .*'0.weight' is \[9, 6\] .* and \[9, 7\]"):
@@ -172,7 +172,7 @@ def test_a_worker_with_another_model_is_named_at_the_door(folder):
 def test_an_old_protocol_is_told_which_release_to_run(folder, monkeypatch):
     async def work():
         async with running_job(folder, steps=200, shares=SHARES) as job:
-            await job.until_round(1)
+            await job.until_update(1)
             member = await job.start_worker("worker-7")
             original = member.node._header
 
@@ -193,7 +193,7 @@ def test_an_old_protocol_is_told_which_release_to_run(folder, monkeypatch):
 def test_what_comes_with_an_old_epoch_is_refused(folder):
     async def work():
         async with running_job(folder, steps=200, shares=SHARES) as job:
-            await job.until_round(2)
+            await job.until_update(2)
             view = job.view()
             stranger = job.make_node()
             stranger.epoch = view.epoch - 1
@@ -217,7 +217,7 @@ def test_what_comes_with_an_old_epoch_is_refused(folder):
 def test_a_gradient_of_another_length_or_type_is_refused(folder):
     async def work():
         async with running_job(folder, steps=200, shares=SHARES) as job:
-            await job.until_round(2)
+            await job.until_update(2)
             member = job.members["worker-0"]
             view = member.contact.view
             peer = member.node.connect(view.member(view.chains[0].primary).address)
@@ -239,30 +239,30 @@ def test_a_gradient_of_another_length_or_type_is_refused(folder):
 
 
 def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
-    """A worker that commits a portion which is not in its hands is refused, and nothing of it is in any round."""
+    """A worker that commits a work unit which is not in its hands is refused, and nothing of it is in any update."""
 
     async def work():
         async with running_job(folder, steps=200, shares=SHARES) as job:
-            await job.until_round(2)
+            await job.until_update(2)
             member = job.members["worker-0"]
             view = member.contact.view
             peer = member.node.connect(view.member(view.chains[0].primary).address)
-            made_up = Contribution(
+            made_up = PushRecord(
                 worker=member.node.instance_id,
                 number=10**6,
-                portions=(399,),
+                units=(399,),
                 samples=1,
                 weight=1.0,
                 loss=0.0,
                 version=1,
             )
-            with pytest.raises(Refused, match=r"unfit.*portion 399 is not in this worker's hands"):
-                await peer.call(Commit(contribution=made_up), deadline=2.0)
+            with pytest.raises(Refused, match=r"unfit.*work unit 399 is not in this worker's hands"):
+                await peer.call(Commit(push=made_up), deadline=2.0)
             of_another = replace(made_up, worker=job.members["worker-1"].node.instance_id)
             with pytest.raises(Refused, match=r"stranger.* commits what .* is said to have done"):
-                await peer.call(Commit(contribution=of_another), deadline=2.0)
-            await job.until_round(max(job.rounds) + 2)
-            entries = [entry.identity for made in job.rounds.values() for entry in made.entries]
+                await peer.call(Commit(push=of_another), deadline=2.0)
+            await job.until_update(max(job.updates) + 2)
+            entries = [entry.identity for made in job.updates.values() for entry in made.entries]
             assert made_up.identity not in entries
 
     run(work())
@@ -271,9 +271,9 @@ def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
 def test_while_there_is_no_center_training_goes_on(folder):
     async def work():
         async with running_job(folder, steps=60, shares=SHARES) as job:
-            await job.until_round(3)
+            await job.until_update(3)
             await job.kill("center-0", tell=False)
-            await job.until_round(max(job.rounds) + 10)
+            await job.until_update(max(job.updates) + 10)
             # And the death of a member is made good as soon as there is one again.
             await job.kill("server-1", tell=False)
             dead = [member.id for member in job.view().servers if member.name == "server-1"]
@@ -286,19 +286,19 @@ def test_while_there_is_no_center_training_goes_on(folder):
 
 
 def test_calls_to_a_dead_server_end_with_the_next_view(folder, monkeypatch):
-    """Not with their deadline: the time between a death and the next round is the view's time, not a timeout."""
+    """Not with their deadline: the time between a death and the next update is the view's time, not a timeout."""
 
     async def work():
         async with running_job(folder, steps=40, shares=SHARES) as job:
             for member in list(job.members.values()):
                 if member.client is not None:
                     member.client._attempt = 30.0
-            await job.until_round(3)
+            await job.until_update(3)
             name = job.named(job.view().chains[1].primary)
             loop = asyncio.get_running_loop()
             started = loop.time()
             await job.kill(name)
-            await job.until_round(max(job.rounds) + 2)
+            await job.until_update(max(job.updates) + 2)
             assert loop.time() - started < 5.0
             assert ATTEMPT_SECONDS < 5.0
             await job.start_server(name)
@@ -314,7 +314,7 @@ def test_a_reader_that_stops_in_the_middle_holds_no_update_up(folder, monkeypatc
     async def stall(self, body, payload=None):
         if isinstance(body, Pulled) and payload is not None and not stalled:
             stalled.append(payload.clone())
-            await job.until_round(8)
+            await job.until_update(8)
             # Judged at the end: what is raised in here is the server's to answer for, and the worker would only ask again.
             kept.append(torch.equal(payload, stalled[0]))
         await answer(self, body, payload)
@@ -325,7 +325,7 @@ def test_a_reader_that_stops_in_the_middle_holds_no_update_up(folder, monkeypatc
         nonlocal job
         async with running_job(folder, update="async", steps=STEPS, shares=SHARES) as job:
             async with asyncio.timeout(20):
-                await job.until_round(8)
+                await job.until_update(8)
             await job.finish()
 
     job = None
@@ -344,10 +344,10 @@ def test_who_waits_long_for_another_worker_is_told_for_whom(folder):
 
     async def work():
         async with running_job(folder, steps=10_000, shares=SHARES) as job:
-            await job.until_round(1)
+            await job.until_update(1)
             told = []
             for name in ("worker-0", "worker-1"):
-                # The first round may be one worker's alone.
+                # The first update may be one worker's alone.
                 while (client := job.members[name].client) is None:
                     await asyncio.sleep(0.01)
                 client._deadline, client._tell = 1.5, told.append
@@ -357,7 +357,7 @@ def test_who_waits_long_for_another_worker_is_told_for_whom(folder):
                     await asyncio.sleep(0.01)
             assert isinstance(hanging.tasks[0].exception(), HangsError)
             hanging.tasks.clear()
-            assert told[0].startswith("nothing to do for 1.5 s: waiting for round ")
+            assert told[0].startswith("nothing to do for 1.5 s: waiting for update ")
             assert "worker-2 is at it" in told[0], told
 
     run(work())

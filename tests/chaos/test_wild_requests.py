@@ -116,7 +116,7 @@ def test_nonsense_from_strangers_changes_nothing(folder, monkeypatch, seed):
     async def run():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
         async with running_job(folder, steps=STEPS, shares=SHARES) as job:
-            await job.until_round(1)
+            await job.until_update(1)
             num_refused = await storm(job, seed)
             assert num_refused > NUM_REQUESTS / 2
             weights = await job.finish()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shoal.comm.channel import PeerLost
 from shoal.comm.mesh import build_mesh
 from shoal.core.plan import Plan
-from shoal.serverrun.worker.group import Leader, follow
+from shoal.serverrun.worker.group import GroupLeader, follow
 from shoal.testing.ranks import run_on_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -22,7 +22,7 @@ def wait_for_signs(world, deadline):
     channel = build_mesh(world, TENSOR).everyone
     told = torch.zeros(1, dtype=torch.int64)
     if world.is_first:
-        leader = Leader(None, None, channel, deadline_seconds=deadline)
+        leader = GroupLeader(None, None, channel, deadline_seconds=deadline)
         dist.recv(told, 1)
         leader.end()
         return int(told)

@@ -59,13 +59,13 @@ def train(start_job, tmp_path, setting):
     def wait_for_updates(count):
         wait_until(lambda: len(run.events("update")) >= count or run.process.poll() is not None, f"{count} updates", 90)
 
-    # Both have taken a portion and pulled the weights for it.
+    # Both have taken a work unit and pulled the weights for it.
     wait_until(lambda: len(list(tmp_path.glob("worker-*.waits"))) == 2, "both workers", 90)
     allow(ration.with_name("worker-0"), LATE)
     wait_for_updates(LATE)
     allow(ration.with_name("worker-1"), 1)
     waits = tmp_path / "worker-1.waits"
-    wait_until(lambda: waits.read_text() == "1", "worker-1 to have another portion", 60)
+    wait_until(lambda: waits.read_text() == "1", "worker-1 to have another work unit", 60)
     allow(ration.with_name("worker-0"), 1000)
     wait_for_updates(STEPS * SHARES - 1)
     allow(ration.with_name("worker-1"), 1000)
@@ -79,12 +79,12 @@ def train(start_job, tmp_path, setting):
     return updates, data.train, dict(before.double().named_parameters()), dict(loaded.model.double().named_parameters())
 
 
-def gradient(weights, source, portion):
-    """The mean over a portion's own samples, by plain autograd."""
-    step, share = divmod(portion, SHARES)
+def gradient(weights, source, unit):
+    """The mean over a work unit's own samples, by plain autograd."""
+    step, share = divmod(unit, SHARES)
     position = position_of(step, len(source), BATCH)
-    stretch, _ = take(position, len(source), BATCH)
-    ids = permute(3, position.epoch, len(source), np.arange(stretch.start, stretch.stop, dtype=np.int64))
+    span, _ = take(position, len(source), BATCH)
+    ids = permute(3, position.epoch, len(source), np.arange(span.start, span.stop, dtype=np.int64))
     (own,) = own_microbatches(ids, share, SHARES, 1)
     items = source.collate(own)
     weight, bias = (weights[name].detach().clone().requires_grad_() for name in ("2.weight", "2.bias"))
@@ -97,9 +97,9 @@ def replay(updates, source, before, *, size, correct):
     """The weights that the updates make, by the formulas that are given."""
     versions = [{name: tensor.detach().clone() for name, tensor in before.items()}]
     for event in updates:
-        (portions,), (read,) = event["portions"], event["read"]
-        (portion,), now = portions, versions[-1]
-        found = gradient(versions[read], source, portion)
+        (units,), (read,) = event["units"], event["read"]
+        (unit,), now = units, versions[-1]
+        found = gradient(versions[read], source, unit)
         known = versions[max(read, event["update"] - REMEMBERED)]
         corrected = {name: correct(found[name], now[name], known[name]) for name in now}
         versions.append({name: now[name] - size(event) * corrected[name] for name in now})

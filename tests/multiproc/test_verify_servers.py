@@ -47,7 +47,7 @@ SERVER_MUTANTS = [name for name, mutant in MUTANTS.items() if mutant.plan.starts
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
-    # Twelve samples, which three workers can share too, and a rate that falls with every round.
+    # Twelve samples, which three workers can share too, and a rate that falls with every update.
     path.write_text(
         TINY.replace("global_batch = 8", "global_batch = 12").replace("lr = 1e-3", 'lr = 1e-3\nschedule = "linear"')
     )
@@ -91,7 +91,7 @@ def test_settings_are_proved_with_groups(shoal, recipe, tmp_path, update, settin
 
 @pytest.mark.timeout(240)
 def test_servers_are_proved_bit_for_bit(shoal, recipe, tmp_path):
-    """Every replica of every shard, after every round; and the log kept its rule."""
+    """Every replica of every shard, after every update; and the log kept its rule."""
     written = tmp_path / "certificate.json"
     plans = [word for plan in PLANS for word in ("--plan", plan)]
     done = shoal.run("verify", recipe, *plans, "--json", written, timeout=230)
@@ -102,7 +102,7 @@ def test_servers_are_proved_bit_for_bit(shoal, recipe, tmp_path):
         assert all(plan["worst"][kind] == 0.0 for kind in ("grad", "norm", "weight", "optimizer"))
         assert plan["worst"]["loss"] < 1e-6 and plan["first_difference"] is None
     reasons = {plan["plan"]: plan["reason"] for plan in found}
-    assert "a log of 6 rounds" in reasons[PLANS[1]]
+    assert "a log of 6 updates" in reasons[PLANS[1]]
     assert "3 of 3 equal one process, 3 of them bit for bit" in done.stdout
 
 

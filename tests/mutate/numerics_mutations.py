@@ -136,9 +136,9 @@ NUMERICS = [
         promise=SERVERS,
         what="the shares of a step are added in the order of arrival",
         file="src/shoal/paramserver/consistency.py",
-        old="tuple(sorted(of_step, key=lambda one: one.portions[0]))",
+        old="tuple(sorted(of_step, key=lambda one: one.units[0]))",
         new="tuple(of_step)",
-        test="tests/unit/paramserver/test_consistency.py::test_a_stepwise_round_is_all_shares_in_share_order_whatever_their_arrival",
+        test="tests/unit/paramserver/test_consistency.py::test_a_stepwise_update_is_all_shares_in_share_order_whatever_their_arrival",
         seconds=5,
     ),
     Mutation(

@@ -27,7 +27,7 @@ def train(shoal, tmp_path, plan, *settings, recipe=RECIPE):
 
 
 def losses_of(run_dir):
-    """By step; under ``dp`` every rank tells of all, with servers the one that keeps the book."""
+    """By step; under ``dp`` every rank tells of all, with servers the one that leads the log."""
     lines = [line for path in run_dir.glob("events/rank-*.jsonl") for line in path.read_text().splitlines()]
     events = [event for event in map(json.loads, lines) if event["kind"] == "step"]
     return {event["step"]: event["loss"] for event in events}

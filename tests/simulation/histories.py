@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.updates import UpdateRule
-from shoal.paramserver.log.updates import Book
-from shoal.paramserver.records import Round
+from shoal.paramserver.log.updates import UpdateLog
+from shoal.paramserver.records import Update
 from simulation.center import Center, Election, wanted
 from simulation.oracles import Checkpoint, Run
 from simulation.server import Server
@@ -64,8 +64,8 @@ class History:
         )
         self.is_harsh, self.aim, self.is_slow = is_harsh, aim, is_slow
         self.run.election = Election(self.run)
-        book = Book(rule=self.run.rule, workers=workers, steps=self.run.steps)
-        self.run.bases[0] = Checkpoint(0, book.export())
+        update_log = UpdateLog(rule=self.run.rule, workers=workers, steps=self.run.steps)
+        self.run.bases[0] = Checkpoint(0, update_log.export())
         self.kinds: dict[str, type] = {f"c{number}": Center for number in range(2)}
         self.kinds |= {f"s{number}": Server for number in range(servers)}
         self.kinds |= {f"w{number}": Worker for number in range(workers)}
@@ -139,9 +139,9 @@ class History:
         while not self.is_over() and self.world.now < last + BOUND:
             self.world.run(self.world.now + 0.1)
         assert self.is_over(), f"not finished {BOUND:g} s after the last fault"
-        keeper = self.keepers()[0]
-        log = list(keeper.book.log(0))
-        self.check_portions(keeper.book, log)
+        leader = self.leaders()[0]
+        log = list(leader.update_log.log(0))
+        self.check_units(leader.update_log, log)
         self.run.check(self.run.kept.history, log, self.replicas())
         return Outcome(self.run, self.world.now - last, self.run.election.epoch)
 
@@ -150,12 +150,12 @@ class History:
         found = [] if view is None else [self.world.by_id.get(one.id) for one in view.servers]
         return [one for one in found if isinstance(one, Server) and one.view == view]
 
-    def keepers(self) -> list:
-        """The book at the primary, then at the others."""
+    def leaders(self) -> list:
+        """The update log at the primary, then at the others."""
         chain = self.run.kept.chains[0]
-        return [one.keeper for id in chain.synced for one in self.servers() if one.id == id and one.keeper is not None]
+        return [one.leader for id in chain.synced for one in self.servers() if one.id == id and one.leader is not None]
 
-    def replicas(self) -> dict[str, list[Round]]:
+    def replicas(self) -> dict[str, list[Update]]:
         return {
             f"shard {shard} at {one.id}": one.replicas[shard].applied
             for one in self.servers()
@@ -168,18 +168,18 @@ class History:
         view = self.run.kept
         if view is None or not view.workers or len(self.servers()) < len(view.servers):
             return False
-        keepers = self.keepers()
-        if not keepers or not all(one.book.is_finished for one in keepers):
+        leaders = self.leaders()
+        if not leaders or not all(one.update_log.is_finished for one in leaders):
             return False
-        closed = keepers[0].book.closed
+        closed = leaders[0].update_log.closed
         return all(len(applied) == closed for applied in self.replicas().values())
 
-    def check_portions(self, book: Book, log: list[Round]) -> None:
-        """Every portion is done, and is in exactly one round."""
+    def check_units(self, update_log: UpdateLog, log: list[Update]) -> None:
+        """Every work unit is done, and is in exactly one update."""
         total = self.run.workers * self.run.steps
-        assert book.num_done == total, f"{book.num_done} of {total} portions are done"
+        assert update_log.num_done == total, f"{update_log.num_done} of {total} work units are done"
         entries = sum(len(record.entries) for record in log)
-        assert entries == total, f"{entries} contributions are in the log, for {total} portions"
+        assert entries == total, f"{entries} pushes are in the log, for {total} work units"
 
 
 def play(seed: int, *, faults: int = 6, **more: Any) -> Outcome:

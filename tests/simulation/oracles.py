@@ -7,7 +7,7 @@ from shoal.core.updates import UpdateRule
 from shoal.elastic.membership import Wanted
 from shoal.elastic.view import View
 from shoal.paramserver.consistency import needs
-from shoal.paramserver.records import Contribution, Identity, Round
+from shoal.paramserver.records import PushId, PushRecord, Update
 from simulation.world import World
 
 if TYPE_CHECKING:
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The book at a moment when all of it was replicated. The shards follow from its log."""
+    """The update log at a moment when all of it was replicated. The shards follow from its log."""
 
     history: int
-    book: dict[str, Any]
+    update_log: dict[str, Any]
 
 
 @dataclass
@@ -39,10 +39,10 @@ class Run:
     bases: dict[int, Checkpoint] = field(default_factory=dict)
     """What each history began with: chosen once, by whoever needs it first, like a file that is made only once."""
     centers: dict[int, str] = field(default_factory=dict)
-    acknowledged: dict[int, set[Identity]] = field(default_factory=dict)
-    reads: list[tuple[int, int, tuple[Identity, ...]]] = field(default_factory=list)
+    acknowledged: dict[int, set[PushId]] = field(default_factory=dict)
+    reads: list[tuple[int, int, tuple[PushId, ...]]] = field(default_factory=list)
     num_restores: int = 0
-    final: list[Round] | None = None
+    final: list[Update] | None = None
 
     def choose_base(self, history: int) -> Checkpoint:
         if history not in self.bases:
@@ -50,7 +50,7 @@ class Run:
             # Without one the history before was over before anything was saved in it.
             self.bases[history] = of_last[-1] if of_last else self.choose_base(history - 1)
             self.num_restores += 1
-            self.world.tell(f"history {history} begins at version {len(self.bases[history].book['log'])}")
+            self.world.tell(f"history {history} begins at version {len(self.bases[history].update_log['log'])}")
         return self.bases[history]
 
     # ---- at every moment
@@ -67,24 +67,24 @@ class Run:
         """A member took a view from a center."""
         assert self.centers.setdefault(epoch, center) == center, f"two centers were accepted in epoch {epoch}"
 
-    def committed(self, history: int, contribution: Contribution, read: int) -> None:
-        """A worker was told that its contribution is kept."""
-        self.acknowledged.setdefault(history, set()).add(contribution.identity)
-        step = contribution.portions[0] // self.workers
+    def committed(self, history: int, push: PushRecord, read: int) -> None:
+        """A worker was told that its push is kept."""
+        self.acknowledged.setdefault(history, set()).add(push.identity)
+        step = push.units[0] // self.workers
         if self.rule.staleness is not None:
             assert step - read <= self.rule.staleness, f"step {step} was computed with version {read} under {self.rule}"
             assert read >= needs(self.rule, step)
 
-    def read(self, history: int, applied: list[Round]) -> None:
-        """Weights were given to a worker: with these rounds in them."""
+    def read(self, history: int, applied: list[Update]) -> None:
+        """Weights were given to a worker: with these updates in them."""
         self.reads.append((history, len(applied), identities(applied)))
 
     # ---- at the end
 
-    def check(self, history: int, log: list[Round], replicas: dict[str, list[Round]]) -> None:
+    def check(self, history: int, log: list[Update], replicas: dict[str, list[Update]]) -> None:
         """The run is finished."""
         entries = identities(log)
-        assert len(set(entries)) == len(entries), "a contribution is in two rounds"
+        assert len(set(entries)) == len(entries), "a push is in two updates"
         for name, applied in replicas.items():
             assert identities(applied) == entries, f"{name} did not apply what the log says, each once and in order"
         base = self.bases.get(history)
@@ -92,7 +92,7 @@ class Run:
         lost = self.acknowledged.get(history, set()) - kept
         assert not lost, f"acknowledged and not in the log: {sorted(lost)}"
         if base is not None and history:
-            before = {(entry[0], entry[1]) for record in base.book["log"] for entry in record["entries"]}
+            before = {(entry[0], entry[1]) for record in base.update_log["log"] for entry in record["entries"]}
             assert before <= {tuple(one) for one in kept}, "the checkpoint is not in the log"
         for at, version, seen in self.reads:
             if at == history:
@@ -100,5 +100,5 @@ class Run:
         self.final = log
 
 
-def identities(rounds: list[Round]) -> tuple[Identity, ...]:
-    return tuple(entry.identity for record in rounds for entry in record.entries)
+def identities(updates: list[Update]) -> tuple[PushId, ...]:
+    return tuple(entry.identity for record in updates for entry in record.entries)

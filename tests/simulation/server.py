@@ -1,11 +1,13 @@
-"""Servers that follow the protocol: a push is answered when every replica has it, and so is what the book is told."""
+"""Servers that follow the protocol: a push is answered when every replica has it, and so is what the update log is told."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from shoal.elastic.view import Chain, View
-from shoal.paramserver.log.updates import Book
-from shoal.paramserver.records import Committed, Identity, Round, round_from_json
+from shoal.paramserver.log.updates import UpdateLog
+from shoal.paramserver.records import Committed, PushId, Update
 from simulation.center import Participant
 from simulation.oracles import Checkpoint, Run
 from simulation.world import Call, Message, Sleep, Task
@@ -17,24 +19,24 @@ CHECKPOINT_SECONDS = 2.0
 
 @dataclass
 class Replica:
-    """One shard: gradients that wait, and rounds that were applied. The weights are the rounds."""
+    """One shard: gradients that wait, and updates that were applied. The weights are the updates."""
 
-    stored: set[Identity] = field(default_factory=set)
-    applied: list[Round] = field(default_factory=list)
+    stored: set[PushId] = field(default_factory=set)
+    applied: list[Update] = field(default_factory=list)
     is_whole: bool = True
     """False until what joins has got its snapshot."""
 
-    def store(self, identity: Identity) -> None:
+    def store(self, identity: PushId) -> None:
         """Twice is once, also when it was applied in the meantime."""
         if not any(entry.identity == identity for record in self.applied for entry in record.entries):
             self.stored.add(identity)
 
 
 class Keeper:
-    """The book at one of the replicas of shard 0."""
+    """The update log at one of the replicas of shard 0."""
 
-    def __init__(self, book: Book) -> None:
-        self.book = book
+    def __init__(self, update_log: UpdateLog) -> None:
+        self.update_log = update_log
         self.stream: tuple[int, str] = (0, "")
         """The epoch under which its primary began to write, and who that was."""
         self.position = 0
@@ -43,13 +45,13 @@ class Keeper:
         self.confirmed: dict[str, int] = {}
         """As primary: how far each other replica is."""
         self.closed_at: dict[int, int] = {}
-        """As primary: rounds that were closed after each input."""
+        """As primary: updates that were closed after each input."""
 
     def confirmed_by(self, others: list[str]) -> int:
         return min((self.confirmed.get(one, -1) for one in others), default=self.position)
 
     def visible(self, others: list[str]) -> int:
-        """Rounds that all replicas of the book know: only these may be applied anywhere."""
+        """Updates that all replicas of the update log know: only these may be applied anywhere."""
         return self.closed_at.get(self.confirmed_by(others), 0)
 
 
@@ -59,18 +61,18 @@ class Server(Participant):
     def __init__(self, run: Run, name: str) -> None:
         self.history = -1
         self.replicas: dict[int, Replica] = {}
-        self.keeper: Keeper | None = None
+        self.leader: Keeper | None = None
         self.failing: dict[tuple[int, str], float] = {}
         super().__init__(run, name)
         self.spawn(self._follow())
-        self.spawn(self._watch_book())
+        self.spawn(self._watch_update_log())
 
     # ---- views
 
     def forget(self) -> None:
         self.history = -1
         self.replicas.clear()
-        self.keeper = None
+        self.leader = None
 
     def changed(self, before: View | None, view: View) -> None:
         if view.history > self.history:
@@ -86,18 +88,18 @@ class Server(Participant):
             if chain.primary == self.id:
                 for one in chain.joining:
                     self.spawn(self._sync(shard, one.server, one.order))
-        self._change_book(view)
+        self._change_update_log(view)
 
     def _begin(self, view: View) -> None:
         """Everything starts from the same weights: the first ones, or those of a checkpoint."""
         self.history = view.history
         base = self.run.choose_base(view.history)
-        book = Book.restore(base.book)
-        rounds = [round_from_json(record) for record in base.book["log"]]
-        waiting = {Identity(one["worker"], one["number"]) for one in base.book["pending"]}
+        update_log = UpdateLog.restore(base.update_log)
+        updates = msgspec.convert(base.update_log["log"], list[Update])
+        waiting = {PushId(one["worker"], one["number"]) for one in base.update_log["pending"]}
         mine = [shard for shard, chain in enumerate(view.chains) if self.id in chain.synced]
-        self.replicas = {shard: Replica(stored=set(waiting), applied=list(rounds)) for shard in mine}
-        self.keeper = Keeper(book) if 0 in mine else None
+        self.replicas = {shard: Replica(stored=set(waiting), applied=list(updates)) for shard in mine}
+        self.leader = Keeper(update_log) if 0 in mine else None
 
     def _chain(self, shard: int) -> Chain:
         assert self.view is not None
@@ -182,10 +184,10 @@ class Server(Participant):
             }
             answer = yield Call(target, "snapshot", body)
             if answer is not None and shard == 0 and is_wanted():
-                # The book of a joining replica goes the same way as to every other.
-                keeper = self.keeper
-                if keeper.confirmed.get(target, -1) < keeper.position:
-                    yield from self._replicate(target, keeper.position, self.epoch)
+                # The update log of a joining replica goes the same way as to every other.
+                leader = self.leader
+                if leader.confirmed.get(target, -1) < leader.position:
+                    yield from self._replicate(target, leader.position, self.epoch)
                     continue
             while answer is not None and is_wanted():
                 center = self.run.election.owner
@@ -208,93 +210,93 @@ class Server(Participant):
             replica.stored |= body["stored"]
         self.answer(message)
 
-    # ---- the book
+    # ---- the update log
 
-    def _change_book(self, view: View) -> None:
+    def _change_update_log(self, view: View) -> None:
         chain = view.chains[0]
         if self.id not in chain.replicas:
-            self.keeper = None
+            self.leader = None
             return
-        if self.keeper is None:
-            self.keeper = Keeper(self._empty_book())
-            self.keeper.position = -1
-        keeper = self.keeper
+        if self.leader is None:
+            self.leader = Keeper(self._empty_update_log())
+            self.leader.position = -1
+        leader = self.leader
         if chain.primary != self.id:
-            keeper.inputs.clear()
+            leader.inputs.clear()
             return
-        if keeper.stream[1] != self.id or not keeper.inputs:
+        if leader.stream[1] != self.id or not leader.inputs:
             # A new primary: what it has is the truth from now on, and the others get it whole.
-            keeper.stream, keeper.position = (view.epoch, self.id), 0
-            keeper.confirmed, keeper.inputs = {}, []
-            keeper.closed_at = {0: keeper.book.closed}
-            self._tell_book("rebase", self.world.now)
+            leader.stream, leader.position = (view.epoch, self.id), 0
+            leader.confirmed, leader.inputs = {}, []
+            leader.closed_at = {0: leader.update_log.closed}
+            self._tell_update_log("rebase", self.world.now)
         for index, worker in enumerate(view.workers):
-            if worker.id not in keeper.book.members:
-                self._tell_book("join", worker.id, index, self.world.now)
-        if "a dead worker keeps its portions" not in self.run.plants:
-            for worker in list(keeper.book.members):
+            if worker.id not in leader.update_log.members:
+                self._tell_update_log("join", worker.id, index, self.world.now)
+        if "a dead worker keeps its work units" not in self.run.plants:
+            for worker in list(leader.update_log.members):
                 if view.find(worker) is None:
-                    self._tell_book("leave", worker, self.world.now)
+                    self._tell_update_log("leave", worker, self.world.now)
 
-    def _empty_book(self) -> Book:
-        return Book(rule=self.run.rule, workers=self.run.workers, steps=self.run.steps)
+    def _empty_update_log(self) -> UpdateLog:
+        return UpdateLog(rule=self.run.rule, workers=self.run.workers, steps=self.run.steps)
 
-    def _tell_book(self, what: str, *arguments: Any) -> Any:
-        """An input of the book, as primary."""
-        keeper = self.keeper
-        answer = getattr(keeper.book, what)(*arguments)
-        keeper.inputs.append((what, arguments))
-        keeper.position = len(keeper.inputs)
-        keeper.closed_at[keeper.position] = keeper.book.closed
+    def _tell_update_log(self, what: str, *arguments: Any) -> Any:
+        """An input of the update log, as primary."""
+        leader = self.leader
+        answer = getattr(leader.update_log, what)(*arguments)
+        leader.inputs.append((what, arguments))
+        leader.position = len(leader.inputs)
+        leader.closed_at[leader.position] = leader.update_log.closed
         return answer
 
     def _replicate(self, other: str, position: int, epoch: int) -> Task:
-        """Bring another replica's book up to a position, or stop when the view changed."""
-        while self.epoch == epoch and self.keeper is not None and self.keeper.confirmed.get(other, -1) < position:
-            keeper = self.keeper
-            reached = keeper.confirmed.get(other, -1)
-            body: dict[str, Any] = {"stream": keeper.stream, "position": keeper.position, "history": self.history}
+        """Bring another replica's update log up to a position, or stop when the view changed."""
+        while self.epoch == epoch and self.leader is not None and self.leader.confirmed.get(other, -1) < position:
+            leader = self.leader
+            reached = leader.confirmed.get(other, -1)
+            body: dict[str, Any] = {"stream": leader.stream, "position": leader.position, "history": self.history}
             if reached < 0:
-                body["book"] = keeper.book.export()
+                body["book"] = leader.update_log.export()
             else:
-                body |= {"since": reached, "inputs": tuple(keeper.inputs[reached:])}
+                body |= {"since": reached, "inputs": tuple(leader.inputs[reached:])}
             answer = yield Call(other, "note", body, timeout=0.2)
             if self.epoch != epoch:
                 return
             self._note_answer(0, other, answer is not None)
             if answer is not None:
                 # Not always further on: one that left the chain and joined again begins with nothing.
-                is_ours = keeper.stream == answer.body["stream"]
-                keeper.confirmed[other] = answer.body["position"] if is_ours else -1
+                is_ours = leader.stream == answer.body["stream"]
+                leader.confirmed[other] = answer.body["position"] if is_ours else -1
 
     def on_note(self, message: Message) -> None:
         body = message.body
         if self.fenced(message) or self.id not in self._chain(0).replicas or self._chain(0).primary == self.id:
             return
-        keeper = self.keeper
-        if "book" in body and (keeper.stream != body["stream"] or keeper.position < body["position"]):
-            keeper.book = Book.restore(body["book"])
-            keeper.stream, keeper.position = body["stream"], body["position"]
-        elif "inputs" in body and keeper.stream == body["stream"] and keeper.position >= body["since"]:
-            for what, arguments in body["inputs"][keeper.position - body["since"] :]:
-                getattr(keeper.book, what)(*arguments)
-                keeper.position += 1
-        self.answer(message, stream=keeper.stream, position=keeper.position)
+        leader = self.leader
+        if "book" in body and (leader.stream != body["stream"] or leader.position < body["position"]):
+            leader.update_log = UpdateLog.restore(body["book"])
+            leader.stream, leader.position = body["stream"], body["position"]
+        elif "inputs" in body and leader.stream == body["stream"] and leader.position >= body["since"]:
+            for what, arguments in body["inputs"][leader.position - body["since"] :]:
+                getattr(leader.update_log, what)(*arguments)
+                leader.position += 1
+        self.answer(message, stream=leader.stream, position=leader.position)
 
-    def _keeps_book(self) -> bool:
-        return self.view is not None and self.keeper is not None and self._chain(0).primary == self.id
+    def _keeps_update_log(self) -> bool:
+        return self.view is not None and self.leader is not None and self._chain(0).primary == self.id
 
-    def on_ask_book(self, message: Message) -> None:
-        self.spawn(self._ask_book(message))
+    def on_ask_update_log(self, message: Message) -> None:
+        self.spawn(self._ask_update_log(message))
 
-    def _ask_book(self, message: Message) -> Task:
-        """take, commit: answered when every replica of the book knows of it."""
-        if self.fenced(message) or not self._keeps_book():
+    def _ask_update_log(self, message: Message) -> Task:
+        """take, commit: answered when every replica of the update log knows of it."""
+        if self.fenced(message) or not self._keeps_update_log():
             return
         epoch, history = self.epoch, self.history
         body = message.body
-        answer = self._tell_book(body["what"], *body["arguments"])
-        position = self.keeper.position
+        answer = self._tell_update_log(body["what"], *body["arguments"])
+        position = self.leader.position
         if "answer a commit before the backup has it" not in self.run.plants:
             for other in self._others(0):
                 yield from self._replicate(other, position, epoch)
@@ -305,34 +307,36 @@ class Server(Participant):
         self.answer(message, answer=answer)
 
     def on_log(self, message: Message) -> None:
-        if self.fenced(message) or not self._keeps_book():
+        if self.fenced(message) or not self._keeps_update_log():
             return
-        keeper = self.keeper
-        visible = keeper.visible(self._others(0))
-        if "show rounds before the backup has them" in self.run.plants:
-            visible = keeper.book.closed
-        self.answer(message, rounds=keeper.book.log(message.body["since"])[: max(0, visible - message.body["since"])])
+        leader = self.leader
+        visible = leader.visible(self._others(0))
+        if "show updates before the backup has them" in self.run.plants:
+            visible = leader.update_log.closed
+        self.answer(
+            message, updates=leader.update_log.log(message.body["since"])[: max(0, visible - message.body["since"])]
+        )
 
-    def _watch_book(self) -> Task:
-        """Keep the other replicas of the book close, and write checkpoints, while this is the primary."""
+    def _watch_update_log(self) -> Task:
+        """Keep the other replicas of the update log close, and write checkpoints, while this is the primary."""
         saved_at = self.world.now
         while True:
             yield Sleep(0.3)
-            if not self._keeps_book():
+            if not self._keeps_update_log():
                 continue
-            if self.keeper.book.tick(self.world.now):
-                self._tell_book("tick", self.world.now)
+            if self.leader.update_log.tick(self.world.now):
+                self._tell_update_log("tick", self.world.now)
             for other in self._others(0):
-                if self._keeps_book():
-                    yield from self._replicate(other, self.keeper.position, self.epoch)
-            if not self._keeps_book() or self.world.now < saved_at + CHECKPOINT_SECONDS:
+                if self._keeps_update_log():
+                    yield from self._replicate(other, self.leader.position, self.epoch)
+            if not self._keeps_update_log() or self.world.now < saved_at + CHECKPOINT_SECONDS:
                 continue
-            if self.keeper.confirmed_by(self._others(0)) >= self.keeper.position:
-                self.run.checkpoints.append(Checkpoint(self.history, self.keeper.book.export()))
+            if self.leader.confirmed_by(self._others(0)) >= self.leader.position:
+                self.run.checkpoints.append(Checkpoint(self.history, self.leader.update_log.export()))
                 saved_at = self.world.now
 
     def _follow(self) -> Task:
-        """Apply the rounds of the log, in their order, at every replica."""
+        """Apply the updates of the log, in their order, at every replica."""
         while True:
             yield Sleep(0.1)
             whole = [one for one in self.replicas.values() if one.is_whole]
@@ -348,9 +352,9 @@ class Server(Participant):
                     if replica.is_whole and len(replica.applied) == record.number:
                         self._apply(shard, replica, record)
 
-    def _apply(self, shard: int, replica: Replica, record: Round) -> None:
+    def _apply(self, shard: int, replica: Replica, record: Update) -> None:
         wanted = {entry.identity for entry in record.entries}
         missing = wanted - replica.stored
-        assert not missing, f"{self.id} has not got {sorted(missing)} of round {record.number} for shard {shard}"
+        assert not missing, f"{self.id} has not got {sorted(missing)} of update {record.number} for shard {shard}"
         replica.applied.append(record)
         replica.stored -= wanted

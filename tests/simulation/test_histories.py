@@ -1,8 +1,8 @@
-"""Random histories of faults through the real decisions (``membership.step``, ``Book``), with everything else simulated.
+"""Random histories of faults through the real decisions (``membership.step``, ``UpdateLog``), with everything else simulated.
 
 What is checked (``oracles.py``): what was acknowledged is applied exactly once on every surviving replica, in the order of the
 log; weights were never older than the rule allows, and each version that was read is a version of the log; no two centers were
-accepted in one epoch; every portion is in the log; and after the last fault the run finishes within a bound.
+accepted in one epoch; every work unit is in the log; and after the last fault the run finishes within a bound.
 
 A planted bug must be found: those oracles can fail.
 """
@@ -58,7 +58,7 @@ PLANTS: dict[str, tuple[dict[str, Any], str]] = {
     "answer a push before the backup has it": ({"aim": "s"}, r"has not got"),
     "answer a commit before the backup has it": ({"aim": "s"}, r"acknowledged and not in the log"),
     "promote an unsynced backup": ({"aim": "s"}, r"has nothing|has not got|not finished|did not apply"),
-    "a dead worker keeps its portions": ({"aim": "w"}, r"not finished"),
+    "a dead worker keeps its work units": ({"aim": "w"}, r"not finished"),
     "give weights that are too old": ({}, r"was computed with version"),
     "accept old epochs": ({"aim": "s", "is_slow": True}, r"has nothing|has not got|not finished|did not apply"),
     "hear old epochs": ({"faults": 12}, r"has not got"),

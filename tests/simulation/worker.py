@@ -1,9 +1,9 @@
-"""Workers that follow the protocol: take a portion, pull, compute, push to every shard, commit."""
+"""Workers that follow the protocol: take a work unit, pull, compute, push to every shard, commit."""
 
 from typing import Any
 
 from shoal.elastic.view import View
-from shoal.paramserver.records import Contribution, Finished, Identity, Portion
+from shoal.paramserver.records import Finished, PushId, PushRecord, WorkUnit
 from simulation.center import Participant
 from simulation.oracles import Run
 from simulation.world import Call, Message, Sleep, Task
@@ -46,19 +46,19 @@ class Worker(Participant):
         while True:
             life = self.life
             body = {"what": "take", "arguments": (self.id, self.world.now, ())}
-            given = yield from self._ask(0, "ask_book", body, life)
-            portion = None if given is None else given["answer"]
-            if isinstance(portion, Portion):
-                yield from self._do(portion, life)
+            given = yield from self._ask(0, "ask_update_log", body, life)
+            unit = None if given is None else given["answer"]
+            if isinstance(unit, WorkUnit):
+                yield from self._do(unit, life)
             else:
-                self.is_finished = isinstance(portion, Finished)
+                self.is_finished = isinstance(unit, Finished)
                 yield Sleep(0.3)
 
-    def _do(self, portion: Portion, life: int) -> Task:
+    def _do(self, unit: WorkUnit, life: int) -> Task:
         shards = range(self.run.wanted.servers)
         versions, true_versions = [], []
         for shard in shards:
-            pulled = yield from self._ask(shard, "pull", {"shard": shard, "need": portion.need}, life)
+            pulled = yield from self._ask(shard, "pull", {"shard": shard, "need": unit.need}, life)
             if pulled is None:
                 return
             versions.append(pulled["version"])
@@ -66,19 +66,19 @@ class Worker(Participant):
         yield Sleep(self.seconds * self.world.random.uniform(0.8, 1.2))
         if self.life != life:
             return
-        identity = Identity(self.id, self.number)
+        identity = PushId(self.id, self.number)
         self.number += 1
         for shard in shards:
             if (yield from self._ask(shard, "push", {"shard": shard, "identity": identity}, life)) is None:
                 return
-        contribution = Contribution(
+        push = PushRecord(
             worker=self.id,
             number=identity.number,
-            portions=(portion.number,),
+            units=(unit.number,),
             samples=1,
             weight=1.0,
             loss=1.0,
             version=min(versions),
         )
-        body = {"what": "commit", "arguments": (contribution, self.world.now), "read": min(true_versions)}
-        yield from self._ask(0, "ask_book", body, life)
+        body = {"what": "commit", "arguments": (push, self.world.now), "read": min(true_versions)}
+        yield from self._ask(0, "ask_update_log", body, life)

@@ -111,7 +111,7 @@ def server(
     resume: _Resume = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Hold a part of the weights; the server that keeps the book in the end writes the summary."""
+    """Hold a part of the weights; the server that leads the log in the end writes the summary."""
     check_result_file(json_file)
     role = _prepare(
         "server",

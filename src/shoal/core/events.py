@@ -71,8 +71,8 @@ class UpdateApplied(Event):
     lr: float
     """The schedule's rate of this update."""
     workers: tuple[str, ...]
-    portions: tuple[tuple[int, ...], ...]
-    """Which portions of the run: share ``p % workers`` of step ``p // workers``."""
+    units: tuple[tuple[int, ...], ...]
+    """Which work units of the run: share ``p % workers`` of step ``p // workers``."""
     read: tuple[int, ...]
     """The version of the weights that each was computed with."""
     staleness: tuple[int, ...]
@@ -80,7 +80,7 @@ class UpdateApplied(Event):
     step_sizes: tuple[float, ...]
     """What each was multiplied by: the rate, times what being late, or being one of several, has left of it."""
     num_duplicates: int = 0
-    """Under lbfgs: portions of the step's batches that were given to a second worker, because the first was slow."""
+    """Under lbfgs: work units of the step's batches that were given to a second worker, because the first was slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,23 +206,23 @@ class GradientRefused(Event):
     step: int
     """Steps that were done then."""
     worker: str
-    contribution: str
+    push: str
     """Names the gradient: a worker's push is refused by every server that has a part of it which is not finite."""
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerHung(Event):
-    """A worker of parameter servers did not come out of a portion, and has ended its process for it."""
+    """A worker of parameter servers did not come out of a work unit, and has ended its process for it."""
 
     kind: ClassVar[str] = "hung"
     worker: str
     step: int
-    """Of the portion."""
+    """Of the work unit."""
     seconds: float
     """That it had taken by then, without time in which the process did not run."""
     usual_seconds: float
-    """Mean of this worker's portions."""
+    """Mean of this worker's work units."""
 
 
 @dataclass(frozen=True, kw_only=True)

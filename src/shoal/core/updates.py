@@ -1,14 +1,14 @@
 """The update rules of the parameter servers, as one value that prints and parses as one word of the plan. No torch.
 
-Every rule is the same machine with other settings: how many contributions make a round (``quorum``; None: every share of a
-step), how many rounds a step may be ahead of the ones that are closed (``staleness``; None: any), how long a worker waits at
+Every rule is the same machine with other settings: how many pushes make an update (``quorum``; None: every share of a
+step), how many updates a step may be ahead of the ones that are closed (``staleness``; None: any), how long a worker waits at
 random before it pushes (``wait``), and after how many steps it pushes and fetches. ::
 
     text                quorum   staleness   wait   push, fetch
     bsp                 None     0           0      1, 1
     ssp:S               None     S           0      1, 1
     async               1        None        0      1, 1
-    half:K,W            K        None        W      1, 1         a round is K arrivals, or those there are after the wait
+    half:K,W            K        None        W      1, 1         an update is K arrivals, or those there are after the wait
     downpour:N,M        1        None        0      N, M         Dean et al. 2012, "Large Scale Distributed Deep Networks"
     lbfgs               None     0           0      1, 1         the step itself is Sandblaster's, driven from outside
 """
@@ -25,7 +25,7 @@ DEFAULT_STALENESS = 3
 DEFAULT_WAIT = 0.25
 DEFAULT_EVERY = 5
 DEFAULT_SHARE = 0.8
-"""Share of the workers whose arrival closes a round of ``half`` when no number is given."""
+"""Share of the workers whose arrival closes an update of ``half`` when no number is given."""
 LONGEST_WAIT = 10.0
 
 _FORMS = {
@@ -40,19 +40,19 @@ _FORMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """When contributions become an update, and how far workers may drift apart."""
+    """When pushes become an update, and how far workers may drift apart."""
 
     kind: RuleKind
     quorum: int | None = None
-    """Contributions that close a round; None: one from every share of a step (``half``: not derived yet, see ``resolve``)."""
+    """Pushes that close an update; None: one from every share of a step (``half``: not derived yet, see ``resolve``)."""
     staleness: int | None = 0
-    """Steps by which a portion may be ahead of the closed rounds; None: any number."""
+    """Steps by which a work unit may be ahead of the closed updates; None: any number."""
     wait: float = 0.0
     """Longest random wait before a push, in mean step times of the worker."""
     push_every: int = 1
-    """Portions that a worker adds up before it pushes."""
+    """WorkQueue that a worker adds up before it pushes."""
     fetch_every: int = 1
-    """Portions after which a worker fetches weights anew."""
+    """WorkQueue after which a worker fetches weights anew."""
 
     @classmethod
     def parse(cls, text: str) -> "UpdateRule":
@@ -97,7 +97,7 @@ class UpdateRule:
 
     @property
     def is_stepwise(self) -> bool:
-        """True when a round is all shares of one step, so that who computed them changes nothing."""
+        """True when an update is all shares of one step, so that who computed them changes nothing."""
         return self.quorum is None and self.kind != "half"
 
     def resolve(self, workers: int) -> "UpdateRule":

@@ -15,7 +15,7 @@ from shoal.core.plan import Plan
 from shoal.core.updates import UpdateRule
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
-from shoal.paramserver.config import portion_samples
+from shoal.paramserver.config import unit_samples
 from shoal.schedules.catalogue import fitting_microbatches, schedule_of_plan
 from shoal.schedules.schedule import Schedule
 
@@ -126,15 +126,16 @@ def resolve_plan(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | Non
     Args:
         train: the ``[train]`` section.
         plan: as chosen.
-        sizes: of workers' portions beside each other (``batch_shares``); None: all alike.
+        sizes: of workers' work units beside each other (``batch_shares``); None: all alike.
 
     Raises:
         RequestError: the processes do not divide the batch, or two settings contradict each other.
     """
     if plan.ps and sizes is not None:
-        # Portions are rounded to whole samples, whatever their number; what does not go with it is refused by ``rule_problems``.
+        # Work units are rounded to whole samples, whatever their number; what does not go with it is refused by
+        # ``rule_problems``.
         plan = replace(plan, microbatches=plan.microbatches or 1)
-        largest = max(portion_samples(train.global_batch, sizes))
+        largest = max(unit_samples(train.global_batch, sizes))
         return ResolvedPlan(plan=plan, micro_batch=math.ceil(largest / (plan.microbatches or 1)))
     replicas, axis = plan.num_shares, "workers" if plan.ps else "dp"
     if train.global_batch % replicas:

@@ -1,1 +1,1 @@
-"""Parameter servers: workers push gradients, servers hold shards of the weights, and a book says what became an update."""
+"""Parameter servers: workers push gradients, servers hold shards of the weights, and an update log says what became an update."""

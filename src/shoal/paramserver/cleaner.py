@@ -4,7 +4,8 @@ Epochs and instances fence: after a view without a member nothing that this memb
 more. So cleaning is late, lazy and safe to forget. Every server and every center has a cleaner; the leading center's also looks
 after files.
 
-    of a departed worker     its clock and its portions (the book, when it leaves), its pushes that no round will hold (the
+    of a departed worker     its clock and its work units (the update log, when it leaves), its pushes that no update will hold
+    (the
                              shards, when the log says so), its window of duplicates and the memory that was lent to it, its
                              requests that are parked here (they end at their own deadline, and count as expired)
     of a departed server     the connection to it; its shards' copies are dropped by whoever a view takes them from

@@ -17,28 +17,28 @@ class ParamServerConfig(Config):
     """Parameter servers, beyond what the plan says."""
 
     aggregate: Aggregate = "average"
-    """How contributions become one update: mean by samples, sum of their own means, Adasum, or fednova (with local_steps)."""
+    """How pushes become one update: mean by samples, sum of their own means, Adasum, or fednova (with local_steps)."""
     staleness_aware: bool = False
-    """Divide a gradient that is tau rounds old by max(1, tau); under async and downpour."""
+    """Divide a gradient that is tau updates old by max(1, tau); under async and downpour."""
     drop_beyond: int | None = Field(default=None, ge=0)
-    """Oldest gradient that still counts, in rounds; an older one is dropped and its portion is computed again."""
+    """Oldest gradient that still counts, in updates; an older one is dropped and its work unit is computed again."""
     delay_compensation: float = Field(default=0.0, ge=0)
     """Lambda of g + lambda g g (w_now - w_read), which corrects an old gradient to first order; 0 is off."""
     duplicate_after: float | None = Field(default=None, gt=1)
-    """Give a portion that takes longer than so many mean step times to an idle worker as well; the first result counts."""
+    """Give a work unit that takes longer than so many mean step times to an idle worker as well; the first result counts."""
     overlap: bool = False
-    """Push while the next portion is computed, and pull under async, ssp and downpour; its weights lack what is under way."""
+    """Push while the next work unit is computed, and pull under async, ssp and downpour; its weights lack what is under way."""
     local_lr: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Rate of a worker's own steps (downpour, local_steps), by worker, the last for all further ones; else the recipe's."""
     local_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps that a worker takes by itself in a portion, by worker, the last for all further ones; with aggregate fednova."""
+    """Steps that a worker takes by itself in a work unit, by worker, the last for all further ones; with aggregate fednova."""
     batch_shares: tuple[Annotated[float, Field(gt=0)], ...] = ()
-    """Size of a worker's portion beside the others', by worker, the last for all further ones; left out, all are alike.
+    """Size of a worker's work unit beside the others', by worker, the last for all further ones; left out, all are alike.
 
-    [3, 1] gives worker 0 three quarters of a step's samples. A portion that its worker does not take goes to whoever is free.
+    [3, 1] gives worker 0 three quarters of a step's samples. A work unit that its worker does not take goes to whoever is free.
     """
     warm_start: int = Field(default=0, ge=0)
-    """Portions that the first worker does alone before the others begin, under downpour."""
+    """WorkQueue that the first worker does alone before the others begin, under downpour."""
     lbfgs_lr: float = Field(default=1.0, gt=0)
     """Step that the line search of lbfgs tries first, in lengths of its direction."""
     lbfgs_history: int = Field(default=10, ge=1)
@@ -54,7 +54,7 @@ class ParamServerConfig(Config):
     touch few rows send only these, and what is cached are servers that hold hardly anything else.
     """
     cache_staleness: int = Field(default=0, ge=0)
-    """Cached parameters may be so many rounds behind the first server's at a worker before they are pulled again; see hot."""
+    """Cached parameters may be so many updates behind the first server's at a worker before they are pulled again; see hot."""
     centers: int = Field(default=2, ge=1)
     """Candidates for the center: one leads, the others wait."""
     lease_seconds: float = Field(default=2.0, gt=0.2)
@@ -64,12 +64,12 @@ class ParamServerConfig(Config):
     deadline: float = Field(default=60.0, gt=0)
     """The longest wait for a server, backup or center, beside the time that payloads have, before a process names it."""
     hang_after: float = Field(default=50.0, ge=0)
-    """A worker that is in one portion for so many of its usual ones, and hang_seconds, ends and is started again; 0: never.
+    """A worker that is in one work unit for so many of its usual ones, and hang_seconds, ends and is started again; 0: never.
 
-    Usual is the median of its last twenty; no portion is taken to hang that lasts less than twice the longest of them.
+    Usual is the median of its last twenty; no work unit is taken to hang that lasts less than twice the longest of them.
     """
     hang_seconds: float = Field(default=60.0, gt=0)
-    """No portion is taken to hang before it has lasted so long; see hang_after."""
+    """No work unit is taken to hang before it has lasted so long; see hang_after."""
     max_respawns: int = Field(default=200, ge=0)
     """How many dead servers, workers and centers are started again in one run."""
 
@@ -87,8 +87,8 @@ class ParamServerConfig(Config):
         """The local steps of a worker."""
         return self.local_steps[min(index, len(self.local_steps) - 1)] if self.local_steps else 1
 
-    def portion_sizes(self, workers: int) -> tuple[float, ...] | None:
-        """How large the portions of a step are beside each other; None: all alike."""
+    def unit_sizes(self, workers: int) -> tuple[float, ...] | None:
+        """How large the work units of a step are beside each other; None: all alike."""
         if not self.batch_shares:
             return None
         return tuple(self.batch_shares[min(index, len(self.batch_shares) - 1)] for index in range(workers))
@@ -106,22 +106,22 @@ def group_plan(plan: Plan) -> Plan:
 def pulls_ahead(config: ParamServerConfig, rule: UpdateRule) -> bool:
     """Whether this way of working is asked for and has something to give.
 
-    Not where a step reads the step before (``bsp``, ``ssp:0``), nor under ``half``, where a worker waits for its own round: what
+    Not where a step reads the step before (``bsp``, ``ssp:0``), nor under ``half``, where a worker waits for its own update: what
     was pulled before is never enough there. Nor with local steps, which begin and end at the weights that were pulled.
     """
     return config.overlap and not config.local_steps and rule.kind in ("async", "ssp") and rule.staleness != 0
 
 
-def stretch_of(num_samples: int, share: int, sizes: Sequence[float]) -> tuple[int, int]:
+def span_of(num_samples: int, share: int, sizes: Sequence[float]) -> tuple[int, int]:
     """Where a share begins and ends among the samples of a step, when shares are of these sizes beside each other."""
     total = math.fsum(sizes)
     start, stop = (round(num_samples * math.fsum(sizes[:end]) / total) for end in (share, share + 1))
     return start, stop
 
 
-def portion_samples(global_batch: int, sizes: Sequence[float]) -> list[int]:
-    """Samples of every portion of a whole step, of portions of these sizes beside each other."""
-    ends = [stretch_of(global_batch, share, sizes) for share in range(len(sizes))]
+def unit_samples(global_batch: int, sizes: Sequence[float]) -> list[int]:
+    """Samples of every work unit of a whole step, of work units of these sizes beside each other."""
+    ends = [span_of(global_batch, share, sizes) for share in range(len(sizes))]
     return [stop - start for start, stop in ends]
 
 
@@ -175,10 +175,10 @@ def _local_problems(config: ParamServerConfig, plan: Plan, rule: UpdateRule, glo
         yield f"paramserver.local_steps {_listed(steps)} do not go with {rule.kind}, which has steps of its own; leave them out"
     if len(steps) > workers:
         yield f"paramserver.local_steps {_listed(steps)} name {len(steps)} workers, and the plan has {workers}"
-    share = min(_unit_samples(config, plan, global_batch))
+    share = min(_samples_of_units(config, plan, global_batch))
     if max(steps) > share:
         yield (
-            f"paramserver.local_steps has {max(steps)} steps on the {share} samples of a portion (global_batch "
+            f"paramserver.local_steps has {max(steps)} steps on the {share} samples of a work unit (global_batch "
             f"{global_batch} / workers {workers}); take {share} steps at most, or a larger global_batch"
         )
 
@@ -191,11 +191,11 @@ def _size_problems(
         return
     said = f"paramserver.batch_shares {_listed(sizes)}"
     if rule.kind == "lbfgs":
-        yield f"{said} cut a step by worker, and under lbfgs small portions of a batch go to whoever is free; leave them out"
+        yield f"{said} cut a step by worker, and under lbfgs small work units of a batch go to whoever is free; leave them out"
     if config.aggregate == "adasum":
         yield (
-            f"{said} make portions of unequal size, and aggregate adasum joins gradients by their directions, whatever they are "
-            f"the mean of; leave one of them out"
+            f"{said} make work units of unequal size, and aggregate adasum joins gradients by their directions, whatever they "
+            f"are the mean of; leave one of them out"
         )
     if plan.ranks_per_replica > 1:
         yield (
@@ -204,36 +204,36 @@ def _size_problems(
         )
     if micro_batch is not None:
         yield (
-            f"{said} cut portions of unequal size into as many microbatches each, and train.micro_batch is "
+            f"{said} cut work units of unequal size into as many microbatches each, and train.micro_batch is "
             f"{micro_batch}; say microbatches in the plan instead"
         )
     if len(sizes) > plan.num_shares:
         yield f"{said} name {len(sizes)} workers, and the plan has {plan.num_shares}"
-    smallest = min(_unit_samples(config, plan, global_batch))
+    smallest = min(_samples_of_units(config, plan, global_batch))
     if smallest < (plan.microbatches or 1):
         yield (
-            f"{said} leave {smallest} of the {global_batch} samples of global_batch to a portion of {plan.microbatches or 1} "
+            f"{said} leave {smallest} of the {global_batch} samples of global_batch to a work unit of {plan.microbatches or 1} "
             f"microbatches; make the sizes more alike, or global_batch larger"
         )
 
 
-def _unit_samples(config: ParamServerConfig, plan: Plan, global_batch: int) -> list[int]:
+def _samples_of_units(config: ParamServerConfig, plan: Plan, global_batch: int) -> list[int]:
     """Samples of every work unit of a whole step."""
-    sizes = config.portion_sizes(plan.num_shares)
-    return [global_batch // plan.num_shares] if sizes is None else portion_samples(global_batch, sizes)
+    sizes = config.unit_sizes(plan.num_shares)
+    return [global_batch // plan.num_shares] if sizes is None else unit_samples(global_batch, sizes)
 
 
 def _cache_problems(config: ParamServerConfig, plan: Plan, rule: UpdateRule) -> Iterator[str]:
-    rounds = config.cache_staleness
-    if rounds and plan.ps == 1:
+    updates = config.cache_staleness
+    if updates and plan.ps == 1:
         yield (
-            f"paramserver.cache_staleness {rounds} lets what other servers than the first hold be older, and the plan has ps=1; "
+            f"paramserver.cache_staleness {updates} lets what other servers than the first hold be older, and the plan has ps=1; "
             f"take ps=2 or more, or leave it out"
         )
-    elif rounds and rule.staleness == 0:
+    elif updates and rule.staleness == 0:
         yield (
-            f"paramserver.cache_staleness {rounds} does nothing under {rule}, which reads the weights of the step before; "
-            f"use ssp:{rounds} or async, or leave it out"
+            f"paramserver.cache_staleness {updates} does nothing under {rule}, which reads the weights of the step before; "
+            f"use ssp:{updates} or async, or leave it out"
         )
 
 

@@ -17,7 +17,7 @@ from shoal.core.errors import RequestError
 from shoal.elastic.election.elector import Center
 from shoal.elastic.view import View
 from shoal.paramserver.messages import FINISHED, Join, Leave, Message, Watch, Watched
-from shoal.paramserver.waiting import Bell, Moved
+from shoal.paramserver.waiting import ChangeEvent, Moved
 
 WATCH_SECONDS = 0.5
 """How long a center parks a watch: members are heard of twice a second."""
@@ -46,7 +46,7 @@ class Contact:
         find: where the center is.
         introduce: what this member says to a center.
         ends_with_history: whether this member is out when everyone goes back to the checkpoint. A worker is: what it does then
-            belongs to rounds that never were, and it begins again under a new name.
+            belongs to updates that never were, and it begins again under a new name.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Contact:
         """Why the run is to stop; empty while it is not."""
         self.version = -1
         """Told to the center with every sign of life."""
-        self.bell = Bell()
+        self.changed = ChangeEvent()
         self._peer: Peer | None = None
         self._was_member = False
         self._num_old = 0
@@ -102,7 +102,7 @@ class Contact:
         finally:
             # Nobody will tell of a new view any more, so nobody is to wait for one.
             self._interrupt(lambda needed: True)
-            self.bell.ring()
+            self.changed.notify()
 
     async def _visit(self, center: Center) -> None:
         peer = self._node.connect(center.address)
@@ -188,7 +188,7 @@ class Contact:
         """Wait for a view with a higher epoch, at most so long; True when there is one."""
         limit = Deadline(seconds=seconds)
         while self.view is None or self.view.epoch <= epoch:
-            if limit.is_over or not await self.bell.wait(limit.remaining):
+            if limit.is_over or not await self.changed.wait(limit.remaining):
                 return self.view is not None and self.view.epoch > epoch
         return True
 
@@ -221,7 +221,7 @@ class Contact:
         self.stopped = self.stopped or heard.stopped
         if heard.halt and self.halt != FINISHED and heard.halt != self.halt:
             self.halt = heard.halt
-            self.bell.ring()
+            self.changed.notify()
         before, view = self.view, heard.view
         if view is None or (before is not None and view.epoch <= before.epoch):
             return
@@ -229,7 +229,7 @@ class Contact:
         self._node.epoch, self._node.members = view.epoch, frozenset(member.id for member in view)
         is_member = view.find(self._node.instance_id) is not None
         self._interrupt(lambda is_needed: not is_needed(view))
-        self.bell.ring()
+        self.changed.notify()
         if self._was_member and not is_member:
             raise Evicted(f"epoch {view.epoch} went on without this member")
         if self._ends_with_history and before is not None and view.history != before.history and self._was_member:

@@ -1,10 +1,10 @@
 """Every message between the roles, typed. A message says what is wanted; who may ask is decided by epoch and view.
 
     worker -> server     Push, Pull                       a shard's gradient, a shard's weights
-    worker -> book       Take, Commit                     the next portion; a contribution is whole
-    server -> book       Follow                           rounds of the log, parked until there are more
-    server -> server     Forward, Note, Fetch             a backup's copy of a push, of an input of the book, of everything
-    under lbfgs          Draw, Part, Run, Mirror,         a portion of the batch, its gradient, a program on a shard, a backup's
+    worker -> update log       Take, Commit                     the next work unit; a push is whole
+    server -> update log       Follow                           updates of the log, parked until there are more
+    server -> server     Forward, Note, Fetch             a backup's copy of a push, of an input of the update log, of everything
+    under lbfgs          Draw, Part, Run, Mirror,         a work unit of the batch, its gradient, a program on a shard, a backup's
                          Recall, Advance, Settle          copy of these, what a coordinator remembers, a step, its end everywhere
     anyone -> center     Join, Watch, Leave, Dead, Synced, Failed, Ballot, Halt
     candidate -> candidate   Greet, Over                  is it the same run; it has ended
@@ -17,7 +17,7 @@ import msgspec
 from shoal.comm.wire.operations import Op, Operations
 from shoal.elastic.view import Role, View
 from shoal.paramserver.programs import Operation
-from shoal.paramserver.records import Contribution, Portion, Round
+from shoal.paramserver.records import PushRecord, Update, WorkUnit
 
 MAX_PAYLOAD = 64 << 30
 MAX_TEXTS = 1 << 30
@@ -32,14 +32,14 @@ class Done(Message, frozen=True):
 
 
 class Push(Message, frozen=True):
-    """A contribution's gradient of one shard. Asked again it changes nothing: a contribution is known by sender and number."""
+    """A push's gradient of one shard. Asked again it changes nothing: a push is known by sender and number."""
 
     shard: int
     number: int
     version: int
     """The version of this shard that it was computed from."""
     rows: tuple[tuple[str, int], ...] = ()
-    """Tensors of which the payload has only so many rows (``sparse.py``); empty: it is the whole stretch."""
+    """Tensors of which the payload has only so many rows (``sparse.py``); empty: it is the whole slice."""
 
 
 class Pull(Message, frozen=True):
@@ -59,16 +59,16 @@ class Pulled(Message, frozen=True):
 
 
 class Take(Message, frozen=True):
-    """The next portion, parked until there is one that may be begun."""
+    """The next work unit, parked until there is one that may be begun."""
 
     held: tuple[int, ...]
-    """Portions that the worker knows it has; one that the book gave it and that is not here was lost on its way."""
+    """Work units that the worker knows it has; one that the update log gave it and that is not here was lost on its way."""
 
 
 class Taken(Message, frozen=True):
-    """A portion, or the end: nothing is left, or the run is to stop."""
+    """A work unit, or the end: nothing is left, or the run is to stop."""
 
-    portion: Portion | None
+    unit: WorkUnit | None
     ask_again: bool = False
     """Nothing may be begun yet."""
     must_commit: bool = False
@@ -78,56 +78,56 @@ class Taken(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """All shards have acknowledged their part of a contribution."""
+    """All shards have acknowledged their part of a push."""
 
-    contribution: Contribution
+    push: PushRecord
 
 
 class Committed(Message, frozen=True):
-    """It is in the log, or will be when its round closes; or it is not used, and why."""
+    """It is in the log, or will be when its update closes; or it is not used, and why."""
 
     is_kept: bool
     reason: str
     closed: int
-    """Rounds in the log now."""
+    """Updates in the log now."""
 
 
 class Follow(Message, frozen=True):
-    """Rounds from a number on; parked until there is one."""
+    """Updates from a number on; parked until there is one."""
 
     since: int
 
 
 class Followed(Message, frozen=True):
-    """Rounds of the log, in order."""
+    """Updates of the log, in order."""
 
-    rounds: tuple[Round, ...]
+    updates: tuple[Update, ...]
     gone: dict[str, tuple[int, ...]] = {}
-    """By departed worker: its contributions that are still to come in a round; its others may be thrown away."""
+    """By departed worker: its pushes that are still to come in an update; its others may be thrown away."""
     is_final: bool = False
     """These were the last."""
     cuts: dict[int, str] = {}
-    """By version, where checkpoints are to be written: the book as it was then, as JSON."""
+    """By version, where checkpoints are to be written: the update log as it was then, as JSON."""
     began: int | None = None
-    """The version that this history began with, where the keeper was there; who began elsewhere read another checkpoint."""
+    """The version that this history began with, where the log leader was there; who began elsewhere read another checkpoint."""
     last: str = ""
-    """With ``is_final``: the book as it is in the end. Not among the cuts: one server hears of the last round and of the end in
-    one answer and another in two, and a checkpoint is written by all of them or by none."""
+    """With ``is_final``: the update log as it is in the end. Not among the cuts: one server hears of the last update and of the
+    end in one answer and another in two, and a checkpoint is written by all of them or by none."""
 
 
-class Forward(Message, frozen=True):
+class ReplicatePush(Message, frozen=True):
     """A push on its way to the backup."""
 
     worker: str
     push: Push
 
 
-class Note(Message, frozen=True):
-    """An input of the book on its way to the backup: numbered, because their order is what both must share."""
+class ReplicateCommand(Message, frozen=True):
+    """An input of the update log on its way to the backup: numbered, because their order is what both must share."""
 
     place: int
     text: bytes
-    """The input (``ledger.py``)."""
+    """The input (``command_log.py``)."""
 
 
 class Fetch(Message, frozen=True):
@@ -137,9 +137,9 @@ class Fetch(Message, frozen=True):
 
 
 class Fetched(Message, frozen=True):
-    """The payload is the book's state, then JSON that says how to read the rest, then every tensor of the shard's state."""
+    """The payload is the update log's state, then JSON that says how to read the rest, then every tensor of the shard's state."""
 
-    book_bytes: int
+    update_log_bytes: int
     """0 but for shard 0."""
     text_bytes: int
 
@@ -290,7 +290,7 @@ class Run(Message, frozen=True):
     is_first: bool = False
     """A new coordinator's first: whatever the shard has run before, this comes next."""
     begins: tuple[int, int] | None = None
-    """After it, gradients of this evaluation, in so many portions, are taken."""
+    """After it, gradients of this evaluation, in so many work units, are taken."""
     collects: bool = False
     """Before it, their sum becomes the gradient."""
 
@@ -302,18 +302,18 @@ class Ran(Message, frozen=True):
 
 
 class Part(Message, frozen=True):
-    """The payload is one shard of the gradient of one portion of a batch."""
+    """The payload is one shard of the gradient of one work unit of a batch."""
 
     shard: int
     evaluation: int
-    portion: int
+    unit: int
     loss: float = 0.0
-    """Of the portion. One that is not finite says that the line search went too far, and then its gradient may be anything."""
+    """Of the work unit. One that is not finite says that the line search went too far, and then its gradient may be anything."""
     is_finite: bool = True
     """Of the whole gradient: no shard takes its part of one that another refuses."""
 
 
-class Mirror(Message, frozen=True):
+class ReplicateProgram(Message, frozen=True):
     """What a primary did, on its way to the backup."""
 
     done: Run | Part
@@ -342,7 +342,7 @@ class Advance(Message, frozen=True):
     samples: int
     memory: str
     num_duplicates: int = 0
-    """Portions of its batches that a second worker was given too."""
+    """WorkQueue of its batches that a second worker was given too."""
 
 
 class Settle(Message, frozen=True):
@@ -356,19 +356,19 @@ class Settle(Message, frozen=True):
 
 
 class Draw(Message, frozen=True):
-    """A worker is free: the next portion of a batch."""
+    """A worker is free: the next work unit of a batch."""
 
     num_samples: int
     """Of the training split, as this worker has it."""
     done: tuple[int, int, float] | None = None
-    """What it did last: evaluation, portion and loss; every shard has the gradient."""
+    """What it did last: evaluation, work unit and loss; every shard has the gradient."""
 
 
 class Drawn(Message, frozen=True):
-    """A portion of a batch; or none for now, or none any more."""
+    """A work unit of a batch; or none for now, or none any more."""
 
     evaluation: int = -1
-    portion: int = -1
+    unit: int = -1
     step: int = 0
     """Whose samples, in the order of the run."""
     start: int = 0
@@ -383,8 +383,8 @@ OPERATIONS = Operations(
         "take": Op(Take, Taken, max_payload=0),
         "commit": Op(Commit, Committed, max_payload=0),
         "follow": Op(Follow, Followed, max_payload=0, fenced=False),
-        "forward": Op(Forward, Done, max_payload=MAX_PAYLOAD),
-        "note": Op(Note, Done, max_payload=0),
+        "replicate_push": Op(ReplicatePush, Done, max_payload=MAX_PAYLOAD),
+        "replicate_command": Op(ReplicateCommand, Done, max_payload=0),
         "fetch": Op(Fetch, Fetched, max_payload=MAX_PAYLOAD, fenced=False),
         "join": Op(Join, Joined, max_payload=0, fenced=False),
         "watch": Op(Watch, Watched, max_payload=0, fenced=False),
@@ -399,7 +399,7 @@ OPERATIONS = Operations(
         "ask": Op(Ask, Told, max_payload=0, fenced=False),
         "run": Op(Run, Ran, max_payload=0),
         "part": Op(Part, Done, max_payload=MAX_PAYLOAD),
-        "mirror": Op(Mirror, Done, max_payload=MAX_PAYLOAD),
+        "replicate_program": Op(ReplicateProgram, Done, max_payload=MAX_PAYLOAD),
         "recall": Op(Recall, Recalled, max_payload=0),
         "advance": Op(Advance, Done, max_payload=0),
         "settle": Op(Settle, Done, max_payload=0),

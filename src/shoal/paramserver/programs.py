@@ -1,7 +1,7 @@
 """Short programs on named vectors that lie cut over servers, and what their numbers come to. No torch: a center sends them.
 
 L-BFGS over parameter servers (Sandblaster, Dean et al. 2012, section 4.2) moves no vector to its coordinator: it sends each
-server a ``Program``, every server runs it on its own stretch (``vectors.py``), and only numbers come back.
+server a ``Program``, every server runs it on its own slice (``vectors.py``), and only numbers come back.
 """
 
 import math
@@ -72,7 +72,7 @@ def drop(a: str) -> Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Operations that are run in order, in one round trip. Its answer has one number for each operation that measures."""
+    """Operations that are run in order, in one update trip. Its answer has one number for each operation that measures."""
 
     operations: tuple[Operation, ...]
 

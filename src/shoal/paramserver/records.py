@@ -1,20 +1,21 @@
-"""What the book writes down: a contribution that a worker commits, and a round, which is one update of the weights.
+"""What the update log writes down: a push that a worker commits, and an update, which is one update of the weights.
 
 Plain values that go to JSON and back without losing a bit, because a checkpoint, a new backup and every follower of the log must
 read the same ones.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import msgspec
 
 Read: TypeAlias = tuple[int, ...]
 """The version of each shard in the weights that somebody works with. Shards are pulled one by one, so they may differ."""
 
 
-class Identity(NamedTuple):
-    """Names a contribution: pushes are idempotent by it."""
+class PushId(NamedTuple):
+    """Names a push: pushes are idempotent by it."""
 
     worker: str
     """The worker's instance."""
@@ -23,7 +24,7 @@ class Identity(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One contribution in a round."""
+    """One push in an update."""
 
     worker: str
     number: int
@@ -31,23 +32,25 @@ class Entry(NamedTuple):
     """What its gradient is multiplied by before it is added."""
 
     @property
-    def identity(self) -> Identity:
-        """Which contribution it is."""
-        return Identity(self.worker, self.number)
+    def identity(self) -> PushId:
+        """Which push it is."""
+        return PushId(self.worker, self.number)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contribution:
-    """A gradient that every shard has acknowledged, as its worker commits it."""
+class PushRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"units": "portions"}):
+    """A gradient that every shard has acknowledged, as its worker commits it.
+
+    Checkpoints call its units portions, as releases before this one did.
+    """
 
     worker: str
     number: int
     """Counted by the worker from 0, used once."""
-    portions: tuple[int, ...]
-    """The portions that it covers; more than one only where a worker adds up before it pushes."""
+    units: tuple[int, ...]
+    """The work units that it covers; more than one only where a worker adds up before it pushes."""
     samples: int
     weight: float
-    """What its loss counts in the round's mean: samples, or tokens."""
+    """What its loss counts in the update's mean: samples, or tokens."""
     loss: float
     """Mean over its samples."""
     version: int
@@ -57,12 +60,13 @@ class Contribution:
     steps: float = 1.0
     """Local steps that it is the direction of, or what they are worth (``local.effective_steps``); 1: it is a gradient."""
     num_duplicates: int = 0
-    """Of a step that is made from outside (``Book.advance``): portions of its batches that a second worker was given too."""
+    """Of a step that is made from outside (``UpdateLog.advance``): work units of its batches that a second worker was given
+    too."""
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> PushId:
         """Names it to the shards."""
-        return Identity(self.worker, self.number)
+        return PushId(self.worker, self.number)
 
     @property
     def odd(self) -> str | None:
@@ -75,70 +79,46 @@ class Contribution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
-    """One update: the contributions that make it, in the order in which they are added."""
+class Update:
+    """One update: the pushes that make it, in the order in which they are added."""
 
     number: int
     """Counts from 0; after it the weights have version ``number + 1``."""
     entries: tuple[Entry, ...]
     loss: float
-    """Mean of the contributions' losses, by their weights."""
+    """Mean of the pushes' losses, by their weights."""
     weight: float
     samples: int
     first_step: int
-    """Lowest step that a portion of it belongs to."""
+    """Lowest step that a work unit of it belongs to."""
     last_step: int
     staleness: int
-    """Rounds that closed between the oldest read of its contributions and itself."""
-    dropped: tuple[Identity, ...] = ()
-    """Contributions that no round will hold, found since the round before; shards forget their gradients here."""
+    """Updates that closed between the oldest read of its pushes and itself."""
+    dropped: tuple[PushId, ...] = ()
+    """Pushes that no update will hold, found since the update before; shards forget their gradients here."""
     settled: int = 0
-    """Portions that are in this round or an earlier one."""
+    """WorkQueue that are in this round or an earlier one."""
     num_duplicates: int = 0
-    """As in the contribution that it was made from outside by."""
+    """As in the push that it was made from outside by."""
     versions: tuple[int, ...] = ()
     """Of the weights that each entry was computed with."""
-    portions: tuple[tuple[int, ...], ...] = ()
+    units: tuple[tuple[int, ...], ...] = ()
     """That each entry covers."""
 
 
-def round_to_json(record: Round) -> dict[str, Any]:
-    """For ``json``."""
-    return asdict(record) | {
-        "entries": [list(entry) for entry in record.entries],
-        "dropped": [list(i) for i in record.dropped],
-    }
-
-
-def round_from_json(data: Mapping[str, Any]) -> Round:
-    """The inverse of ``round_to_json``."""
-    named = {
-        "entries": tuple(Entry(*entry) for entry in data["entries"]),
-        "dropped": tuple(Identity(*one) for one in data["dropped"]),
-        "versions": tuple(data.get("versions", ())),
-        "portions": tuple(tuple(covered) for covered in data.get("portions", ())),
-    }
-    return Round(**{**data, **named})
-
-
-def contribution_from_json(data: Mapping[str, Any]) -> Contribution:
-    """The inverse of ``dataclasses.asdict``."""
-    return Contribution(**{**data, "portions": tuple(data["portions"])})
-
-
 # TODO docstring of the former paramserver.answers:
-# What the book answers to each input, as values: the server sends them on, and acts on what changed.
+# What the update log answers to each input, as values: the server sends them on, and acts on what changed.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """What an input changed for others. True in a condition when waiting takes must be decided again."""
 
-    closed: tuple[Round, ...] = ()
+    closed: tuple[Update, ...] = ()
     freed: tuple[int, ...] = ()
-    """Portions that are todo again."""
+    """WorkQueue that are todo again."""
     is_finished: bool = False
-    """All work is done and in a round."""
+    """All work is done and in an update."""
 
     def __bool__(self) -> bool:
         return bool(self.closed or self.freed or self.is_finished)
@@ -148,14 +128,14 @@ NOTHING = Change()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Portion:
+class WorkUnit:
     """Work for the worker that asked."""
 
     number: int
     step: int
     share: int
     need: int
-    """Version that the weights must at least have for it: the rule's bound, and the worker's own rounds."""
+    """Version that the weights must at least have for it: the rule's bound, and the worker's own updates."""
     bound: int = 0
     """The rule's bound alone: parameters that a worker caches may be so old."""
 
@@ -171,7 +151,7 @@ class Wait:
     until: float | None = None
     """Ask again at this time even if nothing changed; None: no need."""
     must_commit: bool = False
-    """Do not park it: the worker holds portions that no one else will do, and must commit them before there is more."""
+    """Do not park it: the worker holds work units that no one else will do, and must commit them before there is more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +161,10 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """The contribution is kept."""
+    """The push is kept."""
 
-    round: int
-    """The round that has it or will have it; weights that contain it have version ``round + 1`` or more."""
+    update: int
+    """The update that has it or will have it; weights that contain it have version ``round + 1`` or more."""
     is_again: bool = False
     """It had been committed before: an answer was lost on its way."""
     change: Change = NOTHING
@@ -192,17 +172,17 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True)
 class Duplicate:
-    """Another did one of its portions first; the contribution is not used."""
+    """Another did one of its work units first; the push is not used."""
 
     change: Change = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """It is older than the bound and not used; its portions are todo again."""
+    """It is older than the bound and not used; its work units are todo again."""
 
     age: int | None
-    """Rounds between its read and now; None when the same answer is given again."""
+    """Updates between its read and now; None when the same answer is given again."""
     change: Change = NOTHING
 
 
@@ -214,5 +194,5 @@ class Refused:
     change: Change = NOTHING
 
 
-Taken = Portion | Wait | Finished | Refused
+Taken = WorkUnit | Wait | Finished | Refused
 Answer = Committed | Duplicate | Dropped | Refused

@@ -1,4 +1,4 @@
-"""Which part of the model each shard holds: the trained parameters in one row, cut into stretches of even bytes. No torch.
+"""Which part of the model each shard holds: the trained parameters in one row, cut into slices of even bytes. No torch.
 
     order    | embed.weight ............... | fc.bias | fc.weight ..... |      by name, hot ones first, without padding
     shards   | 0 ................. | 1 ................ | 2 ........... |      cut where a row begins, nearest to the even share
@@ -42,7 +42,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A stretch of one parameter that a shard holds."""
+    """A slice of one parameter that a shard holds."""
 
     name: str
     start: int
@@ -137,7 +137,7 @@ def cut_model(
     optimizer: str = "",
     whole_tensors: bool = False,
 ) -> ShardMap:
-    """The model as ``num_shards`` stretches, each within one cuttable row of its even share.
+    """The model as ``num_shards`` slices, each within one cuttable row of its even share.
 
     Args:
         model: the trained parameters.

@@ -1,15 +1,15 @@
-"""Something to wait for: every ``ring`` wakes all who wait. An ``asyncio.Condition`` without its lock, and with a deadline."""
+"""Something to wait for: every ``notify`` wakes all who wait. An ``asyncio.Condition`` without its lock, and with a deadline."""
 
 import asyncio
 
 
-class Bell:
+class ChangeEvent:
     """Rung when something has changed; whoever waits looks again."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake everyone who waits now."""
         for future in self._waiting:
             if not future.done():

@@ -18,18 +18,18 @@ from shoal.paramserver.center.center import Center
 from shoal.paramserver.lbfgs.algorithm import LbfgsSettings
 from shoal.paramserver.lbfgs.coordinator import BatchSettings, Coordinator
 from shoal.serverrun.cluster import Cluster
-from shoal.serverrun.process import MemberPlace, open_node, run_process
+from shoal.serverrun.process import ProcessSpec, open_node, run_process
 
 _LONELY_SECONDS = 600.0
 """How long a voter waits for any other: longer than a machine takes to start, and than most cuts of a network last."""
 
 
-async def lead(place: MemberPlace) -> str:
+async def lead(place: ProcessSpec) -> str:
     """Stand for election until the run has ended; why it was stopped, and nothing when it was finished."""
     return await (_lead_here(place) if place.cluster is None else _lead_cluster(place, place.cluster))
 
 
-async def _lead_here(place: MemberPlace) -> str:
+async def _lead_here(place: ProcessSpec) -> str:
     node = open_node(place)
     elector = FileLease(
         place.lease_folder,
@@ -48,7 +48,7 @@ async def _lead_here(place: MemberPlace) -> str:
         await node.close()
 
 
-async def _lead_cluster(place: MemberPlace, cluster: Cluster) -> str:
+async def _lead_cluster(place: ProcessSpec, cluster: Cluster) -> str:
     node = open_node(place)
     try:
         elector = _build_elector(place, cluster, node)
@@ -79,7 +79,7 @@ async def _lead_cluster(place: MemberPlace, cluster: Cluster) -> str:
         await node.close()
 
 
-def _build_elector(place: MemberPlace, cluster: Cluster, node: Node) -> Voters | Sole | EtcdLease:
+def _build_elector(place: ProcessSpec, cluster: Cluster, node: Node) -> Voters | Sole | EtcdLease:
     ballot = ballot_file(place.kept_dir, place.name)
     own = cluster.centers[cluster.seat]
     if cluster.etcd:
@@ -109,7 +109,7 @@ def ballot_file(run_dir: Path, name: str) -> Path:
     return RunDir(run_dir).root / "ballots" / f"{name}.json"
 
 
-def wanted_of(place: MemberPlace) -> Wanted:
+def wanted_of(place: ProcessSpec) -> Wanted:
     """What the run asked for, in the center's words."""
     config = place.recipe.paramserver
     return Wanted(
@@ -120,7 +120,7 @@ def wanted_of(place: MemberPlace) -> Wanted:
     )
 
 
-def build_coordinator(place: MemberPlace, node: Node, center: Center) -> Coordinator | None:
+def build_coordinator(place: ProcessSpec, node: Node, center: Center) -> Coordinator | None:
     """Who drives the steps beside this center; None where workers make them by themselves."""
     if place.rule.kind != "lbfgs":
         return None
@@ -146,11 +146,11 @@ def tell(line: str) -> None:
 
 
 def main() -> None:
-    """Entry point of a center of a crew."""
+    """Entry point of a center of a job."""
     run_process(lambda role, place: asyncio.run(_lead_to_the_end(place)))
 
 
-async def _lead_to_the_end(place: MemberPlace) -> None:
+async def _lead_to_the_end(place: ProcessSpec) -> None:
     await lead(place)
 
 

@@ -1,6 +1,6 @@
 """What the servers of a run write into their events that people should see: read from there, told once, and counted. No torch.
 
-The processes of a crew have no screen. What they decide for all (a gradient that nobody takes, everyone back to a checkpoint) is
+The processes of a job have no screen. What they decide for all (a gradient that nobody takes, everyone back to a checkpoint) is
 an event first; the process that has the screen looks into the files, and so does the summary.
 """
 
@@ -28,7 +28,7 @@ def describe_refusal(event: Mapping[str, Any]) -> str:
     return f"a gradient of {event['worker']} is refused, and no weight was touched: {event['reason']}"
 
 
-def describe_return(event: Mapping[str, Any]) -> str:
+def describe_rollback(event: Mapping[str, Any]) -> str:
     """A ``WentBack`` in one line."""
     died = list(event["died"])
     names = " and ".join([", ".join(died[:-1]), died[-1]] if len(died) > 1 else died) or "servers"
@@ -41,11 +41,11 @@ def describe_return(event: Mapping[str, Any]) -> str:
 def describe_hang(event: Mapping[str, Any]) -> str:
     """A ``WorkerHung`` in one line."""
     seconds, usual = event["seconds"], event["usual_seconds"]
-    took = f"{seconds:.0f} s in one portion, and {usual:.2g} s is usual"
+    took = f"{seconds:.0f} s in one work unit, and {usual:.2g} s is usual"
     return f"{event['worker']} hangs in step {event['step']}: {took}; it ends itself, its log says where it was"
 
 
-class Tidings:
+class Notices:
     """Follows the events of a run.
 
     Args:
@@ -83,7 +83,7 @@ class Tidings:
         return sorted(self._folder.glob("rank-*.jsonl"))
 
 
-def count_tidings(run_dir: Path) -> dict[str, int]:
+def count_notices(run_dir: Path) -> dict[str, int]:
     """For the summary: refused gradients, returns to a checkpoint, and workers that hung, since the run began."""
     events: list[dict[str, Any]] = []
     for path in sorted(RunDir(run_dir).events(0).parent.glob("rank-*.jsonl")):
@@ -101,7 +101,7 @@ def _key(event: Mapping[str, Any]) -> tuple[Any, ...]:
     """What several processes may say in their own words."""
     match event["kind"]:
         case GradientRefused.kind:
-            return event["kind"], event["contribution"]
+            return event["kind"], event.get("push", event.get("contribution"))
         case WentBack.kind:
             return event["kind"], event["history"], event["step"]
     return event["kind"], event["worker"], event["t"]
@@ -110,11 +110,11 @@ def _key(event: Mapping[str, Any]) -> tuple[Any, ...]:
 _DESCRIBE: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     GradientRefused.kind: describe_refusal,
     WorkerHung.kind: describe_hang,
-    WentBack.kind: describe_return,
+    WentBack.kind: describe_rollback,
 }
 
 
-# TODO docstring of the former serverrun.tally:
+# TODO docstring of the former serverrun.count of dropped messages:
 # Messages to a process that it dropped: written into its events when there are new ones, and counted for the summary. No torch.
 #
 # The wire drops what is malformed, of an old epoch or seen before, and does no more about it (``comm/wire/errors.py``): a run
@@ -124,7 +124,7 @@ _LOOK_SECONDS = 5.0
 _MARK = f'"{MessagesDropped.kind}"'.encode()
 
 
-class Tally:
+class DroppedMessages:
     """Writes down what a node drops.
 
     Args:

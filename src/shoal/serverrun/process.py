@@ -29,14 +29,14 @@ from shoal.engine.resolve import default_threads
 from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS
 from shoal.paramserver.messages import OPERATIONS
 from shoal.serverrun.cluster import Cluster
-from shoal.serverrun.notices import Tally
+from shoal.serverrun.notices import DroppedMessages
 from shoal.telemetry.statusboard import RankStatus, StatusBoard
 from shoal.trainer.claim import flatten, read_plan
 from shoal.trainer.config import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberPlace:
+class ProcessSpec:
     """See the module."""
 
     name: str
@@ -99,7 +99,7 @@ class MemberPlace:
 
     @property
     def threads(self) -> int:
-        """Compute threads: the machine's, shared with the others of a crew; a role that starts by itself has them all."""
+        """Compute threads: the machine's, shared with the others of a job; a role that starts by itself has them all."""
         return self.recipe.train.threads or default_threads(self.plan.world_size if self.cluster is None else 1)
 
     @property
@@ -108,17 +108,17 @@ class MemberPlace:
         return shared_settings(self.recipe)
 
 
-def open_node(place: MemberPlace) -> Node:
+def open_node(place: ProcessSpec) -> Node:
     """This process on the wire; what it drops is written down until it is closed."""
     if place.cluster is None:
         node = Node(instance_id=place.instance_id, operations=OPERATIONS, arena_dir=place.folder)
     else:
         node = Node(instance_id=place.instance_id, operations=CLUSTER_OPERATIONS, keys=place.cluster.keys)
-    node.spawn(Tally(node, name=place.name, run_dir=place.run_dir, rank=place.rank).keep())
+    node.spawn(DroppedMessages(node, name=place.name, run_dir=place.run_dir, rank=place.rank).keep())
     return node
 
 
-def open_finder(place: MemberPlace, node: Node) -> Callable[[], Center | None]:
+def open_finder(place: ProcessSpec, node: Node) -> Callable[[], Center | None]:
     """What tells who is the center; in a cluster it asks in the background, until the node is closed."""
     if place.cluster is None:
         folder = place.lease_folder
@@ -128,15 +128,15 @@ def open_finder(place: MemberPlace, node: Node) -> Callable[[], Center | None]:
     return seeker.find
 
 
-def attach_status(place: MemberPlace) -> RankStatus | None:
-    """This process's status on the crew's board; None when nobody looks."""
+def attach_status(place: ProcessSpec) -> RankStatus | None:
+    """This process's status on the job's board; None when nobody looks."""
     return None if place.board_fd is None else StatusBoard.attach(place.board_fd, place.num_ranks).of_rank(place.rank)
 
 
 # TODO docstring of the former serverrun.agreement:
 # What all processes of a run must agree on: every setting of the recipe but those that concern a process alone, as plain text.
 #
-# Compared at the door (``paramserver/center/center.py``). Processes on several machines each read a recipe of their
+# Compared at admission (``paramserver/center/center.py``). Processes on several machines each read a recipe of their
 # own, and two that differ
 # in a seed or a rate would train together without a word.
 
@@ -163,13 +163,13 @@ def shared_settings(recipe: Recipe) -> dict[str, str]:
 
 
 # TODO docstring of the former serverrun.entry:
-# The first and the last lines of a process of a crew: what its command line says, and what its exit code means.
+# The first and the last lines of a process of a job: what its command line says, and what its exit code means.
 #
 # This is a process boundary: every exception ends here, in the log and in the exit code. No torch: a center starts
 # with this alone.
 
 
-def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
+def read_place(arguments: list[str]) -> tuple[str, ProcessSpec]:
     """What the command line says: which role, and its place in the run."""
     parser = argparse.ArgumentParser(prog="shoal.serverrun.job.role")
     parser.add_argument("role", choices=("server", "worker", "center"))
@@ -184,7 +184,7 @@ def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
     given = parser.parse_args(arguments)
     run_dir: Path = given.run_dir
     recipe = validate(Recipe, read_toml(RunDir(run_dir).recipe), origin=str(RunDir(run_dir).recipe))
-    place = MemberPlace(
+    place = ProcessSpec(
         name=given.name,
         rank=given.rank,
         num_ranks=given.ranks,
@@ -200,23 +200,23 @@ def read_place(arguments: list[str]) -> tuple[str, MemberPlace]:
     return given.role, place
 
 
-def _say_done(place: MemberPlace) -> None:
-    """Tell the crew that this process did what it was for: an exit code of 0 says only that something called exit."""
+def _say_done(place: ProcessSpec) -> None:
+    """Tell the job that this process did what it was for: an exit code of 0 says only that something called exit."""
     rank_status = attach_status(place)
     if rank_status is not None:
         rank_status.claim()  # A center had no use for it until now.
         rank_status.finish("completed")
 
 
-def run_process(run: Callable[[str, MemberPlace], None]) -> None:
-    """Be a member of a crew, and never return.
+def run_process(run: Callable[[str, ProcessSpec], None]) -> None:
+    """Be a member of a job, and never return.
 
     Args:
         run: does the role's work.
     """
     owner = os.getpid()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # The crew decides when to stop; Ctrl-C in the terminal goes to it alone.
+    # The job decides when to stop; Ctrl-C in the terminal goes to it alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = EXIT_DONE
     try:

@@ -28,7 +28,7 @@ from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS
 from shoal.paramserver.messages import Halt
 from shoal.serverrun.cluster import Cluster, check_candidate, read_cluster
-from shoal.serverrun.process import MemberPlace
+from shoal.serverrun.process import ProcessSpec
 from shoal.trainer.claim import check_claim
 from shoal.trainer.config import Recipe
 from shoal.trainer.request import OwnParts, Prepared, TrainRequest, check_parts, read_request
@@ -60,7 +60,7 @@ class RoleRequest:
 class PreparedRole:
     """A request that was checked."""
 
-    place: MemberPlace
+    place: ProcessSpec
     prepared: Prepared | None
     """Of the whole run, for those who train; None for a center."""
 
@@ -108,7 +108,7 @@ def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
         prepared = check_parts(recipe, plan, layout, run_dir=run_dir or Path(), resume=request.resume, own=own)
     instance_id = new_instance_id()
     return PreparedRole(
-        place=MemberPlace(
+        place=ProcessSpec(
             name=f"{request.role}-{index}",
             rank=index,
             num_ranks=max(layout.plan.world_size, index + 1),

@@ -200,7 +200,7 @@ def read_request(request: TrainRequest) -> tuple[Recipe, Plan, ResolvedPlan]:
     """
     recipe = load_recipe(request.recipe, request.overrides)
     plan = choose_plan(recipe.plan, plan_text=request.plan, num_processes=request.num_processes)
-    sizes = recipe.paramserver.portion_sizes(plan.num_shares)
+    sizes = recipe.paramserver.unit_sizes(plan.num_shares)
     layout = resolve_plan(recipe.train, plan, sizes=sizes)
     return recipe.model_copy(update={"plan": str(layout.plan)}), plan, layout
 

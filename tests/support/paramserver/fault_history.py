@@ -1,4 +1,5 @@
-"""A seeded history of a parameter-server run without a process: workers, replicas of the book and of the shards, and faults.
+"""A seeded history of a parameter-server run without a process: workers, replicas of the update log and of the shards, and
+faults.
 
 Every message can be late, lost or doubled: takes and commits whose answers get lost, pushes that reach one replica and not the
 other, replicas that lag behind the log. Workers die and join at any moment, primaries die and their backups take over. What is
@@ -18,8 +19,8 @@ from shoal.core.updates import UpdateRule
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.consistency import Lateness
-from shoal.paramserver.log.updates import Book
-from shoal.paramserver.records import Committed, Contribution, Finished, Identity, Portion, Refused, Round, Wait
+from shoal.paramserver.log.updates import UpdateLog
+from shoal.paramserver.records import Committed, Finished, PushId, PushRecord, Refused, Update, Wait, WorkUnit
 from shoal.paramserver.server.gradients import WorkerGone
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.sharding import TensorSpec, cut_model
@@ -30,7 +31,7 @@ NUM_SHARDS = 2
 
 
 def rate(number: int) -> float:
-    """The learning rate of a round."""
+    """The learning rate of an update."""
     return 0.05 / (1 + 0.1 * number)
 
 
@@ -49,7 +50,7 @@ class Worker:
 
 
 class History:
-    """One run. ``run`` goes on until the book is finished; the rest is what tests look at."""
+    """One run. ``run`` goes on until the update log is finished; the rest is what tests look at."""
 
     def __init__(
         self,
@@ -73,19 +74,20 @@ class History:
         self.optim = OptimConfig(name=optimizer, lr=0.05)
         rule = UpdateRule.parse(update)
         spare = 0.5 if seed % 3 == 0 else None
-        self.books = [
-            Book(rule=rule, workers=workers, steps=steps, lateness=lateness, duplicate_after=spare) for _ in range(2)
+        self.update_logs = [
+            UpdateLog(rule=rule, workers=workers, steps=steps, lateness=lateness, duplicate_after=spare)
+            for _ in range(2)
         ]
-        self.rule = self.books[0].rule
+        self.rule = self.update_logs[0].rule
         self.map = cut_model(MODEL, NUM_SHARDS)
         self.shards = [[self._replica(number) for _ in range(2)] for number in range(NUM_SHARDS)]
-        self.log: list[Round] = []
+        self.log: list[Update] = []
         self.reads: dict[tuple[str, int], list[Read]] = {}
-        self.kept: dict[tuple[str, int], Contribution] = {}
+        self.kept: dict[tuple[str, int], PushRecord] = {}
         self.now = 0.0
         self.alive: dict[str, Worker] = {}
         self.discards: list[tuple[int, int, str, frozenset[int]]] = []
-        self.straying: list[Identity] = []
+        self.straying: list[PushId] = []
         self.num_refused = 0
         self.num_born = 0
         self.num_events = 0
@@ -93,14 +95,15 @@ class History:
             self._join()
 
     @property
-    def book(self) -> Book:
+    def update_log(self) -> UpdateLog:
         """The one that answers."""
-        return self.books[0]
+        return self.update_logs[0]
 
     def run(self, most: int = 20000) -> "History":
         """Until all work is done and every replica has applied it."""
         while not (
-            self.book.is_finished and all(one.version == self.book.closed for pair in self.shards for one in pair)
+            self.update_log.is_finished
+            and all(one.version == self.update_log.closed for pair in self.shards for one in pair)
         ):
             self.num_events += 1
             assert self.num_events < most, f"{self.update}, seed {self.seed}: no end after {most} events"
@@ -122,7 +125,7 @@ class History:
     def _happen(self) -> None:
         kinds: list[tuple[Callable[[], None], float]] = [(self._work, 10.0), (self._follow, 6.0), (self._tick, 1.0)]
         if self.deaths:
-            kinds += [(self._die, 0.25), (self._join, 0.25), (self._lose_server, 0.15), (self._lose_book, 0.15)]
+            kinds += [(self._die, 0.25), (self._join, 0.25), (self._lose_server, 0.15), (self._lose_update_log, 0.15)]
         if self.crashes:
             kinds += [(self._save, 1.0), (self._crash, 0.1)]
         if self.discards:
@@ -132,16 +135,16 @@ class History:
         chosen = self.random.choices([kind for kind, _ in kinds], [weight for _, weight in kinds])[0]
         chosen()
 
-    def _both(self, act: Callable[[Book], object]) -> object:
-        """An input of the book: the backup has it before the answer goes out."""
-        answers = [act(book) for book in self.books]
-        assert answers[0] == answers[1], f"two replicas of the book answer {answers}"
+    def _both(self, act: Callable[[UpdateLog], object]) -> object:
+        """An input of the update log: the backup has it before the answer goes out."""
+        answers = [act(update_log) for update_log in self.update_logs]
+        assert answers[0] == answers[1], f"two replicas of the update log answer {answers}"
         return answers[0]
 
-    def _input(self, act: Callable[[Book], object]) -> object:
-        before = self.book.closed
+    def _input(self, act: Callable[[UpdateLog], object]) -> object:
+        before = self.update_log.closed
         answer = self._both(act)
-        self.log += self.book.log(before)
+        self.log += self.update_log.log(before)
         return answer
 
     def _join(self) -> None:
@@ -149,17 +152,17 @@ class History:
             name = f"{self.num_born:016x}"
             self.num_born += 1
             self.alive[name] = Worker(name)
-            self._input(lambda book: book.join(name, self.num_born % self.workers, self.now))
+            self._input(lambda update_log: update_log.join(name, self.num_born % self.workers, self.now))
 
     def _die(self) -> None:
         if len(self.alive) > 1:
             name = self.random.choice(sorted(self.alive))
             worker = self.alive.pop(name)
-            self._input(lambda book: book.leave(name, self.now))
-            keep = self.book.committed(name)
+            self._input(lambda update_log: update_log.leave(name, self.now))
+            keep = self.update_log.committed(name)
             self.discards += [(shard, replica, name, keep) for shard in range(NUM_SHARDS) for replica in range(2)]
             if worker.pushing and self.random.random() < 0.5:
-                self.straying.append(Identity(name, worker.number))
+                self.straying.append(PushId(name, worker.number))
 
     def _stray(self) -> None:
         """A push of a dead worker arrives after all, or one that was committed comes once more."""
@@ -176,23 +179,23 @@ class History:
         self.shards[shard][replica].discard(name, keep)
 
     def _tick(self) -> None:
-        self._input(lambda book: book.tick(self.now))
+        self._input(lambda update_log: update_log.tick(self.now))
         if self.random.random() < 0.1:
             lowest = min(one.version for pair in self.shards for one in pair)
-            self._both(lambda book: book.trim(lowest))
+            self._both(lambda update_log: update_log.trim(lowest))
 
-    def _lose_book(self) -> None:
-        data = json.loads(json.dumps(self.books[1].export()))
-        self.books = [self.books[1], Book.restore(data)]
-        assert self.books[0].digest() == self.books[1].digest()
+    def _lose_update_log(self) -> None:
+        data = json.loads(json.dumps(self.update_logs[1].export()))
+        self.update_logs = [self.update_logs[1], UpdateLog.restore(data)]
+        assert self.update_logs[0].digest() == self.update_logs[1].digest()
 
     def _save(self) -> None:
-        """A checkpoint at a consistent cut: the book, weights and optimizer state, no gradient that waits."""
+        """A checkpoint at a consistent cut: the update log, weights and optimizer state, no gradient that waits."""
         primaries = [pair[0] for pair in self.shards]
-        if all(primary.version == self.book.closed for primary in primaries):
+        if all(primary.version == self.update_log.closed for primary in primaries):
             moments = [{key: one.clone() for key, one in primary.optimizer_state().items()} for primary in primaries]
             weights = self.whole(0)
-            self.saved = json.dumps(self.book.export()), [(weights, state) for state in moments]
+            self.saved = json.dumps(self.update_log.export()), [(weights, state) for state in moments]
 
     def _crash(self) -> None:
         """Everything dies and begins again from the checkpoint."""
@@ -200,15 +203,15 @@ class History:
             return
         self.num_crashes += 1
         text, tensors = self.saved
-        self.books = [Book.restore(json.loads(text)) for _ in range(2)]
-        self._both(lambda book: book.restart(self.now))
+        self.update_logs = [UpdateLog.restore(json.loads(text)) for _ in range(2)]
+        self._both(lambda update_log: update_log.restart(self.now))
         for number, (weights, moments) in enumerate(tensors):
             self.shards[number] = [self._replica(number) for _ in range(2)]
             for replica in self.shards[number]:
                 replica.load_weights(weights)
                 replica.load_optimizer_state(moments)
-                replica.version = self.book.closed
-        del self.log[self.book.closed :]
+                replica.version = self.update_log.closed
+        del self.log[self.update_log.closed :]
         used = {entry.identity for record in self.log for entry in record.entries}
         self.kept = {key: one for key, one in self.kept.items() if key in used}
         self.alive, self.discards, self.straying = {}, [], []
@@ -230,8 +233,8 @@ class History:
 
     def _follow(self) -> None:
         replica = self.random.choice([one for pair in self.shards for one in pair])
-        if replica.version < self.book.closed:
-            record = self.book.log(replica.version)[0]
+        if replica.version < self.update_log.closed:
+            record = self.update_log.log(replica.version)[0]
             assert not replica.missing(record), f"acknowledged and lost: {replica.missing(record)}"
             replica.apply(record, rate(record.number))
 
@@ -256,11 +259,11 @@ class History:
 
     def _take(self, worker: Worker) -> None:
         held = tuple(worker.held)
-        answer = self._input(lambda book: book.take(worker.name, self.now, held))
+        answer = self._input(lambda update_log: update_log.take(worker.name, self.now, held))
         if self.faults and self.random.random() < 0.1:
             return  # the answer is lost; it asks again
         match answer:
-            case Portion():
+            case WorkUnit():
                 worker.held.append(answer.number)
                 worker.needs = answer.need
             case Wait(must_commit=True):
@@ -268,7 +271,7 @@ class History:
             case Wait():
                 assert answer.reason
             case Finished():
-                assert self.book.is_finished
+                assert self.update_log.is_finished
             case _:
                 raise AssertionError(answer)
 
@@ -277,50 +280,50 @@ class History:
             primaries = [pair[0] for pair in self.shards]
             if any(primary.version < worker.needs for primary in primaries):
                 return  # the pull is parked
-            stretches, weights = [], {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
+            spans, weights = [], {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
             for primary in primaries:
                 for piece in primary.shard.pieces:
-                    stretches.append((piece.name, piece.start, piece.stop, primary.version))
+                    spans.append((piece.name, piece.start, piece.stop, primary.version))
                     part = primary.weights[piece.offset : piece.offset + piece.numel]
                     weights[piece.name].view(-1)[piece.start : piece.stop] = part
-            worker.cache, worker.since_fetch = (tuple(stretches), weights), 0
+            worker.cache, worker.since_fetch = (tuple(spans), weights), 0
         worker.since_fetch += 1
         read, weights = worker.cache
-        portion = worker.held[len(worker.parts)]
-        worker.parts.append((Read(portion, read), gradient(portion, weights)))
+        unit = worker.held[len(worker.parts)]
+        worker.parts.append((Read(unit, read), gradient(unit, weights)))
 
     def _push(self, worker: Worker) -> None:
-        identity = Identity(worker.name, worker.number)
+        identity = PushId(worker.name, worker.number)
         replicas = [one for pair in self.shards for one in pair]
         # Also to one that has it already: pushes are sent again.
         replica = self.random.choice(replicas)
         whole = summed([part for _, part in worker.parts])
         flat = torch.cat([whole[piece.name].reshape(-1)[piece.start : piece.stop] for piece in replica.shard.pieces])
-        version = min(one[3] for read, _ in worker.parts for one in read.stretches)
+        version = min(one[3] for read, _ in worker.parts for one in read.spans)
         replica.store(identity, flat, version)
         if all(identity in one._gradients for one in replicas):
             self._commit(worker, version)
 
     def _commit(self, worker: Worker, version: int) -> None:
-        contribution = Contribution(
+        push = PushRecord(
             worker=worker.name,
             number=worker.number,
-            portions=tuple(sorted(worker.held)),
+            units=tuple(sorted(worker.held)),
             samples=1 + worker.held[0] % 3,
             weight=1.0,
             loss=float(worker.held[0]),
             version=version,
         )
-        answer = self._input(lambda book: book.commit(contribution, self.now))
+        answer = self._input(lambda update_log: update_log.commit(push, self.now))
         assert not isinstance(answer, Refused), answer.reason
         if self.faults and self.random.random() < 0.2:
-            again = self._input(lambda book: book.commit(contribution, self.now))
+            again = self._input(lambda update_log: update_log.commit(push, self.now))
             assert type(again) is type(answer), f"{answer}, and when it was sent again {again}"
         if isinstance(answer, Committed):
-            self.kept[worker.name, worker.number] = contribution
+            self.kept[worker.name, worker.number] = push
             self.reads[worker.name, worker.number] = [read for read, _ in worker.parts]
         if self.faults and self.random.random() < 0.3:
-            self.straying.append(Identity(worker.name, worker.number))
+            self.straying.append(PushId(worker.name, worker.number))
         worker.number += 1
         worker.held, worker.parts, worker.pushing = [], [], False
         if worker.since_fetch >= self.rule.fetch_every:
@@ -328,12 +331,12 @@ class History:
 
 
 def check_staleness(history: History) -> None:
-    """No worker read older weights than the rule allows, and every round says how old its oldest were."""
+    """No worker read older weights than the rule allows, and every update says how old its oldest were."""
     if history.rule.staleness is None:
         return
-    for (worker, number), contribution in history.kept.items():
-        step = contribution.portions[0] // history.workers
-        read = min(one[3] for one in history.reads[worker, number][0].stretches)
+    for (worker, number), push in history.kept.items():
+        step = push.units[0] // history.workers
+        read = min(one[3] for one in history.reads[worker, number][0].spans)
         assert step - read <= history.rule.staleness, (
             f"step {step} was computed with version {read} under {history.update}"
         )
@@ -341,18 +344,18 @@ def check_staleness(history: History) -> None:
 
 
 def check_accounting(history: History) -> None:
-    """Every portion is in exactly one round, every acknowledged contribution too, and nothing waits for nobody."""
+    """Every work unit is in exactly one update, every acknowledged push too, and nothing waits for nobody."""
     used = [entry.identity for record in history.log for entry in record.entries]
-    assert sorted(used) == sorted(history.kept), "a commit was acknowledged and is in no round, or in two"
-    done = sorted(portion for contribution in history.kept.values() for portion in contribution.portions)
-    assert done == list(range(history.steps * history.workers)), "a portion was lost or done twice"
+    assert sorted(used) == sorted(history.kept), "a commit was acknowledged and is in no update, or in two"
+    done = sorted(unit for push in history.kept.values() for unit in push.units)
+    assert done == list(range(history.steps * history.workers)), "a work unit was lost or done twice"
     assert [record.number for record in history.log] == list(range(len(history.log)))
     if history.rule.is_stepwise:
-        orders = [[history.kept[entry.identity].portions[0] for entry in record.entries] for record in history.log]
-        assert list(itertools.chain(*orders)) == done, "a round is not the shares of its step in their order"
-    # No round came after these: answered as not used, or of a worker that is still pushing what another has done.
-    unused = {Identity(*one) for one in history.book.export()["unused"]}
-    unused |= {Identity(worker.name, worker.number) for worker in history.alive.values() if worker.pushing}
+        orders = [[history.kept[entry.identity].units[0] for entry in record.entries] for record in history.log]
+        assert list(itertools.chain(*orders)) == done, "an update is not the shares of its step in their order"
+    # No update came after these: answered as not used, or of a worker that is still pushing what another has done.
+    unused = {PushId(*one) for one in history.update_log.export()["unused"]}
+    unused |= {PushId(worker.name, worker.number) for worker in history.alive.values() if worker.pushing}
     for pair in history.shards:
         for replica in pair:
-            assert set(replica._gradients.stored) <= unused, "a gradient waits for a round that never comes"
+            assert set(replica._gradients.stored) <= unused, "a gradient waits for an update that never comes"

@@ -27,14 +27,14 @@ from shoal.paramserver import contact as contact_module
 from shoal.paramserver.center import center as center_module
 from shoal.paramserver.center.center import Center
 from shoal.paramserver.contact import Contact, Evicted
-from shoal.paramserver.log import leader as steward
-from shoal.paramserver.log.commands import Ledger
-from shoal.paramserver.log.updates import Book
+from shoal.paramserver.log import leader as log_leader
+from shoal.paramserver.log.commands import CommandLog
+from shoal.paramserver.log.updates import UpdateLog
 from shoal.paramserver.messages import FINISHED, OPERATIONS, Dead, Halt, Join
-from shoal.paramserver.records import Contribution, Entry, Identity, Round
+from shoal.paramserver.records import Entry, PushId, PushRecord, Update
 from shoal.paramserver.server import follower as following
 from shoal.paramserver.server import server as server_module
-from shoal.paramserver.server import store as shelf
+from shoal.paramserver.server import store as shard_store
 from shoal.paramserver.server.server import Server
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.sharding import TensorSpec, cut_model
@@ -140,7 +140,7 @@ def _damage(frames, dice):
 
 def quicken(monkeypatch) -> None:
     """Short waits, so that what is lost is missed soon."""
-    for module in (steward, shelf, following, server_module, client_module):
+    for module in (log_leader, shard_store, following, server_module, client_module):
         monkeypatch.setattr(module, "PARK_SECONDS", 0.15)
     monkeypatch.setattr(center_module, "WATCH_SECONDS", 0.1)
     monkeypatch.setattr(contact_module, "_ANSWER_SECONDS", 0.4)
@@ -178,10 +178,10 @@ class Job:
         self.update, self.num_servers, self.shares, self.steps, self.backups = update, servers, shares, steps, backups
         self.shard_map = cut_model(MODEL, servers)
         self.members: dict[str, Member] = {}
-        self.rounds: dict[int, object] = {}
+        self.updates: dict[int, object] = {}
         """By number, as some server applied it; that all apply the same is checked."""
         self.kept: dict[tuple[str, int], tuple[int, ...]] = {}
-        """Acknowledged: worker and number of each contribution, and its portions."""
+        """Acknowledged: worker and number of each push, and its work units."""
         self.pushed: dict[tuple[str, int], tuple[int, ...]] = {}
         self.num_duplicates = 0
         self.lines: list[str] = []
@@ -243,9 +243,9 @@ class Job:
             node,
             member.contact,
             make_shard=self.make_shard,
-            make_ledger=self.make_ledger,
+            make_log=self.make_log,
             rate=rate,
-            on_round=self._on_round,
+            on_update=self._on_update,
             deadline_seconds=DEADLINE_SECONDS,
             attempt_seconds=ATTEMPT_SECONDS,
         )
@@ -272,12 +272,12 @@ class Job:
         state.load_weights(dict(INITIAL.named_parameters()))
         return state
 
-    def make_ledger(self) -> Ledger:
-        return Ledger(Book(rule=UpdateRule.parse(self.update), workers=self.shares, steps=self.steps))
+    def make_log(self) -> CommandLog:
+        return CommandLog(UpdateLog(rule=UpdateRule.parse(self.update), workers=self.shares, steps=self.steps))
 
-    async def _on_round(self, server: Server, made, cut) -> None:
-        known = self.rounds.setdefault(made.number, made)
-        assert known == made, f"two servers have another round {made.number}"
+    async def _on_update(self, server: Server, made, cut) -> None:
+        known = self.updates.setdefault(made.number, made)
+        assert known == made, f"two servers have another update {made.number}"
 
     async def start_worker(
         self, name: str, *, model: dict[str, TensorSpec] | None = None, compute=gradient_of
@@ -310,7 +310,7 @@ class Job:
         contact.start()
         while contact.view is None or contact.view.find(node.instance_id) is None:
             contact.check()
-            await contact.bell.wait(0.05)
+            await contact.changed.wait(0.05)
         sizes = [shard.numel for shard in self.shard_map.shards]
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         weights = torch.zeros(sum(sizes))
@@ -318,26 +318,26 @@ class Job:
             node,
             contact,
             weights=weights,
-            stretches=[slice(start, start + size) for start, size in zip(starts, sizes, strict=True)],
+            spans=[slice(start, start + size) for start, size in zip(starts, sizes, strict=True)],
             deadline_seconds=DEADLINE_SECONDS,
             attempt_seconds=ATTEMPT_SECONDS,
         )
-        while (portion := await client.take()) is not None:
-            read = await client.pull(portion.need)
-            gradient = compute(weights, portion.step, portion.share)
+        while (unit := await client.take()) is not None:
+            read = await client.pull(unit.need)
+            gradient = compute(weights, unit.step, unit.share)
             number = await client.push(gradient, read=read)
-            self.pushed[(node.instance_id, number)] = (portion.number,)
-            contribution = Contribution(
+            self.pushed[(node.instance_id, number)] = (unit.number,)
+            push = PushRecord(
                 worker=node.instance_id,
                 number=number,
-                portions=(portion.number,),
+                units=(unit.number,),
                 samples=1,
                 weight=1.0,
                 loss=float(weights.sum()),
                 version=min(read),
             )
-            if await client.commit(contribution):
-                self.kept[(node.instance_id, number)] = (portion.number,)
+            if await client.commit(push):
+                self.kept[(node.instance_id, number)] = (unit.number,)
             else:
                 self.num_duplicates += 1
 
@@ -367,18 +367,18 @@ class Job:
         finally:
             await node.close()
 
-    async def until_round(self, number: int) -> None:
+    async def until_update(self, number: int) -> None:
         async with asyncio.timeout(DEADLINE_SECONDS):
-            while number not in self.rounds:
+            while number not in self.updates:
                 self.check()
                 await asyncio.sleep(0.002)
 
     async def until_level(self) -> int:
-        """Wait until every server has applied all rounds there are, while nobody works; the version."""
+        """Wait until every server has applied all updates there are, while nobody works; the version."""
         async with asyncio.timeout(DEADLINE_SECONDS):
-            while len({server.version for server in self.servers()} | {len(self.rounds)}) > 1:
+            while len({server.version for server in self.servers()} | {len(self.updates)}) > 1:
                 await asyncio.sleep(0.002)
-        return len(self.rounds)
+        return len(self.updates)
 
     def check(self) -> None:
         """Raise what ended a member that should live."""
@@ -400,7 +400,7 @@ class Job:
         return next(name for name, member in self.members.items() if member.node.instance_id == identity)
 
     async def finish(self, seconds: float = DEADLINE_SECONDS) -> torch.Tensor:
-        """Wait until every server has applied the last round; the weights, which all replicas have alike."""
+        """Wait until every server has applied the last update; the weights, which all replicas have alike."""
         async with asyncio.timeout(seconds):
             tasks = [task for member in self.members.values() if member.server for task in member.tasks]
             while not all(task.done() for task in tasks):
@@ -418,14 +418,14 @@ class Job:
         return torch.cat([found[shard] for shard in sorted(found)])
 
     def check_once(self) -> None:
-        """Every acknowledged contribution is in the log exactly once, and every portion was done exactly once."""
-        entries = Counter(entry.identity for made in self.rounds.values() for entry in made.entries)
-        assert set(entries.values()) <= {1}, "a contribution is in the log twice"
+        """Every acknowledged push is in the log exactly once, and every work unit was done exactly once."""
+        entries = Counter(entry.identity for made in self.updates.values() for entry in made.entries)
+        assert set(entries.values()) <= {1}, "a push is in the log twice"
         lost = [identity for identity in self.kept if identity not in entries]
         assert not lost, f"acknowledged and not in the log: {lost}"
-        done = Counter(portion for identity in entries for portion in self.pushed[tuple(identity)])
-        assert done == Counter(range(self.steps * self.shares)), "a portion was done twice or never"
-        assert sorted(self.rounds) == list(range(len(self.rounds)))
+        done = Counter(unit for identity in entries for unit in self.pushed[tuple(identity)])
+        assert done == Counter(range(self.steps * self.shares)), "a work unit was done twice or never"
+        assert sorted(self.updates) == list(range(len(self.updates)))
 
     async def end(self) -> None:
         with contextlib.suppress(Exception):
@@ -462,9 +462,9 @@ def alone(*, steps: int, shares: int) -> torch.Tensor:
         for state in states:
             size = state.weights.numel()
             for share, gradient in enumerate(gradients):
-                state.store(Identity("w", step * shares + share), gradient[start : start + size].clone(), step)
+                state.store(PushId("w", step * shares + share), gradient[start : start + size].clone(), step)
             entries = tuple(Entry("w", step * shares + share, 1.0) for share in range(shares))
-            made = Round(
+            made = Update(
                 number=step,
                 entries=entries,
                 loss=0.0,

@@ -37,7 +37,7 @@ def logistic(num_features: int = 9) -> tuple[Objective, Tensor]:
 
 
 def rugged(seed: int) -> tuple[Objective, Tensor]:
-    """Curved valleys and waves: not convex, so that a line search has to widen, narrow and turn round."""
+    """Curved valleys and waves: not convex, so that a line search has to widen, narrow and turn update."""
     start = torch.randn(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
 
     def objective(weights: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from shoal.core.rundir import RunDir
 from shoal.engine.resolve import choose_plan
 from shoal.engine.state import hash_weights
 from shoal.serverrun.center import lead
-from shoal.serverrun.process import MemberPlace
+from shoal.serverrun.process import ProcessSpec
 from shoal.serverrun.server import process as serving
 from shoal.serverrun.server.finalize import read_steps
 from shoal.serverrun.server.process import serve
@@ -82,7 +82,7 @@ def run_alone(recipe, plan="dp=1"):
 def place_in(folder, role, index, plan, recipe, *, sockets=None, resume=False):
     """The place of one role in a run."""
     rank = {"server": 0, "worker": plan.ps, "center": plan.ps + plan.workers}[role] + index
-    return MemberPlace(
+    return ProcessSpec(
         name=f"{role}-{index}",
         rank=rank,
         num_ranks=plan.ps + plan.workers + recipe.paramserver.centers,

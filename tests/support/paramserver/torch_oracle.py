@@ -20,9 +20,9 @@ def initial_weights() -> Weights:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def gradient(portion: int, weights: Weights) -> Weights:
-    """The gradient of a portion: towards a point of its own, and not linear, so that old weights show."""
-    generator = torch.Generator().manual_seed(portion)
+def gradient(unit: int, weights: Weights) -> Weights:
+    """The gradient of a work unit: towards a point of its own, and not linear, so that old weights show."""
+    generator = torch.Generator().manual_seed(unit)
     pulls = {name: weights[name] - torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     return {name: pull / (1.0 + pull.abs()) for name, pull in pulls.items()}
 
@@ -65,17 +65,17 @@ class Plain:
 
 @dataclass(frozen=True)
 class Read:
-    """One portion's gradient: of which portion, and with which version of each parameter's stretch it was computed."""
+    """One work unit's gradient: of which work unit, and with which version of each parameter's slice it was computed."""
 
-    portion: int
-    stretches: tuple[tuple[str, int, int, int], ...]
+    unit: int
+    spans: tuple[tuple[str, int, int, int], ...]
     """Name, first element, end, version."""
 
 
 def weights_as_read(versions: Sequence[Weights], read: Read) -> Weights:
     """The weights that a worker had in hand."""
     found = {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
-    for name, start, stop, version in read.stretches:
+    for name, start, stop, version in read.spans:
         found[name].view(-1)[start:stop] = versions[version][name].reshape(-1)[start:stop]
     return found
 
@@ -89,7 +89,7 @@ def summed(parts: Sequence[Weights]) -> Weights:
 
 
 Log = Sequence[Sequence[tuple[str, int, float]]]
-"""Of each round the worker, number and factor of each contribution."""
+"""Of each round the worker, number and factor of each push."""
 
 
 def replay(
@@ -100,7 +100,7 @@ def replay(
     for entries in log:
         parts = []
         for worker, number, factor in entries:
-            own = [gradient(read.portion, weights_as_read(plain.versions, read)) for read in reads[worker, number]]
+            own = [gradient(read.unit, weights_as_read(plain.versions, read)) for read in reads[worker, number]]
             parts.append((summed(own), factor))
         plain.step(parts)
     return plain
@@ -114,9 +114,9 @@ def train_stepwise(steps: int, workers: int, optimizer: str, rate: Callable[[int
     return plain
 
 
-def train_alone(portions: int, optimizer: str, rate: Callable[[int], float]) -> Plain:
-    """Plain training, a portion at a time. What async with one worker must equal."""
-    return train_stepwise(portions, 1, optimizer, rate)
+def train_alone(units: int, optimizer: str, rate: Callable[[int], float]) -> Plain:
+    """Plain training, a work unit at a time. What async with one worker must equal."""
+    return train_stepwise(units, 1, optimizer, rate)
 
 
 def _copy(weights: Weights) -> Weights:

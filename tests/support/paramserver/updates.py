@@ -1,11 +1,11 @@
-"""A round of a parameter server as its book would close it, for tests of what is made of it."""
+"""An update of a parameter server as its update log would close it, for tests of what is made of it."""
 
-from shoal.paramserver.records import Entry, Identity, Round
+from shoal.paramserver.records import Entry, PushId, Update
 
 
-def a_round(number: int, *entries: tuple[str, int, float], dropped: tuple[Identity, ...] = ()) -> Round:
-    """A round of these gradients: each the worker, its number and its weight."""
-    return Round(
+def a_update(number: int, *entries: tuple[str, int, float], dropped: tuple[PushId, ...] = ()) -> Update:
+    """An update of these gradients: each the worker, its number and its weight."""
+    return Update(
         number=number,
         entries=tuple(Entry(*entry) for entry in entries),
         loss=0.0,

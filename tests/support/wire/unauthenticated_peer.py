@@ -2,7 +2,7 @@
 
 ``unauthenticated_peer.py scan HOST [PORT...]`` prints which ports are open, of all where none is named.
 
-``unauthenticated_peer.py attack HOST PORT:KEY...`` prints ``began`` after each round on every port, goes on until its stdin
+``unauthenticated_peer.py attack HOST PORT:KEY...`` prints ``began`` after each update on every port, goes on until its stdin
 ends, and prints how many attempts there were, and which of them somebody answered.
 """
 

@@ -42,12 +42,12 @@ def test_sockets_of_departed_members_go_and_those_of_others_stay(tmp_path):
 
 
 def test_of_a_dead_worker_and_a_dead_server_nothing_is_left(tmp_path_factory, monkeypatch):
-    """Its clock, its portions, its gradients, its window of duplicates, its socket and its shards' copies."""
+    """Its clock, its work units, its gradients, its window of duplicates, its socket and its shards' copies."""
     quicken(monkeypatch)
 
     async def run():
         async with running_job(tmp_path_factory.mktemp("c"), update="async", steps=10_000, shares=2, servers=3) as job:
-            await job.until_round(3)
+            await job.until_update(3)
             worker = job.members["worker-0"].node.instance_id
             dead = {worker, job.members["server-2"].node.instance_id}
             client = job.members["worker-0"].client
@@ -59,9 +59,9 @@ def test_of_a_dead_worker_and_a_dead_server_nothing_is_left(tmp_path_factory, mo
             await job.kill("server-2")
 
             def left():
-                keeper = next(server.steward for server in job.servers() if server.steward is not None)
-                yield from dead & set(keeper.ledger.book.members)
-                yield from dead & set(keeper._followed)
+                leader = next(server.log_leader for server in job.servers() if server.log_leader is not None)
+                yield from dead & set(leader.command_log.update_log.members)
+                yield from dead & set(leader._followed)
                 for server in job.servers():
                     yield from dead & server.node.deduplication._seen.keys()
                     yield from (one for one in stored(server) if one.worker in dead)
@@ -78,7 +78,7 @@ def test_of_a_dead_worker_and_a_dead_server_nothing_is_left(tmp_path_factory, mo
 
 
 def stored(server):
-    """The contributions that wait for their round at a server."""
+    """The pushes that wait for their update at a server."""
     ready = [replica for replica in server.replicas.values() if replica.ready.is_set()]
     return [identity for replica in ready for identity in replica.state._gradients.stored]
 

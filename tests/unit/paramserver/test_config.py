@@ -36,18 +36,18 @@ CASES = [
     (
         "bsp",
         ["paramserver.batch_shares=[99, 1]"],
-        "leave 0 of the 16 samples of global_batch to a portion of 1 microbatches",
+        "leave 0 of the 16 samples of global_batch to a work unit of 1 microbatches",
     ),
     (
         "bsp",
         ["paramserver.batch_shares=[3, 1]", "paramserver.aggregate=adasum"],
         "aggregate adasum joins gradients by their directions",
     ),
-    ("lbfgs", ["paramserver.batch_shares=[3, 1]"], "under lbfgs small portions of a batch go to whoever is free"),
+    ("lbfgs", ["paramserver.batch_shares=[3, 1]"], "under lbfgs small work units of a batch go to whoever is free"),
     (
         "bsp",
         ["paramserver.batch_shares=[3, 1]", "paramserver.aggregate=fednova", "paramserver.local_steps=[2, 5]"],
-        "5 steps on the 4 samples of a portion",
+        "5 steps on the 4 samples of a work unit",
     ),
     ("async", ["paramserver.warm_start=5"], "warm_start 5 is of downpour, and the rule is async"),
     ("async", ["paramserver.local_lr=0.1"], "leave it out"),

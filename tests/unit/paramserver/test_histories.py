@@ -1,4 +1,5 @@
-"""Random histories of faults over the book and the shards' replicas: bit for bit what one process computes, and nothing lost."""
+"""Random histories of faults over the update log and the shards' replicas: bit for bit what one process computes, and nothing
+lost."""
 
 import pytest
 import torch
@@ -6,8 +7,8 @@ import torch
 from shoal.core.errors import RunError
 from shoal.paramserver import consistency
 from shoal.paramserver.consistency import Lateness
-from shoal.paramserver.log.queue import Member, Portions
-from shoal.paramserver.log.updates import Book
+from shoal.paramserver.log.queue import Member, WorkQueue
+from shoal.paramserver.log.updates import UpdateLog
 from shoal.paramserver.server.gradients import Gradients
 from shoal.paramserver.server.shard import ShardState
 from support.paramserver.fault_history import History, check_accounting, check_staleness, rate
@@ -64,7 +65,7 @@ def test_old_gradients_are_discounted_and_dropped_by_the_same_log(update):
     for seed in range(6):
         history = History(update, seed, lateness=Lateness(staleness_aware=True, drop_beyond=1)).run()
         check(history)
-        dropped += history.book.num_dropped
+        dropped += history.update_log.num_dropped
         ages = [record.staleness for record in history.log]
         assert max(ages) <= 1
     assert dropped > 0
@@ -82,16 +83,16 @@ def test_faults_happen_in_these_histories():
     """A history in which nothing went wrong would prove nothing."""
     histories = [History("ssp:2", seed, steps=8).run() for seed in range(9)]
     assert sum(history.num_born for history in histories) > 9 * 3
-    assert sum(history.book.num_duplicates for history in histories) > 0
+    assert sum(history.update_log.num_duplicates for history in histories) > 0
     assert sum(history.num_refused for history in histories) > 0
     assert max(record.staleness for history in histories for record in history.log) == 2
 
 
 def _in_arrival_order(monkeypatch):
-    original = consistency.next_round
+    original = consistency.next_update
     monkeypatch.setattr(
         consistency,
-        "next_round",
+        "next_update",
         lambda rule, pending, **more: tuple(one for one in pending if one in original(rule, pending, **more)),
     )
 
@@ -101,13 +102,13 @@ def _one_step_too_many(monkeypatch):
     monkeypatch.setattr(consistency, "needs", lambda rule, step: max(0, original(rule, step) - 1))
 
 
-def _deaths_lose_portions(monkeypatch):
-    def release(self, worker, portions):
-        for portion in portions:
-            del self._doing[portion]
+def _deaths_lose_units(monkeypatch):
+    def release(self, worker, units):
+        for unit in units:
+            del self._doing[unit]
         return ()
 
-    monkeypatch.setattr(Portions, "release", release)
+    monkeypatch.setattr(WorkQueue, "release", release)
 
 
 def _discard_takes_committed_ones_too(monkeypatch):
@@ -141,13 +142,13 @@ def _factors_are_left_out(monkeypatch):
 
 
 def _lost_takes_stay_lost(monkeypatch):
-    original = Book.take
-    monkeypatch.setattr(Book, "take", lambda self, worker, now, held=None: original(self, worker, now))
+    original = UpdateLog.take
+    monkeypatch.setattr(UpdateLog, "take", lambda self, worker, now, held=None: original(self, worker, now))
 
 
-def _the_book_forgets_what_waits(monkeypatch):
-    original = Book.export
-    monkeypatch.setattr(Book, "export", lambda self: original(self) | {"pending": []})
+def _the_update_log_forgets_what_waits(monkeypatch):
+    original = UpdateLog.export
+    monkeypatch.setattr(UpdateLog, "export", lambda self: original(self) | {"pending": []})
 
 
 def _a_restart_keeps_what_waited(monkeypatch):
@@ -155,14 +156,14 @@ def _a_restart_keeps_what_waited(monkeypatch):
         for worker in list(self._members):
             self.leave(worker, now)
 
-    monkeypatch.setattr(Book, "restart", restart)
+    monkeypatch.setattr(UpdateLog, "restart", restart)
 
 
 BUGS = [
     (_a_restart_keeps_what_waited, "ssp:3"),
     (_in_arrival_order, "ssp:1"),
     (_one_step_too_many, "ssp:1"),
-    (_deaths_lose_portions, "bsp"),
+    (_deaths_lose_units, "bsp"),
     (_discard_takes_committed_ones_too, "ssp:3"),
     (_used_gradients_are_forgotten, "async"),
     (_commits_are_not_remembered, "async"),
@@ -170,14 +171,14 @@ BUGS = [
     (_a_new_backup_lacks_waiting_gradients, "ssp:3"),
     (_factors_are_left_out, "half:2,0"),
     (_lost_takes_stay_lost, "bsp"),
-    (_the_book_forgets_what_waits, "ssp:3"),
+    (_the_update_log_forgets_what_waits, "ssp:3"),
 ]
 
 
 @pytest.mark.parametrize(("plant", "update"), BUGS, ids=[plant.__name__.strip("_") for plant, _ in BUGS])
 def test_planted_bugs_are_caught(plant, update, monkeypatch):
     plant(monkeypatch)
-    # By an oracle, or by a refusal of the book or of a shard.
+    # By an oracle, or by a refusal of the update log or of a shard.
     with pytest.raises((AssertionError, RunError)):
         for seed in range(30):
             check(History(update, seed, deaths=seed % 2 == 0, crashes=seed % 4 == 2).run(most=4000))

@@ -5,7 +5,7 @@ import torch
 
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
-from shoal.paramserver.records import Identity
+from shoal.paramserver.records import PushId
 from shoal.paramserver.server.gradients import WrongGradient
 from shoal.paramserver.server.replica import Replica
 from shoal.paramserver.server.shard import ShardState
@@ -52,7 +52,7 @@ def test_a_server_stores_the_bits_of_the_whole_gradient():
         flat = gradient(push, touched=(0, 31, 32, 33, 63) if push != 4 else range(64))
         for shard, part in zip(SHARDS.shards, parts(flat), strict=True):
             index, payload = packer.pack(shard.number, part)
-            replica, identity = a_replica(shard), Identity("a", push)
+            replica, identity = a_replica(shard), PushId("a", push)
             replica.store(identity, memoryview(payload.contiguous().view(torch.uint8).numpy()), 0, index)
             assert torch.equal(stored(replica, identity).view(torch.int32), part.view(torch.int32))
             if push != 4:
@@ -94,8 +94,8 @@ def test_a_shard_of_which_no_row_is_touched_gets_an_empty_gradient():
     replica = Replica(ShardState(shard, model=model, optim=optim, groups=decide_groups(optim, torch.nn.Linear(2, 2))))
     index, payload = RowPacker(cut_model(model, 1), model).pack(0, torch.zeros(64 * 16))
     assert index == (("embed", 0),) and payload.nbytes == 0
-    replica.store(Identity("a", 0), memoryview(payload.numpy()), 0, index)
-    assert torch.equal(stored(replica, Identity("a", 0)), torch.zeros(64 * 16))
+    replica.store(PushId("a", 0), memoryview(payload.numpy()), 0, index)
+    assert torch.equal(stored(replica, PushId("a", 0)), torch.zeros(64 * 16))
 
 
 def test_a_row_of_negative_zeros_is_sent():
@@ -110,7 +110,7 @@ def test_a_row_of_negative_zeros_is_sent():
 def test_a_copy_that_is_on_its_way_keeps_rows_until_it_is_here():
     shard, part = SHARDS.shards[0], parts(gradient(2))[0]
     index, payload = RowPacker(SHARDS, MODEL).pack(0, part)
-    replica, identity = Replica(None), Identity("a", 0)
+    replica, identity = Replica(None), PushId("a", 0)
     replica.store(identity, memoryview(payload.numpy()), 0, index)
     replica.fill(a_replica(shard).state)
     assert torch.equal(stored(replica, identity), part)

@@ -10,14 +10,14 @@ from shoal.core.events import MessagesDropped
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.paramserver.messages import OPERATIONS, Ask, Told
-from shoal.serverrun.notices import Tally, count_dropped
-from shoal.serverrun.process import MemberPlace, open_node
+from shoal.serverrun.notices import DroppedMessages, count_dropped
+from shoal.serverrun.process import ProcessSpec, open_node
 from shoal.telemetry.lines import append_event, decode_events
 from shoal.trainer.launch import describe_summary
 
 
 def place_in(folder, **changes):
-    place = MemberPlace(
+    place = ProcessSpec(
         name="server-0",
         rank=0,
         num_ranks=1,
@@ -75,10 +75,10 @@ def test_what_was_dropped_is_in_the_events_and_counted(tmp_path):
 def test_who_has_not_heard_of_an_epoch_yet_is_no_fault(tmp_path, capsys):
     """A run that nobody disturbed ended with "dropped 1 message: 1 stale": workers join one after the other, each a new epoch."""
     node = Node(instance_id=new_instance_id(), operations=OPERATIONS)
-    tallies = [Tally(node, name="server-0", run_dir=folder, rank=0) for folder in (tmp_path, None)]
+    tallies = [DroppedMessages(node, name="server-0", run_dir=folder, rank=0) for folder in (tmp_path, None)]
     node.counters.add("behind")
-    for tally in tallies:
-        tally.write()
+    for dropped_messages in tallies:
+        dropped_messages.write()
     assert not RunDir(tmp_path).events(0).exists() and not capsys.readouterr().err
     node.counters.add("stale")
     tallies[0].write()

@@ -17,7 +17,7 @@ def step(number, loss=1.0):
 
 
 def refusal():
-    return GradientRefused(step=1, worker="w", contribution="w/1", reason="NaN")
+    return GradientRefused(step=1, worker="w", push="w/1", reason="NaN")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.core.events import GradientRefused, RunEnded, WentBack, WorkerHung
 from shoal.core.rundir import RunDir
-from shoal.serverrun.notices import Tidings, count_tidings, describe_return
+from shoal.serverrun.notices import Notices, count_notices, describe_rollback
 from shoal.telemetry.lines import append_event
 
 
@@ -14,7 +14,7 @@ def write(run_dir, rank, *events):
 
 
 def refused(number):
-    return GradientRefused(step=4, worker="worker-1", contribution=f"abc/{number}", reason=f"NaN in number {number}")
+    return GradientRefused(step=4, worker="worker-1", push=f"abc/{number}", reason=f"NaN in number {number}")
 
 
 def back(history, step):
@@ -23,21 +23,21 @@ def back(history, step):
 
 def test_what_two_servers_say_is_told_once_and_what_is_half_written_later(tmp_path):
     write(tmp_path, 0, refused(0))
-    tidings = Tidings(tmp_path)
-    assert tidings.look() == [], "that was told by whoever ran before"
+    notices = Notices(tmp_path)
+    assert notices.look() == [], "that was told by whoever ran before"
     write(tmp_path, 0, refused(1), RunEnded(status="completed", step=3, seconds=1.0))
     write(tmp_path, 1, refused(1), refused(2))
-    assert [line.rpartition(" ")[2] for line in tidings.look()] == ["1", "2"]
+    assert [line.rpartition(" ")[2] for line in notices.look()] == ["1", "2"]
     path = RunDir(tmp_path).events(1)
     write(tmp_path, 1, back(1, 5))
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    assert tidings.look() == []
+    assert notices.look() == []
     path.write_bytes(whole)
-    assert tidings.look() == [
+    assert notices.look() == [
         "server-0 and server-1 died, and no copy of a shard was left: everyone went back to the checkpoint of step 5"
     ]
-    assert tidings.look() == []
+    assert notices.look() == []
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_two_servers_say_is_told_once_and_what_is_half_written_later(tmp_pa
     ],
 )
 def test_who_died_is_named_however_many(died, step, says):
-    assert describe_return(WentBack(step=step, died=died, history=1).as_dict()).startswith(says)
+    assert describe_rollback(WentBack(step=step, died=died, history=1).as_dict()).startswith(says)
 
 
 def test_the_summary_counts_gradients_and_returns_and_not_those_who_tell_of_them(tmp_path):
@@ -67,4 +67,4 @@ def test_the_summary_counts_gradients_and_returns_and_not_those_who_tell_of_them
     write(tmp_path, 2, hung)
     with RunDir(tmp_path).events(1).open("ab") as file:
         file.write(b'{"t": 1.0, "kind": "went_back", "his')
-    assert count_tidings(tmp_path) == {"not_finite": 2, "went_back": 2, "hung": 1}
+    assert count_notices(tmp_path) == {"not_finite": 2, "went_back": 2, "hung": 1}

@@ -16,7 +16,7 @@ from shoal.paramserver.config import pulls_ahead
 from shoal.paramserver.lbfgs.algorithm import LbfgsSettings, begin, iterate
 from shoal.paramserver.lbfgs.vectors import LocalVectors
 from shoal.paramserver.programs import GRADIENT, WEIGHTS
-from shoal.paramserver.records import Identity, Portion
+from shoal.paramserver.records import PushId, WorkUnit
 from shoal.paramserver.server.memory import sizes_with_servers
 from shoal.paramserver.server.replica import Replica
 from shoal.paramserver.worker import local
@@ -29,7 +29,7 @@ from shoal.trainer.measure import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
 from support.paramserver.lbfgs_problems import rugged
 from support.paramserver.run_in_process import DIGITS, place_in, recipe_of
-from support.paramserver.updates import a_round
+from support.paramserver.updates import a_update
 
 BASE = {**DIGITS, "model": {"name": "mlp", "hidden": 256}}
 SMALL = 0.03
@@ -83,8 +83,8 @@ class Server:
         self.before = live_bytes()
         self.states = [self.source.make_shard((0 - behind) % plan.ps) for behind in range(plan.backup + 1)]
 
-    def push(self, number: int) -> Identity:
-        identity = Identity(f"worker-{number}", number)
+    def push(self, number: int) -> PushId:
+        identity = PushId(f"worker-{number}", number)
         for state in self.states:
             state.store(identity, torch.ones_like(state.weights), state.version)
         return identity
@@ -119,7 +119,7 @@ def test_weights_that_are_read_while_they_change_are_there_twice(tmp_path):
         server = Server(tmp_path, parsed, recipe)
         replica = Replica(server.states[0])
         async with replica.lock:
-            reading = replica.lend()
+            reading = replica.read_snapshot()
             reading.__enter__()
         await replica.change(lambda: None)
         server.push(0)
@@ -136,7 +136,7 @@ def test_old_weights_of_delay_compensation_are_counted(tmp_path):
     for number in range(12):
         identity = server.push(number)
         for state in server.states:
-            state.apply(a_round(number, (*identity, 1.0)), 0.1)
+            state.apply(a_update(number, (*identity, 1.0)), 0.1)
     # The buffer of the last push waits for the next one.
     assert server.held == sum(said.server.values())
 
@@ -159,10 +159,10 @@ def most_held(folder, plan, recipe, search, objective, start):
     vectors, counts, held = state._vectors, [], []
 
     async def evaluate():
-        # A portion of each worker waits for the first.
+        # A work unit of each worker waits for the first.
         state._sum.begin(len(counts), 3)
-        for portion in (1, 2):
-            state.add_part(len(counts), portion, torch.ones_like(state.weights))
+        for unit in (1, 2):
+            state.add_part(len(counts), unit, torch.ones_like(state.weights))
         weights = vectors[WEIGHTS].detach().clone().requires_grad_()
         loss = objective(weights[: len(start)])
         (gradient,) = torch.autograd.grad(loss, weights)
@@ -188,19 +188,19 @@ def most_held(folder, plan, recipe, search, objective, start):
 
 
 class FakeLine:
-    """Gives portions out and takes gradients, with nobody behind it; notes what is held when one is handed in."""
+    """Gives work units out and takes gradients, with nobody behind it; notes what is held when one is handed in."""
 
     identity = "worker-0"
 
-    def __init__(self, landing, num_portions=5) -> None:
+    def __init__(self, landing, num_units=5) -> None:
         self.landing = landing
         self.client = SimpleNamespace(is_enough=lambda *_: True)
         self.seen = []
-        self._left = iter(range(num_portions))
+        self._left = iter(range(num_units))
 
     def take(self, held=()):
         number = next(self._left, None)
-        return None if number is None else Portion(number=number, step=number, share=0, need=0, bound=None)
+        return None if number is None else WorkUnit(number=number, step=number, share=0, need=0, bound=None)
 
     def ask(self, held=()):
         return done(self.take(held))
@@ -214,14 +214,14 @@ class FakeLine:
     def use(self, read):
         pass
 
-    def hand_in(self, gradient, contribution, read):
+    def hand_in(self, gradient, push, read):
         self.seen.append(live_bytes())
         return done(True)
 
     def pull_after(self, handed_in):
         return done((0,))
 
-    def fetch(self, portion, land):
+    def fetch(self, unit, land):
         land(self.landing.clone(), (0,))
         return done(None)
 
@@ -272,11 +272,11 @@ def write(folder, *sections):
     return path
 
 
-def test_the_screen_says_whose_bytes_they_are_and_how_large_portions_are(tmp_path):
+def test_the_screen_says_whose_bytes_they_are_and_how_large_units_are(tmp_path):
     path = write(tmp_path, "[paramserver]\nbatch_shares = [3, 1]")
     request = TrainRequest(recipe=path, plan="ps=2 workers=2 update=async", run_dir=tmp_path / "run")
     result = dry_run_result(prepare(request, own=OwnPartsHere()))
     text = describe_dry_run(result)
     assert "bytes per server, without" in text and "bytes per worker, without" in text
-    assert "portions      of 11, 4 samples" in text and result.micro_batch == 11
+    assert "work units      of 11, 4 samples" in text and result.micro_batch == 11
     assert result.bytes_per_rank == max(result.bytes_by_role.values(), key=lambda role: role["total"])

@@ -34,7 +34,7 @@ def test_an_embedding_sends_the_rows_it_touched_and_trains_to_the_same_bits(tmp_
     assert found.sha256 == whole.sha256
     dense = 8 * 2 * (2000 * 16 + 16 * 4 + 4) * 4
     assert traffic(whole)[0] == dense
-    # A portion has at most 12 words, on two servers.
+    # A work unit has at most 12 words, on two servers.
     assert traffic(found)[0] <= 8 * 2 * (12 * (8 + 16 * 4) + (16 * 4 + 4) * 4)
 
 
@@ -45,7 +45,7 @@ def test_an_embedding_whose_gradient_comes_as_rows_trains_in_one_process_too(tmp
     assert alone == run_alone(recipe_of(base=WORDS))
     served = run_inside(tmp_path, "ps=2 workers=1 update=async", recipe_of(base=rows))
     assert served.sha256 == alone
-    # A portion has at most 24 words, on two servers.
+    # A work unit has at most 24 words, on two servers.
     assert traffic(served)[0] <= 8 * (24 * (8 + 16 * 4) + (16 * 4 + 4) * 4)
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from shoal.paramserver.worker.client import Client
-from shoal.serverrun.worker.connection import Line
+from shoal.serverrun.worker.connection import ServerConnection
 from shoal.telemetry.lines import decode_events
 from support.paramserver.run_in_process import recipe_of, run_inside
 
@@ -24,10 +24,10 @@ def test_every_rule_makes_its_steps_with_overlap(tmp_path, update):
 
 
 @pytest.mark.parametrize("update", ["ssp:2", "async"])
-def test_weights_are_pulled_while_a_portion_is_computed(tmp_path, monkeypatch, update):
-    """They were waited for before every portion, whatever overlap said."""
+def test_weights_are_pulled_while_a_unit_is_computed(tmp_path, monkeypatch, update):
+    """They were waited for before every work unit, whatever overlap said."""
     used, waited, pulled = Counter(), Counter(), Counter()
-    use, pull, bring = Line.use, Line.pull, Client.pull
+    use, pull, bring = ServerConnection.use, ServerConnection.pull, Client.pull
 
     def note_use(self, read):
         used[update] += 1
@@ -42,16 +42,16 @@ def test_weights_are_pulled_while_a_portion_is_computed(tmp_path, monkeypatch, u
         return await bring(self, need, bound)
 
     monkeypatch.setattr(Client, "pull", note_all)
-    monkeypatch.setattr(Line, "use", note_use)
-    monkeypatch.setattr(Line, "pull", note_pull)
+    monkeypatch.setattr(ServerConnection, "use", note_use)
+    monkeypatch.setattr(ServerConnection, "pull", note_pull)
     found = run_inside(tmp_path / "one", f"ps=2 workers=1 update={update}", recipe_of(*OVERLAP))
     assert (waited[update], used[update]) == (1, STEPS - 1), (
-        "the first portion alone waits, however busy the machine is"
+        "the first work unit alone waits, however busy the machine is"
     )
-    assert pulled[update] == STEPS, "the last gradient has no portion after it that would read a pull"
+    assert pulled[update] == STEPS, "the last gradient has no work unit after it that would read a pull"
     if update == "async":
         read = [one["read"] for one in updates_of(found.run_dir)]
-        assert read == [[0], *([number] for number in range(STEPS - 1))], "pulled beside the portion before"
+        assert read == [[0], *([number] for number in range(STEPS - 1))], "pulled beside the work unit before"
 
 
 def updates_of(run_dir):

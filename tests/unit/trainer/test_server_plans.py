@@ -73,7 +73,7 @@ def test_what_a_plan_leaves_out_is_derived(text, processes, wanted):
         ("ps=1 tp=2 dp=2", "dp=2 does not go with ps=1: its replicas are the workers"),
         ("ps=1 pp=2 schedule=pipedream", "schedule=pipedream does not go with ps=1: its stages update weights"),
         ("ps=1 zero=2", "zero=2 does not go with ps=1"),
-        ("ps=1 workers=2 update=half:3,0", "closes a round at 3 arrivals, and there are 2 workers; lower it to 2"),
+        ("ps=1 workers=2 update=half:3,0", "closes an update at 3 arrivals, and there are 2 workers; lower it to 2"),
         ("ps=1 update=spp:1", "unknown name 'spp'; did you mean 'ssp'"),
         ("ps=1 workers=0", "workers=0 is below 1"),
     ],
@@ -126,7 +126,7 @@ def test_shares_of_unequal_size_need_no_batch_that_divides_evenly():
     """It was refused for a division that nobody makes."""
     train, plan = TrainConfig(steps=1, global_batch=16), Plan.parse("ps=1 workers=3 microbatches=2")
     layout = resolve_plan(train, plan, sizes=(3.0, 1.0, 1.0))
-    # Portions of 10, 3 and 3 samples.
+    # Work units of 10, 3 and 3 samples.
     assert (layout.micro_batch, layout.plan.microbatches) == (5, 2)
 
 

@@ -17,7 +17,7 @@ def samples_of(outcome):
 
 
 @pytest.mark.parametrize("update", ["bsp", "ssp:1"])
-def test_the_size_of_portions_does_not_change_what_a_step_is(tmp_path, update):
+def test_the_size_of_units_does_not_change_what_a_step_is(tmp_path, update):
     """Whole steps are made of all their samples, each of which counts once; only the order of the sum is another."""
     plan = f"ps=2 workers=2 update={update}"
     settings = ["train.precision=float64", "train.steps=1" if update == "ssp:1" else "train.steps=6"]
@@ -34,7 +34,7 @@ def test_a_batch_that_the_workers_do_not_divide_is_worked_off_whole(tmp_path):
     assert samples_of(found) == dict.fromkeys(range(1, 5), 15)
 
 
-def test_fednova_counts_a_worker_by_the_samples_of_its_portion(tmp_path):
+def test_fednova_counts_a_worker_by_the_samples_of_its_unit(tmp_path):
     """With one local step each it is a step by the mean over all samples, whatever the sizes: p_i = n_i / n."""
     plan = "ps=2 workers=2 update=bsp"
     settings = ["train.precision=float64"]

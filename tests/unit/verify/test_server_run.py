@@ -1,4 +1,4 @@
-"""What servers and workers put down, read back: rounds from replicas that came and went, and what must not be."""
+"""What servers and workers put down, read back: updates from replicas that came and went, and what must not be."""
 
 import json
 
@@ -34,7 +34,7 @@ def put_update(folder, *, server="server-0", instance_id="a", shard=0, number=0,
         "server": server,
         "instance_id": instance_id,
         "shard": shard,
-        "round": {"number": number, "entries": entries or [["w", number, 1.0]], "loss": loss},
+        "update": {"number": number, "entries": entries or [["w", number, 1.0]], "loss": loss},
         "pieces": [["a", first * 3, last * 3, shard]],
         "placements": {"a": placement_values(place_whole((4, 3)).rows(first, last))},
     }
@@ -47,14 +47,14 @@ def put_read(folder, number, versions=(0, 0)):
     (folder / f"read-w-{number}.json").write_text(json.dumps(page))
 
 
-def put_run(folder, rounds=2):
-    for number in range(rounds):
+def put_run(folder, updates=2):
+    for number in range(updates):
         put_read(folder, number, versions=(number, max(0, number - 1)))
         for shard in (0, 1):
             put_update(folder, server=f"server-{shard}", shard=shard, number=number)
 
 
-def test_a_round_is_put_together_from_its_shards(folder):
+def test_an_update_is_put_together_from_its_shards(folder):
     put_run(folder)
     run = read_run(folder, num_shards=2)
     assert [part.versions for update in run.updates for part in update.parts] == [(0, 0), (1, 0)]
@@ -62,7 +62,7 @@ def test_a_round_is_put_together_from_its_shards(folder):
     step = run.gather(1).step
     assert torch.equal(step.tensors["grad/a"], WHOLE + 1) and torch.equal(step.tensors["weight/a"], 2 * WHOLE + 2)
     assert step.loss == 2.0 and step.norm == pytest.approx(float((WHOLE + 1).norm()))
-    assert run.gather(1).disagreeing == {} and run.describe().startswith("a log of 2 rounds, 1 of 2 gradients late")
+    assert run.gather(1).disagreeing == {} and run.describe().startswith("a log of 2 updates, 1 of 2 gradients late")
 
 
 def test_a_backup_that_drifts_is_seen(folder):
@@ -77,7 +77,7 @@ def test_a_backup_that_drifts_is_seen(folder):
 
 
 def test_a_replica_may_die_and_another_come_later(folder):
-    put_run(folder, rounds=3)
+    put_run(folder, updates=3)
     for suffix in ("json", "safetensors"):
         (folder / f"update-server-0-a-0-2.{suffix}").unlink()
     for number in (1, 2):
@@ -87,29 +87,29 @@ def test_a_replica_may_die_and_another_come_later(folder):
     assert all(torch.equal(run.gather(number).step.tensors["grad/a"], WHOLE + number) for number in range(3))
 
 
-def test_servers_that_apply_different_rounds_are_refused(folder):
+def test_servers_that_apply_different_updates_are_refused(folder):
     put_run(folder)
     put_update(folder, server="server-1", shard=1, number=1, loss=3.0)
-    with pytest.raises(RunError, match="round 2 is not the same in shard 0 on server-0 and in shard 1 on server-1"):
+    with pytest.raises(RunError, match="update 2 is not the same in shard 0 on server-0 and in shard 1 on server-1"):
         read_run(folder, num_shards=2)
 
 
-def test_a_round_that_a_shard_lacks_is_refused(folder):
+def test_an_update_that_a_shard_lacks_is_refused(folder):
     put_run(folder)
     (folder / "update-server-1-a-1-1.json").unlink()
-    with pytest.raises(RunError, match="no server recorded round 2 of shard 1"):
+    with pytest.raises(RunError, match="no server recorded update 2 of shard 1"):
         read_run(folder, num_shards=2)
 
 
 def test_a_gradient_of_nobody_is_refused(folder):
     put_run(folder)
     (folder / "read-w-1.json").unlink()
-    with pytest.raises(RunError, match="round 2 has gradient 1 of w, which no worker computed"):
+    with pytest.raises(RunError, match="update 2 has gradient 1 of w, which no worker computed"):
         read_run(folder, num_shards=2)
 
 
-def test_a_run_without_a_round_is_refused(folder):
-    with pytest.raises(RunError, match="no server recorded round 1 of shard 0"):
+def test_a_run_without_an_update_is_refused(folder):
+    with pytest.raises(RunError, match="no server recorded update 1 of shard 0"):
         read_run(folder, num_shards=1)
 
 

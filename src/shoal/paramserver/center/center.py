@@ -60,7 +60,7 @@ from shoal.paramserver.messages import (
     Ask as AskCenter,
 )
 from shoal.paramserver.messages import Joined as Welcome
-from shoal.paramserver.waiting import Bell
+from shoal.paramserver.waiting import ChangeEvent
 
 _TICK_SECONDS = 0.2
 
@@ -69,7 +69,7 @@ class Driver(Protocol):
     """What a leading center drives beside membership."""
 
     async def run(self) -> None:
-        """Drive while the center leads, until cancelled."""
+        """LbfgsDriver while the center leads, until cancelled."""
         ...
 
     async def draw(self, request: Request, body: Draw) -> None:
@@ -107,7 +107,7 @@ class Center:
         self._state = State(wanted=wanted)
         self._is_leading = False
         self._lock = asyncio.Lock()
-        self._bell = Bell()
+        self._changed = ChangeEvent()
         self._refused: dict[str, Refuse] = {}
         self._asked: set[str] = set()
         self._stalled: dict[str, str] = {}
@@ -156,7 +156,7 @@ class Center:
                 self._tell(str(error))
             finally:
                 self._is_leading = False
-                self._bell.ring()
+                self._changed.notify()
                 if driving is not None:
                     driving.cancel()
                     await asyncio.gather(driving, return_exceptions=True)
@@ -210,7 +210,7 @@ class Center:
             self._state = state
         if is_news:
             # Not for every sign of life: whoever is woken gives one, which would wake all the others.
-            self._bell.ring()
+            self._changed.notify()
 
     # -- requests ---------------------------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Center:
                     self._halt = body.reason
                 if body.reason != FINISHED:
                     self._stopped = self._stopped or body.reason
-                self._bell.ring()
+                self._changed.notify()
                 await request.answer(Done())
             case Draw():
                 if self.driver is None:
@@ -326,7 +326,7 @@ class Center:
         self._versions[sender] = watch.version
         limit = Deadline(seconds=WATCH_SECONDS)
         while not self._has_news(watch) and self._may_speak() and sender not in self._refused and not limit.is_over:
-            await self._bell.wait(limit.remaining)
+            await self._changed.wait(limit.remaining)
         if not self._may_speak():
             await request.refuse("not-leading", "this candidate does not lead any more")
         elif not await self._refuse_departed(request):
@@ -356,7 +356,7 @@ def _name(member: Member | None) -> str:
 # TODO docstring of the former paramserver.door:
 # Who is let in: a member's model is compared with the servers' by name, shape and type, before it can touch a weight; what its
 # recipe says with the center's, because two that differ in a seed or a rate have the same shapes; and its data with the servers',
-# because portions are named by numbers, which mean other samples in other data.
+# because work units are named by numbers, which mean other samples in other data.
 
 Tensors = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and type of every trained parameter, by name."""

@@ -18,16 +18,16 @@ from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.elastic.view import View
 from shoal.paramserver.lbfgs.algorithm import LbfgsSettings, Memory, begin, change_batch, iterate, resume, skip
-from shoal.paramserver.lbfgs.batches import Handout, InOrder, Portion, cut_batch
+from shoal.paramserver.lbfgs.batches import BatchQueue, BatchUnit, InOrder, cut_batch
 from shoal.paramserver.messages import Advance, Draw, Drawn, Message, Ran, Recall, Recalled, Run, Settle
 from shoal.paramserver.programs import Program, merge_measures
-from shoal.paramserver.waiting import ATTEMPT_SECONDS, Bell
+from shoal.paramserver.waiting import ATTEMPT_SECONDS, ChangeEvent
 
 _EPOCH_BITS = 24
 """Programs and evaluations of one coordinator are fewer than two to the power of this."""
 
 
-class Seat(Protocol):
+class LeadingCenter(Protocol):
     """The center that a coordinator sits beside."""
 
     @property
@@ -49,17 +49,17 @@ class Batch:
     num_samples: int
 
 
-class Drive:
+class LbfgsDriver:
     """One coordinator's time in office: the vectors as ``lbfgs.py`` sees them, on the servers of its center's view."""
 
     def __init__(
         self,
         node: Node,
-        seat: Seat,
+        seat: LeadingCenter,
         view: View,
         *,
         deadline_seconds: float,
-        evaluate: "Callable[[Drive, int, Batch], Awaitable[float]]",
+        evaluate: "Callable[[LbfgsDriver, int, Batch], Awaitable[float]]",
     ) -> None:
         self._node, self._seat = node, seat
         self._history, self._num_shards = view.history, len(view.chains)
@@ -69,7 +69,7 @@ class Drive:
         self._is_first = True
         self.batch = Batch(step=0, num_samples=1)
         self.num_duplicates = 0
-        """Portions of the present step's batches that a second worker was given too."""
+        """Work units of the present step's batches that a second worker was given too."""
 
     def check(self) -> View:
         """The view now.
@@ -97,9 +97,9 @@ class Drive:
         self._evaluation += 1
         return await self._evaluate(self, self._evaluation, self.batch)
 
-    async def open(self, evaluation: int, num_portions: int) -> None:
+    async def open(self, evaluation: int, num_units: int) -> None:
         """Let every shard take gradients of an evaluation."""
-        await self._run(Program(operations=()), begins=(evaluation, num_portions))
+        await self._run(Program(operations=()), begins=(evaluation, num_units))
 
     async def collect(self) -> None:
         """Let every shard make what it took its gradient."""
@@ -112,7 +112,7 @@ class Drive:
         return found
 
     async def settle(self, memory: Memory) -> None:
-        """An iteration is done: write it into the book, and wait until every shard has come so far."""
+        """An iteration is done: write it into the update log, and wait until every shard has come so far."""
         await self._ask(
             0,
             Advance(
@@ -181,12 +181,12 @@ class Drive:
 # TODO docstring of the former paramserver.coordinator:
 # The coordinator of L-BFGS, beside the leading center: it drives the programs on the shards and hands the batch out.
 #
-# It holds no vector, only numbers, and those are in the book of shard 0 after every iteration. When the center dies,
+# It holds no vector, only numbers, and those are in the update log of shard 0 after every iteration. When the center dies,
 # the next one's
 # coordinator recalls them and walks the same path (``lbfgs.py`` says why); one that was only paused is refused by its epoch.
 #
-# A batch is cut into portions that are much smaller than a worker's share, given to whoever is free, the last slow ones twice
-# (``handout.py``); the shards add their gradients in the order of the portions, and so are the losses added here.
+# A batch is cut into work units that are much smaller than a worker's share, given to whoever is free, the last slow ones twice
+# (``batch_queue.py``); the shards add their gradients in the order of the work units, and so are the losses added here.
 
 _PARK_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
@@ -215,23 +215,23 @@ class BatchSettings:
 class Evaluation:
     """One batch at one point: who computes what, and the loss so far."""
 
-    def __init__(self, number: int, batch: Batch, portions: tuple[Portion, ...]) -> None:
+    def __init__(self, number: int, batch: Batch, units: tuple[BatchUnit, ...]) -> None:
         self.number = number
         self.batch = batch
-        self.portions = portions
-        self.handout = Handout(len(portions))
+        self.units = units
+        self.batch_queue = BatchQueue(len(units))
         self.loss = 0.0
-        self._losses: InOrder[float] = InOrder(len(portions))
+        self._losses: InOrder[float] = InOrder(len(units))
 
     @property
     def is_done(self) -> bool:
-        """True when every portion has been counted."""
-        return self.handout.is_done
+        """True when every work unit has been counted."""
+        return self.batch_queue.is_done
 
-    def finish(self, worker: str, portion: int, loss: float) -> None:
-        """A worker has computed a portion, and every shard has its gradient."""
-        if self.handout.finish(worker, portion):
-            for ready in self._losses.offer(portion, loss):
+    def finish(self, worker: str, unit: int, loss: float) -> None:
+        """A worker has computed a work unit, and every shard has its gradient."""
+        if self.batch_queue.finish(worker, unit):
+            for ready in self._losses.offer(unit, loss):
                 self.loss += ready
 
 
@@ -250,7 +250,7 @@ class Coordinator:
     def __init__(
         self,
         node: Node,
-        seat: Seat,
+        seat: LeadingCenter,
         *,
         settings: LbfgsSettings,
         batches: BatchSettings,
@@ -261,7 +261,7 @@ class Coordinator:
         self._settings, self._batches = settings, batches
         self._deadline = deadline_seconds
         self._tell = tell
-        self._bell = Bell()
+        self._changed = ChangeEvent()
         self._evaluation: Evaluation | None = None
         self._num_samples: int | None = None
         self._is_over = False
@@ -277,7 +277,7 @@ class Coordinator:
             if view is None or self._is_over:
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
-            drive = Drive(self._node, self._seat, view, deadline_seconds=self._deadline, evaluate=self._evaluate)
+            drive = LbfgsDriver(self._node, self._seat, view, deadline_seconds=self._deadline, evaluate=self._evaluate)
             try:
                 await self._go(drive)
                 self._is_over = True
@@ -286,10 +286,10 @@ class Coordinator:
                 await asyncio.sleep(_LOOK_SECONDS)
             finally:
                 self._evaluation = None
-                self._bell.ring()
+                self._changed.notify()
 
     async def draw(self, request: Request, body: Draw) -> None:
-        """Answer a free worker: with a portion, that there is none now, or that there is none any more."""
+        """Answer a free worker: with a work unit, that there is none now, or that there is none any more."""
         worker = request.sender
         view = self._seat.view
         if view is None or view.find(worker) is None:
@@ -304,46 +304,46 @@ class Coordinator:
         self._num_samples = body.num_samples
         if body.done is not None:
             self._take_result(worker, *body.done)
-        self._bell.ring()
+        self._changed.notify()
         limit = Deadline(seconds=_PARK_SECONDS)
         while not self._is_over:
             given = self._give(worker)
             if given is not None or limit.is_over:
                 await request.answer(given or Drawn())
                 return
-            await self._bell.wait(min(limit.remaining, _LOOK_SECONDS))
+            await self._changed.wait(min(limit.remaining, _LOOK_SECONDS))
         await request.answer(Drawn(is_over=True))
 
-    def _take_result(self, worker: str, number: int, portion: int, loss: float) -> None:
+    def _take_result(self, worker: str, number: int, unit: int, loss: float) -> None:
         current = self._evaluation
         if current is not None and current.number == number:
-            current.finish(worker, portion, loss)
+            current.finish(worker, unit, loss)
 
     def _give(self, worker: str) -> Drawn | None:
         current = self._evaluation
         if current is None or current.is_done:
             return None
         # Whoever asks is free: what it was given before, and does not know of, was lost on its way.
-        current.handout.lose(worker)
-        handed = current.handout.take(worker, time.monotonic())
+        current.batch_queue.lose(worker)
+        handed = current.batch_queue.take(worker, time.monotonic())
         if handed is None:
             return None
-        stretch = current.portions[handed.portion]
+        span = current.units[handed.unit]
         return Drawn(
             evaluation=current.number,
-            portion=handed.portion,
+            unit=handed.unit,
             step=current.batch.step,
-            start=stretch.start,
-            stop=stretch.stop,
+            start=span.start,
+            stop=span.stop,
         )
 
-    async def _go(self, drive: Drive) -> None:
+    async def _go(self, drive: LbfgsDriver) -> None:
         recalled = await drive.recall()
         num_samples = await self._count_samples(drive)
         is_whole = self._batches.is_whole(num_samples)
         drive.batch = self._batches.batch(recalled.closed, num_samples)
         if recalled.memory:
-            memory = Memory.from_values(json.loads(recalled.memory), origin="the book of shard 0")
+            memory = Memory.from_values(json.loads(recalled.memory), origin="the update log of shard 0")
             memory = await resume(drive, memory, self._settings)
         else:
             first = await begin(drive, self._settings)
@@ -360,26 +360,26 @@ class Coordinator:
             memory = after
             await drive.settle(memory)
 
-    async def _count_samples(self, drive: Drive) -> int:
+    async def _count_samples(self, drive: LbfgsDriver) -> int:
         while self._num_samples is None:
             drive.check()
-            await self._bell.wait(_LOOK_SECONDS)
+            await self._changed.wait(_LOOK_SECONDS)
         return self._num_samples
 
-    async def _evaluate(self, drive: Drive, number: int, batch: Batch) -> float:
+    async def _evaluate(self, drive: LbfgsDriver, number: int, batch: Batch) -> float:
         """Hand a batch out, and wait until all of it has come back."""
-        portions = cut_batch(batch.num_samples, self._batches.workers)
-        await drive.open(number, len(portions))
-        current = self._evaluation = Evaluation(number, batch, portions)
-        self._bell.ring()
+        units = cut_batch(batch.num_samples, self._batches.workers)
+        await drive.open(number, len(units))
+        current = self._evaluation = Evaluation(number, batch, units)
+        self._changed.notify()
         known: frozenset[str] = frozenset()
         while not current.is_done:
             present = drive.workers()
             for gone in known - present:
-                current.handout.lose(gone)
+                current.batch_queue.lose(gone)
             known = present
-            await self._bell.wait(_LOOK_SECONDS)
+            await self._changed.wait(_LOOK_SECONDS)
         self._evaluation = None
-        drive.num_duplicates += current.handout.num_backups
+        drive.num_duplicates += current.batch_queue.num_backups
         await drive.collect()
         return current.loss

@@ -1,6 +1,6 @@
-"""One server's stretch of named vectors, on which it runs the programs of a coordinator (``programs.py``).
+"""One server's slice of named vectors, on which it runs the programs of a coordinator (``programs.py``).
 
-Replicas of a stretch agree to the bit: an operation changes elements one by one, and a sum is taken row by row in float64, so it
+Replicas of a slice agree to the bit: an operation changes elements one by one, and a sum is taken row by row in float64, so it
 does not depend on the number of threads. A program has a number; the one that was run last is answered again from memory, so a
 message that comes twice does not move the weights twice.
 """
@@ -22,7 +22,7 @@ _BLOCK_ROWS = 256
 
 
 class ShardVectors:
-    """One server's stretch of every vector. All of them have the shape and type of its weights."""
+    """One server's slice of every vector. All of them have the shape and type of its weights."""
 
     def __init__(self, weights: Tensor) -> None:
         """Begin with the live weights, which programs change in their place."""

@@ -1,7 +1,8 @@
-"""The book's inputs as a numbered row: what the primary's book is told, the backup's book is told in the same order.
+"""The update log's inputs as a numbered row: what the primary's update log is told, the backup's update log is told in the same
+order.
 
-A book is deterministic, so two that got the same row are the same. It also decides where checkpoints cut: the version at which
-enough portions are in rounds, and the book as it was right then, are kept until the shards have been written.
+An update log is deterministic, so two that got the same row are the same. It also decides where checkpoints cut: the version at
+which enough work units are in updates, and the update log as it was right then, are kept until the shards have been written.
 """
 
 import json
@@ -9,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from shoal.paramserver.log.updates import Book
-from shoal.paramserver.records import Change, Contribution, Wait
+from shoal.paramserver.log.updates import UpdateLog
+from shoal.paramserver.records import Change, PushRecord, Wait
 
 _CUTS_KEPT = 64
 """A server that is slow, or has just come, still finds the cut that the others vote on."""
 
 
-class Input(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One input: what is asked, by whom, when."""
 
     kind: str
@@ -24,10 +25,10 @@ class Input(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     now: float
     worker: str = ""
     number: int = 0
-    """Of a join: the worker's index. Of a trim: the version below which rounds are forgotten."""
+    """Of a join: the worker's index. Of a trim: the version below which updates are forgotten."""
     held: tuple[int, ...] = ()
-    """Of a take: the portions that the worker knows it has."""
-    contribution: Contribution | None = None
+    """Of a take: the work units that the worker knows it has."""
+    push: PushRecord | None = None
     memory: str = ""
     """Of an advance."""
 
@@ -36,77 +37,78 @@ class Input(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, text: bytes) -> "Input":
+    def decode(cls, text: bytes) -> "Command":
         """Back from ``encode``."""
         return msgspec.msgpack.decode(text, type=cls)
 
 
-class Ledger:
-    """A book and the row of inputs that made it what it is.
+class CommandLog:
+    """An update log and the row of inputs that made it what it is.
 
     Args:
-        book: taken over.
-        cut_every: portions between checkpoints; 0: none.
+        update log: taken over.
+        cut_every: work units between checkpoints; 0: none.
     """
 
-    def __init__(self, book: Book, *, cut_every: int = 0) -> None:
-        self.book = book
+    def __init__(self, update_log: UpdateLog, *, cut_every: int = 0) -> None:
+        self.update_log = update_log
         self.place = 0
         """Inputs so far."""
         self._cut_every = cut_every
-        self._next_cut = self._cut_after(book.num_settled)
+        self._next_cut = self._cut_after(update_log.num_settled)
         self.cuts: dict[int, str] = {}
-        """By version: the book as it was when that version was closed, as JSON."""
+        """By version: the update log as it was when that version was closed, as JSON."""
 
-    def enter(self, given: Input) -> Any:
-        """Tell the book; its answer. A wait changes nothing, so it has no place in the row."""
+    def enter(self, given: Command) -> Any:
+        """Tell the update log; its answer. A wait changes nothing, so it has no place in the row."""
         answer = self._tell(given)
         if isinstance(answer, Wait):
             return answer
         self.place += 1
         change = answer if isinstance(answer, Change) else getattr(answer, "change", None)
-        if change is not None and change.closed and self._cut_every and self.book.num_settled >= self._next_cut:
-            self.cuts[self.book.closed] = self.cut()
-            self._next_cut = self._cut_after(self.book.num_settled)
+        if change is not None and change.closed and self._cut_every and self.update_log.num_settled >= self._next_cut:
+            self.cuts[self.update_log.closed] = self.cut()
+            self._next_cut = self._cut_after(self.update_log.num_settled)
             for version in sorted(self.cuts)[:-_CUTS_KEPT]:
                 del self.cuts[version]
         return answer
 
     def cut(self) -> str:
-        """The book as a checkpoint needs it, as JSON: without the rounds that are in the weights, and without who was there."""
-        plain = self.book.export()
-        return json.dumps({**plain, "log": [], "trimmed": self.book.closed, "members": {}, "gone": []})
+        """The update log as a checkpoint needs it, as JSON: without the updates that are in the weights, and without who was
+        there."""
+        plain = self.update_log.export()
+        return json.dumps({**plain, "log": [], "trimmed": self.update_log.closed, "members": {}, "gone": []})
 
     def _cut_after(self, settled: int) -> int:
         return (settled // self._cut_every + 1) * self._cut_every if self._cut_every else 0
 
-    def _tell(self, given: Input) -> Any:
-        book = self.book
+    def _tell(self, given: Command) -> Any:
+        update_log = self.update_log
         match given.kind:
             case "join":
-                return book.join(given.worker, given.number, given.now)
+                return update_log.join(given.worker, given.number, given.now)
             case "leave":
-                return book.leave(given.worker, given.now)
+                return update_log.leave(given.worker, given.now)
             case "take":
-                return book.take(given.worker, given.now, given.held)
+                return update_log.take(given.worker, given.now, given.held)
             case "commit":
-                assert given.contribution is not None
-                return book.commit(given.contribution, given.now)
+                assert given.push is not None
+                return update_log.commit(given.push, given.now)
             case "advance":
-                assert given.contribution is not None
-                return book.advance(given.contribution, given.memory)
+                assert given.push is not None
+                return update_log.advance(given.push, given.memory)
             case "tick":
-                return book.tick(given.now)
+                return update_log.tick(given.now)
             case "rebase":
-                return book.rebase(given.now)
+                return update_log.rebase(given.now)
             case "trim":
-                return book.trim(given.number)
+                return update_log.trim(given.number)
         raise AssertionError(f"no such input: {given.kind}")
 
     def export(self) -> bytes:
         """Everything, for a new backup."""
         values = {
-            "book": self.book.export(),
+            "book": self.update_log.export(),
             "place": self.place,
             "cut_every": self._cut_every,
             "next_cut": self._next_cut,
@@ -115,41 +117,41 @@ class Ledger:
         return json.dumps(values).encode()
 
     @classmethod
-    def restore(cls, text: bytes) -> "Ledger":
+    def restore(cls, text: bytes) -> "CommandLog":
         """Back from ``export``."""
         plain = json.loads(text)
-        ledger = cls(Book.restore(plain["book"]), cut_every=plain["cut_every"])
-        ledger.place, ledger._next_cut = plain["place"], plain["next_cut"]
-        ledger.cuts = {int(version): cut for version, cut in plain["cuts"].items()}
-        return ledger
+        command_log = cls(UpdateLog.restore(plain["book"]), cut_every=plain["cut_every"])
+        command_log.place, command_log._next_cut = plain["place"], plain["next_cut"]
+        command_log.cuts = {int(version): cut for version, cut in plain["cuts"].items()}
+        return command_log
 
 
-def restart_book(text: str, *, rule: str, workers: int, steps: int) -> Book | None:
-    """The book that goes on from a cut: what was done and in a round stays done, everything else is to do.
+def restart_update_log(text: str, *, rule: str, workers: int, steps: int) -> UpdateLog | None:
+    """The update log that goes on from a cut: what was done and in an update stays done, everything else is to do.
 
     Args:
-        text: as in ``Ledger.cuts``.
+        text: as in ``CommandLog.cuts``.
         rule: of the run that goes on.
         workers: its shares of a step.
         steps: its length.
 
     Returns:
-        The book; None when the cut was made under another rule or another number of shares, and only its steps count.
+        The update log; None when the cut was made under another rule or another number of shares, and only its steps count.
     """
     plain = json.loads(text)
-    portions = plain["portions"]
-    if plain["rule"] != rule or portions["workers"] != workers or portions["opened"] > steps:
+    units = plain["portions"]
+    if plain["rule"] != rule or units["workers"] != workers or units["opened"] > steps:
         return None
-    undone = [*portions["todo"], *(portion for portion, _ in portions["doing"])]
-    undone += [portion for one in plain["pending"] for portion in one["portions"]]
+    undone = [*units["todo"], *(unit for unit, _ in units["doing"])]
+    undone += [unit for one in plain["pending"] for unit in one["portions"]]
     closed = plain["trimmed"] + len(plain["log"])
-    again = {"workers": workers, "steps": steps, "opened": portions["opened"], "todo": sorted(undone), "doing": []}
+    again = {"workers": workers, "steps": steps, "opened": units["opened"], "todo": sorted(undone), "doing": []}
     emptied: dict[str, Any] = {"members": {}, "gone": [], "pending": [], "first_arrival": None, "unused": [], "log": []}
-    return Book.restore({**plain, **emptied, "portions": again, "trimmed": closed})
+    return UpdateLog.restore({**plain, **emptied, "portions": again, "trimmed": closed})
 
 
-def book_after(steps_done: int, book: Book, *, updates_per_step: int) -> Book:
-    """An empty book as it would be after so many whole steps."""
-    plain = book.export()
+def update_log_after(steps_done: int, update_log: UpdateLog, *, updates_per_step: int) -> UpdateLog:
+    """An empty update log as it would be after so many whole steps."""
+    plain = update_log.export()
     plain["portions"] = {**plain["portions"], "opened": steps_done}
-    return Book.restore({**plain, "trimmed": steps_done * updates_per_step})
+    return UpdateLog.restore({**plain, "trimmed": steps_done * updates_per_step})

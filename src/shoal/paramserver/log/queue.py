@@ -1,7 +1,7 @@
-"""The queue of portions: todo, doing, done. A portion is in exactly one of the three, so none can be lost.
+"""The queue of work units: todo, doing, done. A work unit is in exactly one of the three, so none can be lost.
 
 Steps are opened one after the other, so the queue holds what is in hand and not the whole run. Done is what was opened and is
-neither todo nor doing; a dead worker's portions go back to where they were in the order, which is the front.
+neither todo nor doing; a dead worker's work units go back to where they were in the order, which is the front.
 """
 
 import bisect
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 
-class Portions:
+class WorkQueue:
     """Who does what. Plain state, no clock: times are what the caller says."""
 
     def __init__(self, *, workers: int, steps: int) -> None:
@@ -22,83 +22,83 @@ class Portions:
 
     @property
     def is_over(self) -> bool:
-        """True when every portion of every step is done."""
+        """True when every work unit of every step is done."""
         return self._opened == self.steps and not self._todo and not self._doing
 
     @property
     def num_done(self) -> int:
-        """Portions that are done."""
+        """WorkQueue that are done."""
         return self._opened * self.workers - len(self._todo) - len(self._doing)
 
     @property
     def next_step(self) -> int | None:
-        """Step of the first portion that nobody does; None when there is none left."""
+        """Step of the first work unit that nobody does; None when there is none left."""
         if self._todo:
             return self._todo[0] // self.workers
         return self._opened if self._opened < self.steps else None
 
     def give(self, worker: str, index: int, now: float) -> int:
-        """Hand out a portion of ``next_step``: the worker's own share where it is free, else the first."""
+        """Hand out a work unit of ``next_step``: the worker's own share where it is free, else the first."""
         step = self.next_step
-        assert step is not None, "no portion left to give"
+        assert step is not None, "no work unit left to give"
         if not self._todo:
             self._todo = list(range(step * self.workers, (step + 1) * self.workers))
             self._opened += 1
         own = step * self.workers + index % self.workers
-        portion = own if own in self._todo else self._todo[0]
-        self._todo.remove(portion)
-        self._doing[portion] = {worker: now}
-        return portion
+        unit = own if own in self._todo else self._todo[0]
+        self._todo.remove(unit)
+        self._doing[unit] = {worker: now}
+        return unit
 
     def pass_over(self) -> None:
-        """The next step is done by others than workers: none of its portions is given to anyone."""
-        assert not self._todo and not self._doing, "portions of an earlier step are still to do"
+        """The next step is done by others than workers: none of its work units is given to anyone."""
+        assert not self._todo and not self._doing, "work units of an earlier step are still to do"
         self._opened += 1
 
-    def share(self, worker: str, portion: int, now: float) -> None:
-        """Hand a portion that another does to this worker as well; the first to commit it wins."""
-        self._doing[portion][worker] = now
+    def share(self, worker: str, unit: int, now: float) -> None:
+        """Hand a work unit that another does to this worker as well; the first to commit it wins."""
+        self._doing[unit][worker] = now
 
-    def is_done(self, portion: int) -> bool:
+    def is_done(self, unit: int) -> bool:
         """True when its gradient is committed."""
-        return portion < self._opened * self.workers and portion not in self._todo and portion not in self._doing
+        return unit < self._opened * self.workers and unit not in self._todo and unit not in self._doing
 
-    def holders(self, portion: int) -> Mapping[str, float]:
-        """The workers that do a portion, each with the time it took it."""
-        return self._doing.get(portion, {})
+    def holders(self, unit: int) -> Mapping[str, float]:
+        """The workers that do a work unit, each with the time it took it."""
+        return self._doing.get(unit, {})
 
     def held_by(self, worker: str) -> list[int]:
-        """The portions that a worker does, in order."""
-        return sorted(portion for portion, holders in self._doing.items() if worker in holders)
+        """The work units that a worker does, in order."""
+        return sorted(unit for unit, holders in self._doing.items() if worker in holders)
 
     def in_hand(self) -> list[int]:
-        """Every portion that somebody does, in order."""
+        """Every work unit that somebody does, in order."""
         return sorted(self._doing)
 
-    def finish(self, portion: int) -> None:
-        """A portion is done, for all who do it."""
-        del self._doing[portion]
+    def finish(self, unit: int) -> None:
+        """A work unit is done, for all who do it."""
+        del self._doing[unit]
 
-    def release(self, worker: str, portions: list[int]) -> tuple[int, ...]:
-        """A worker gives portions up; those that nobody else does are todo again and are returned."""
+    def release(self, worker: str, units: list[int]) -> tuple[int, ...]:
+        """A worker gives work units up; those that nobody else does are todo again and are returned."""
         freed = []
-        for portion in portions:
-            holders = self._doing[portion]
+        for unit in units:
+            holders = self._doing[unit]
             del holders[worker]
             if not holders:
-                del self._doing[portion]
-                bisect.insort(self._todo, portion)
-                freed.append(portion)
+                del self._doing[unit]
+                bisect.insort(self._todo, unit)
+                freed.append(unit)
         return tuple(freed)
 
-    def reopen(self, portion: int) -> None:
-        """A portion that was done is todo again: its gradient was lost before it was used."""
-        assert self.is_done(portion), f"portion {portion} is not done"
-        bisect.insort(self._todo, portion)
+    def reopen(self, unit: int) -> None:
+        """A work unit that was done is todo again: its gradient was lost before it was used."""
+        assert self.is_done(unit), f"work unit {unit} is not done"
+        bisect.insort(self._todo, unit)
 
     def rebase(self, now: float) -> None:
-        """All were taken now: for a keeper with another clock."""
-        self._doing = {portion: dict.fromkeys(holders, now) for portion, holders in self._doing.items()}
+        """All were taken now: for a log leader with another clock."""
+        self._doing = {unit: dict.fromkeys(holders, now) for unit, holders in self._doing.items()}
 
     def export(self) -> dict[str, Any]:
         """For ``json``."""
@@ -107,31 +107,30 @@ class Portions:
             "steps": self.steps,
             "opened": self._opened,
             "todo": list(self._todo),
-            "doing": [
-                [portion, [list(one) for one in sorted(self._doing[portion].items())]] for portion in self.in_hand()
-            ],
+            "doing": [[unit, [list(one) for one in sorted(self._doing[unit].items())]] for unit in self.in_hand()],
         }
 
     @classmethod
-    def restore(cls, data: Mapping[str, Any]) -> "Portions":
+    def restore(cls, data: Mapping[str, Any]) -> "WorkQueue":
         """The inverse of ``export``."""
         queue = cls(workers=data["workers"], steps=data["steps"])
         queue._opened = data["opened"]
         queue._todo = list(data["todo"])
-        queue._doing = {portion: dict(holders) for portion, holders in data["doing"]}
+        queue._doing = {unit: dict(holders) for unit, holders in data["doing"]}
         return queue
 
 
 # TODO docstring of the former paramserver.members:
-# What the book knows of a worker that is alive: its place, how long its steps take, and what it committed lately.
+# What the update log knows of a worker that is alive: its place, how long its steps take, and what it committed lately.
 
 REMEMBERED = 64
 """Commits kept for each worker, so that one that is sent again gets the same answer."""
 GONE_KEPT = 1024
-"""Departed workers that are remembered, by the book and by the shards, so that what they still send does not count. An older one
-is in no view, and nobody listens to it. By number and not by time, so that every copy of the book forgets the same ones."""
+"""Departed workers that are remembered, by the update log and by the shards, so that what they still send does not count. An
+older one is in no view, and nobody listens to it. By number and not by time, so that every copy of the update log forgets the
+same ones."""
 DUPLICATE, DROPPED, REFUSED = -1, -2, -3
-"""What is remembered in place of a round when a contribution was not used."""
+"""What is remembered in place of an update when a push was not used."""
 # The mean step time follows the last few steps: a machine may slow down at any time.
 _MEAN_OVER = 8
 
@@ -146,9 +145,9 @@ class Member:
     step_seconds: float = 0.0
     """Mean time from take to commit, without random waits; 0.0 before the first commit."""
     need: int = 0
-    """Version that contains every contribution of its own that is in a closed round."""
+    """Version that contains every push of its own that is in a closed update."""
     remembered: tuple[tuple[int, int], ...] = ()
-    """Its last commits: number, and the round or why there is none."""
+    """Its last commits: number, and the update or why there is none."""
 
     @property
     def oldest(self) -> int:
@@ -168,8 +167,3 @@ class Member:
         count = self.num_timed + 1
         mean = self.step_seconds + (seconds - self.step_seconds) / min(count, _MEAN_OVER)
         return replace(self, num_timed=count, step_seconds=mean)
-
-
-def member_from_json(data: Mapping[str, Any]) -> Member:
-    """The inverse of ``dataclasses.asdict``."""
-    return Member(**{**data, "remembered": tuple((number, outcome) for number, outcome in data["remembered"])})

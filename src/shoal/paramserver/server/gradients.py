@@ -1,6 +1,6 @@
-"""The gradients that a shard keeps until a round wants them or somebody says that none will.
+"""The gradients that a shard keeps until an update wants them or somebody says that none will.
 
-A push is stored and not applied; it is idempotent by its contribution's identity. What is stored was checked first: its size and
+A push is stored and not applied; it is idempotent by its push's identity. What is stored was checked first: its size and
 dtype, its rows, and that every number in it is finite.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.core.errors import RunError
 from shoal.paramserver.log.queue import GONE_KEPT
-from shoal.paramserver.records import Identity
+from shoal.paramserver.records import PushId
 from shoal.paramserver.sharding import Model, Piece, Shard
 from shoal.paramserver.sparse import Rows, WrongGradient
 
@@ -32,7 +32,7 @@ class WorkerGone(RunError):
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """One gradient that waits for its round."""
+    """One gradient that waits for its update."""
 
     gradient: Tensor
     version: int
@@ -46,8 +46,8 @@ class Gradients:
         self._shard = shard
         self._model = model
         self._dtype = dtype
-        self._stored: dict[Identity, Stored] = {}
-        self._retired: dict[Identity, None] = {}
+        self._stored: dict[PushId, Stored] = {}
+        self._retired: dict[PushId, None] = {}
         self._gone: dict[str, frozenset[int]] = {}
         # Buffers of used gradients: fresh memory costs more than the copy into it.
         self._pool: list[Tensor] = []
@@ -55,19 +55,19 @@ class Gradients:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def __contains__(self, identity: Identity) -> bool:
+    def __contains__(self, identity: PushId) -> bool:
         return identity in self._stored
 
-    def __getitem__(self, identity: Identity) -> Stored:
+    def __getitem__(self, identity: PushId) -> Stored:
         return self._stored[identity]
 
     @property
-    def stored(self) -> Mapping[Identity, Stored]:
+    def stored(self) -> Mapping[PushId, Stored]:
         """All that wait."""
         return self._stored
 
     @property
-    def retired(self) -> Sequence[Identity]:
+    def retired(self) -> Sequence[PushId]:
         """What was used or discarded, oldest first, as far as it is remembered."""
         return list(self._retired)
 
@@ -76,11 +76,11 @@ class Gradients:
         """Workers that have left, oldest first as far as they are remembered, each with the numbers that it committed before."""
         return self._gone
 
-    def store(self, identity: Identity, gradient: Tensor, version: int, rows: Mapping[str, Rows] | None = None) -> bool:
+    def store(self, identity: PushId, gradient: Tensor, version: int, rows: Mapping[str, Rows] | None = None) -> bool:
         """Keep a copy of a gradient; False when it is here already, or was.
 
         Args:
-            identity: of the contribution.
+            identity: of the push.
             gradient: the flat gradient of the shard; without the parameters that are in ``rows``.
             version: of the weights it was computed with.
             rows: gradients of which only some rows are given, by parameter name.
@@ -93,19 +93,17 @@ class Gradients:
         if identity in self._stored or identity in self._retired:
             return False
         if identity.number not in self._gone.get(identity.worker, (identity.number,)):
-            raise WorkerGone(
-                f"worker {identity.worker} has left, and its contribution {identity.number} was not committed"
-            )
+            raise WorkerGone(f"worker {identity.worker} has left, and its push {identity.number} was not committed")
         kept = self._copy(gradient) if not rows else self._densify(gradient, rows)
         try:
-            refuse_nonfinite(kept, self._shard, f"contribution {identity.number} of worker {identity.worker}")
+            refuse_nonfinite(kept, self._shard, f"push {identity.number} of worker {identity.worker}")
         except NotFinite:
             self._recycle(kept)
             raise
         self._stored[identity] = Stored(gradient=kept, version=version)
         return True
 
-    def retire(self, identities: Collection[Identity]) -> None:
+    def retire(self, identities: Collection[PushId]) -> None:
         """These are used, or never will be."""
         for identity in identities:
             found = self._stored.pop(identity, None)
@@ -125,7 +123,7 @@ class Gradients:
         return len(gone)
 
     def restore(
-        self, stored: Mapping[Identity, Stored], retired: Sequence[Identity], gone: Mapping[str, frozenset[int]]
+        self, stored: Mapping[PushId, Stored], retired: Sequence[PushId], gone: Mapping[str, frozenset[int]]
     ) -> None:
         """Take the place of what is here."""
         self._stored = dict(stored)

@@ -12,7 +12,7 @@ from shoal.core.units import format_bytes
 from shoal.core.updates import UpdateRule
 from shoal.optim.build import num_state_bytes
 from shoal.optim.config import OptimConfig
-from shoal.paramserver.config import ParamServerConfig, portion_samples, pulls_ahead
+from shoal.paramserver.config import ParamServerConfig, pulls_ahead, unit_samples
 from shoal.paramserver.lbfgs.algorithm import pair_names
 from shoal.paramserver.lbfgs.line_search import GRADIENTS_HELD
 from shoal.paramserver.server.shard import VERSIONS_REMEMBERED
@@ -82,7 +82,7 @@ def _server_sizes(
     for number in range(plan.ps):
         held = _of_server(shards, number, plan.backup)
         if rule.kind == "lbfgs":
-            # The gradient, the sum that it is made of, and a portion of each worker that came before its turn; the pairs; and
+            # The gradient, the sum that it is made of, and a work unit of each worker that came before its turn; the pairs; and
             # within an iteration its start, its direction, the gradient it began with and those of the line search.
             num_held = GRADIENTS_HELD if config.lbfgs_search == "strong_wolfe" else 0
             sizes = {
@@ -92,7 +92,7 @@ def _server_sizes(
                 "working": held * (3 + num_held),
             }
         else:
-            # Pushes wait for their round, those of workers that are ahead too. Where weights are read while they change, they
+            # Pushes wait for their update, those of workers that are ahead too. Where weights are read while they change, they
             # change in other memory, and a late gradient is compensated from old versions.
             num_ahead = rule.staleness or 0
             is_read_beside = rule.staleness != 0
@@ -144,10 +144,10 @@ def _describe(shard_map: ShardMap, config: ParamServerConfig, plan: Plan, whole:
         ),
         f"workers       {plan.num_shares}, {each} ({whole // ITEM_BYTES[shard_map.dtype]} elements of {shard_map.dtype})",
     ]
-    sizes = config.portion_sizes(plan.num_shares)
+    sizes = config.unit_sizes(plan.num_shares)
     if sizes is not None:
-        samples = portion_samples(global_batch, sizes)
-        lines.append(f"portions      of {', '.join(map(str, samples))} samples; activations are those of the largest")
+        samples = unit_samples(global_batch, sizes)
+        lines.append(f"work units      of {', '.join(map(str, samples))} samples; activations are those of the largest")
     return lines
 
 

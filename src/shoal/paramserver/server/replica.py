@@ -1,6 +1,7 @@
 """One shard on one server: its state, whoever waits for its next version, and the lock that keeps readers from a half update.
 
-The lock is held while the shard changes, never while anything is sent: weights are lent to whoever reads them (``lending.py``).
+The lock is held while the shard changes, never while anything is sent: weights are lent to whoever reads them
+(``snapshot_reads.py``).
 
 A backup that is being made takes pushes before it has its shard: they wait here, so that nobody waits for the copy.
 """
@@ -19,11 +20,11 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import RunError
-from shoal.paramserver.records import Identity, Round
+from shoal.paramserver.records import PushId, Update
 from shoal.paramserver.server.gradients import WorkerGone
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.sparse import Index, unpack_rows
-from shoal.paramserver.waiting import Bell
+from shoal.paramserver.waiting import ChangeEvent
 
 SMALL = 1 << 18
 """Elements up to which an update is made at once; a larger one goes to a thread, so that the wire does not wait for it."""
@@ -42,10 +43,10 @@ class Replica:
     def __init__(self, state: ShardState | None, *, order: int = 0) -> None:
         self._state = state
         self.order = order
-        self._early: list[tuple[Identity, bytes, int, Index]] = []
+        self._early: list[tuple[PushId, bytes, int, Index]] = []
         self.lock = asyncio.Lock()
-        self._lending = Lending()
-        self.bell = Bell()
+        self._snapshot_reads = SnapshotReads()
+        self.changed = ChangeEvent()
         self.ready = asyncio.Event()
         if state is not None:
             self.ready.set()
@@ -58,15 +59,15 @@ class Replica:
 
     @property
     def version(self) -> int:
-        """Rounds applied; -1 while the shard is on its way."""
+        """Updates applied; -1 while the shard is on its way."""
         return self._state.version if self._state is not None and self.ready.is_set() else -1
 
-    def store(self, identity: Identity, payload: memoryview, version: int, rows: Index = ()) -> None:
+    def store(self, identity: PushId, payload: memoryview, version: int, rows: Index = ()) -> None:
         """Keep a copy of a pushed gradient, given as its bytes; see ``ShardState.store``.
 
         Args:
-            identity: of the contribution.
-            payload: the stretch, or what ``rows`` says of it.
+            identity: of the push.
+            payload: the slice, or what ``rows`` says of it.
             version: of the weights that it was computed with.
             rows: see ``messages.Push``.
         """
@@ -87,28 +88,28 @@ class Replica:
             with contextlib.suppress(WorkerGone):
                 self.store(identity, memoryview(payload), version, rows)
         self.ready.set()
-        self.bell.ring()
+        self.changed.notify()
 
-    async def apply(self, found: Round, lr: float) -> None:
-        """Make the update that a round is.
+    async def apply(self, found: Update, lr: float) -> None:
+        """Make the update that an update is.
 
         Raises:
-            RunError: a contribution of the round is not here. The protocol forbids it, so this replica must not go on.
+            RunError: a push of the update is not here. The protocol forbids it, so this replica must not go on.
         """
 
         def apply() -> None:
             missing = self.state.missing(found)
             if missing:
-                raise RunError(f"round {found.number} needs contributions that this server never got: {missing}")
+                raise RunError(f"update {found.number} needs pushes that this server never got: {missing}")
             self.state.apply(found, lr)
 
         await self.change(apply)
-        self.bell.ring()
+        self.changed.notify()
 
     async def change(self, work: Callable[[], T]) -> T:
         """Do something that may change the weights, when nothing else does; who reads them keeps those of before."""
         async with self.lock:
-            other = self._lending.take_other(self.state.weights)
+            other = self._snapshot_reads.take_other(self.state.weights)
 
             def do() -> T:
                 if other is not None:
@@ -117,10 +118,10 @@ class Replica:
 
             return do() if self.state.weights.numel() <= SMALL else await asyncio.to_thread(do)
 
-    def lend(self) -> AbstractContextManager[torch.Tensor]:
+    def read_snapshot(self) -> AbstractContextManager[torch.Tensor]:
         """The weights as they are now, for as long as somebody reads them; to be entered under the lock."""
         assert self.lock.locked(), "weights are lent between two changes, not in one"
-        return self._lending.lend(self.state.weights)
+        return self._snapshot_reads.read_snapshot(self.state.weights)
 
     async def export(self) -> tuple[bytes, torch.Tensor]:
         """Everything of the shard as text and one row of bytes."""
@@ -152,7 +153,7 @@ def as_tensor(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
         ValueError: it is no whole number of elements.
     """
     if not payload.nbytes:
-        # Rows of a shard that a portion did not touch; torch refuses to see a tensor in nothing.
+        # Rows of a shard that a work unit did not touch; torch refuses to see a tensor in nothing.
         return torch.empty(0, dtype=dtype)
     with warnings.catch_warnings():
         # torch has no read-only tensors and says so.
@@ -191,7 +192,7 @@ class _Loan:
     num_readers: int = 0
 
 
-class Lending:
+class SnapshotReads:
     """Who reads the memory of one shard. Called from one thread."""
 
     def __init__(self) -> None:
@@ -201,7 +202,7 @@ class Lending:
         self._spare: Tensor | None = None
 
     @contextmanager
-    def lend(self, weights: Tensor) -> Iterator[Tensor]:
+    def read_snapshot(self, weights: Tensor) -> Iterator[Tensor]:
         """The current weights, which stay as they are until the end of the block."""
         if self._loan is None:
             self._loan = _Loan(weights)

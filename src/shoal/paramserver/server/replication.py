@@ -19,11 +19,11 @@ from shoal.paramserver.waiting import ATTEMPT_SECONDS, Moved, NotPrimary, second
 _AGAIN_SECONDS = 0.02
 _BROKEN = frozenset({"failed", "broken"})
 """Refusals of a server that cannot, not of one that is not to."""
-_PATIENCE = 0.25
+_REPORT_AFTER = 0.25
 """The part of the deadline after which a replica that does not answer is reported."""
 
 
-class Relay:
+class Replication:
     """A server's calls to other servers.
 
     Args:
@@ -58,7 +58,7 @@ class Relay:
             await self._contact.newer_than(view.epoch, _AGAIN_SECONDS)
             return None
 
-    async def send_on(
+    async def replicate(
         self, shard: int, message: Message, *, is_current: Callable[[], bool], payload: memoryview | None = None
     ) -> None:
         """Bring something to every other member of a shard's chain, until it is there or the member is gone.
@@ -74,7 +74,7 @@ class Relay:
             RunError: a replica did not take it, and the center did not take it out of the chain, for too long.
         """
         limit = Deadline(seconds=self._deadline)
-        report = Deadline(seconds=self._deadline * _PATIENCE)
+        report = Deadline(seconds=self._deadline * _REPORT_AFTER)
         waiting: set[str] | None = None
         while True:
             view = require_primary(self._contact.view, shard, self._node.instance_id)
@@ -91,7 +91,7 @@ class Relay:
                 code, text = trouble
                 if code in _BROKEN or report.is_over:
                     await self._report(view, member, shard, text)
-                    report = Deadline(seconds=self._deadline * _PATIENCE)
+                    report = Deadline(seconds=self._deadline * _REPORT_AFTER)
                 if limit.is_over:
                     raise RunError(f"backup {member} of shard {shard} did not answer for {self._deadline:g} s: {text}")
                 await self._contact.newer_than(view.epoch, _AGAIN_SECONDS)

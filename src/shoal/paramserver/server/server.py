@@ -1,4 +1,5 @@
-"""A server: some shards of the weights and of the optimizer state, updated by the rounds of the book that everyone follows.
+"""A server: some shards of the weights and of the optimizer state, updated by the updates of the update log that everyone
+follows.
 
 A push is stored here and at the backup, then acknowledged; it becomes part of the weights when the log says so. All replicas of a
 shard follow the same log, so a backup that takes over has nothing to catch up with but what is on its way anyway.
@@ -18,8 +19,8 @@ from shoal.core.errors import RunError
 from shoal.elastic.view import View
 from shoal.paramserver.cleaner import Cleaner
 from shoal.paramserver.contact import Contact
-from shoal.paramserver.log.commands import Input, Ledger
-from shoal.paramserver.log.leader import PARK_SECONDS, Steward
+from shoal.paramserver.log.commands import Command, CommandLog
+from shoal.paramserver.log.leader import PARK_SECONDS, LogLeader
 from shoal.paramserver.log.updates import LogTrimmed
 from shoal.paramserver.messages import (
     Advance,
@@ -29,43 +30,43 @@ from shoal.paramserver.messages import (
     Fetch,
     Fetched,
     Follow,
-    Forward,
     Message,
-    Mirror,
-    Note,
     Part,
     Pull,
     Pulled,
     Push,
     Recall,
+    ReplicateCommand,
+    ReplicateProgram,
+    ReplicatePush,
     Run,
     Settle,
     Take,
     Taken,
 )
 from shoal.paramserver.records import Committed as Kept
-from shoal.paramserver.records import Contribution, Identity, Portion, Round, Wait
+from shoal.paramserver.records import PushId, PushRecord, Update, Wait, WorkUnit
 from shoal.paramserver.records import Refused as NotTaken
-from shoal.paramserver.server.follower import Follower
+from shoal.paramserver.server.follower import LogFollower
 from shoal.paramserver.server.gradients import NotFinite, WorkerGone, WrongGradient
 from shoal.paramserver.server.replica import Replica
-from shoal.paramserver.server.replication import Relay, require_primary
+from shoal.paramserver.server.replication import Replication, require_primary
 from shoal.paramserver.server.shard import ShardState
-from shoal.paramserver.server.store import BOOK_SHARD, Shelf
+from shoal.paramserver.server.store import LOG_SHARD, ShardStore
 from shoal.paramserver.server.vectors import VectorServer
 from shoal.paramserver.waiting import ATTEMPT_SECONDS, NotPrimary
 
-OnRound = Callable[["Server", Round, str | None], Awaitable[None]]
+OnUpdate = Callable[["Server", Update, str | None], Awaitable[None]]
 
 
-OnNotFinite = Callable[[Identity, str], None]
+OnNotFinite = Callable[[PushId, str], None]
 
 
 async def _stay(view: View) -> None:
     """For a server that never goes back."""
 
 
-def _keep_to_itself(identity: Identity, reason: str) -> None:
+def _keep_to_itself(identity: PushId, reason: str) -> None:
     """For a server whose refusals nobody wants to hear of."""
 
 
@@ -75,10 +76,11 @@ class Server:
     Args:
         node: on the wire, not listening yet.
         contact: to the center.
-        make_shard: a shard as it is before the first round, or as the checkpoint has it.
-        make_ledger: the book likewise.
-        rate: the learning rate of a round.
-        on_round: called when a round is applied to every shard here; with the book as it was then where a checkpoint is due.
+        make_shard: a shard as it is before the first update, or as the checkpoint has it.
+        make_ledger: the update log likewise.
+        rate: the learning rate of an update.
+        on_round: called when an update is applied to every shard here; with the update log as it was then where a checkpoint is
+        due.
         deadline_seconds: the longest wait for a peer.
         attempt_seconds: after which a request to a peer counts as lost and is sent again, beside what its payload takes.
         go_back: called with the view by which everyone goes back to the newest checkpoint; what is made then is what that says.
@@ -92,9 +94,9 @@ class Server:
         contact: Contact,
         *,
         make_shard: Callable[[int], ShardState],
-        make_ledger: Callable[[], Ledger],
+        make_log: Callable[[], CommandLog],
         rate: Callable[[int], float],
-        on_round: OnRound,
+        on_update: OnUpdate,
         deadline_seconds: float,
         attempt_seconds: float = ATTEMPT_SECONDS,
         go_back: Callable[[View], Awaitable[None]] = _stay,
@@ -105,28 +107,30 @@ class Server:
         self.contact = contact
         self._deadline = deadline_seconds
         self._attempt = attempt_seconds
-        self._relay = Relay(node, contact, deadline_seconds=deadline_seconds, attempt_seconds=attempt_seconds)
-        self._shelf = Shelf(
+        self._replication = Replication(
+            node, contact, deadline_seconds=deadline_seconds, attempt_seconds=attempt_seconds
+        )
+        self._shard_store = ShardStore(
             contact,
-            self._relay,
+            self._replication,
             identity=node.instance_id,
             make_shard=make_shard,
             make_copy=make_copy or make_shard,
-            make_ledger=make_ledger,
+            make_log=make_log,
             go_back=go_back,
             start=self._start,
             deadline_seconds=deadline_seconds,
         )
 
-        async def tell(made: Round, cut: str | None) -> None:
-            await on_round(self, made, cut)
+        async def tell(made: Update, cut: str | None) -> None:
+            await on_update(self, made, cut)
 
-        self._follower = Follower(
-            contact, self._relay, self._shelf, identity=node.instance_id, rate=rate, on_round=tell
+        self._follower = LogFollower(
+            contact, self._replication, self._shard_store, identity=node.instance_id, rate=rate, on_update=tell
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self.vectors = VectorServer(
-            self, require=self._shelf.require, require_copy=self._require_copy, send_on=self._send_on
+            self, require=self._shard_store.require, require_copy=self._require_copy, replicate=self._send_on
         )
         """Programs of a coordinator on the shards here, under lbfgs."""
         self._on_not_finite = on_not_finite
@@ -143,26 +147,26 @@ class Server:
     @property
     def replicas(self) -> Mapping[int, Replica]:
         """The shards that are here, or on their way."""
-        return self._shelf.held.replicas
+        return self._shard_store.held.replicas
 
     @property
-    def steward(self) -> Steward | None:
-        """The book, where this server keeps it."""
-        return self._shelf.held.steward
+    def log_leader(self) -> LogLeader | None:
+        """The update log, where this server keeps it."""
+        return self._shard_store.held.log_leader
 
     @property
-    def ledger(self) -> Ledger | None:
-        """A backup's copy of the book."""
-        return self._shelf.held.ledger
+    def command_log(self) -> CommandLog | None:
+        """A backup's copy of the update log."""
+        return self._shard_store.held.command_log
 
     @property
     def version(self) -> int:
         """What every shard here has reached."""
-        return self._shelf.held.version
+        return self._shard_store.held.version
 
     @property
     def last_cut(self) -> str:
-        """The book as it was at the end; empty where this server did not come so far."""
+        """The update log as it was at the end; empty where this server did not come so far."""
         return self._follower.last_cut
 
     @property
@@ -180,12 +184,12 @@ class Server:
         return view is not None and view.chains[shard].primary == self.identity
 
     async def follow(self) -> None:
-        """Serve, and apply the rounds of the book as they come, until the last.
+        """Serve, and apply the updates of the update log as they come, until the last.
 
         Raises:
             RunError: a replica cannot go on.
         """
-        self._start(self._shelf.adopt_views())
+        self._start(self._shard_store.adopt_views())
         self._start(self._clean())
         await self._follower.follow()
 
@@ -197,7 +201,7 @@ class Server:
             if view is not None and view is not seen:
                 await cleaner.take_view(view)
                 seen = view
-            await self.contact.bell.wait(PARK_SECONDS)
+            await self.contact.changed.wait(PARK_SECONDS)
 
     # -- requests ---------------------------------------------------------------------------------------------------------------
 
@@ -206,7 +210,7 @@ class Server:
         body, epoch = request.body, request.header.epoch
         # Who only reads may be behind, by as much as all means the same weights: the views of one history.
         is_read = isinstance(body, Fetch | Follow | Pull)
-        least = min(self._shelf.held.since, self.node.epoch) if is_read else self.node.epoch
+        least = min(self._shard_store.held.since, self.node.epoch) if is_read else self.node.epoch
         if not least <= epoch <= self.node.epoch:
             await request.refuse("epoch", f"epoch {epoch} is not {self.node.epoch}, which it is here")
             return
@@ -224,28 +228,28 @@ class Server:
                 await self._push(request, body)
             case Pull():
                 await self._pull(request, body)
-            case Forward():
+            case ReplicatePush():
                 await self._forward(request, body)
-            case Note():
+            case ReplicateCommand():
                 await self._note(request, body)
             case Fetch():
                 await self._fetch(request, body)
-            case Run() | Part() | Mirror() | Recall() | Advance() | Settle():
+            case Run() | Part() | ReplicateProgram() | Recall() | Advance() | Settle():
                 await self.vectors.handle(request, body)
             case Follow():
-                steward = self._shelf.require_steward()
-                told = self._follower.answer(steward, body.since, follower=request.sender, epoch=epoch)
+                log_leader = self._shard_store.require_log_leader()
+                told = self._follower.answer(log_leader, body.since, follower=request.sender, epoch=epoch)
                 await request.answer(await told)
             case Take():
                 await self._take(request, body)
             case Commit():
-                await self._commit(request, body.contribution)
+                await self._commit(request, body.push)
             case _:
                 await request.refuse("operation", f"a server does not know {type(body).__name__.lower()}")
 
     async def _push(self, request: Request, push: Push) -> None:
-        replica = self._shelf.require(push.shard)
-        held, view = self._shelf.held, self.contact.view
+        replica = self._shard_store.require(push.shard)
+        held, view = self._shard_store.held, self.contact.view
         assert view is not None
         if not any(member.id == request.sender for member in view.workers):
             await request.refuse("stranger", f"worker {request.sender} is not in epoch {view.epoch}")
@@ -257,13 +261,13 @@ class Server:
             return
         if not await self._store(request, replica, request.sender, push):
             return
-        forward = Forward(worker=request.sender, push=push)
-        await self._relay.send_on(
-            push.shard, forward, payload=request.payload, is_current=lambda: self._shelf.held is held
+        forward = ReplicatePush(worker=request.sender, push=push)
+        await self._replication.replicate(
+            push.shard, forward, payload=request.payload, is_current=lambda: self._shard_store.held is held
         )
         await request.answer(Done())
 
-    async def _forward(self, request: Request, forward: Forward) -> None:
+    async def _forward(self, request: Request, forward: ReplicatePush) -> None:
         replica = self._require_copy(request, forward.push.shard)
         if await self._store(request, replica, forward.worker, forward.push, is_copy=True):
             await request.answer(Done())
@@ -273,9 +277,9 @@ class Server:
     ) -> bool:
         """Keep a pushed gradient; when it cannot be kept, the request is refused."""
         try:
-            replica.store(Identity(worker, push.number), request.payload or memoryview(b""), push.version, push.rows)
+            replica.store(PushId(worker, push.number), request.payload or memoryview(b""), push.version, push.rows)
         except NotFinite as error:
-            self.take_not_finite(Identity(worker, push.number), str(error))
+            self.take_not_finite(PushId(worker, push.number), str(error))
             await request.refuse("not-finite", str(error))
             return False
         except WorkerGone as error:
@@ -288,54 +292,54 @@ class Server:
             return False
         return True
 
-    def take_not_finite(self, identity: Identity, reason: str) -> None:
+    def take_not_finite(self, identity: PushId, reason: str) -> None:
         """Count a gradient that is refused because of NaN or infinity, and let people know."""
         self.num_not_finite += 1
         self._on_not_finite(identity, reason)
 
     async def _pull(self, request: Request, pull: Pull) -> None:
-        replica = self._shelf.require(pull.shard)
+        replica = self._shard_store.require(pull.shard)
         # Who asks waits longer than this: what is left after it is for the weights to cross.
         limit = Deadline(seconds=min(request.header.deadline, self._attempt, self._deadline))
         while replica.version < pull.need:
-            if not await replica.bell.wait(min(limit.remaining, PARK_SECONDS)) and limit.is_over:
+            if not await replica.changed.wait(min(limit.remaining, PARK_SECONDS)) and limit.is_over:
                 await request.refuse("late", f"shard {pull.shard} is at version {replica.version}, not {pull.need}")
                 return
-            if self._shelf.require(pull.shard) is not replica:
+            if self._shard_store.require(pull.shard) is not replica:
                 raise NotPrimary(f"shard {pull.shard} went back to the checkpoint")
         with contextlib.ExitStack() as lent:
             async with replica.lock:
                 version = replica.version
-                weights = lent.enter_context(replica.lend()) if pull.have < version else None
+                weights = lent.enter_context(replica.read_snapshot()) if pull.have < version else None
             # Outside of the lock: whoever reads slowly, or stops, holds no update up and no other reader.
             await request.answer(Pulled(version=version, is_new=weights is not None), payload=weights)
 
     async def _fetch(self, request: Request, fetch: Fetch) -> None:
-        replica = self._shelf.require(fetch.shard)
+        replica = self._shard_store.require(fetch.shard)
         view = require_primary(self.contact.view, fetch.shard, self.identity)
         if request.sender not in view.chains[fetch.shard].replicas:
             # What is acknowledged from now on must wait for the new copy, and this server would not know to wait.
             raise NotPrimary(f"{request.sender} is no replica of shard {fetch.shard} in epoch {self.node.epoch}")
-        book = self._shelf.require_steward().snapshot() if fetch.shard == BOOK_SHARD else b""
+        update_log = self._shard_store.require_log_leader().snapshot() if fetch.shard == LOG_SHARD else b""
         text, tensors = await replica.export()
-        if self._shelf.require(fetch.shard) is not replica:
+        if self._shard_store.require(fetch.shard) is not replica:
             raise NotPrimary(f"shard {fetch.shard} went back to the checkpoint")
-        front = torch.frombuffer(bytearray(book + text), dtype=torch.uint8)
+        front = torch.frombuffer(bytearray(update_log + text), dtype=torch.uint8)
         payload = await asyncio.to_thread(torch.cat, (front, tensors))
-        await request.answer(Fetched(book_bytes=len(book), text_bytes=len(text)), payload=payload)
+        await request.answer(Fetched(update_log_bytes=len(update_log), text_bytes=len(text)), payload=payload)
 
     async def _take(self, request: Request, take: Take) -> None:
-        found = await self._shelf.require_steward().take(request.sender, take.held)
+        found = await self._shard_store.require_log_leader().take(request.sender, take.held)
         match found:
-            case Portion():
-                await request.answer(Taken(portion=found))
+            case WorkUnit():
+                await request.answer(Taken(unit=found))
             case Wait():
                 reason = found.reason + self._name_busy(found.on)
-                await request.answer(Taken(portion=None, ask_again=True, must_commit=found.must_commit, reason=reason))
+                await request.answer(Taken(unit=None, ask_again=True, must_commit=found.must_commit, reason=reason))
             case NotTaken():
                 await request.refuse("stranger", found.reason)
             case _:
-                await request.answer(Taken(portion=None))
+                await request.answer(Taken(unit=None))
 
     def _name_busy(self, workers: tuple[str, ...]) -> str:
         """Who is waited for, in people's words."""
@@ -344,40 +348,42 @@ class Server:
         names = [member.name for member in found if member is not None]
         return f"; {', '.join(names)} {'is' if len(names) == 1 else 'are'} at it" if names else ""
 
-    async def _commit(self, request: Request, contribution: Contribution) -> None:
-        steward = self._shelf.require_steward()
-        if contribution.worker != request.sender:
-            await request.refuse(
-                "stranger", f"{request.sender} commits what {contribution.worker} is said to have done"
-            )
+    async def _commit(self, request: Request, push: PushRecord) -> None:
+        log_leader = self._shard_store.require_log_leader()
+        if push.worker != request.sender:
+            await request.refuse("stranger", f"{request.sender} commits what {push.worker} is said to have done")
             return
-        match await steward.commit(contribution):
+        match await log_leader.commit(push):
             case Kept():
-                await request.answer(Committed(is_kept=True, reason="", closed=steward.exposed))
+                await request.answer(Committed(is_kept=True, reason="", closed=log_leader.exposed))
             case NotTaken(reason=reason):
-                # Not an answer: its portions stay in the worker's hands, and it must not go on as if they were done.
+                # Not an answer: its work units stay in the worker's hands, and it must not go on as if they were done.
                 await request.refuse("unfit", reason)
             case unused:
                 reason = type(unused).__name__.lower()
-                await request.answer(Committed(is_kept=False, reason=reason, closed=steward.exposed))
+                await request.answer(Committed(is_kept=False, reason=reason, closed=log_leader.exposed))
 
-    async def _note(self, request: Request, note: Note) -> None:
-        self._require_copy(request, BOOK_SHARD)
-        held = self._shelf.held
-        if held.ledger is None:
+    async def _note(self, request: Request, note: ReplicateCommand) -> None:
+        self._require_copy(request, LOG_SHARD)
+        held = self._shard_store.held
+        if held.command_log is None:
             # It is on its way; the copy may have been made before this input or after it.
             held.early.append(note)
-        elif held.keeper != request.sender:
-            raise NotPrimary("the copy of the book here is of another keeper, and is being made anew")
-        elif note.place == held.ledger.place + 1:
-            held.ledger.enter(Input.decode(note.text))
-        elif note.place > held.ledger.place + 1:
-            raise RunError(f"input {note.place} of the book came, and {held.ledger.place} are here: one was lost")
+        elif held.leader_id != request.sender:
+            raise NotPrimary("the copy of the update log here is of another log leader, and is being made anew")
+        elif note.place == held.command_log.place + 1:
+            held.command_log.enter(Command.decode(note.text))
+        elif note.place > held.command_log.place + 1:
+            raise RunError(
+                f"input {note.place} of the update log came, and {held.command_log.place} are here: one was lost"
+            )
         await request.answer(Done())
 
     async def _send_on(self, shard: int, message: Message, payload: memoryview | None) -> None:
-        held = self._shelf.held
-        await self._relay.send_on(shard, message, is_current=lambda: self._shelf.held is held, payload=payload)
+        held = self._shard_store.held
+        await self._replication.replicate(
+            shard, message, is_current=lambda: self._shard_store.held is held, payload=payload
+        )
 
     def _require_copy(self, request: Request, shard: int) -> Replica:
         """The copy of a shard here, if it is its primary that sends.
@@ -385,11 +391,11 @@ class Server:
         Raises:
             NotPrimary: it is not, or this server has no copy of the shard in the present view.
         """
-        view, held = self.contact.view, self._shelf.held
+        view, held = self.contact.view, self._shard_store.held
         if view is None or not 0 <= shard < len(view.chains) or view.chains[shard].primary != request.sender:
             raise NotPrimary(f"{request.sender} does not answer for shard {shard} in epoch {self.node.epoch}")
         replica = held.replicas.get(shard)
-        if replica is None or view.history != held.history or (held.steward is not None and shard == BOOK_SHARD):
+        if replica is None or view.history != held.history or (held.log_leader is not None and shard == LOG_SHARD):
             raise NotPrimary(f"this server has no copy of shard {shard} yet")
         return replica
 

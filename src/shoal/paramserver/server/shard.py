@@ -1,8 +1,8 @@
-"""One shard of the model on a server: its weights, its optimizer, and the gradients that wait for their round.
+"""One shard of the model on a server: its weights, its optimizer, and the gradients that wait for their update.
 
-A replica is a state machine: it stores pushes in any order and applies the rounds of the book's log in their order. Replicas that
-applied the same rounds have the same bits, and so has one process that applies them to whole tensors: the optimizer kernels and
-the sums do not depend on where a tensor is cut.
+A replica is a state machine: it stores pushes in any order and applies the updates of the update log's log in their order.
+Replicas that applied the same updates have the same bits, and so has one process that applies them to whole tensors: the
+optimizer kernels and the sums do not depend on where a tensor is cut.
 """
 
 import math
@@ -17,7 +17,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.placement import Placement, place_whole
 from shoal.optim.build import Groups, build_optimizer, export_state, import_state, initialise_state, set_rate
 from shoal.optim.config import OptimConfig
-from shoal.paramserver.records import Identity, Round
+from shoal.paramserver.records import PushId, Update
 from shoal.paramserver.server.gradients import Gradients, Rows, Stored
 from shoal.paramserver.sharding import NORM_OPTIMIZERS, Model, Piece, Shard
 
@@ -50,7 +50,7 @@ class ShardState:
             model: the trained parameters of the whole model.
             optim: the ``[optim]`` section.
             groups: of the whole model (``decide_groups``): what is exempt from weight decay.
-            aggregation: how the gradients of a round become one.
+            aggregation: how the gradients of an update become one.
             compensation: lambda of delay compensation; 0 leaves it out.
             history: old versions of the weights that delay compensation remembers; a gradient that is older is moved from the
                 oldest of these.
@@ -66,8 +66,8 @@ class ShardState:
             )
         self.shard = shard
         self.version = 0
-        self.on_update: Callable[[Round, Mapping[str, Tensor]], None] | None = None
-        """Called after every update with its round and the gradients that made it, by parameter name."""
+        self.on_update: Callable[[Update, Mapping[str, Tensor]], None] | None = None
+        """Called after every update with its update and the gradients that made it, by parameter name."""
         dtype = _DTYPES[next(iter(model.values())).dtype]
         self._model = model
         self._aggregation = aggregation
@@ -92,7 +92,7 @@ class ShardState:
 
     @property
     def num_waiting(self) -> int:
-        """Gradients that wait for their round."""
+        """Gradients that wait for their update."""
         return len(self._gradients)
 
     @torch.no_grad()
@@ -111,11 +111,11 @@ class ShardState:
             # The optimizer knows a parameter by itself, not by its memory.
             self._parameters[piece.name].data = self._view(memory, piece)
 
-    def store(self, identity: Identity, gradient: Tensor, version: int, rows: Mapping[str, Rows] | None = None) -> bool:
-        """Keep a copy of a pushed gradient until its round; False when it is here already, or was.
+    def store(self, identity: PushId, gradient: Tensor, version: int, rows: Mapping[str, Rows] | None = None) -> bool:
+        """Keep a copy of a pushed gradient until its update; False when it is here already, or was.
 
         Args:
-            identity: of the contribution.
+            identity: of the push.
             gradient: the flat gradient of the shard; without the parameters that are in ``rows``.
             version: of the weights that it was computed with.
             rows: gradients of which only some rows are given, by parameter name.
@@ -127,12 +127,12 @@ class ShardState:
         """
         return self._gradients.store(identity, gradient, version, rows)
 
-    def missing(self, record: Round) -> tuple[Identity, ...]:
-        """Contributions of a round that this replica has not been given."""
+    def missing(self, record: Update) -> tuple[PushId, ...]:
+        """Pushes of an update that this replica has not been given."""
         return tuple(entry.identity for entry in record.entries if entry.identity not in self._gradients)
 
     @torch.no_grad()
-    def apply(self, record: Round, lr: float) -> None:
+    def apply(self, record: Update, lr: float) -> None:
         """Make update number ``record.number`` with this learning rate.
 
         Raises:
@@ -140,14 +140,14 @@ class ShardState:
         """
         if record.number != self.version:
             raise RunError(
-                f"shard {self.shard.number} has version {self.version} and cannot apply round {record.number} to it"
+                f"shard {self.shard.number} has version {self.version} and cannot apply update {record.number} to it"
             )
         missing = self.missing(record)
         if missing:
             first = missing[0]
             raise RunError(
                 f"shard {self.shard.number} has {len(record.entries) - len(missing)} of the {len(record.entries)} gradients "
-                f"of round {record.number}; the first it lacks is number {first.number} of worker {first.worker}"
+                f"of update {record.number}; the first it lacks is number {first.number} of worker {first.worker}"
             )
         total = self._aggregate(record)
         shown = total.clone() if self.on_update is not None else total
@@ -168,7 +168,7 @@ class ShardState:
 
         Args:
             worker: its instance.
-            keep: the numbers that it did commit (``Book.committed``).
+            keep: the numbers that it did commit (``UpdateLog.committed``).
         """
         return self._gradients.discard(worker, keep)
 
@@ -223,7 +223,7 @@ class ShardState:
             RunError: it is of another shard, or a tensor is missing or has another shape; nothing has changed.
         """
         history = {int(version): tensors.get(f"{_HISTORY}/{version}") for version in values["history"]}
-        listed = [(Identity(worker, number), version) for worker, number, version in values["stored"]]
+        listed = [(PushId(worker, number), version) for worker, number, version in values["stored"]]
         gradients = {identity: tensors.get(_gradient_name(identity)) for identity, _ in listed}
         flat = {_WEIGHTS: tensors.get(_WEIGHTS)} | {str(key): value for key, value in (gradients | history).items()}
         wrong = [
@@ -247,7 +247,7 @@ class ShardState:
             for identity, version in listed
         }
         gone = {worker: frozenset(numbers) for worker, numbers in values["gone"]}
-        self._gradients.restore(stored, [Identity(*one) for one in values["retired"]], gone)
+        self._gradients.restore(stored, [PushId(*one) for one in values["retired"]], gone)
         self._history = OrderedDict((version, tensors[f"{_HISTORY}/{version}"].clone()) for version in history)
 
     def _names(self) -> dict[nn.Parameter, str]:
@@ -256,11 +256,11 @@ class ShardState:
     def _view(self, flat: Tensor, piece: Piece) -> Tensor:
         """A piece of a flat buffer as rows of its parameter: norms of whole tensors are taken by row."""
         shape = self._model[piece.name].shape
-        stretch = flat[piece.offset : piece.offset + piece.numel]
-        return stretch.view(-1, *shape[1:]) if shape else stretch.view(())
+        span = flat[piece.offset : piece.offset + piece.numel]
+        return span.view(-1, *shape[1:]) if shape else span.view(())
 
-    def _aggregate(self, record: Round) -> Tensor:
-        """The round's one gradient, in the buffer of its first contribution, which nobody needs any more."""
+    def _aggregate(self, record: Update) -> Tensor:
+        """The update's one gradient, in the buffer of its first push, which nobody needs any more."""
         gradients = [self._scaled(self._gradients[entry.identity], entry.factor) for entry in record.entries]
         total = gradients[0]
         if self._aggregation == "adasum":
@@ -288,14 +288,14 @@ class ShardState:
                 self._history.popitem(last=False)
 
 
-def _gradient_name(identity: Identity) -> str:
+def _gradient_name(identity: PushId) -> str:
     return f"{_GRADIENT}/{identity.worker}/{identity.number}"
 
 
 # TODO docstring of the former paramserver.aggregation:
 # How gradients, or weights, of several workers become one. Functions over flat tensors, with the formula beside each line.
 #
-# Every operation rounds once (a product, then a sum): a compound one may round otherwise for the last elements of a tensor, and
+# Every operation updates once (a product, then a sum): a compound one may update otherwise for the last elements of a tensor, and
 # then a shard would depend on where it is cut. Sums go from left to right, so the caller's order is the order of the bits.
 
 
@@ -356,7 +356,7 @@ def adasum(gradients: Sequence[Tensor]) -> Tensor:
     """Gradients that agree are averaged, those that do not are added: a pairwise tree over any number of them.
 
     Maleki et al. 2021, "Scaling Distributed Training with Adaptive Summation". Level by level, neighbours are joined;
-    an odd one at the end goes up a level as it is. A round must be given whole tensors: dot products of parts are others.
+    an odd one at the end goes up a level as it is. An update must be given whole tensors: dot products of parts are others.
     """
     level = list(gradients)
     while len(level) > 1:

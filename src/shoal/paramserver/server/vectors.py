@@ -22,10 +22,21 @@ from shoal.paramserver.contact import Contact
 from shoal.paramserver.lbfgs.algorithm import pair_names, start_name
 from shoal.paramserver.lbfgs.batches import GradientSum
 from shoal.paramserver.lbfgs.vectors import ShardVectors
-from shoal.paramserver.log.leader import PARK_SECONDS, Steward
-from shoal.paramserver.messages import Advance, Done, Message, Mirror, Part, Ran, Recall, Recalled, Run, Settle
+from shoal.paramserver.log.leader import PARK_SECONDS, LogLeader
+from shoal.paramserver.messages import (
+    Advance,
+    Done,
+    Message,
+    Part,
+    Ran,
+    Recall,
+    Recalled,
+    ReplicateProgram,
+    Run,
+    Settle,
+)
 from shoal.paramserver.programs import GRADIENT, WEIGHTS, Program
-from shoal.paramserver.records import Contribution, Identity, Round
+from shoal.paramserver.records import PushId, PushRecord, Update
 from shoal.paramserver.server.gradients import NotFinite, refuse_nonfinite
 from shoal.paramserver.server.replica import Replica, as_tensor
 from shoal.paramserver.server.shard import ShardState
@@ -81,7 +92,7 @@ class LbfgsShard(ShardState):
         self._vectors.check_turn(number)
         if collects:
             if not self._sum.is_done:
-                raise RequestError(f"shard {self.shard.number} has not been given every portion of the batch")
+                raise RequestError(f"shard {self.shard.number} has not been given every work unit of the batch")
             self._vectors.put(GRADIENT, self._sum.total)
         answer = self._vectors.run(number, program)
         if begins is not None:
@@ -89,15 +100,15 @@ class LbfgsShard(ShardState):
         return answer
 
     @torch.no_grad()
-    def add_part(self, evaluation: int, portion: int, gradient: Tensor) -> bool:
-        """Take a portion's gradient, copied; False when nobody waits for it (any more).
+    def add_part(self, evaluation: int, unit: int, gradient: Tensor) -> bool:
+        """Take a work unit's gradient, copied; False when nobody waits for it (any more).
 
         Raises:
             RequestError: it does not fit.
         """
-        return self._sum.add(evaluation, portion, gradient.clone())
+        return self._sum.add(evaluation, unit, gradient.clone())
 
-    def apply(self, record: Round, lr: float) -> None:
+    def apply(self, record: Update, lr: float) -> None:
         """Count an iteration; what it did to the weights is done.
 
         Raises:
@@ -149,10 +160,10 @@ class LbfgsShard(ShardState):
 
 
 # TODO docstring of the former paramserver.vectorserver:
-# A server's part in L-BFGS: programs and gradients of portions, done here, then at the backup, then acknowledged.
+# A server's part in L-BFGS: programs and gradients of work units, done here, then at the backup, then acknowledged.
 #
 # Both are known by number, so whatever is asked twice is done once, and a backup that takes over answers what its primary would
-# have. What the coordinator remembers is in the book, and moves with the round that it is of.
+# have. What the coordinator remembers is in the update log, and moves with the update that it is of.
 
 _READY_SECONDS = 60.0
 
@@ -171,11 +182,11 @@ class Host(Protocol):
     contact: Contact
 
     @property
-    def steward(self) -> Steward | None:
-        """The book, where this server keeps it."""
+    def log_leader(self) -> LogLeader | None:
+        """The update log, where this server keeps it."""
         ...
 
-    def take_not_finite(self, identity: Identity, reason: str) -> None:
+    def take_not_finite(self, identity: PushId, reason: str) -> None:
         """Count a gradient that is refused because of NaN or infinity."""
         ...
 
@@ -194,15 +205,15 @@ class VectorServer:
         send_on: to the shard's backups.
     """
 
-    def __init__(self, host: Host, *, require: Require, require_copy: RequireCopy, send_on: SendOn) -> None:
+    def __init__(self, host: Host, *, require: Require, require_copy: RequireCopy, replicate: SendOn) -> None:
         self._host = host
         self._require = require
         self._require_copy = require_copy
-        self._send_on = send_on
+        self._send_on = replicate
         self._refused: dict[tuple[int, int], tuple[int, str]] = {}
-        """By shard and portion: the evaluation in which its gradient was not finite, and whose it was."""
+        """By shard and work unit: the evaluation in which its gradient was not finite, and whose it was."""
 
-    async def handle(self, request: Request, body: Run | Part | Mirror | Recall | Advance | Settle) -> None:
+    async def handle(self, request: Request, body: Run | Part | ReplicateProgram | Recall | Advance | Settle) -> None:
         """Answer a coordinator, a worker or a primary.
 
         Raises:
@@ -213,11 +224,11 @@ class VectorServer:
                 case Run():
                     replica = self._require(body.shard)
                     measures = await _run(replica, body)
-                    await self._send_on(body.shard, Mirror(done=body), None)
+                    await self._send_on(body.shard, ReplicateProgram(done=body), None)
                     await request.answer(Ran(measures=measures))
                 case Part():
                     await self._take_part(request, body)
-                case Mirror():
+                case ReplicateProgram():
                     await self._mirror(request, body.done)
                 case Recall() | Advance():
                     await self._keep_memory(request, body)
@@ -241,11 +252,11 @@ class VectorServer:
             self._look_at(replica, part, gradient, request.sender)
         except NotFinite as error:
             if not isinstance(error, _NotFiniteElsewhere):
-                self._host.take_not_finite(Identity(request.sender, part.portion), str(error))
+                self._host.take_not_finite(PushId(request.sender, part.unit), str(error))
             await request.refuse("not-finite", str(error))
             return
         await _add(replica, part, gradient)
-        await self._send_on(part.shard, Mirror(done=part), request.payload)
+        await self._send_on(part.shard, ReplicateProgram(done=part), request.payload)
         await request.answer(Done())
 
     def _look_at(self, replica: Replica, part: Part, gradient: Tensor, worker: str) -> None:
@@ -258,12 +269,12 @@ class VectorServer:
         """
         if not math.isfinite(part.loss):
             return
-        place = part.shard, part.portion
+        place = part.shard, part.unit
         evaluation, before = self._refused.get(place, (-1, worker))
         if evaluation == part.evaluation and before != worker:
             return
         try:
-            what = f"portion {part.portion} of evaluation {part.evaluation} by worker {worker}"
+            what = f"work unit {part.unit} of evaluation {part.evaluation} by worker {worker}"
             refuse_nonfinite(gradient, replica.state.shard, what)
             if not part.is_finite:
                 raise _NotFiniteElsewhere(f"{what} has NaN or infinity in another shard; it is not stored")
@@ -283,24 +294,24 @@ class VectorServer:
 
     async def _keep_memory(self, request: Request, body: Recall | Advance) -> None:
         self._require(0)
-        steward = self._host.steward
-        if steward is None:
-            raise NotPrimary("this server does not keep the book")
+        log_leader = self._host.log_leader
+        if log_leader is None:
+            raise NotPrimary("this server does not lead the log")
         if isinstance(body, Recall):
-            book = steward.ledger.book
-            await request.answer(Recalled(memory=book.memory, closed=book.closed, steps=book.steps))
+            update_log = log_leader.command_log.update_log
+            await request.answer(Recalled(memory=update_log.memory, closed=update_log.closed, steps=update_log.steps))
             return
-        made = Contribution(
+        made = PushRecord(
             worker="",
             number=body.number,
-            portions=(),
+            units=(),
             samples=body.samples,
             weight=float(body.samples),
             loss=body.loss,
             version=body.number,
             num_duplicates=body.num_duplicates,
         )
-        if await steward.advance(made, body.memory):
+        if await log_leader.advance(made, body.memory):
             await request.answer(Done())
         else:
             await request.refuse("halting", "the run is being stopped")
@@ -313,7 +324,7 @@ class VectorServer:
                 text = f"shard {settle.shard} is at version {replica.version}, not {settle.version}"
                 await request.refuse("late", text)
                 return
-            await replica.bell.wait(limit.remaining)
+            await replica.changed.wait(limit.remaining)
             self._require(settle.shard)
         await request.answer(Done())
 
@@ -350,4 +361,4 @@ def _gradient(replica: Replica, part: Part, payload: memoryview | None) -> Tenso
 
 async def _add(replica: Replica, part: Part, gradient: Tensor) -> None:
     async with replica.lock:
-        _shard(replica).add_part(part.evaluation, part.portion, gradient)
+        _shard(replica).add_part(part.evaluation, part.unit, gradient)

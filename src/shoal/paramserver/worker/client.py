@@ -1,7 +1,7 @@
-"""A worker's side of the wire: portions, weights and gradients, from whichever server answers for a shard at the moment.
+"""A worker's side of the wire: work units, weights and gradients, from whichever server answers for a shard at the moment.
 
 Everything is retried until it is answered or its deadline is over. That is safe because a push is known by worker and number, a
-commit by its contribution, a take by what the worker holds. When a server dies the next view says who answers for its shards; the
+commit by its push, a take by what the worker holds. When a server dies the next view says who answers for its shards; the
 worker only sees that one of its requests took longer.
 """
 
@@ -27,11 +27,11 @@ from shoal.elastic.view import View
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.log.leader import PARK_SECONDS
 from shoal.paramserver.messages import FINISHED, Commit, Committed, Message, Part, Pull, Pulled, Push, Take, Taken
-from shoal.paramserver.records import Contribution, Portion, Read
+from shoal.paramserver.records import PushRecord, Read, WorkUnit
 from shoal.paramserver.sparse import RowPacker
 from shoal.paramserver.waiting import ATTEMPT_SECONDS, Moved, seconds_for
 
-_BOOK_SHARD = 0
+_LOG_SHARD = 0
 
 M = TypeVar("M", bound=Message)
 
@@ -51,7 +51,7 @@ class Client:
         node: this worker on the wire.
         contact: to the center; ``contact.run()`` must be running.
         weights: all shards, one after the other, in one row; ``pull`` writes here.
-        stretches: of each shard in that row.
+        slices: of each shard in that row.
         cache_staleness: shards that are cached are not pulled again while they are at most so many versions behind the first.
         packer: finds the rows that a gradient touches; None: gradients are sent whole.
         caches_cold: only those that the packer finds cold are cached; left out, all but the first.
@@ -66,7 +66,7 @@ class Client:
         contact: Contact,
         *,
         weights: Tensor,
-        stretches: Sequence[slice],
+        spans: Sequence[slice],
         cache_staleness: int = 0,
         packer: RowPacker | None = None,
         caches_cold: bool = False,
@@ -78,7 +78,7 @@ class Client:
         self._node = node
         self._contact = contact
         self._weights = weights
-        self._stretches = tuple(stretches)
+        self._spans = tuple(spans)
         self._cache_staleness = cache_staleness
         self._deadline = deadline_seconds
         self._attempt = attempt_seconds
@@ -88,22 +88,22 @@ class Client:
         self._caches_cold = caches_cold
         self.num_pushed_bytes = self.num_pulled_bytes = 0
         """Gradients and weights that went over, without what was sent again because nobody had answered."""
-        self.versions = [-1] * len(self._stretches)
+        self.versions = [-1] * len(self._spans)
         self.closed = 0
-        """Rounds that were closed when a contribution of this worker was committed last."""
+        """Updates that were closed when a push of this worker was committed last."""
 
-    async def take(self, held: Sequence[int] = ()) -> Portion | None:
-        """The next portion; None when there is nothing more to do before what is held is committed, if anything is.
+    async def take(self, held: Sequence[int] = ()) -> WorkUnit | None:
+        """The next work unit; None when there is nothing more to do before what is held is committed, if anything is.
 
         Args:
-            held: numbers of the portions that this worker has taken and not committed.
+            held: numbers of the work units that this worker has taken and not committed.
         """
         notice = Deadline(seconds=self._deadline)
         while True:
-            answer = await self._ask(_BOOK_SHARD, Take(held=tuple(held)), seconds=3 * PARK_SECONDS)
+            answer = await self._ask(_LOG_SHARD, Take(held=tuple(held)), seconds=3 * PARK_SECONDS)
             taken = _expect(answer, Taken)
             if not taken.ask_again or taken.must_commit:
-                return taken.portion
+                return taken.unit
             if notice.is_over:
                 # Not an error: a step may take long. But whoever looks is told whose.
                 self._tell(f"nothing to do for {self._deadline:g} s: waiting for {taken.reason}")
@@ -117,10 +117,10 @@ class Client:
             bound: of those that are cached; ``need`` when left out.
         """
         cached = self._cached()
-        fresh = [shard for shard in range(len(self._stretches)) if shard not in cached]
+        fresh = [shard for shard in range(len(self._spans)) if shard not in cached]
         await asyncio.gather(*(self._pull(shard, need) for shard in fresh))
         # Measured against what was just read: whatever the servers do meanwhile, these two are not further apart.
-        least = max(need if bound is None else bound, self.versions[_BOOK_SHARD] - self._cache_staleness)
+        least = max(need if bound is None else bound, self.versions[_LOG_SHARD] - self._cache_staleness)
         old = [shard for shard in cached if self.versions[shard] < max(least, 0)]
         await asyncio.gather(*(self._pull(shard, least) for shard in old))
         return tuple(self.versions)
@@ -128,21 +128,21 @@ class Client:
     def is_enough(self, read: Read, need: int, bound: int) -> bool:
         """Whether weights that were read before are as new as ``pull`` would have to bring them."""
         cached = self._cached()
-        least = max(bound, read[_BOOK_SHARD] - self._cache_staleness)
+        least = max(bound, read[_LOG_SHARD] - self._cache_staleness)
         return all(version >= (least if shard in cached else need) for shard, version in enumerate(read))
 
     def _cached(self) -> list[int]:
         """The shards that may be behind; never the first, by which that is measured."""
         if not self._cache_staleness:
             return []
-        others = range(1, len(self._stretches))
+        others = range(1, len(self._spans))
         if not self._caches_cold or self._packer is None:
             return list(others)
         cold = self._packer.cold_shards()
         return [shard for shard in others if shard in cold]
 
     async def push(self, gradient: Tensor, *, read: Read) -> int:
-        """Bring a gradient, laid out as the weights are, to all servers; the contribution's number.
+        """Bring a gradient, laid out as the weights are, to all servers; the push's number.
 
         Args:
             gradient: all shards, one after the other.
@@ -152,11 +152,11 @@ class Client:
             GradientRefused: it is not finite, or not of this model.
         """
         number, self._num_pushes = self._num_pushes, self._num_pushes + 1
-        assert len(read) == len(self._stretches), f"{len(read)} versions for {len(self._stretches)} shards"
+        assert len(read) == len(self._spans), f"{len(read)} versions for {len(self._spans)} shards"
         await asyncio.gather(
             *(
-                self._push(shard, gradient[stretch], number=number, version=read[shard])
-                for shard, stretch in enumerate(self._stretches)
+                self._push(shard, gradient[span], number=number, version=read[shard])
+                for shard, span in enumerate(self._spans)
             )
         )
         return number
@@ -166,39 +166,37 @@ class Client:
         await self._ask(shard, Push(shard=shard, number=number, version=version, rows=rows), payload=payload)
         self.num_pushed_bytes += payload.nbytes
 
-    async def commit(self, contribution: Contribution) -> bool:
-        """Say that a contribution is whole; False when it is not used, because somebody else was first or it is too old."""
-        committed = _expect(await self._ask(_BOOK_SHARD, Commit(contribution=contribution)), Committed)
+    async def commit(self, push: PushRecord) -> bool:
+        """Say that a push is whole; False when it is not used, because somebody else was first or it is too old."""
+        committed = _expect(await self._ask(_LOG_SHARD, Commit(push=push)), Committed)
         self.closed = max(self.closed, committed.closed)
         return committed.is_kept
 
     async def pull_now(self) -> None:
         """Bring the weights as they are now, whatever their version: programs change them between two versions."""
-        self.versions = [-1] * len(self._stretches)
+        self.versions = [-1] * len(self._spans)
         await self.pull(0)
 
-    async def add_part(self, gradient: Tensor, *, evaluation: int, portion: int, loss: float) -> None:
-        """Bring the gradient of one portion of a batch to all servers.
+    async def add_part(self, gradient: Tensor, *, evaluation: int, unit: int, loss: float) -> None:
+        """Bring the gradient of one work unit of a batch to all servers.
 
         Raises:
             GradientRefused: it is not finite, and its loss is.
         """
         is_finite = math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all())
         parts = (
-            Part(shard=shard, evaluation=evaluation, portion=portion, loss=loss, is_finite=is_finite)
-            for shard in range(len(self._stretches))
+            Part(shard=shard, evaluation=evaluation, unit=unit, loss=loss, is_finite=is_finite)
+            for shard in range(len(self._spans))
         )
-        await asyncio.gather(
-            *(self._ask(one.shard, one, payload=gradient[self._stretches[one.shard]]) for one in parts)
-        )
+        await asyncio.gather(*(self._ask(one.shard, one, payload=gradient[self._spans[one.shard]]) for one in parts))
         self.num_pushed_bytes += gradient.nbytes
 
     async def _pull(self, shard: int, need: int) -> None:
-        stretch, have = self._weights[self._stretches[shard]], self.versions[shard]
+        span, have = self._weights[self._spans[shard]], self.versions[shard]
         # An answer that breaks off has put a part of a newer version here already: from then on there is none.
         self.versions[shard] = -1
         first, again = (Pull(shard=shard, need=need, have=known) for known in (have, -1))
-        answer = await self._ask(shard, first, again=again, into=stretch)
+        answer = await self._ask(shard, first, again=again, into=span)
         pulled = _expect(answer, Pulled)
         if pulled.is_new != (answer.payload is not None):
             raise RunError(
@@ -207,7 +205,7 @@ class Client:
             )
         # Nothing new: what is here stays here, and a server that took over may know less of it than this worker.
         self.versions[shard] = pulled.version if pulled.is_new else have
-        self.num_pulled_bytes += stretch.nbytes if pulled.is_new else 0
+        self.num_pulled_bytes += span.nbytes if pulled.is_new else 0
 
     async def _ask(
         self,
@@ -230,8 +228,9 @@ class Client:
             seconds: of one attempt, where that is not the usual.
 
         Raises:
-            RunError: nobody did within the deadline; names the server. No answer waits for other workers: a portion is given out
-                when the rounds that it needs are closed, and the servers have only to apply them.
+            RunError: nobody did within the deadline; names the server. No answer waits for other workers: a work unit is given
+            out
+                when the updates that it needs are closed, and the servers have only to apply them.
         """
         limit, started = Deadline(seconds=self._deadline), time.monotonic()
         while True:

@@ -43,13 +43,13 @@ def sparse_parameters(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, tensor in trained_parameters(model).items() if id(tensor) in tables)
 
 
-class FlatRow:
+class FlatParameters:
     """Weights and gradients of a whole model, one row each.
 
     Args:
         model: the trained parameters.
         shard_map: how the rows are cut.
-        sparse: parameters of which a portion touches few rows (``sparse_parameters``).
+        sparse: parameters of which a work unit touches few rows (``sparse_parameters``).
     """
 
     def __init__(self, model: Model, shard_map: ShardMap, sparse: frozenset[str] = frozenset()) -> None:
@@ -58,7 +58,7 @@ class FlatRow:
         self.shard_map = shard_map
         sizes = [shard.numel for shard in shard_map.shards]
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        self.stretches = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         """Of each shard in the row."""
         self._places = self._find_places()
         self.sparse = sparse
@@ -67,7 +67,7 @@ class FlatRow:
         self.gradient = torch.zeros_like(self.weights)
 
     def whole(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Every parameter's stretch of a row, in the parameter's shape; not a copy."""
+        """Every parameter's slice of a row, in the parameter's shape; not a copy."""
         return {name: row[place].view(self.model[name].shape) for name, place in self._places.items()}
 
     def collect_gradient(self) -> torch.Tensor:
@@ -76,21 +76,21 @@ class FlatRow:
 
     def _find_places(self) -> Mapping[str, slice]:
         places: dict[str, slice] = {}
-        for shard, stretch in zip(self.shard_map.shards, self.stretches, strict=True):
+        for shard, span in zip(self.shard_map.shards, self.spans, strict=True):
             for piece in shard.pieces:
-                start = stretch.start + piece.offset - piece.start
+                start = span.start + piece.offset - piece.start
                 found = slice(start, start + self.model[piece.name].numel)
-                assert places.setdefault(piece.name, found) == found, f"{piece.name} does not lie in one stretch"
+                assert places.setdefault(piece.name, found) == found, f"{piece.name} does not lie in one slice"
         return {name: places.get(name, slice(0, spec.numel)) for name, spec in self.model.items()}
 
 
-class FlatModel(FlatRow):
+class FlatModel(FlatParameters):
     """The trained parameters of a model that is whole on this process, moved into one row.
 
     Args:
         model: its parameters become views of ``weights``.
         shard_map: how the row is cut.
-        sparse: as of ``FlatRow``.
+        sparse: as of ``FlatParameters``.
     """
 
     def __init__(self, model: nn.Module, shard_map: ShardMap, sparse: frozenset[str] = frozenset()) -> None:

@@ -36,25 +36,25 @@ from shoal.launch.config import ProcessConfig
 from shoal.launch.jobdirectory import JobDirectory, sweep_job_directories
 from shoal.launch.procfs import peak_resident_bytes, process_state
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt
-from shoal.serverrun.job.notifier import Herald
+from shoal.serverrun.job.notifier import Notifier
 from shoal.serverrun.job.processes import (
+    HangDetector,
     Member,
     Place,
     Spawner,
-    Standstill,
     Started,
     describe_end,
     kill_one,
     kill_places,
     make_places,
 )
-from shoal.serverrun.notices import Tidings
+from shoal.serverrun.notices import Notices
 from shoal.telemetry.progress import Display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading
 
 _LOOK_SECONDS = 0.1
-_TIDINGS_SECONDS = 0.5
-_STANDSTILL_SECONDS = 1.0
+_NOTICES_SECONDS = 0.5
+_HANG_SECONDS = 1.0
 _STACK_SECONDS = 0.5
 _LAST_SECONDS = 10.0
 """How long the others have to end when a server has seen the last checkpoint written."""
@@ -67,7 +67,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrewRequest:
+class JobRequest:
     """Whom to start, and where."""
 
     run_dir: Path
@@ -94,7 +94,7 @@ class CrewRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrewEnd:
+class JobResult:
     """How it ended."""
 
     exit_code: int
@@ -108,10 +108,10 @@ class CrewEnd:
     """Of every server and worker, by rank, over all its instances."""
 
 
-class Crew:
+class Job:
     """The processes of one run."""
 
-    def __init__(self, request: CrewRequest) -> None:
+    def __init__(self, request: JobRequest) -> None:
         self._request = request
         self._places = make_places(
             num_servers=request.num_servers,
@@ -124,14 +124,14 @@ class Crew:
         self._board = StatusBoard.create(len(self._places))
         self._spawner = Spawner(self._environment(), descriptors=(self._board.fd,))
         self._node = Node(instance_id=new_instance_id(), operations=OPERATIONS, arena_dir=self._folder.path)
-        self._herald = Herald(self._node, find=lambda: read_center(self._folder.path / "lease"))
+        self._notifier = Notifier(self._node, find=lambda: read_center(self._folder.path / "lease"))
         self._ended: asyncio.Queue[tuple[Place, str]] = asyncio.Queue()
         """Who ended, under which instance."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._standstill = None if request.deadlines is None else Standstill(request.deadlines)
+        self._hang_detector = None if request.deadlines is None else HangDetector(request.deadlines)
         self._next_look = 0.0
-        self._tidings = Tidings(request.run_dir)
-        self._next_tidings = 0.0
+        self._notices = Notices(request.run_dir)
+        self._next_notices = 0.0
         self._signals: list[int] = []
         self._num_deaths = 0
         self._step = 0
@@ -139,14 +139,14 @@ class Crew:
         self._stop_until = float("inf")
         self._last_until = float("inf")
 
-    async def run(self) -> CrewEnd:
+    async def run(self) -> JobResult:
         """Start everyone and see the run to its end."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._signals.append, number)
         try:
             self._spawner.open()
-            self._begin(self._herald.run())
+            self._begin(self._notifier.run())
             if self._request.resume:
                 self._begin(self._say_where_from())
             for place in self._places:
@@ -155,7 +155,7 @@ class Crew:
             while not self._is_over():
                 await self._turn()
             await self._kill_all()
-            self._tell_tidings()
+            self._tell_notices()
             if self._failure is None and self._request.closing is not None:
                 await self._close(self._request.closing(not self._signals))
             return self._end()
@@ -200,20 +200,20 @@ class Crew:
         self._request.display.update(states)
         self._measure()
         self._end_silent()
-        if self._standstill is not None and time.monotonic() >= self._next_look:
-            self._end_hanging(self._standstill, states)
-        if time.monotonic() >= self._next_tidings:
-            self._tell_tidings()
+        if self._hang_detector is not None and time.monotonic() >= self._next_look:
+            self._end_hanging(self._hang_detector, states)
+        if time.monotonic() >= self._next_notices:
+            self._tell_notices()
         if self._signals and self._stop_until == float("inf"):
             self._stop_until = time.monotonic() + self._request.stop_grace
-            self._herald.tell(Halt(reason=signal.Signals(self._signals[0]).name))
+            self._notifier.tell(Halt(reason=signal.Signals(self._signals[0]).name))
         if len(self._signals) > 1 or time.monotonic() > self._stop_until:
             self._failure = (EXIT_INTERRUPTED, "it did not stop in time, or Ctrl-C was pressed twice, and was killed")
 
-    def _tell_tidings(self) -> None:
+    def _tell_notices(self) -> None:
         """Show what the servers wrote down for people."""
-        self._next_tidings = time.monotonic() + _TIDINGS_SECONDS
-        for line in self._tidings.look():
+        self._next_notices = time.monotonic() + _NOTICES_SECONDS
+        for line in self._notices.look():
             self._request.display.message(line)
 
     def _measure(self) -> None:
@@ -233,9 +233,9 @@ class Crew:
                 self._request.display.message(f"{place.name} (process {pid}) is silent for {seconds:g} s; it is killed")
                 place.process.kill()
 
-    def _end_hanging(self, standstill: Standstill, states: Sequence[StatusReading]) -> None:
+    def _end_hanging(self, hang_detector: HangDetector, states: Sequence[StatusReading]) -> None:
         """End a server or a worker that holds the run up for longer than a deadline, after it was asked for its stack."""
-        self._next_look = time.monotonic() + _STANDSTILL_SECONDS
+        self._next_look = time.monotonic() + _HANG_SECONDS
         members = [
             Member(state=state, pid=place.process.pid, is_server=place.role == "server")
             for state in states
@@ -243,7 +243,7 @@ class Crew:
         ]
         # While it stops, or ends, there is another deadline.
         is_ending = bool(self._signals) or self._last_until < float("inf")
-        hang = None if is_ending else standstill.look(members, now=time.monotonic())
+        hang = None if is_ending else hang_detector.look(members, now=time.monotonic())
         process = None if hang is None else self._places[hang.rank].process
         if hang is None or process is None:
             return
@@ -258,7 +258,7 @@ class Crew:
         self._next_look += _STACK_SECONDS
 
     def _states(self) -> list[StatusReading]:
-        # The display shows the first: the server that keeps the book is the one that has numbers.
+        # The display shows the first: the server that leads the log is the one that has numbers.
         return sorted(self._board.read(), key=lambda state: -int(state.metrics.get("step", -1)))
 
     # -- starting ---------------------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class Crew:
             return
         self._num_deaths += 1
         how = describe_end(code)
-        self._herald.tell(Dead(member=leader.instance_id, reason=how))
+        self._notifier.tell(Dead(member=leader.instance_id, reason=how))
         for other in leader.group:
             # What becomes of the others now is no news.
             other.instance_id = ""
@@ -435,9 +435,9 @@ class Crew:
     async def _kill_all(self) -> None:
         await kill_places(self._places)
 
-    def _end(self) -> CrewEnd:
+    def _end(self) -> JobResult:
         code, cause = self._failure or (EXIT_DONE, "")
-        return CrewEnd(
+        return JobResult(
             exit_code=code,
             cause=cause,
             signal=self._signals[0] if self._signals else None,
@@ -452,10 +452,10 @@ def _is_silent(state: StatusReading, pid: int, seconds: float) -> bool:
     return state.pid == pid and state.heartbeat is not None and time.monotonic() - state.heartbeat > seconds
 
 
-def run_crew(request: CrewRequest) -> CrewEnd:
-    """Run a crew to its end."""
+def run_job(request: JobRequest) -> JobResult:
+    """Run a job to its end."""
 
-    async def go() -> CrewEnd:
-        return await Crew(request).run()
+    async def go() -> JobResult:
+        return await Job(request).run()
 
     return asyncio.run(go())

@@ -1,4 +1,4 @@
-"""What the crew saw, told to whoever is the center, and to every new center again: it may not have heard what the old one did.
+"""What the job saw, told to whoever is the center, and to every new center again: it may not have heard what the old one did.
 
 The newest comes first: a run waits for the death of a moment ago, and hardly for one that the center before has dealt with.
 """
@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.05
 _REMEMBERED = 256
 
 
-class Herald:
+class Notifier:
     """Tells the center of deaths, and when to stop.
 
     Args:

@@ -1,6 +1,6 @@
-"""Starts the processes of a crew, forked where the system can hand orphans over, else one interpreter each.
+"""Starts the processes of a job, forked where the system can hand orphans over, else one interpreter each.
 
-No torch. Every process is the crew's own child: it is seen to die at once, with its exit code, and it dies with the crew.
+No torch. Every process is the job's own child: it is seen to die at once, with its exit code, and it dies with the job.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class WatchedChild:
 
 
 Started = WatchedChild | asyncio.subprocess.Process
-"""A process of the crew."""
+"""A process of the job."""
 
 
 class Spawner:
@@ -177,7 +177,7 @@ async def _tell_end(process: asyncio.subprocess.Process, on_end: Callable[[], No
 
 
 # TODO docstring of the former serverrun.places:
-# The places of a crew: every rank of a run with parameter servers, its process now, and what became of those before.
+# The places of a job: every rank of a run with parameter servers, its process now, and what became of those before.
 
 
 @dataclass(eq=False)
@@ -249,12 +249,12 @@ async def kill_places(places: Sequence[Place]) -> None:
 
 
 # TODO docstring of the former serverrun.standstill:
-# Who holds up a run with parameter servers: the watch of the ranks (``launch/hangs.py``), as the crew needs it.
+# Who holds up a run with parameter servers: the watch of the ranks (``launch/hangs.py``), as the job needs it.
 #
-# The roles judge each other by their messages, and a worker that hangs in a portion ends itself (``hanging.py``) once
+# The roles judge each other by their messages, and a worker that hangs in a work unit ends itself (``hanging.py``) once
 # it knows what
 # is usual. What is left is what nobody else can end: a server that is stopped and has no backup, a worker that hangs in its first
-# portion or holds the interpreter's lock. To the crew such a process is as good as dead.
+# work unit or holds the interpreter's lock. To the job such a process is as good as dead.
 
 _PAUSE_SECONDS = 2.0
 _NEVER = float("inf")
@@ -269,7 +269,7 @@ class Member:
     is_server: bool
 
 
-class Standstill:
+class HangDetector:
     """Remembers when each member was first seen, and last got anywhere."""
 
     def __init__(self, config: ProcessConfig) -> None:

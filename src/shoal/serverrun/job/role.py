@@ -1,13 +1,13 @@
-"""A server or a worker of a crew, as a process.
+"""A server or a worker of a job, as a process.
 
-``python -m shoal.serverrun.role ROLE --folder ...`` is what the crew starts. Centers have a module of their own,
+``python -m shoal.serverrun.role ROLE --folder ...`` is what the job starts. Centers have a module of their own,
 ``centering.py``, which needs no torch and is there in a fraction of the time.
 """
 
 import asyncio
 
 from shoal.serverrun import center
-from shoal.serverrun.process import MemberPlace, run_process
+from shoal.serverrun.process import ProcessSpec, run_process
 from shoal.serverrun.server import finalize
 from shoal.serverrun.server.process import serve
 from shoal.serverrun.worker.process import work
@@ -16,7 +16,7 @@ PRELOADED = (center, finalize)
 """What the other processes of a job run, imported here for the fork server to import once (``processes.py``)."""
 
 
-def run_role(role: str, place: MemberPlace) -> None:
+def run_role(role: str, place: ProcessSpec) -> None:
     """Do a role's work to its end."""
     assert role in ("server", "worker"), role
     if role == "server":

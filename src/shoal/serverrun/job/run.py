@@ -1,4 +1,4 @@
-"""A run with parameter servers, seen from the command line: the crew, then the closing, then a summary like any other."""
+"""A run with parameter servers, seen from the command line: the job, then the closing, then a summary like any other."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ from shoal.core.errors import EXIT_DONE, EXIT_NO, RunError
 from shoal.core.rundir import RunDir
 from shoal.engine.resolve import default_threads
 from shoal.launch.blame import EXIT_INTERRUPTED
-from shoal.serverrun.job.job import CrewEnd, CrewRequest, run_crew
-from shoal.serverrun.notices import count_dropped, count_tidings, fall_back_if_refused
+from shoal.serverrun.job.job import JobRequest, JobResult, run_job
+from shoal.serverrun.notices import count_dropped, count_notices, fall_back_if_refused
 from shoal.telemetry.live import build_display
 from shoal.trainer.request import Prepared
 from shoal.trainer.summary import Ended, summarise_death, summarise_servers, write_summary
@@ -38,8 +38,8 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
     # A save of which a server died leaves what the others wrote: one that was only slow might still commit it. Not any more here.
     sweep(RunDir(run_dir).checkpoints)
     found.unlink(missing_ok=True)
-    end = run_crew(
-        CrewRequest(
+    end = run_job(
+        JobRequest(
             run_dir=run_dir,
             num_servers=plan.ps,
             num_workers=plan.workers or 1,
@@ -73,7 +73,7 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
     return Ended(exit_code=code, summary=summary)
 
 
-def _summarise(prepared: Prepared, end: CrewEnd, found: dict[str, Any], *, wall_seconds: float) -> dict[str, Any]:
+def _summarise(prepared: Prepared, end: JobResult, found: dict[str, Any], *, wall_seconds: float) -> dict[str, Any]:
     return summarise_servers(
         found,
         plan=prepared.layout.plan,
@@ -82,11 +82,11 @@ def _summarise(prepared: Prepared, end: CrewEnd, found: dict[str, Any], *, wall_
         wall_seconds=wall_seconds,
         peak_rss_bytes=end.peak_rss_bytes,
         num_deaths=end.num_deaths,
-        tidings={**count_tidings(prepared.run_dir), "messages_dropped": count_dropped(prepared.run_dir)},
+        notices={**count_notices(prepared.run_dir), "messages_dropped": count_dropped(prepared.run_dir)},
     )
 
 
-def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, started: float) -> Ended:
+def _failed(prepared: Prepared, end: JobResult, before: dict[str, Any] | None, *, started: float) -> Ended:
     summary = summarise_death(
         status="failed" if end.signal is None else "interrupted",
         plan=str(prepared.layout.plan),
@@ -96,7 +96,7 @@ def _failed(prepared: Prepared, end: CrewEnd, before: dict[str, Any] | None, *, 
         wall_seconds=time.time() - started,
         before=before,
     )
-    summary |= {"deaths": end.num_deaths, **count_tidings(prepared.run_dir)}
+    summary |= {"deaths": end.num_deaths, **count_notices(prepared.run_dir)}
     summary["messages_dropped"] = count_dropped(prepared.run_dir)
     with contextlib.suppress(RunError):
         write_summary(prepared.run_dir, summary)

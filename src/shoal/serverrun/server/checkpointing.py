@@ -1,8 +1,8 @@
 """Checkpoints of a run with parameter servers: every server writes the shards that it answers for, at one version.
 
-The version is a cut of the book's log, the same on every server, so what is written together was true together; and the copy is
-made between two rounds, so training goes on while it is written. The files are those of every other run: they can be resumed
-under any plan, shown, verified and exported.
+The version is a cut of the update log's log, the same on every server, so what is written together was true together; and the
+copy is made between two updates, so training goes on while it is written. The files are those of every other run: they can be
+resumed under any plan, shown, verified and exported.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ from shoal.paramserver.server.server import Server
 from shoal.paramserver.server.shard import ShardState
 from shoal.trainer.progress import Progress
 
-BOOK = "book"
-"""The key under which a checkpoint's values have the book."""
+LOG_KEY = "book"
+"""The key under which a checkpoint's values have the update log."""
 _LOOK_SECONDS = 0.2
 _VIEW_SECONDS = 2.0
 """How long a new view may be on its way to a server whose vote it made void."""
 
 
-class CutSaver:
+class ServerCheckpointer:
     """Writes this server's part of each checkpoint.
 
     Args:
@@ -142,7 +142,7 @@ class CutSaver:
             led = [shard for shard, chain in enumerate(view.chains) if chain.primary == server.identity]
             if not led or led != server.leads:
                 # Others write, or something is still on its way here.
-                await contact.bell.wait(_LOOK_SECONDS)
+                await contact.changed.wait(_LOOK_SECONDS)
                 continue
             if self._saver is not None:
                 await asyncio.to_thread(self._saver.wait)
@@ -164,7 +164,7 @@ class CutSaver:
                 return True
             if limit.is_over:
                 return False
-            await server.contact.bell.wait(limit.remaining)
+            await server.contact.changed.wait(limit.remaining)
         return True
 
     def close(self) -> None:
@@ -285,7 +285,8 @@ def join_rows(
 
 
 def read_checkpoint(run_dir: Path) -> tuple[Path, str, Progress, str | None] | None:
-    """The newest whole checkpoint, its manifest's hash, how far it is, and the book in it, where parameter servers wrote it.
+    """The newest whole checkpoint, its manifest's hash, how far it is, and the update log in it, where parameter servers wrote
+    it.
 
     None when there is none.
     """
@@ -295,8 +296,8 @@ def read_checkpoint(run_dir: Path) -> tuple[Path, str, Progress, str | None] | N
     manifest = hash_manifest(found.path)
     values = read(found.path, wanted=lambda _: False, expect=manifest).values
     progress = Progress.from_values(values.get("progress"), origin=str(found.path))
-    book = values.get(BOOK)
-    return found.path, manifest, progress, json.dumps(book) if book is not None else None
+    update_log = values.get(LOG_KEY)
+    return found.path, manifest, progress, json.dumps(update_log) if update_log is not None else None
 
 
 def load_shard(

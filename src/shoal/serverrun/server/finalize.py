@@ -1,7 +1,7 @@
 """The end of a run with parameter servers: loads what was written last, evaluates it, and says how the run went.
 
-A process of its own, started by the crew's command when the roles are gone: none of them has the whole model, and this one can be
-run again on what is on disk. In a cluster, where nobody started the roles, the server that keeps the book does it at its end.
+A process of its own, started by the job's command when the roles are gone: none of them has the whole model, and this one can be
+run again on what is on disk. In a cluster, where nobody started the roles, the server that leads the log does it at its end.
 """
 
 import json
@@ -22,14 +22,14 @@ from shoal.engine.evaluate import evaluate
 from shoal.engine.resolve import default_threads
 from shoal.engine.state import hash_weights
 from shoal.launch.procfs import peak_resident_bytes
-from shoal.serverrun.notices import count_dropped, count_tidings
-from shoal.serverrun.process import MemberPlace
+from shoal.serverrun.notices import count_dropped, count_notices
+from shoal.serverrun.process import ProcessSpec
 from shoal.telemetry.lines import decode_events
 from shoal.trainer.build import load_run
 from shoal.trainer.summary import summarise_servers, write_summary
 
 
-def close_run(run_dir: Path, *, with_evaluation: bool) -> dict[str, Any]:
+def evaluate_last_checkpoint(run_dir: Path, *, with_evaluation: bool) -> dict[str, Any]:
     """What the newest checkpoint and the events of a run say of it."""
     run = load_run(run_dir)
     torch.set_num_threads(run.recipe.train.threads or default_threads(1))
@@ -62,7 +62,7 @@ def close_run(run_dir: Path, *, with_evaluation: bool) -> dict[str, Any]:
     }
 
 
-def conclude_run(place: MemberPlace, halt: str, *, total_steps: int, started: float) -> dict[str, Any]:
+def finalize_run(place: ProcessSpec, halt: str, *, total_steps: int, started: float) -> dict[str, Any]:
     """Close a run from the process of a server, and write its summary.
 
     Args:
@@ -71,7 +71,7 @@ def conclude_run(place: MemberPlace, halt: str, *, total_steps: int, started: fl
         total_steps: that it was to take.
         started: when this server was, as ``time.time()`` tells it.
     """
-    found = close_run(place.kept_dir, with_evaluation=not halt)
+    found = evaluate_last_checkpoint(place.kept_dir, with_evaluation=not halt)
     summary = summarise_servers(
         found,
         plan=place.plan,
@@ -81,7 +81,7 @@ def conclude_run(place: MemberPlace, halt: str, *, total_steps: int, started: fl
         # Of this server: nobody on this machine can measure the others.
         peak_rss_bytes=[peak_resident_bytes(os.getpid())],
         num_deaths=None,
-        tidings={**count_tidings(place.kept_dir), "messages_dropped": count_dropped(place.kept_dir)},
+        notices={**count_notices(place.kept_dir), "messages_dropped": count_dropped(place.kept_dir)},
     )
     write_summary(place.kept_dir, summary)
     return summary
@@ -105,7 +105,7 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
 def main() -> None:
     """Entry point: ``shoal.serverrun.closing RUN_DIR OUT [--evaluate]``."""
     run_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
-    found = close_run(run_dir, with_evaluation="--evaluate" in sys.argv[3:])
+    found = evaluate_last_checkpoint(run_dir, with_evaluation="--evaluate" in sys.argv[3:])
     replace_text(out, json.dumps(found))
 
 

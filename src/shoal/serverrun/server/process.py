@@ -1,4 +1,4 @@
-"""The process of a server: builds its shards, joins, and serves until the last round is applied and written down."""
+"""The process of a server: builds its shards, joins, and serves until the last update is applied and written down."""
 
 import asyncio
 import contextlib
@@ -40,18 +40,18 @@ from shoal.optim.precision import Precision
 from shoal.optim.rates import rate
 from shoal.paramserver.consistency import Lateness
 from shoal.paramserver.contact import Contact, Evicted
-from shoal.paramserver.log.commands import Ledger, book_after, restart_book
-from shoal.paramserver.log.updates import Book
+from shoal.paramserver.log.commands import CommandLog, restart_update_log, update_log_after
+from shoal.paramserver.log.updates import UpdateLog
 from shoal.paramserver.messages import FINISHED, Halt, Join
-from shoal.paramserver.records import Identity, Round
+from shoal.paramserver.records import PushId, Update
 from shoal.paramserver.server.server import Server
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.server.vectors import LbfgsShard
 from shoal.paramserver.sharding import Shard, cut_for
 from shoal.paramserver.worker.flat import describe_model, refuse_batch_norm
-from shoal.serverrun.notices import describe_refusal, describe_return
-from shoal.serverrun.process import MemberPlace, attach_status, open_finder, open_node
-from shoal.serverrun.server.checkpointing import BOOK, CutSaver, load_shard, read_checkpoint
+from shoal.serverrun.notices import describe_refusal, describe_rollback
+from shoal.serverrun.process import ProcessSpec, attach_status, open_finder, open_node
+from shoal.serverrun.server.checkpointing import LOG_KEY, ServerCheckpointer, load_shard, read_checkpoint
 from shoal.telemetry.statusboard import Heartbeat
 from shoal.trainer.build import build_parts
 from shoal.trainer.progress import Progress
@@ -67,16 +67,16 @@ _UNTOLD = 64
 
 
 async def serve(
-    place: MemberPlace,
+    place: ProcessSpec,
     *,
     conclude: Conclude | None = None,
-    make_source: "Callable[[MemberPlace], ShardSource] | None" = None,
+    make_source: "Callable[[ProcessSpec], ShardSource] | None" = None,
 ) -> str:
     """A server's life.
 
     Args:
         place: its place in the run.
-        conclude: called on the server that keeps the book in the end, while it is still a member.
+        conclude: called on the server that leads the log in the end, while it is still a member.
         make_source: makes what shards are made of; left out, ``ShardSource``.
 
     Returns:
@@ -104,7 +104,7 @@ async def serve(
                 return await _serve(place, source, reporter, node, conclude)
             except Evicted as error:
                 if place.cluster is None:
-                    raise  # There is a crew, which starts it again.
+                    raise  # There is a job, which starts it again.
                 print(f"taken for dead: {error}; coming back under a new name", file=sys.stderr, flush=True)
                 place = replace(place, instance_id=new_instance_id(), resume=True)
                 source.come_back(place)
@@ -117,7 +117,7 @@ async def serve(
 
 
 async def _serve(
-    place: MemberPlace, source: "ShardSource", reporter: Reporter, node: Node, conclude: Conclude | None
+    place: ProcessSpec, source: "ShardSource", reporter: Reporter, node: Node, conclude: Conclude | None
 ) -> str:
     model = {name: (spec.shape, spec.dtype) for name, spec in source.model.items()}
 
@@ -137,18 +137,18 @@ async def _serve(
         )
 
     contact = Contact(node, find=open_finder(place, node), introduce=introduce)
-    diary = Diary(place, source, reporter)
+    recorder = ServerRecorder(place, source, reporter)
     server = Server(
         node,
         contact,
         make_shard=source.make_shard,
         make_copy=source.make_copy,
-        make_ledger=source.make_ledger,
+        make_log=source.make_log,
         rate=source.rate,
-        on_round=diary.take_round,
+        on_update=recorder.take_update,
         deadline_seconds=place.recipe.paramserver.deadline,
-        go_back=diary.go_back,
-        on_not_finite=lambda identity, reason: diary.take_refusal(contact.view, identity, reason),
+        go_back=recorder.go_back,
+        on_not_finite=lambda identity, reason: recorder.take_refusal(contact.view, identity, reason),
     )
     address = await node.listen(place.address, server.handle)
     contact.start()
@@ -173,13 +173,13 @@ async def _serve(
                 # The last checkpoint is written, and nothing of this server's is in it: it came back too late to be needed.
                 return contact.stopped
         following.result()
-        await diary.finish(server)
+        await recorder.finish(server)
         if conclude is not None and server.is_primary(0):
             await asyncio.to_thread(conclude, contact.stopped)
         return contact.stopped
     finally:
         following.cancel()
-        await asyncio.to_thread(diary.close)
+        await asyncio.to_thread(recorder.close)
         if place.cluster is not None:
             await contact.leave("it has ended")
         await contact.stop()
@@ -208,19 +208,19 @@ class Start:
     """The hash of its manifest: nothing is read of another checkpoint that has taken its name."""
     step: int
     progress: Progress
-    book: str | None
+    update_log: str | None
 
 
 class ShardSource:
-    """Everything that shards and the book are made of, at the beginning or from the newest checkpoint."""
+    """Everything that shards and the update log are made of, at the beginning or from the newest checkpoint."""
 
-    def __init__(self, place: MemberPlace) -> None:
+    def __init__(self, place: ProcessSpec) -> None:
         recipe = place.recipe
         whole, _, data = build_parts(recipe)
         refuse_batch_norm(whole)
         self.module: nn.Module = whole.to(dtype=Precision.named(recipe.train.precision).weight_dtype)
         self.data: Splits = data
-        # Alone: ranks compare their data among them, these processes do at the door.
+        # Alone: ranks compare their data among them, these processes do at admission.
         alone = World(Place(), device=torch.device("cpu"), deadline_seconds=0.0)
         self.same_data = SameData(alone, data)
         self.place = place
@@ -243,7 +243,7 @@ class ShardSource:
         # The first optimizer of a process makes torch import seconds of code; members are silent meanwhile, so it is done now.
         build_optimizer(recipe.optim, nn.Linear(1, 1))
 
-    def come_back(self, place: MemberPlace) -> None:
+    def come_back(self, place: ProcessSpec) -> None:
         """Begin anew, with the newest checkpoint."""
         self.place = place
         self.look()
@@ -256,7 +256,7 @@ class ShardSource:
             with ends_the_run():
                 refuse_only_aside(RunDir(self.place.kept_dir).checkpoints)
         if found is not None:
-            path, manifest, progress, book = found
+            path, manifest, progress, update_log = found
             accepted = self.place.recipe.checkpoint.other_data
             with ends_the_run():
                 try:
@@ -265,19 +265,21 @@ class ShardSource:
                     raise AgreedError(f"cannot go on from {path}: {error}") from None
             if remark is not None:
                 print(f"warning: {remark}", file=sys.stderr, flush=True)
-            self.start = Start(path=path, manifest=manifest, step=progress.step, progress=progress, book=book)
+            self.start = Start(
+                path=path, manifest=manifest, step=progress.step, progress=progress, update_log=update_log
+            )
 
     def rate(self, number: int) -> float:
-        """The learning rate of a round."""
+        """The learning rate of an update."""
         if self.place.rule.kind == "lbfgs":
             return self.place.recipe.paramserver.lbfgs_lr
         return rate(self.place.recipe.optim, number, count_updates(self.place.plan, self.total_steps))
 
     def make_shard(self, number: int) -> ShardState:
-        """A shard as it is before the first round that this run makes."""
+        """A shard as it is before the first update that this run makes."""
         state = self.make_copy(number)
         if self.start is not None:
-            version = self._make_book().closed
+            version = self._make_update_log().closed
             load_shard(state, self.start.path, self.saved_names, version=version, expect=self.start.manifest)
         return state
 
@@ -301,15 +303,15 @@ class ShardSource:
             compensation=config.delay_compensation,
         )
 
-    def make_ledger(self) -> Ledger:
-        """The book before the first round that this run makes."""
+    def make_log(self) -> CommandLog:
+        """The update log before the first update that this run makes."""
         every = self.place.recipe.checkpoint.every
-        return Ledger(self._make_book(), cut_every=every * self.place.plan.num_shares)
+        return CommandLog(self._make_update_log(), cut_every=every * self.place.plan.num_shares)
 
-    def _make_book(self) -> Book:
+    def _make_update_log(self) -> UpdateLog:
         place, config = self.place, self.place.recipe.paramserver
         shares = place.plan.num_shares
-        book = Book(
+        update_log = UpdateLog(
             rule=place.rule,
             workers=shares,
             steps=self.num_steps,
@@ -320,21 +322,25 @@ class ShardSource:
             mean_steps=sum(map(config.own_steps, range(shares))) / shares,
         )
         if self.start is None:
-            return book
+            return update_log
         again = None
-        if self.start.book is not None:
-            again = restart_book(self.start.book, rule=str(place.rule), workers=shares, steps=self.num_steps)
-        return again or book_after(self.start.step, book, updates_per_step=updates_per_step(self.place.plan))
+        if self.start.update_log is not None:
+            again = restart_update_log(
+                self.start.update_log, rule=str(place.rule), workers=shares, steps=self.num_steps
+            )
+        return again or update_log_after(
+            self.start.step, update_log, updates_per_step=updates_per_step(self.place.plan)
+        )
 
 
-class Diary:
-    """What a server writes down: steps, where it keeps the book, and its part of every checkpoint."""
+class ServerRecorder:
+    """What a server writes down: steps, where it leads the log, and its part of every checkpoint."""
 
-    def __init__(self, place: MemberPlace, source: ShardSource, reporter: Reporter) -> None:
+    def __init__(self, place: ProcessSpec, source: ShardSource, reporter: Reporter) -> None:
         self._place = place
         self._source = source
         self._reporter = reporter
-        self._saver = CutSaver(
+        self._saver = ServerCheckpointer(
             place.kept_dir,
             config=place.recipe.checkpoint,
             plan=str(place.plan),
@@ -354,7 +360,7 @@ class Diary:
             else Progress(position=position_of(0, len(source.data.train), recipe.train.global_batch))
         )
         if source.start is not None:
-            self._saver.begin(source.start.step, source.make_ledger().book.closed)
+            self._saver.begin(source.start.step, source.make_log().update_log.closed)
         self._reported = self._progress.step
         self._since = time.monotonic()
         self._losses: list[tuple[float, float]] = []
@@ -370,22 +376,22 @@ class Diary:
             # Not one that comes later: it gets what the others have made since, and never reads the checkpoint.
             back = WentBack(step=self._progress.step, died=view.lost, history=view.history)
             self._reporter.event(back)
-            print(describe_return(back.as_dict()), file=sys.stderr, flush=True)
+            print(describe_rollback(back.as_dict()), file=sys.stderr, flush=True)
 
-    def take_refusal(self, view: View | None, identity: Identity, reason: str) -> None:
+    def take_refusal(self, view: View | None, identity: PushId, reason: str) -> None:
         """A gradient was refused because it is not finite."""
         member = view.find(identity.worker) if view is not None else None
         refused = GradientRefused(
             step=self._reported,
             worker=identity.worker if member is None else member.name,
-            contribution=f"{identity.worker}/{identity.number}",
+            push=f"{identity.worker}/{identity.number}",
             reason=reason,
         )
         self._reporter.event(refused)
         print(describe_refusal(refused.as_dict()), file=sys.stderr, flush=True)
 
-    async def take_round(self, server: Server, made: Round, cut: str | None) -> None:
-        """A round is applied to every shard here."""
+    async def take_update(self, server: Server, made: Update, cut: str | None) -> None:
+        """An update is applied to every shard here."""
         self._losses.append((made.loss, made.weight))
         self._samples += made.samples
         if math.isfinite(made.loss):
@@ -395,15 +401,15 @@ class Diary:
             self._untold.append(self._update_applied(server, made))
         if step > self._reported:
             self._untold.append(self._step_done(step, made))
-        if server.steward is not None:
-            # With what the keeper before this one may not have come to tell; of two tellings the later counts.
+        if server.log_leader is not None:
+            # With what the log leader before this one may not have come to tell; of two tellings the later counts.
             while self._untold:
                 told = self._untold.popleft()
                 self._reporter.step(told) if isinstance(told, StepDone) else self._reporter.event(told)
         if cut is not None:
             await self._save(server, cut)
 
-    def _update_applied(self, server: Server, made: Round) -> UpdateApplied:
+    def _update_applied(self, server: Server, made: Update) -> UpdateApplied:
         view, lr, entries = server.contact.view, self._source.rate(made.number), made.entries
         found = [view.find(entry.worker) if view is not None else None for entry in entries]
         return UpdateApplied(
@@ -411,14 +417,14 @@ class Diary:
             step=self._reported,
             lr=lr,
             workers=tuple(entry.worker if one is None else one.name for entry, one in zip(entries, found, strict=True)),
-            portions=made.portions,
+            units=made.units,
             read=made.versions,
             staleness=tuple(made.number - version for version in made.versions),
             step_sizes=tuple(lr * entry.factor for entry in entries),
             num_duplicates=made.num_duplicates,
         )
 
-    def _step_done(self, step: int, made: Round) -> StepDone:
+    def _step_done(self, step: int, made: Update) -> StepDone:
         now = time.monotonic()
         weight = sum(weight for _, weight in self._losses)
         loss = sum(loss * weight for loss, weight in self._losses) / weight if weight else math.nan
@@ -449,14 +455,14 @@ class Diary:
         )
 
     async def _save(self, server: Server, cut: str, *, is_last: bool = False) -> None:
-        book = json.loads(cut)
-        # Every server says the same, so only what all of them know alike: the numbers of a step are the keeper's alone.
+        update_log = json.loads(cut)
+        # Every server says the same, so only what all of them know alike: the numbers of a step are the log leader's alone.
         shares = self._place.plan.num_shares
         step = (
-            book["portions"]["opened"] * shares
-            - len(book["portions"]["todo"])
-            - len(book["portions"]["doing"])
-            - sum(len(one["portions"]) for one in book["pending"])
+            update_log["portions"]["opened"] * shares
+            - len(update_log["portions"]["todo"])
+            - len(update_log["portions"]["doing"])
+            - sum(len(one["portions"]) for one in update_log["pending"])
         ) // shares
         progress = Progress(
             step=step, position=position_of(step, len(self._source.data.train), self._place.recipe.train.global_batch)
@@ -464,12 +470,12 @@ class Diary:
         values = {
             "progress": progress.as_values(),
             **data_values(self._source.same_data.fingerprint),
-            BOOK: book,
+            LOG_KEY: update_log,
         }
         with ends_the_run():
             self._source.same_data.check_file(self._reporter.warn)
         save = self._saver.save_last if is_last else self._saver.save
-        await save(server, values, step=step, version=book["trimmed"])
+        await save(server, values, step=step, version=update_log["trimmed"])
 
     async def finish(self, server: Server) -> None:
         """The last checkpoint, and a word to the others that it is over.

@@ -1,4 +1,4 @@
-"""A server that was started by itself: takes the run directory, shows progress where it keeps the book, and closes the run."""
+"""A server that was started by itself: takes the run directory, shows progress where it leads the log, and closes the run."""
 
 import asyncio
 import contextlib
@@ -9,8 +9,8 @@ from typing import Any
 
 from shoal.core.errors import EXIT_DONE
 from shoal.core.rundir import make_run_dir, withhold
-from shoal.serverrun.process import MemberPlace
-from shoal.serverrun.server.finalize import conclude_run
+from shoal.serverrun.process import ProcessSpec
+from shoal.serverrun.server.finalize import finalize_run
 from shoal.serverrun.server.process import serve
 from shoal.serverrun.standalone import run_async
 from shoal.telemetry.live import build_display
@@ -23,7 +23,7 @@ from shoal.trainer.request import Prepared, already_finished
 _LOOK_SECONDS = 0.25
 
 
-def run_server(place: MemberPlace, prepared: Prepared) -> tuple[int, dict[str, Any] | None]:
+def run_server(place: ProcessSpec, prepared: Prepared) -> tuple[int, dict[str, Any] | None]:
     """Be a server to the end of the run.
 
     Returns:
@@ -47,7 +47,7 @@ def run_server(place: MemberPlace, prepared: Prepared) -> tuple[int, dict[str, A
     started, written = time.time(), list[dict[str, Any]]()
 
     def conclude(halt: str) -> None:
-        written.append(conclude_run(place, halt, total_steps=prepared.total_steps, started=started))
+        written.append(finalize_run(place, halt, total_steps=prepared.total_steps, started=started))
 
     board = StatusBoard.create(place.num_ranks)
     seen = replace(place, board_fd=board.fd)
@@ -76,6 +76,6 @@ def run_server(place: MemberPlace, prepared: Prepared) -> tuple[int, dict[str, A
 
 async def _show(board: StatusBoard, display: Display) -> None:
     while True:
-        # The display shows the first, and only the server that keeps the book has numbers.
+        # The display shows the first, and only the server that leads the log has numbers.
         display.update(sorted(board.read(), key=lambda state: -int(state.metrics.get("step", -1))))
         await asyncio.sleep(_LOOK_SECONDS)

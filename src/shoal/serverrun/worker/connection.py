@@ -1,12 +1,14 @@
-"""What every way of working has in common: what computes, its line to the servers, and what the book is told of a gradient."""
+"""What every way of working has in common: what computes, its line to the servers, and what the update log is told of a
+gradient."""
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import torch
 
 from shoal.core.errors import RunError
@@ -16,17 +18,17 @@ from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.consistency import wait_seconds
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import FINISHED, Draw, Drawn, Join
-from shoal.paramserver.records import Contribution, Portion, Read
+from shoal.paramserver.records import PushRecord, Read, WorkUnit
 from shoal.paramserver.sparse import RowPacker
 from shoal.paramserver.worker.client import Client, LoopThread, RunOver
-from shoal.paramserver.worker.flat import FlatRow
-from shoal.serverrun.process import MemberPlace, open_finder, open_node
+from shoal.paramserver.worker.flat import FlatParameters
+from shoal.serverrun.process import ProcessSpec, open_finder, open_node
 from shoal.serverrun.worker.shares import ShareResult
 from shoal.telemetry.writer import EventLog
 
 
 class Shares(Protocol):
-    """What computes gradients: this process (``portion.py``), or a group of processes (``leading.py``)."""
+    """What computes gradients: this process (``unit.py``), or a group of processes (``leading.py``)."""
 
     @property
     def num_samples(self) -> int:
@@ -35,8 +37,8 @@ class Shares(Protocol):
     def run(self, step: int, share: int, *, part: int = 0, num_parts: int = 1) -> ShareResult:
         """Compute a share of a step by the weights that are in the row, or one of so many even parts of it."""
 
-    def run_stretch(self, step: int, start: int, stop: int) -> float:
-        """Compute a stretch of a step's samples; its part of the step's mean loss."""
+    def run_span(self, step: int, start: int, stop: int) -> float:
+        """Compute a slice of a step's samples; its part of the step's mean loss."""
 
     def end(self) -> None:
         """There is nothing more to compute."""
@@ -46,31 +48,31 @@ class Shares(Protocol):
 class Worker:
     """What computes."""
 
-    flat: FlatRow
+    flat: FlatParameters
     shares: Shares
     total_steps: int
     """Of the run."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """The data as this process has it, for the door."""
+    """The data as this process has it, for admission."""
 
-    def compute(self, portion: Portion) -> "Computed":
-        """The gradient of a portion."""
-        result = self.shares.run(portion.step, portion.share)
+    def compute(self, unit: WorkUnit) -> "Computed":
+        """The gradient of a work unit."""
+        result = self.shares.run(unit.step, unit.share)
         return Computed(result=result, gradient=self.flat.collect_gradient())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What a worker makes of a portion."""
+    """What a worker makes of a work unit."""
 
     result: ShareResult
     gradient: torch.Tensor
-    """Flat; may be overwritten by the next portion."""
+    """Flat; may be overwritten by the next work unit."""
     steps: float = 1.0
     """Local steps that it is the direction of."""
 
 
-class Line:
+class ServerConnection:
     """A worker's connection under one name.
 
     Args:
@@ -79,7 +81,7 @@ class Line:
         landing: where pulled weights go; the model's own weights when left out.
     """
 
-    def __init__(self, place: MemberPlace, worker: Worker, landing: torch.Tensor | None = None) -> None:
+    def __init__(self, place: ProcessSpec, worker: Worker, landing: torch.Tensor | None = None) -> None:
         self._thread = LoopThread()
         self._place = place
         self._worker = worker
@@ -123,12 +125,12 @@ class Line:
                 raise RunError(
                     f"no center let {place.name} in within {seconds:g} s; see that one runs, or set elastic.start_deadline higher"
                 )
-            await self._contact.bell.wait(0.1)
+            await self._contact.changed.wait(0.1)
         return Client(
             self._node,
             self._contact,
             weights=self.landing,
-            stretches=flat.stretches,
+            spans=flat.spans,
             cache_staleness=config.cache_staleness,
             packer=make_packer(flat, config),
             caches_cold=config.hot == "measured",
@@ -145,16 +147,16 @@ class Line:
         client = self.client
         return WorkerTraffic(pushed_bytes=client.num_pushed_bytes, pulled_bytes=client.num_pulled_bytes)
 
-    def take(self, held: tuple[int, ...] = ()) -> Portion | None:
-        """The next portion."""
+    def take(self, held: tuple[int, ...] = ()) -> WorkUnit | None:
+        """The next work unit."""
         return self.given(self.ask(held))
 
-    def ask(self, held: tuple[int, ...] = ()) -> "Future[Portion | None]":
-        """As ``take``, while something else is done; what is begun on this line after it reaches the book after it."""
+    def ask(self, held: tuple[int, ...] = ()) -> "Future[WorkUnit | None]":
+        """As ``take``, while something else is done; what is begun on this line after it reaches the update log after it."""
         return self._thread.start(self.client.take(held))
 
-    def given(self, asked: "Future[Portion | None]") -> Portion | None:
-        """The portion that was asked for, which is what is computed next; None when there is none."""
+    def given(self, asked: "Future[WorkUnit | None]") -> WorkUnit | None:
+        """The work unit that was asked for, which is what is computed next; None when there is none."""
         return asked.result()
 
     def pull(self, need: int, bound: int | None = None) -> Read:
@@ -162,7 +164,7 @@ class Line:
         return self._thread.call(self.client.pull(need, bound))
 
     def draw(self, num_samples: int, done: tuple[int, int, float] | None) -> Drawn | None:
-        """The next portion of a batch, from whoever drives; None when the run is over. See ``messages.Draw``."""
+        """The next work unit of a batch, from whoever drives; None when the run is over. See ``messages.Draw``."""
         return self._thread.call(self._draw(Draw(num_samples=num_samples, done=done)))
 
     async def _draw(self, draw: Draw) -> Drawn | None:
@@ -177,7 +179,7 @@ class Line:
             assert isinstance(drawn, Drawn)
             if drawn.is_over:
                 return None
-            if drawn.portion >= 0:
+            if drawn.unit >= 0:
                 return drawn
         return None
 
@@ -185,28 +187,28 @@ class Line:
         """The weights as they are now."""
         self._thread.call(self.client.pull_now())
 
-    def add_part(self, gradient: torch.Tensor, evaluation: int, portion: int, loss: float) -> None:
-        """Bring the gradient of one portion of a batch to all servers."""
-        self._thread.call(self.client.add_part(gradient, evaluation=evaluation, portion=portion, loss=loss))
+    def add_part(self, gradient: torch.Tensor, evaluation: int, unit: int, loss: float) -> None:
+        """Bring the gradient of one work unit of a batch to all servers."""
+        self._thread.call(self.client.add_part(gradient, evaluation=evaluation, unit=unit, loss=loss))
 
-    def fetch(self, portion: Portion, land: Callable[[torch.Tensor, Read], object]) -> "Future[None]":
+    def fetch(self, unit: WorkUnit, land: Callable[[torch.Tensor, Read], object]) -> "Future[None]":
         """Bring a copy of weights that are new enough, and what they are, to somebody, while something else is done."""
-        return self._thread.start(self._fetch(portion, land))
+        return self._thread.start(self._fetch(unit, land))
 
-    async def _fetch(self, portion: Portion, land: Callable[[torch.Tensor, Read], object]) -> None:
-        read = await self.client.pull(portion.need, portion.bound)
+    async def _fetch(self, unit: WorkUnit, land: Callable[[torch.Tensor, Read], object]) -> None:
+        read = await self.client.pull(unit.need, unit.bound)
         land(self.landing.clone(), read)
 
-    def hand_in(self, gradient: torch.Tensor, contribution: Contribution, read: Read) -> "Future[bool]":
+    def hand_in(self, gradient: torch.Tensor, push: PushRecord, read: Read) -> "Future[bool]":
         """Push a gradient and commit it, while something else is done.
 
         Args:
             gradient: all shards; must stay as it is until this is done.
-            contribution: what the book is told of it.
+            push: what the update log is told of it.
             read: the weights that it was computed from.
         """
-        assert contribution.version == min(read), f"version {contribution.version} is told of weights {read}"
-        return self._thread.start(self._hand_in(gradient, contribution, read))
+        assert push.version == min(read), f"version {push.version} is told of weights {read}"
+        return self._thread.start(self._hand_in(gradient, push, read))
 
     def pull_after(self, handed_in: "Future[bool]") -> "Future[Read]":
         """When a gradient is handed in, bring the weights as they are then, while something else is done."""
@@ -217,11 +219,11 @@ class Line:
         return await self.client.pull(self.client.closed, 0)
 
     def use(self, read: Read) -> None:
-        """The portion that was taken last is computed with weights that were pulled before."""
+        """The work unit that was taken last is computed with weights that were pulled before."""
 
-    async def _hand_in(self, gradient: torch.Tensor, contribution: Contribution, read: Read) -> bool:
+    async def _hand_in(self, gradient: torch.Tensor, push: PushRecord, read: Read) -> bool:
         number = await self.client.push(gradient, read=read)
-        return await self.client.commit(replace(contribution, number=number))
+        return await self.client.commit(msgspec.structs.replace(push, number=number))
 
     def close(self) -> None:
         """Leave the wire, and write down what went over it."""
@@ -239,19 +241,19 @@ class Line:
         self._thread.close(leave)
 
 
-def make_packer(flat: FlatRow, config: ParamServerConfig) -> RowPacker | None:
+def make_packer(flat: FlatParameters, config: ParamServerConfig) -> RowPacker | None:
     """What finds the rows to send: of every tensor where that is to be measured, else of those whose gradient comes as rows."""
     if config.hot == "measured":
         return RowPacker(flat.shard_map, flat.model)
     return RowPacker(flat.shard_map, flat.model, only=flat.sparse) if flat.sparse else None
 
 
-def describe(worker: str, portion: Portion, computed: Computed, *, read: Read, waited: float) -> Contribution:
-    """What the book is told of a gradient."""
-    return Contribution(
+def describe(worker: str, unit: WorkUnit, computed: Computed, *, read: Read, waited: float) -> PushRecord:
+    """What the update log is told of a gradient."""
+    return PushRecord(
         worker=worker,
         number=0,
-        portions=(portion.number,),
+        units=(unit.number,),
         samples=computed.result.samples,
         weight=computed.result.weight,
         loss=computed.result.mean_loss,
@@ -264,7 +266,7 @@ def describe(worker: str, portion: Portion, computed: Computed, *, read: Read, w
 class Pace:
     """The random wait before a push, where the rule has one: workers whose rhythms differ do not come all at once."""
 
-    def __init__(self, place: MemberPlace) -> None:
+    def __init__(self, place: ProcessSpec) -> None:
         self._rule = place.rule
         self._seed = place.recipe.train.seed
         self._index = place.index
@@ -273,11 +275,11 @@ class Pace:
         self._began = 0.0
 
     def begin(self) -> None:
-        """A portion is begun."""
+        """A work unit is begun."""
         self._began = time.monotonic()
 
     def wait(self) -> float:
-        """The portion is computed: wait; the seconds that were waited."""
+        """The work unit is computed: wait; the seconds that were waited."""
         self._count += 1
         self._mean += (time.monotonic() - self._began - self._mean) / min(self._count, 20)
         drawn = wait_seconds(self._rule, self._seed, self._index, self._count, self._mean)

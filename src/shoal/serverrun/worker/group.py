@@ -26,8 +26,8 @@ from shoal.comm.world import Place, World, join_world
 from shoal.core.errors import RunError
 from shoal.core.placement import Patch, Placement
 from shoal.engine.model import ParallelModel
-from shoal.paramserver.worker.flat import FlatRow
-from shoal.serverrun.process import MemberPlace
+from shoal.paramserver.worker.flat import FlatParameters
+from shoal.serverrun.process import ProcessSpec
 from shoal.serverrun.worker.shares import ShareResult, ShareRunner
 
 LEADER = 0
@@ -86,7 +86,7 @@ class Holding:
         return cls(placements=placements, spoken=frozenset(name for name, speaks, *_ in entries if speaks))
 
 
-class Dealing:
+class ScatterCollect:
     """One rank's part in it. Every method is called by all ranks of the group together.
 
     Args:
@@ -95,7 +95,7 @@ class Dealing:
         row: whole weights and gradients; on the leader, None elsewhere.
     """
 
-    def __init__(self, model: ParallelModel, dtype: torch.dtype, row: FlatRow | None) -> None:
+    def __init__(self, model: ParallelModel, dtype: torch.dtype, row: FlatParameters | None) -> None:
         self._channel = model.mesh.everyone
         self._parameters = model.reduction.updated
         self._own = Holding.of(model)
@@ -116,22 +116,22 @@ class Dealing:
         self._sent = self._room(self._own if is_follower else None, of_spoken=True)
 
     @torch.no_grad()
-    def deal(self) -> None:
+    def scatter(self) -> None:
         """Bring the weights of the leader's row into every rank's parameters."""
         nothing = self._room(None, of_spoken=False)
         if self._channel.rank == LEADER:
             for holding, message in zip(self._others, self._to, strict=True):
                 if holding is not None:
-                    for name, patch, place in _stretches(holding.placements):
+                    for name, patch, place in _spans(holding.placements):
                         whole = self._weights[name][box(patch.whole_start, patch.shape)]
                         message[place].view(patch.shape).copy_(whole)
             self._channel.all_to_all(self._to, [nothing] * self._channel.size)
-            for name, patch, _ in _stretches(self._own.placements):
+            for name, patch, _ in _spans(self._own.placements):
                 local = self._parameters[name][box(patch.local_start, patch.shape)]
                 local.copy_(self._weights[name][box(patch.whole_start, patch.shape)])
             return
         self._channel.all_to_all([nothing] * self._channel.size, self._from_leader(self._received, nothing))
-        for name, patch, place in _stretches(self._own.placements):
+        for name, patch, place in _spans(self._own.placements):
             local = self._parameters[name][box(patch.local_start, patch.shape)]
             local.copy_(self._received[place].view(patch.shape))
 
@@ -141,15 +141,15 @@ class Dealing:
         nothing = self._room(None, of_spoken=False)
         if self._channel.rank == LEADER:
             self._channel.all_to_all([nothing] * self._channel.size, self._from)
-            for name, patch, _ in _stretches(_spoken(self._own)):
+            for name, patch, _ in _spans(_spoken(self._own)):
                 self._put(name, patch, self._gradient[name][box(patch.whole_start, patch.shape)])
             for holding, message in zip(self._others, self._from, strict=True):
                 if holding is not None:
-                    for name, patch, place in _stretches(_spoken(holding)):
+                    for name, patch, place in _spans(_spoken(holding)):
                         whole = self._gradient[name][box(patch.whole_start, patch.shape)]
                         whole.copy_(message[place].view(patch.shape))
             return
-        for name, patch, place in _stretches(_spoken(self._own)):
+        for name, patch, place in _spans(_spoken(self._own)):
             self._put(name, patch, self._sent[place].view(patch.shape))
         self._channel.all_to_all(self._from_leader(self._sent, nothing), [nothing] * self._channel.size)
 
@@ -168,14 +168,14 @@ class Dealing:
         if holding is None:
             return torch.empty(0, dtype=self._dtype)
         placements = _spoken(holding) if of_spoken else holding.placements
-        return torch.empty(sum(math.prod(patch.shape) for _, patch, _ in _stretches(placements)), dtype=self._dtype)
+        return torch.empty(sum(math.prod(patch.shape) for _, patch, _ in _spans(placements)), dtype=self._dtype)
 
 
 def _spoken(holding: Holding) -> dict[str, Placement]:
     return {name: where for name, where in holding.placements.items() if name in holding.spoken}
 
 
-def _stretches(placements: Mapping[str, Placement]) -> Iterator[tuple[str, Patch, slice]]:
+def _spans(placements: Mapping[str, Placement]) -> Iterator[tuple[str, Patch, slice]]:
     """Every box of some tensors, and where it lies in a message."""
     at = 0
     for name, placement in placements.items():
@@ -203,7 +203,7 @@ def _check(holdings: Sequence[Holding], model: Mapping[str, tuple[int, ...]]) ->
     """
     brought = dict.fromkeys(model, 0)
     for holding in holdings:
-        for name, patch, _ in _stretches(_spoken(holding)):
+        for name, patch, _ in _spans(_spoken(holding)):
             brought[name] += math.prod(patch.shape)
     for name, shape in model.items():
         if brought[name] != math.prod(shape):
@@ -213,10 +213,10 @@ def _check(holdings: Sequence[Holding], model: Mapping[str, tuple[int, ...]]) ->
 
 
 # TODO docstring of the former serverrun.leading:
-# A worker that is a group of ranks: the first takes portions, pulls and pushes; the others compute with it what it says.
+# A worker that is a group of ranks: the first takes work units, pulls and pushes; the others compute with it what it says.
 #
-# To the servers, the book and the center the first rank is the worker, and it works by the same code as one that is alone: where
-# that computes a portion by itself, here a command goes to the group first, then the weights (``dealing.py``). So
+# To the servers, the update log and the center the first rank is the worker, and it works by the same code as one that is alone:
+# where that computes a work unit by itself, here a command goes to the group first, then the weights (``scatter_collect.py``). So
 # every update rule
 # works with groups. While there is nothing to do the leader says so from time to time: a rank that hears nothing for the deadline
 # names it and ends.
@@ -229,7 +229,7 @@ _SIGNS_PER_DEADLINE = 4
 T = TypeVar("T")
 
 
-class Leader:
+class GroupLeader:
     """See the module; a ``Shares`` of the whole group.
 
     Args:
@@ -239,9 +239,11 @@ class Leader:
         deadline_seconds: how long the others wait for a command.
     """
 
-    def __init__(self, shares: ShareRunner, dealing: Dealing, channel: Channel, *, deadline_seconds: float) -> None:
+    def __init__(
+        self, shares: ShareRunner, scatter_collect: ScatterCollect, channel: Channel, *, deadline_seconds: float
+    ) -> None:
         self._shares = shares
-        self._dealing = dealing
+        self._scatter_collect = scatter_collect
         self._channel = channel
         # A command and what follows it are one thing to the group; a sign of life must not come in between.
         self._lock = threading.Lock()
@@ -263,9 +265,9 @@ class Leader:
             lambda: self._shares.run(step, share, part=part, num_parts=num_parts), _RUN, step, share, part, num_parts
         )
 
-    def run_stretch(self, step: int, start: int, stop: int) -> float:
+    def run_span(self, step: int, start: int, stop: int) -> float:
         """See ``Shares``; the gradient is in the row."""
-        return self._do(lambda: self._shares.run_stretch(step, start, stop), _STRETCH, step, start, stop)
+        return self._do(lambda: self._shares.run_span(step, start, stop), _STRETCH, step, start, stop)
 
     def end(self) -> None:
         """Let the others go home."""
@@ -276,9 +278,9 @@ class Leader:
     def _do(self, compute: Callable[[], T], *command: int) -> T:
         with self._lock:
             self._tell(*command)
-            self._dealing.deal()
+            self._scatter_collect.scatter()
             found = compute()
-            self._dealing.collect()
+            self._scatter_collect.collect()
             return found
 
     def _tell(self, *command: int) -> None:
@@ -298,7 +300,7 @@ class Leader:
                     return
 
 
-def follow(shares: ShareRunner, dealing: Dealing, channel: Channel) -> None:
+def follow(shares: ShareRunner, scatter_collect: ScatterCollect, channel: Channel) -> None:
     """The life of every other rank of a group: does what the leader says, until that says that it is over.
 
     Raises:
@@ -310,14 +312,14 @@ def follow(shares: ShareRunner, dealing: Dealing, channel: Channel) -> None:
             return
         if what == _WAIT:
             continue
-        dealing.deal()
+        scatter_collect.scatter()
         step, first, second, third = numbers
         if what == _RUN:
             shares.run(step, first, part=second, num_parts=third)
         else:
             assert what == _STRETCH, f"{what} is no command"
-            shares.run_stretch(step, first, second)
-        dealing.collect()
+            shares.run_span(step, first, second)
+        scatter_collect.collect()
 
 
 def _broadcast(channel: Channel, command: tuple[int, ...]) -> list[int]:
@@ -330,12 +332,12 @@ def _broadcast(channel: Channel, command: tuple[int, ...]) -> list[int]:
 # TODO docstring of the former serverrun.group:
 # How the ranks of a worker meet: a worker may be a group of processes that computes one gradient by a synchronous plan.
 #
-# They meet in a file of the crew's folder and have a torch group of their own, of which no other worker is a part. A
+# They meet in a file of the job's folder and have a torch group of their own, of which no other worker is a part. A
 # rank that does
-# not come is named; one that dies later is seen at once by whoever waits for it (``comm/rounds.py``), and is its worker's death.
+# not come is named; one that dies later is seen at once by whoever waits for it (``comm/updates.py``), and is its worker's death.
 
 
-def join_group(place: MemberPlace) -> World:
+def join_group(place: ProcessSpec) -> World:
     """This process and the others of its worker; alone where a worker is one process.
 
     Raises:
@@ -351,7 +353,7 @@ def join_group(place: MemberPlace) -> World:
     return join_world(environment, deadline_seconds=deadline, store=store, device=cpu)
 
 
-def _meet(store: FileStore, place: MemberPlace, size: int, *, seconds: float) -> None:
+def _meet(store: FileStore, place: ProcessSpec, size: int, *, seconds: float) -> None:
     keys = [f"here-{rank}" for rank in range(size)]
     store.set(keys[place.group_rank], "1")
     try:

@@ -4,7 +4,7 @@
     compute p+1    | push p, commit it, pull            with the weights that were pulled beside p: p itself is not in them
     nothing left   | push p+1, commit it                nobody would read what a pull brought
 
-What a portion needs (the rule's bound, the worker's own updates that are made) is in the weights that it reads, or they are
+What a work unit needs (the rule's bound, the worker's own updates that are made) is in the weights that it reads, or they are
 pulled once more and waited for. What was read is told with the gradient, as everywhere.
 """
 
@@ -13,16 +13,16 @@ from concurrent.futures import Future
 import torch
 
 from shoal.optim.rates import rate
-from shoal.paramserver.records import Contribution, Portion, Read
+from shoal.paramserver.records import PushRecord, Read, WorkUnit
 from shoal.paramserver.worker.downpour import DownpourSettings, DownpourWorker, Push
 from shoal.paramserver.worker.local import LocalSettings, train_locally
-from shoal.serverrun.process import MemberPlace
-from shoal.serverrun.worker.connection import Computed, Line, Worker, describe
+from shoal.serverrun.process import ProcessSpec
+from shoal.serverrun.worker.connection import Computed, ServerConnection, Worker, describe
 from shoal.serverrun.worker.shares import ShareResult
 
 
-def work_ahead(line: Line, worker: Worker, place: MemberPlace) -> None:
-    """Portions, one after the other, with everything that crosses the wire beside them.
+def work_ahead(line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
+    """Work units, one after the other, with everything that crosses the wire beside them.
 
     Raises:
         RunOver: the run ended meanwhile.
@@ -33,28 +33,28 @@ def work_ahead(line: Line, worker: Worker, place: MemberPlace) -> None:
     gradient = torch.empty_like(flat.gradient)
     read: Read | None = None
     asked = line.ask()
-    while (portion := line.given(asked)) is not None:
+    while (unit := line.given(asked)) is not None:
         pulling: Future[Read] | None = None
-        if read is None or not line.client.is_enough(read, portion.need, portion.bound):
+        if read is None or not line.client.is_enough(read, unit.need, unit.bound):
             if handed_in is not None:
                 handed_in.result()
-            read = line.pull(portion.need, portion.bound)
+            read = line.pull(unit.need, unit.bound)
             flat.weights.copy_(line.landing)
         else:
             line.use(read)
-            # Begun only now that there is a portion to be computed beside it: the last gradient of a run has none after it.
+            # Begun only now that there is a work unit to be computed beside it: the last gradient of a run has none after it.
             pulling = None if handed_in is None else line.pull_after(handed_in)
-        computed = worker.compute(portion)
+        computed = worker.compute(unit)
         pulled = pulling.result() if pulling is not None else None
         if pulled is not None:
             # Before the next ones land there.
             flat.weights.copy_(line.landing)
-        contribution = describe(line.identity, portion, computed, read=read, waited=0.0)
-        # Asked before the portion is handed in, so that it is answered by what was made until here: were the commit there first,
-        # its own update would be needed, and the weights that were pulled beside it would have been pulled for nothing. Until the
-        # commit is answered it is in this worker's hands, or the book would take it for lost and give it again.
-        asked = line.ask(contribution.portions)
-        handed_in = line.hand_in(gradient.copy_(computed.gradient), contribution, read)
+        push = describe(line.identity, unit, computed, read=read, waited=0.0)
+        # Asked before the work unit is handed in, so that it is answered by what was made until here: were the commit there
+        # first, its own update would be needed, and the weights that were pulled beside it would have been pulled for nothing.
+        # Until the commit is answered it is in this worker's hands, or the update log would take it for lost and give it again.
+        asked = line.ask(push.units)
+        handed_in = line.hand_in(gradient.copy_(computed.gradient), push, read)
         # Where nothing was under way the same weights serve once more, and from then on something is.
         read = read if pulled is None else pulled
     if handed_in is not None:
@@ -62,15 +62,15 @@ def work_ahead(line: Line, worker: Worker, place: MemberPlace) -> None:
 
 
 # TODO docstring of the former serverrun.batchwork:
-# A worker under L-BFGS: small portions of one large batch, one after the other, for whoever drives.
+# A worker under L-BFGS: small work units of one large batch, one after the other, for whoever drives.
 #
 # It pulls the weights once for each evaluation. If the evaluation ends before it is done, because another was faster
 # with the same
-# portion, the shards pass its gradient over.
+# work unit, the shards pass its gradient over.
 
 
-def work_batches(line: Line, worker: Worker, place: MemberPlace) -> None:
-    """Portions of batches until the last step is done.
+def work_batches(line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
+    """Work units of batches until the last step is done.
 
     Raises:
         RunOver: the run ended meanwhile.
@@ -82,24 +82,24 @@ def work_batches(line: Line, worker: Worker, place: MemberPlace) -> None:
         if given.evaluation != evaluation:
             line.pull_now()
             evaluation = given.evaluation
-        loss = worker.shares.run_stretch(given.step, given.start, given.stop)
-        line.add_part(worker.flat.collect_gradient(), evaluation, given.portion, loss)
-        done = (evaluation, given.portion, loss)
+        loss = worker.shares.run_span(given.step, given.start, given.stop)
+        line.add_part(worker.flat.collect_gradient(), evaluation, given.unit, loss)
+        done = (evaluation, given.unit, loss)
 
 
 # TODO docstring of the former serverrun.localwork:
-# A worker that takes several steps of its own for each portion, and pushes one direction (FedNova,
+# A worker that takes several steps of its own for each work unit, and pushes one direction (FedNova,
 # ``paramserver/worker/local.py``).
 #
-# A portion stays what it is everywhere: one share of one step's samples, each sample once. A worker with tau local steps cuts it
-# into tau parts and takes one step on each, so a worker with more steps has smaller batches; it begins from the servers' weights.
-# What a portion comes to therefore depends on who did it, unlike everywhere else: give all workers the same
+# A work unit stays what it is everywhere: one share of one step's samples, each sample once. A worker with tau local steps cuts
+# it into tau parts and takes one step on each, so a worker with more steps has smaller batches; it begins from the servers'
+# weights. What a work unit comes to therefore depends on who did it, unlike everywhere else: give all workers the same
 # ``local_steps`` where a
 # death must change no bit.
 
 
 class LocalSteps:
-    """Computes portions by local steps.
+    """Computes work units by local steps.
 
     Args:
         line: lands the servers' weights beside the model's.
@@ -107,14 +107,14 @@ class LocalSteps:
         place: whose settings.
     """
 
-    def __init__(self, line: Line, worker: Worker, place: MemberPlace) -> None:
+    def __init__(self, line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
         config = place.recipe.paramserver
         self._line, self._worker, self._optim = line, worker, place.recipe.optim
         self._steps = config.own_steps(place.index)
         self._own_rate = config.own_rate(place.index)
 
-    def __call__(self, portion: Portion) -> Computed:
-        """This worker's direction for a portion.
+    def __call__(self, unit: WorkUnit) -> Computed:
+        """This worker's direction for a work unit.
 
         Raises:
             RunError: the steps led out of the finite numbers.
@@ -125,10 +125,10 @@ class LocalSteps:
         def gradient_at(weights: torch.Tensor, step: int) -> torch.Tensor:
             flat.weights.copy_(weights)
             with torch.enable_grad():
-                results.append(shares.run(portion.step, portion.share, part=step, num_parts=self._steps))
+                results.append(shares.run(unit.step, unit.share, part=step, num_parts=self._steps))
             return flat.collect_gradient()
 
-        lr = self._own_rate or rate(self._optim, portion.step, self._worker.total_steps)
+        lr = self._own_rate or rate(self._optim, unit.step, self._worker.total_steps)
         found = train_locally(self._line.landing, gradient_at, LocalSettings(steps=self._steps, lr=lr))
         return Computed(result=ShareResult.joined(results), gradient=found.direction, steps=found.steps)
 
@@ -136,42 +136,42 @@ class LocalSteps:
 # TODO docstring of the former serverrun.downpouring:
 # A worker under Downpour: steps of its own between fetches, what it gathered pushed every so often.
 #
-# The rule itself is ``paramserver/worker/downpour.py``; here it meets the book, the model and the wire. A step is a
-# portion: the worker
-# keeps the portions whose gradients it has added up, and hands all of them in with one push.
+# The rule itself is ``paramserver/worker/downpour.py``; here it meets the update log, the model and the wire. A step is a
+# work unit: the worker
+# keeps the work units whose gradients it has added up, and hands all of them in with one push.
 
 
 class Gathered:
-    """The portions that a push is made of, as long as it grows."""
+    """The work units that a gathered is made of, as long as it grows."""
 
     def __init__(self) -> None:
-        self._done: list[tuple[Portion, ShareResult]] = []
+        self._done: list[tuple[WorkUnit, ShareResult]] = []
 
-    def add(self, portion: Portion, result: ShareResult) -> None:
+    def add(self, unit: WorkUnit, result: ShareResult) -> None:
         """One more is computed."""
-        self._done.append((portion, result))
+        self._done.append((unit, result))
 
     @property
-    def portions(self) -> tuple[int, ...]:
+    def units(self) -> tuple[int, ...]:
         """Their numbers, in order."""
-        return tuple(sorted(portion.number for portion, _ in self._done))
+        return tuple(sorted(unit.number for unit, _ in self._done))
 
-    def describe(self, worker: str, push: Push) -> Contribution:
-        """What the book is told of the push; the next one begins empty."""
-        assert push.num_gradients == len(self._done), "a push has the gradients of the portions that are held"
+    def describe(self, worker: str, gathered: Push) -> PushRecord:
+        """What the update log is told of the gathered; the next one begins empty."""
+        assert gathered.num_gradients == len(self._done), "a gathered has the gradients of the work units that are held"
         results = [result for _, result in self._done]
         weight = sum(result.weight for result in results)
-        contribution = Contribution(
+        push = PushRecord(
             worker=worker,
             number=0,
-            portions=self.portions,
+            units=self.units,
             samples=sum(result.samples for result in results),
             weight=weight,
             loss=sum(result.mean_loss * result.weight for result in results) / weight if weight else 0.0,
-            version=push.version,
+            version=gathered.version,
         )
         self._done = []
-        return contribution
+        return push
 
 
 class Downpour:
@@ -183,7 +183,7 @@ class Downpour:
         place: rule and recipe.
     """
 
-    def __init__(self, line: Line, worker: Worker, place: MemberPlace) -> None:
+    def __init__(self, line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
         rule, recipe = place.rule, place.recipe
         self._line, self._worker, self._optim = line, worker, recipe.optim
         self._own_rate = recipe.paramserver.own_rate(place.index)
@@ -198,42 +198,42 @@ class Downpour:
     def run(self) -> None:
         """Until there is nothing left to do."""
         while True:
-            portion = self._line.take(self._gathered.portions + self._pushed)
-            if portion is not None:
-                self._step(portion)
+            unit = self._line.take(self._gathered.units + self._pushed)
+            if unit is not None:
+                self._step(unit)
                 continue
-            # The end of the run, or the book wants what is held before it gives more.
-            push = self._rule.flush()
-            if push is None and self._pushing is None:
+            # The end of the run, or the update log wants what is held before it gives more.
+            gathered = self._rule.flush()
+            if gathered is None and self._pushing is None:
                 return
-            self._send(push)
+            self._send(gathered)
             self._wait_for_push()
 
-    def _step(self, portion: Portion) -> None:
+    def _step(self, unit: WorkUnit) -> None:
         if self._rule.wants_fetch:
-            self._fetch(portion)
+            self._fetch(unit)
         self._rule.begin_step()
-        result = self._worker.shares.run(portion.step, portion.share)
-        lr = self._own_rate or rate(self._optim, portion.step, self._worker.total_steps)
-        self._gathered.add(portion, result)
+        result = self._worker.shares.run(unit.step, unit.share)
+        lr = self._own_rate or rate(self._optim, unit.step, self._worker.total_steps)
+        self._gathered.add(unit, result)
         self._send(self._rule.end_step(self._worker.flat.collect_gradient(), lr))
 
-    def _fetch(self, portion: Portion) -> None:
+    def _fetch(self, unit: WorkUnit) -> None:
         is_first = self._fetching is None
         if self._fetching is not None:
             # One at a time: they land in one place. What it brought is taken up by the step that begins now.
             self._fetching.result()
-        self._fetching = self._line.fetch(portion, self._rule.land)
+        self._fetching = self._line.fetch(unit, self._rule.land)
         if is_first or not self._overlap:
             self._fetching.result()
 
-    def _send(self, push: Push | None) -> None:
-        if push is None:
+    def _send(self, gathered: Push | None) -> None:
+        if gathered is None:
             return
         self._wait_for_push()
-        contribution = self._gathered.describe(self._line.identity, push)
-        self._pushing = self._line.hand_in(push.gradient, contribution, push.read)
-        self._pushed = contribution.portions
+        push = self._gathered.describe(self._line.identity, gathered)
+        self._pushing = self._line.hand_in(gathered.gradient, push, gathered.read)
+        self._pushed = push.units
         if not self._overlap:
             self._wait_for_push()
 
@@ -243,8 +243,8 @@ class Downpour:
             self._pushing, self._pushed = None, ()
 
 
-def work_downpour(line: Line, worker: Worker, place: MemberPlace) -> None:
-    """Portions by the rule of Downpour.
+def work_downpour(line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
+    """Work units by the rule of Downpour.
 
     Raises:
         RunOver: the run ended meanwhile.

@@ -1,4 +1,4 @@
-"""The process of a worker: takes a portion, pulls weights, computes, pushes, commits, until there is nothing left.
+"""The process of a worker: takes a work unit, pulls weights, computes, pushes, commits, until there is nothing left.
 
 A worker may be a group of such processes, of which the first does all that and the others compute with it (``leading.py``).
 It holds nothing that matters. Killed, it is replaced by another; taken for dead while it was only slow, it comes back under a new
@@ -25,10 +25,16 @@ from shoal.paramserver.consistency import is_share_of_step
 from shoal.paramserver.contact import Evicted
 from shoal.paramserver.sharding import Model, cut_for
 from shoal.paramserver.worker.client import LoopThread, RunOver
-from shoal.paramserver.worker.flat import FlatModel, FlatRow, describe_model, refuse_batch_norm, sparse_parameters
-from shoal.serverrun.process import MemberPlace, attach_status
-from shoal.serverrun.worker.connection import Line, Pace, Worker, describe
-from shoal.serverrun.worker.group import Dealing, Leader, follow, join_group
+from shoal.paramserver.worker.flat import (
+    FlatModel,
+    FlatParameters,
+    describe_model,
+    refuse_batch_norm,
+    sparse_parameters,
+)
+from shoal.serverrun.process import ProcessSpec, attach_status
+from shoal.serverrun.worker.connection import Pace, ServerConnection, Worker, describe
+from shoal.serverrun.worker.group import GroupLeader, ScatterCollect, follow, join_group
 from shoal.serverrun.worker.loops import LocalSteps, work_ahead, work_batches, work_downpour
 from shoal.serverrun.worker.shares import ShareRunner
 from shoal.serverrun.worker.watchdog import watch_shares
@@ -38,13 +44,13 @@ from shoal.trainer.samedata import SameData
 
 
 def work(
-    place: MemberPlace, open_line: Callable[[MemberPlace, Worker, torch.Tensor | None], Line] | None = None
+    place: ProcessSpec, open_line: Callable[[ProcessSpec, Worker, torch.Tensor | None], ServerConnection] | None = None
 ) -> str:
     """A worker's life; why the run was stopped, and nothing when it was finished.
 
     Args:
         place: its place in the run.
-        open_line: makes its connection under one name; left out, ``Line``.
+        open_line: makes its connection under one name; left out, ``ServerConnection``.
     """
     torch.set_num_threads(place.threads)
     rank_status = attach_status(place)
@@ -54,13 +60,15 @@ def work(
             return ""
         worker = build_worker(place, rank_status)
         worker = replace(worker, shares=watch_shares(worker.shares, place))
-        halt = _work_under_names(place, worker, open_line or Line)
+        halt = _work_under_names(place, worker, open_line or ServerConnection)
         worker.shares.end()
         return halt
 
 
 def _work_under_names(
-    place: MemberPlace, worker: Worker, open_line: Callable[[MemberPlace, Worker, torch.Tensor | None], Line]
+    place: ProcessSpec,
+    worker: Worker,
+    open_line: Callable[[ProcessSpec, Worker, torch.Tensor | None], ServerConnection],
 ) -> str:
     """Work under one name, and under another each time that the last is taken for dead."""
     # A worker with steps of its own, or that pulls while it computes, has weights of its own; the servers' are beside them.
@@ -87,7 +95,7 @@ def _work_under_names(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class WorkerParts:
     """Model, data and passes on this process, which is a worker or one rank of one."""
 
     parallel: ParallelModel
@@ -101,15 +109,15 @@ class Bench:
     total_steps: int
     """Of the run."""
     data: Mapping[str, str]
-    """The data as this process has it, for the door."""
+    """The data as this process has it, for admission."""
 
 
-def build_bench(place: MemberPlace, rank_status: RankStatus | None) -> Bench:
+def build_bench(place: ProcessSpec, rank_status: RankStatus | None) -> WorkerParts:
     """Lay the model out as the plan wants it on this process; the ranks of a worker call it together."""
     recipe = place.recipe
     model, loss, data = build_parts(recipe)
     refuse_batch_norm(model)
-    sizes = recipe.paramserver.portion_sizes(place.plan.num_shares)
+    sizes = recipe.paramserver.unit_sizes(place.plan.num_shares)
     layout = resolve_plan(recipe.train, place.plan, sizes=sizes)
     world = join_group(place)
     same_data = SameData(world, data)
@@ -142,7 +150,7 @@ def build_bench(place: MemberPlace, rank_status: RankStatus | None) -> Bench:
         sizes=sizes,
     )
     total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
-    return Bench(
+    return WorkerParts(
         parallel=parallel,
         shares=shares,
         model=described,
@@ -153,7 +161,7 @@ def build_bench(place: MemberPlace, rank_status: RankStatus | None) -> Bench:
     )
 
 
-def build_worker(place: MemberPlace, rank_status: RankStatus | None) -> Worker:
+def build_worker(place: ProcessSpec, rank_status: RankStatus | None) -> Worker:
     """What computes: this process alone, or this one at the head of its group."""
     bench, recipe = build_bench(place, rank_status), place.recipe
     parallel = bench.parallel
@@ -161,22 +169,22 @@ def build_worker(place: MemberPlace, rank_status: RankStatus | None) -> Worker:
     if parallel.mesh.everyone.size == 1:
         flat = FlatModel(parallel.model, shard_map, bench.sparse)
         return Worker(flat=flat, shares=bench.shares, total_steps=bench.total_steps, data=bench.data)
-    row = FlatRow(bench.model, shard_map, bench.sparse)
+    row = FlatParameters(bench.model, shard_map, bench.sparse)
     deadline = recipe.elastic.collective_deadline
-    leader = Leader(
-        bench.shares, Dealing(parallel, bench.dtype, row), parallel.mesh.everyone, deadline_seconds=deadline
+    leader = GroupLeader(
+        bench.shares, ScatterCollect(parallel, bench.dtype, row), parallel.mesh.everyone, deadline_seconds=deadline
     )
     return Worker(flat=row, shares=leader, total_steps=bench.total_steps, data=bench.data)
 
 
-def serve_group(place: MemberPlace, rank_status: RankStatus | None) -> None:
+def serve_group(place: ProcessSpec, rank_status: RankStatus | None) -> None:
     """The life of a rank of a worker that is not its first."""
     bench = build_bench(place, rank_status)
-    follow(bench.shares, Dealing(bench.parallel, bench.dtype, None), bench.parallel.mesh.everyone)
+    follow(bench.shares, ScatterCollect(bench.parallel, bench.dtype, None), bench.parallel.mesh.everyone)
 
 
-def way_of_working(place: MemberPlace) -> Callable[[Line, Worker, MemberPlace], None]:
-    """How the plan's update rule wants portions worked off."""
+def way_of_working(place: ProcessSpec) -> Callable[[ServerConnection, Worker, ProcessSpec], None]:
+    """How the plan's update rule wants work units worked off."""
     match place.rule.kind:
         case "downpour":
             return work_downpour
@@ -185,8 +193,8 @@ def way_of_working(place: MemberPlace) -> Callable[[Line, Worker, MemberPlace], 
     return work_ahead if pulls_ahead(place.recipe.paramserver, place.rule) else work_off
 
 
-def work_off(line: Line, worker: Worker, place: MemberPlace) -> None:
-    """Portions, one after the other.
+def work_off(line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
+    """Work units, one after the other.
 
     Raises:
         RunOver: the run ended meanwhile.
@@ -198,18 +206,18 @@ def work_off(line: Line, worker: Worker, place: MemberPlace) -> None:
     spare = torch.empty_like(worker.flat.gradient) if config.overlap else None
     pace = Pace(place)
     compute = LocalSteps(line, worker, place) if config.local_steps else worker.compute
-    while (portion := line.take(held)) is not None:
-        read = line.pull(portion.need, portion.bound)
+    while (unit := line.take(held)) is not None:
+        read = line.pull(unit.need, unit.bound)
         pace.begin()
-        computed = compute(portion)
+        computed = compute(unit)
         waited = pace.wait()
         if under_way is not None:
             under_way.result()
         gradient = computed.gradient if spare is None else spare.copy_(computed.gradient)
-        contribution = describe(line.identity, portion, computed, read=read, waited=waited)
-        under_way = line.hand_in(gradient, contribution, read)
-        # Until its commit is answered it is in this worker's hands, or the book would take it for lost and give it again.
-        held = contribution.portions
+        push = describe(line.identity, unit, computed, read=read, waited=waited)
+        under_way = line.hand_in(gradient, push, read)
+        # Until its commit is answered it is in this worker's hands, or the update log would take it for lost and give it again.
+        held = push.units
         if not config.overlap:
             under_way.result()
     if under_way is not None:

@@ -14,7 +14,7 @@ from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.order import Ids, own_microbatches, permute, position_of, take
 from shoal.data.source import Source
 from shoal.engine.model import ParallelModel
-from shoal.paramserver.config import stretch_of
+from shoal.paramserver.config import span_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class ShareRunner:
         if self._sizes is None:
             cut = own_microbatches(ids, share * num_parts + part, self._num_shares * num_parts, self._num_microbatches)
         else:
-            start, stop = stretch_of(len(ids), share, self._sizes)
+            start, stop = span_of(len(ids), share, self._sizes)
             cut = own_microbatches(ids[start:stop], part, num_parts, self._num_microbatches)
         batch = self._batch(ids, cut, of_the_step=self._of_the_step)
         loss = self.model.forward_backward(batch, step=step)
@@ -104,15 +104,15 @@ class ShareRunner:
     def end(self) -> None:
         """There is nothing to end: this process is alone."""
 
-    def run_stretch(self, step: int, start: int, stop: int) -> float:
-        """Compute a stretch of a step's samples; its part of the step's mean loss. The gradient is left as ``run`` leaves it."""
+    def run_span(self, step: int, start: int, stop: int) -> float:
+        """Compute a slice of a step's samples; its part of the step's mean loss. The gradient is left as ``run`` leaves it."""
         ids = self._ids(step)
-        batch = self._batch(ids, self._cut_stretch(ids[start:stop]), of_the_step=True)
+        batch = self._batch(ids, self._cut_span(ids[start:stop]), of_the_step=True)
         return self.model.forward_backward(batch, step=step)
 
-    def _cut_stretch(self, own: Ids) -> list[Ids]:
+    def _cut_span(self, own: Ids) -> list[Ids]:
         if self.model.runtime is not None:
-            # A schedule has its number of microbatches, whatever the size of the stretch.
+            # A schedule has its number of microbatches, whatever the size of the slice.
             return [part for part in np.array_split(own, self._num_microbatches) if len(part)]
         each = max(1, math.ceil(self._global_batch / self._num_shares / self._num_microbatches))
         return [own[first : first + each] for first in range(0, len(own), each)]
@@ -120,8 +120,8 @@ class ShareRunner:
     def _ids(self, step: int) -> Ids:
         num_samples = len(self._source)
         position = position_of(step, num_samples, self._global_batch)
-        stretch, _ = take(position, num_samples, self._global_batch)
-        return permute(self._seed, position.epoch, num_samples, np.arange(stretch.start, stretch.stop, dtype=np.int64))
+        span, _ = take(position, num_samples, self._global_batch)
+        return permute(self._seed, position.epoch, num_samples, np.arange(span.start, span.stop, dtype=np.int64))
 
     def _batch(self, ids: Ids, cut: Iterable[Ids], *, of_the_step: bool) -> StepBatch:
         """Microbatches of a step whose samples are ``ids``."""

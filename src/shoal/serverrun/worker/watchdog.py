@@ -1,11 +1,12 @@
 """A worker that hangs in its own compute: it notices by itself, says where, and ends, so that another is started in its place.
 
 Its heart beats on and it answers the center, so to everyone else it is only slow; under a rule that waits for all shares of a
-step the run would wait for ever. What is too long is measured by the worker's own portions: so many times the median of the last
-ones, and never under a time that no hiccup of a machine lasts. The median, because a portion that waited for a paused rank of its
-group, or for a compiler, says nothing of the others and must not make the watch patient for as many times its length; only twice
-its length for the next few, because a compiler may come again. The first portions have no deadline, because nothing is known yet.
-Time in which the whole process stood still (a pause, a laptop's lid) counts nowhere, and a portion that failed is not one.
+step the run would wait for ever. What is too long is measured by the worker's own work units: so many times the median of the
+last ones, and never under a time that no hiccup of a machine lasts. The median, because a work unit that waited for a paused rank
+of its group, or for a compiler, says nothing of the others and must not make the watch patient for as many times its length; only
+twice its length for the next few, because a compiler may come again. The first work units have no deadline, because nothing is
+known yet. Time in which the whole process stood still (a pause, a laptop's lid) counts nowhere, and a work unit that failed is
+not one.
 
 A thread watches. It cannot when something holds the interpreter's lock; such a process is silent too, and the center takes it for
 dead after ``dead_seconds``.
@@ -25,13 +26,13 @@ from shoal.core.errors import EXIT_NO
 from shoal.core.events import WorkerHung
 from shoal.core.rundir import RunDir
 from shoal.serverrun.notices import describe_hang
-from shoal.serverrun.process import MemberPlace
+from shoal.serverrun.process import ProcessSpec
 from shoal.serverrun.worker.connection import Shares
 from shoal.serverrun.worker.shares import ShareResult
 from shoal.telemetry.lines import append_event
 
-_KNOWN_PORTIONS = 3
-"""Portions after which a worker knows what is usual."""
+_KNOWN_UNITS = 3
+"""WorkQueue after which a worker knows what is usual."""
 _USUAL_OF = 20
 """The last ones, which say it."""
 _TIMES_LONGEST = 2.0
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Usual:
-    """How long portions of this worker take."""
+    """How long work units of this worker take."""
 
     last: tuple[float, ...] = ()
     """Seconds of the last ones."""
@@ -59,8 +60,8 @@ class Usual:
         return Usual(last=(*self.last, seconds)[-_USUAL_OF:])
 
     def limit(self, multiple: float, least_seconds: float) -> float | None:
-        """After how long a portion hangs; None while nothing is known."""
-        if len(self.last) < _KNOWN_PORTIONS:
+        """After how long a work unit hangs; None while nothing is known."""
+        if len(self.last) < _KNOWN_UNITS:
             return None
         return max(multiple * self.seconds, _TIMES_LONGEST * max(self.last), least_seconds)
 
@@ -90,7 +91,7 @@ class Awake:
 
 @dataclass(frozen=True, kw_only=True)
 class _At:
-    """The portion that is computed now."""
+    """The work unit that is computed now."""
 
     number: int
     step: int
@@ -99,13 +100,13 @@ class _At:
 
 
 class WatchedShares:
-    """A ``Shares`` whose every portion has a deadline.
+    """A ``Shares`` whose every work unit has a deadline.
 
     Args:
         shares: what computes.
-        multiple: of the usual portion.
-        least_seconds: no portion hangs before.
-        on_hang: called in the watching thread with the step, the seconds so far and what is usual; once for a portion.
+        multiple: of the usual work unit.
+        least_seconds: no work unit hangs before.
+        on_hang: called in the watching thread with the step, the seconds so far and what is usual; once for a work unit.
     """
 
     def __init__(
@@ -130,9 +131,9 @@ class WatchedShares:
         """See ``Shares``."""
         return self._timed(step, lambda: self._shares.run(step, share, part=part, num_parts=num_parts))
 
-    def run_stretch(self, step: int, start: int, stop: int) -> float:
+    def run_span(self, step: int, start: int, stop: int) -> float:
         """See ``Shares``."""
-        return self._timed(step, lambda: self._shares.run_stretch(step, start, stop))
+        return self._timed(step, lambda: self._shares.run_span(step, start, stop))
 
     def end(self) -> None:
         """See ``Shares``."""
@@ -166,7 +167,7 @@ class WatchedShares:
                 self._on_hang(at.step, spent, self._usual.seconds)
 
 
-def watch_shares(shares: Shares, place: MemberPlace) -> Shares:
+def watch_shares(shares: Shares, place: ProcessSpec) -> Shares:
     """What computes, watched as the recipe wants it: a worker that hangs ends its process."""
     config = place.recipe.paramserver
     if config.hang_after == 0:

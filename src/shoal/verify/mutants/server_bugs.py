@@ -14,22 +14,22 @@ from shoal.core.placement import Patch
 from shoal.core.updates import UpdateRule
 from shoal.elastic.view import Chain
 from shoal.paramserver import consistency
-from shoal.paramserver.records import Contribution, Read, Round
+from shoal.paramserver.records import PushRecord, Read, Update
 from shoal.paramserver.server import replica, shard
-from shoal.paramserver.server import store as shelf
+from shoal.paramserver.server import store as shard_store
 from shoal.paramserver.worker import client
 from shoal.paramserver.worker import flat as flatmodel
 from shoal.serverrun.server import process as serving
 from shoal.serverrun.worker import connection as workline
-from shoal.serverrun.worker import group as dealing
+from shoal.serverrun.worker import group as scatter_collect
 from shoal.verify.mutants.planted_bugs import PlantedBug, Swap
 
 
 def apply_twice(world: World) -> list[Swap]:
-    """The last contribution of every round is added once more."""
+    """The last push of every update is added once more."""
     honest = shard.ShardState._aggregate
 
-    def aggregate(self: shard.ShardState, record: Round) -> Tensor:
+    def aggregate(self: shard.ShardState, record: Update) -> Tensor:
         last = self._gradients[record.entries[-1].identity].gradient.clone()
         return honest(self, record).add_(last)
 
@@ -37,12 +37,12 @@ def apply_twice(world: World) -> list[Swap]:
 
 
 def drop_share(world: World) -> list[Swap]:
-    """The last contribution of every round is forgotten."""
+    """The last push of every update is forgotten."""
     return [_aggregate(lambda record: replace(record, entries=record.entries[:-1] or record.entries))]
 
 
 def add_in_other_order(world: World) -> list[Swap]:
-    """Contributions are added in another order than their shares have, as they would be on arrival."""
+    """Pushes are added in another order than their shares have, as they would be on arrival."""
     return [_aggregate(lambda record: replace(record, entries=record.entries[::-1]))]
 
 
@@ -61,7 +61,7 @@ def scale_by_workers(num_workers: int) -> PlantedBug:
 
 
 def use_next_rate(world: World) -> list[Swap]:
-    """A round is made with the learning rate of the one after it."""
+    """An update is made with the learning rate of the one after it."""
     honest = serving.ShardSource.rate
     return [Swap(serving.ShardSource, "rate", lambda self, number: honest(self, number + 1))]
 
@@ -71,17 +71,17 @@ def keep_first_weights(world: World) -> list[Swap]:
     honest = client.Client._pull
 
     async def pull(self: client.Client, number: int, need: int) -> None:
-        stretch = self._weights[self._stretches[number]]
-        before = stretch.clone() if self.versions[number] >= 0 else None
+        span = self._weights[self._spans[number]]
+        before = span.clone() if self.versions[number] >= 0 else None
         await honest(self, number, need)
         if before is not None:
-            stretch.copy_(before)
+            span.copy_(before)
 
     return [Swap(client.Client, "_pull", pull)]
 
 
 def ignore_bound(world: World) -> list[Swap]:
-    """No read has to be new: the book asks for none, and a worker that has weights keeps them."""
+    """No read has to be new: the update log asks for none, and a worker that has weights keeps them."""
     honest = client.Client._pull
 
     async def pull(self: client.Client, number: int, need: int) -> None:
@@ -99,7 +99,7 @@ def forget_lateness(late_rank: int) -> PlantedBug:
             rule: UpdateRule,
             lateness: consistency.Lateness,
             number: int,
-            entries: Sequence[Contribution],
+            entries: Sequence[PushRecord],
             *others: object,
         ) -> tuple[float, ...]:
             total = float(sum(one.samples for one in entries))
@@ -112,65 +112,65 @@ def forget_lateness(late_rank: int) -> PlantedBug:
 
 def promote_old_weights(world: World) -> list[Swap]:
     """A backup that takes over goes back to the weights of the version before, and does not say so."""
-    applied, promoted = replica.Replica.apply, shelf.Shelf._adopt_book
+    applied, promoted = replica.Replica.apply, shard_store.ShardStore._adopt_update_log
     before: dict[int, Tensor] = {}
 
-    async def apply(self: replica.Replica, found: Round, lr: float) -> None:
+    async def apply(self: replica.Replica, found: Update, lr: float) -> None:
         before[id(self)] = self.state.weights.clone()
         await applied(self, found, lr)
 
-    def adopt_book(self: shelf.Shelf, chain: Chain) -> None:
+    def adopt_update_log(self: shard_store.ShardStore, chain: Chain) -> None:
         own = self.held.replicas.get(0)
-        is_taking_over = self._identity == chain.primary and self.held.steward is None
+        is_taking_over = self._identity == chain.primary and self.held.log_leader is None
         if is_taking_over and own is not None and id(own) in before:
             own.state.weights.copy_(before[id(own)])
         promoted(self, chain)
 
-    return [Swap(replica.Replica, "apply", apply), Swap(shelf.Shelf, "_adopt_book", adopt_book)]
+    return [Swap(replica.Replica, "apply", apply), Swap(shard_store.ShardStore, "_adopt_update_log", adopt_update_log)]
 
 
 def leave_part_behind(world: World) -> list[Swap]:
     """Of a worker that is a group, the ranks that are not its first bring zeros."""
-    honest = dealing.Dealing._put
+    honest = scatter_collect.ScatterCollect._put
 
-    def put(self: dealing.Dealing, name: str, patch: Patch, where: Tensor) -> None:
+    def put(self: scatter_collect.ScatterCollect, name: str, patch: Patch, where: Tensor) -> None:
         honest(self, name, patch, where)
-        if self._channel.rank != dealing.LEADER:
+        if self._channel.rank != scatter_collect.LEADER:
             where.zero_()
 
-    return [Swap(dealing.Dealing, "_put", put)]
+    return [Swap(scatter_collect.ScatterCollect, "_put", put)]
 
 
 def keep_part_of_weights(world: World) -> list[Swap]:
     """Of a worker that is a group, the ranks that are not its first keep the first weights that they got."""
-    honest = dealing.Dealing.deal
+    honest = scatter_collect.ScatterCollect.scatter
     dealt: dict[str, Tensor] = {}
 
-    def deal(self: dealing.Dealing) -> None:
+    def scatter(self: scatter_collect.ScatterCollect) -> None:
         honest(self)
-        if self._channel.rank == dealing.LEADER:
+        if self._channel.rank == scatter_collect.LEADER:
             return
         for name, parameter in self._parameters.items():
             parameter.data.copy_(dealt.setdefault(name, parameter.detach().clone()))
 
-    return [Swap(dealing.Dealing, "deal", deal)]
+    return [Swap(scatter_collect.ScatterCollect, "deal", scatter)]
 
 
-def _aggregate(change: Callable[[Round], Round]) -> Swap:
+def _aggregate(change: Callable[[Update], Update]) -> Swap:
     """Change what a shard adds up, and nothing of what is written down about it."""
     honest = shard.ShardState._aggregate
     return Swap(shard.ShardState, "_aggregate", lambda self, record: honest(self, change(record)))
 
 
 def _late_once() -> list[Swap]:
-    honest = workline.Line.hand_in
+    honest = workline.ServerConnection.hand_in
     seen: list[int] = []
 
-    def hand_in(self: workline.Line, gradient: Tensor, contribution: Contribution, read: Read) -> "Future[bool]":
+    def hand_in(self: workline.ServerConnection, gradient: Tensor, push: PushRecord, read: Read) -> "Future[bool]":
         if not seen:
             seen.append(1)
-            # Answered when the others have closed a round.
-            self.pull(contribution.version + 1)
-        return honest(self, gradient, contribution, read)
+            # Answered when the others have closed an update.
+            self.pull(push.version + 1)
+        return honest(self, gradient, push, read)
 
-    return [Swap(workline.Line, "hand_in", hand_in)]
+    return [Swap(workline.ServerConnection, "hand_in", hand_in)]

@@ -16,17 +16,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.comm.world import Place, World
 from shoal.core.errors import RunError
-from shoal.paramserver.records import Contribution, Portion, Read, Round, round_to_json
+from shoal.paramserver.records import PushRecord, Read, Update, WorkUnit
 from shoal.paramserver.server.shard import ShardState
-from shoal.serverrun.process import MemberPlace, run_process
+from shoal.serverrun.process import ProcessSpec, run_process
 from shoal.serverrun.server.process import ShardSource, serve
-from shoal.serverrun.worker.connection import Line, Worker
+from shoal.serverrun.worker.connection import ServerConnection, Worker
 from shoal.serverrun.worker.process import work
 from shoal.verify.mutants.catalogue import MUTANTS, Death, planted
 from shoal.verify.reference.recording import placement_values
@@ -63,7 +64,7 @@ class ServerJob:
 class RecordedSource(ShardSource):
     """Shards that put down each of their updates, in a run that ends after the proof's steps."""
 
-    def __init__(self, place: MemberPlace, job: ServerJob) -> None:
+    def __init__(self, place: ProcessSpec, job: ServerJob) -> None:
         super().__init__(place)
         self.num_steps = min(job.steps, self.total_steps)
         self._job = job
@@ -74,7 +75,7 @@ class RecordedSource(ShardSource):
         state.on_update = lambda record, gradients: self._put_down(state, record, gradients)
         return state
 
-    def _put_down(self, state: ShardState, record: Round, gradients: Mapping[str, Tensor]) -> None:
+    def _put_down(self, state: ShardState, record: Update, gradients: Mapping[str, Tensor]) -> None:
         tensors = {f"grad/{name}": gradient for name, gradient in gradients.items()}
         tensors |= {f"weight/{name}": tensor for name, tensor in state.parameters().items()}
         tensors |= {f"optimizer/{path}": tensor for path, tensor in state.optimizer_state().items()}
@@ -87,7 +88,7 @@ class RecordedSource(ShardSource):
             "server": place.name,
             "instance_id": place.instance_id,
             "shard": shard,
-            "round": round_to_json(record),
+            "update": msgspec.to_builtins(record),
             "pieces": [[piece.name, piece.start, piece.stop, shard] for piece in state.shard.pieces],
             "placements": {name: placement_values(where) for name, where in state.placements().items()},
         }
@@ -103,10 +104,10 @@ class RecordedSource(ShardSource):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-class RecordedLine(Line):
+class RecordedLine(ServerConnection):
     """A worker's connection that says which versions of the shards every gradient was computed from."""
 
-    def __init__(self, place: MemberPlace, worker: Worker, landing: Tensor | None, job: ServerJob) -> None:
+    def __init__(self, place: ProcessSpec, worker: Worker, landing: Tensor | None, job: ServerJob) -> None:
         super().__init__(place, worker, landing)
         self._job = job
         self._num_handed_in = 0
@@ -114,7 +115,7 @@ class RecordedLine(Line):
         self._base: list[int] = []
         self._meet(place)
 
-    def _meet(self, place: MemberPlace) -> None:
+    def _meet(self, place: ProcessSpec) -> None:
         """Begin when all workers are there: a run that one of them did alone would prove little about several.
 
         Raises:
@@ -128,49 +129,49 @@ class RecordedLine(Line):
                 raise RunError(f"{place.name} waited {_MEET_SECONDS:g} s for {', '.join(missing)} to be ready")
             time.sleep(_LOOK_SECONDS)
 
-    def given(self, asked: "Future[Portion | None]") -> Portion | None:
-        """As the run does it; not when it is asked for, which may be before the portion that is being computed is handed in."""
-        portion = super().given(asked)
-        if portion is not None:
-            self._works.append({"portion": portion.number, "read": None})
-        return portion
+    def given(self, asked: "Future[WorkUnit | None]") -> WorkUnit | None:
+        """As the run does it; not when it is asked for, which may be before the work unit that is being computed is handed in."""
+        unit = super().given(asked)
+        if unit is not None:
+            self._works.append({"portion": unit.number, "read": None})
+        return unit
 
     def pull(self, need: int, bound: int | None = None) -> Read:
-        """As the run does it; what is pulled is for the portion that was taken last."""
+        """As the run does it; what is pulled is for the work unit that was taken last."""
         read = super().pull(need, bound)
         self._note_read()
         return read
 
     def use(self, read: Read) -> None:
-        """As the run does it; these were pulled before the portion was taken."""
+        """As the run does it; these were pulled before the work unit was taken."""
         super().use(read)
         self._works[-1]["read"] = list(read)
 
-    async def _fetch(self, portion: Portion, land: Callable[[Tensor, Read], object]) -> None:
-        await super()._fetch(portion, land)
+    async def _fetch(self, unit: WorkUnit, land: Callable[[Tensor, Read], object]) -> None:
+        await super()._fetch(unit, land)
         self._note_read()
 
     def _note_read(self) -> None:
         if self._works:
             self._works[-1]["read"] = list(self.client.versions)
 
-    def hand_in(self, gradient: Tensor, contribution: Contribution, read: Read) -> "Future[bool]":
+    def hand_in(self, gradient: Tensor, push: PushRecord, read: Read) -> "Future[bool]":
         """As the run does it, after it is put down what the gradient was computed from."""
         number, self._num_handed_in = self._num_handed_in, self._num_handed_in + 1
         works, self._works = self._works, []
         page = {
-            **asdict(contribution),
+            **msgspec.to_builtins(push),
             "number": number,
             "index": self._place.index,
             "works": works,
             "versions": works[0]["read"] or self._base,
         }
         self._base = next((work["read"] for work in reversed(works) if work["read"]), self._base)
-        _write_whole(self._job.folder / f"{READS}-{contribution.worker}-{number}.json", page)
-        return super().hand_in(gradient, contribution, read)
+        _write_whole(self._job.folder / f"{READS}-{push.worker}-{number}.json", page)
+        return super().hand_in(gradient, push, read)
 
 
-def run_recorded(role: str, place: MemberPlace) -> None:
+def run_recorded(role: str, place: ProcessSpec) -> None:
     """Do a role's work to its end, under a mutant if the proof plants one."""
     job = ServerJob.read(place.kept_dir)
     mutant = MUTANTS[job.mutant] if job.mutant else None

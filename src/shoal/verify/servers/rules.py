@@ -1,11 +1,11 @@
 """What the update rules of parameter servers promise, and whether the log of a run keeps it. Pure, and written a second time.
 
 Which weights a gradient was computed from is decided by timing under every rule but ``bsp``, so no reference can foretell a run.
-But the run says what it did: which portions went into which update, from which version of each shard, times which factor. Here
+But the run says what it did: which work units went into which update, from which version of each shard, times which factor. Here
 that record is held against the rule; ``replay.py`` then computes what it says in one process. Nothing of ``paramserver/`` is
 imported.
 
-    portion p        share p % N of step p // N, N shares in a step; each is in exactly one update
+    work unit p        share p % N of step p // N, N shares in a step; each is in exactly one update
     bsp, ssp:S       update r is the N shares of step r in their order, times 1; each was computed from versions r - S to r
     async            every gradient is an update, times 1, or times 1 / max(1, tau) where the recipe asks for it
     half:K,W         up to K gradients of different workers; n_i l_i / sum(n_j l_j) with n_i samples and l = 1 / (1 + tau);
@@ -29,7 +29,7 @@ _ROUNDING = 1e-12
 class Work:
     """One gradient that a worker computed."""
 
-    portion: int
+    unit: int
     read: tuple[int, ...] | None
     """Version of each shard that the worker read for it; None: it went on with its own weights."""
 
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One round of the log: what was added up, in this order."""
+    """One update of the log: what was added up, in this order."""
 
     parts: tuple[Part, ...]
     loss: float
@@ -120,7 +120,7 @@ def find_violation(promise: Promise, updates: Sequence[Update], samples: Mapping
     Args:
         promise: the rule.
         updates: the record, in order.
-        samples: that each portion has, by its number.
+        samples: that each work unit has, by its number.
     """
     past = _Past()
     for number, update in enumerate(updates):
@@ -131,12 +131,12 @@ def find_violation(promise: Promise, updates: Sequence[Update], samples: Mapping
         problem = problem or _shape_problem(promise, number, updates)
         problem = problem or _factor_problem(promise, number, update, samples)
         if problem is not None:
-            return f"round {number + 1} of {promise.name}: {problem}"
+            return f"update {number + 1} of {promise.name}: {problem}"
         past.own |= dict.fromkeys((part.worker for part in update.parts), number + 1)
     seen = past.seen
     missing = sorted(set(range(promise.steps * promise.shares)) - seen.keys())
     if missing:
-        return f"{_portion(promise, missing[0])} is in no round, and {len(missing) - 1} others are not"
+        return f"{_unit(promise, missing[0])} is in no update, and {len(missing) - 1} others are not"
     return None
 
 
@@ -156,7 +156,7 @@ class _Past:
     """What the record said so far."""
 
     seen: dict[int, int] = field(default_factory=dict)
-    """The update of each portion."""
+    """The update of each work unit."""
     own: dict[str, int] = field(default_factory=dict)
     """By worker: the first version that has all its gradients."""
     num_works: dict[str, int] = field(default_factory=dict)
@@ -167,10 +167,10 @@ class _Past:
 
 
 def _part_problem(promise: Promise, number: int, part: Part, past: _Past) -> str | None:
-    """Of one push: which portions it has, and what they were computed from."""
+    """Of one push: which work units it has, and what they were computed from."""
     if not 1 <= len(part.works) <= promise.push_every:
         return f"a worker pushed {len(part.works)} gradients together, and {promise.push_every} are allowed"
-    what = _portion(promise, part.works[0].portion)
+    what = _unit(promise, part.works[0].unit)
     if part.claimed != part.version:
         return f"{what} was computed from version {part.version}, and the servers were told {part.claimed}"
     if promise.staleness is not None and part.version < number - promise.staleness:
@@ -179,22 +179,22 @@ def _part_problem(promise: Promise, number: int, part: Part, past: _Past) -> str
             f"below {number - promise.staleness}"
         )
     if promise.drop_beyond is not None and number - part.version > promise.drop_beyond:
-        return f"{what} is {number - part.version} rounds old, and older than {promise.drop_beyond} is to be dropped"
+        return f"{what} is {number - part.version} updates old, and older than {promise.drop_beyond} is to be dropped"
     for place, work in enumerate(part.works):
         problem = _work_problem(promise, number, part, work, past.num_works.get(part.worker, 0) + place, past)
         if problem is not None:
             return problem
-        past.seen[work.portion] = number
+        past.seen[work.unit] = number
     return None
 
 
 def _work_problem(promise: Promise, number: int, part: Part, work: Work, num_before: int, past: _Past) -> str | None:
     """Of one gradient, before which its worker computed so many."""
-    if not 0 <= work.portion < promise.steps * promise.shares:
-        return f"there is no portion {work.portion} in {promise.steps} steps of {promise.shares} shares"
-    what = _portion(promise, work.portion)
-    if work.portion in past.seen:
-        return f"{what} was in round {past.seen[work.portion] + 1} already"
+    if not 0 <= work.unit < promise.steps * promise.shares:
+        return f"there is no work unit {work.unit} in {promise.steps} steps of {promise.shares} shares"
+    what = _unit(promise, work.unit)
+    if work.unit in past.seen:
+        return f"{what} was in update {past.seen[work.unit] + 1} already"
     if (work.read is not None) != (num_before % promise.fetch_every == 0):
         does = "did not read" if work.read is None else "read"
         return f"a worker {does} before its gradient {num_before + 1}, {what}, and is to every {promise.fetch_every}"
@@ -215,9 +215,9 @@ def _shape_problem(promise: Promise, number: int, updates: Sequence[Update]) -> 
     parts = updates[number].parts
     if promise.quorum is None:
         wanted = [number * promise.shares + share for share in range(promise.shares)]
-        found = [work.portion for part in parts for work in part.works]
+        found = [work.unit for part in parts for work in part.works]
         if found != wanted:
-            return f"it has portions {found}, and the shares of its step in order are {wanted}"
+            return f"it has work units {found}, and the shares of its step in order are {wanted}"
         return None
     is_last = number == len(updates) - 1
     if not parts or len(parts) > promise.quorum:
@@ -233,20 +233,22 @@ def _shape_problem(promise: Promise, number: int, updates: Sequence[Update]) -> 
 def _factor_problem(promise: Promise, number: int, update: Update, samples: Mapping[int, int]) -> str | None:
     wanted = expected_factors(promise, number, update.parts, samples)
     for part, factor in zip(update.parts, wanted, strict=True):
-        what = _portion(promise, part.works[0].portion)
+        what = _unit(promise, part.works[0].unit)
         if part.samples != _count(part, samples):
             return f"{what} counts {part.samples} samples and has {_count(part, samples)}"
         # To rounding: n / 3 and n * (1 / 3) are the same rule, and the replay multiplies by what the run did.
         if not math.isclose(part.factor, factor, rel_tol=_ROUNDING):
             age = number - part.version
-            return f"{what}, {age} rounds late, was multiplied by {part.factor:.6g}, and by the rule it is {factor:.6g}"
+            return (
+                f"{what}, {age} updates late, was multiplied by {part.factor:.6g}, and by the rule it is {factor:.6g}"
+            )
     return None
 
 
 def _count(part: Part, samples: Mapping[int, int]) -> int:
-    return sum(samples[work.portion] for work in part.works)
+    return sum(samples[work.unit] for work in part.works)
 
 
-def _portion(promise: Promise, portion: int) -> str:
-    step, share = divmod(portion, promise.shares)
+def _unit(promise: Promise, unit: int) -> str:
+    step, share = divmod(unit, promise.shares)
     return f"share {share + 1} of step {step + 1}"

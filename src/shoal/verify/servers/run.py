@@ -1,7 +1,7 @@
-"""A run of parameter servers for a proof: the crew that runs it, and what its servers and workers put down, read back.
+"""A run of parameter servers for a proof: the job that runs it, and what its servers and workers put down, read back.
 
 Every replica of a shard recorded every update that it made, backups too, and replicas that came later from where they came in. A
-round is put together from all of them: each shard from the first that has it, every other copy compared with that one.
+update is put together from all of them: each shard from the first that has it, every other copy compared with that one.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from shoal.core.errors import EXIT_DONE, RunError
 from shoal.core.plan import Plan
-from shoal.serverrun.job.job import Crew, CrewEnd, CrewRequest
+from shoal.serverrun.job.job import Job, JobRequest, JobResult
 from shoal.telemetry.statusboard import StatusReading
 from shoal.trainer.claim import Claim
 from shoal.trainer.config import Recipe
@@ -41,7 +41,7 @@ class ReplicaRecording:
     instance_id: str
     shard: int
     pages: Mapping[int, Mapping[str, Any]]
-    """By round."""
+    """By update."""
     folder: Path
 
     @property
@@ -50,7 +50,7 @@ class ReplicaRecording:
         return f"shard {self.shard} on {self.server}"
 
     def pieces(self, number: int, rank: int) -> dict[str, RankPiece]:
-        """What it held after a round."""
+        """What it held after an update."""
         stem = f"{UPDATES}-{self.server}-{self.instance_id}-{self.shard}-{number}"
         table = self.pages[number]["placements"]
         tensors = load_file(self.folder / f"{stem}.safetensors")
@@ -66,11 +66,11 @@ class ServerRun:
 
     updates: tuple[Update, ...]
     pieces: tuple[tuple[str, int, int, int], ...]
-    """Every stretch of a parameter: name, first and last element, shard."""
+    """Every slice of a parameter: name, first and last element, shard."""
     replicas: tuple[ReplicaRecording, ...]
 
     def gather(self, number: int) -> AssembledStep:
-        """One round, with whole tensors."""
+        """One update, with whole tensors."""
         pieces: dict[str, list[RankPiece]] = {}
         for rank, replica in enumerate(self.replicas):
             if number in replica.pages:
@@ -88,7 +88,7 @@ class ServerRun:
         """Its log in a few words."""
         ages = [number - part.version for number, update in enumerate(self.updates) for part in update.parts]
         late = sum(age > 0 for age in ages)
-        return f"a log of {len(self.updates)} rounds, {late} of {len(ages)} gradients late by up to {max(ages)}"
+        return f"a log of {len(self.updates)} updates, {late} of {len(ages)} gradients late by up to {max(ages)}"
 
     def layout(self, plan: Plan) -> RankGrid:
         """Who is who in reports."""
@@ -148,7 +148,7 @@ def run_servers(
         claim.write(recipe.model_copy(update=changes), plan)
         ServerJob(folder=records, steps=steps, mutant=mutant, deaths=tuple(deaths)).write(run_dir)
         display = Quiet()
-        request = CrewRequest(
+        request = JobRequest(
             run_dir=run_dir,
             num_servers=plan.ps,
             num_workers=plan.num_shares,
@@ -176,12 +176,12 @@ def run_servers(
     return read_run(records, num_shards=plan.ps)
 
 
-def _run(request: CrewRequest, deadline_seconds: float) -> CrewEnd:
-    """Run a crew, and leave the handling of signals as it was found: a crew takes it over and gives none back."""
+def _run(request: JobRequest, deadline_seconds: float) -> JobResult:
+    """Run a job, and leave the handling of signals as it was found: a job takes it over and gives none back."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
 
-    async def go() -> CrewEnd:
-        return await asyncio.wait_for(Crew(request).run(), deadline_seconds)
+    async def go() -> JobResult:
+        return await asyncio.wait_for(Job(request).run(), deadline_seconds)
 
     try:
         end = asyncio.run(go())
@@ -200,36 +200,36 @@ def read_run(folder: Path, *, num_shards: int) -> ServerRun:
     """What servers and workers put down in a folder.
 
     Raises:
-        RunError: two servers applied different rounds, one was not recorded, or a gradient has no worker who computed it.
+        RunError: two servers applied different records, one was not recorded, or a gradient has no worker who computed it.
     """
     replicas = _read_replicas(folder)
-    rounds: dict[int, tuple[str, Mapping[str, Any]]] = {}
+    records: dict[int, tuple[str, Mapping[str, Any]]] = {}
     for replica in replicas:
         for number, page in replica.pages.items():
-            name, known = rounds.setdefault(number, (replica.name, page["round"]))
-            if page["round"] != known:
-                raise RunError(f"round {number + 1} is not the same in {name} and in {replica.name}")
-    for number in range(max(rounds, default=0) + 1):
+            name, known = records.setdefault(number, (replica.name, page["update"]))
+            if page["update"] != known:
+                raise RunError(f"update {number + 1} is not the same in {name} and in {replica.name}")
+    for number in range(max(records, default=0) + 1):
         held = {replica.shard for replica in replicas if number in replica.pages}
         for shard in sorted(set(range(num_shards)) - held):
-            raise RunError(f"no server recorded round {number + 1} of shard {shard}")
+            raise RunError(f"no server recorded update {number + 1} of shard {shard}")
     reads = {}
     for path in sorted(folder.glob(f"{READS}-*.json")):
         page = json.loads(path.read_text())
         reads[page["worker"], page["number"]] = page
-    updates = tuple(_update(rounds[number][1], reads) for number in sorted(rounds))
+    updates = tuple(_update(records[number][1], reads) for number in sorted(records))
     first = {replica.shard: next(iter(replica.pages.values())) for replica in reversed(replicas)}
     pieces = tuple(tuple(piece) for shard in sorted(first) for piece in first[shard]["pieces"])
     return ServerRun(updates=updates, pieces=pieces, replicas=replicas)
 
 
 def _read_replicas(folder: Path) -> tuple[ReplicaRecording, ...]:
-    """Every copy of every shard; of each shard those with the most rounds first."""
+    """Every copy of every shard; of each shard those with the most updates first."""
     found: dict[tuple[str, str, int], dict[int, Mapping[str, Any]]] = {}
     for path in sorted(folder.glob(f"{UPDATES}-*.json")):
         page = json.loads(path.read_text())
         key = (page["server"], page["instance_id"], page["shard"])
-        found.setdefault(key, {})[page["round"]["number"]] = page
+        found.setdefault(key, {})[page["update"]["number"]] = page
     replicas = [
         ReplicaRecording(server=server, instance_id=instance_id, shard=shard, pages=pages, folder=folder)
         for (server, instance_id, shard), pages in found.items()
@@ -242,14 +242,12 @@ def _update(record: Mapping[str, Any], reads: Mapping[tuple[str, int], Mapping[s
     for worker, number, factor in record["entries"]:
         page = reads.get((worker, number))
         if page is None:
-            raise RunError(f"round {record['number'] + 1} has gradient {number} of {worker}, which no worker computed")
+            raise RunError(f"update {record['number'] + 1} has gradient {number} of {worker}, which no worker computed")
         works = [
-            Work(portion=work["portion"], read=tuple(work["read"]) if work["read"] else None) for work in page["works"]
+            Work(unit=work["portion"], read=tuple(work["read"]) if work["read"] else None) for work in page["works"]
         ]
-        if sorted(work.portion for work in works) != page["portions"]:
-            raise RunError(
-                f"{worker} says that gradient {number} has portions {page['portions']}, and computed {works}"
-            )
+        if sorted(work.unit for work in works) != page["portions"]:
+            raise RunError(f"{worker} says that gradient {number} has work units {page['units']}, and computed {works}")
         parts.append(
             Part(
                 worker=worker,

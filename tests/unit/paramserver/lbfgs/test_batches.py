@@ -1,4 +1,4 @@
-"""Portions of a batch: who gets which, what is counted, and how long the whole takes when one worker is slow."""
+"""Work units of a batch: who gets which, what is counted, and how long the whole takes when one worker is slow."""
 
 import heapq
 import itertools
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.core.errors import RequestError
-from shoal.paramserver.lbfgs.batches import GradientSum, Handed, Handout, InOrder, cut_batch
+from shoal.paramserver.lbfgs.batches import Assigned, BatchQueue, GradientSum, InOrder, cut_batch
 
 
 @pytest.mark.parametrize(
@@ -16,10 +16,10 @@ from shoal.paramserver.lbfgs.batches import GradientSum, Handed, Handout, InOrde
     [(16, 1, [2] * 8), (10, 1, [1, 1, 1, 2, 1, 1, 1, 2]), (3, 4, [1, 1, 1]), (64, 2, [4] * 16)],
 )
 def test_a_batch_is_cut_evenly_and_in_order(num_samples, num_workers, sizes):
-    portions = cut_batch(num_samples, num_workers)
-    assert [portion.num_samples for portion in portions] == sizes
-    assert [portion.index for portion in portions] == list(range(len(sizes)))
-    ends = [0, *(end for portion in portions for end in (portion.start, portion.stop)), num_samples]
+    units = cut_batch(num_samples, num_workers)
+    assert [unit.num_samples for unit in units] == sizes
+    assert [unit.index for unit in units] == list(range(len(sizes)))
+    ends = [0, *(end for unit in units for end in (unit.start, unit.stop)), num_samples]
     assert ends[::2] == ends[1::2]
 
 
@@ -29,12 +29,12 @@ def test_a_batch_that_cannot_be_cut_is_refused(wrong):
         cut_batch(wrong[0], wrong[1], per_worker=wrong[2])
 
 
-def new(portion):
-    return Handed(portion=portion, is_backup=False)
+def new(unit):
+    return Assigned(unit=unit, is_backup=False)
 
 
-def backup(portion):
-    return Handed(portion=portion, is_backup=True)
+def backup(unit):
+    return Assigned(unit=unit, is_backup=True)
 
 
 # Each row: what happens, in order, and what it must answer.
@@ -67,41 +67,41 @@ TABLE = {
 
 @pytest.mark.parametrize("name", TABLE)
 def test_what_happens_and_what_it_answers(name):
-    handout = Handout(3)
+    batch_queue = BatchQueue(3)
     for now, (event, *rest) in enumerate(TABLE[name]):
         match event:
             case "take":
-                assert handout.take(rest[0], now) == rest[1], now
+                assert batch_queue.take(rest[0], now) == rest[1], now
             case "finish":
-                assert handout.finish(rest[0], rest[1]) is rest[2], now
+                assert batch_queue.finish(rest[0], rest[1]) is rest[2], now
             case "lose":
-                assert handout.lose(rest[0]) == rest[1], now
+                assert batch_queue.lose(rest[0]) == rest[1], now
             case "done":
-                assert handout.is_done
-    assert handout.is_done == (TABLE[name][-1] == ("done",))
+                assert batch_queue.is_done
+    assert batch_queue.is_done == (TABLE[name][-1] == ("done",))
 
 
 def test_results_that_nobody_asked_for_are_refused():
-    handout = Handout(3)
-    handout.take("a", 0)
-    for portion, text in ((1, "nobody was asked for"), (3, "of a batch of 3"), (-1, "of a batch of 3")):
+    batch_queue = BatchQueue(3)
+    batch_queue.take("a", 0)
+    for unit, text in ((1, "nobody was asked for"), (3, "of a batch of 3"), (-1, "of a batch of 3")):
         with pytest.raises(RequestError, match=text):
-            handout.finish("a", portion)
+            batch_queue.finish("a", unit)
 
 
-@pytest.mark.parametrize("wrong", [{"num_portions": 0}, {"max_copies": 0}, {"max_ahead": -1}])
+@pytest.mark.parametrize("wrong", [{"num_units": 0}, {"max_copies": 0}, {"max_ahead": -1}])
 def test_impossible_numbers_are_refused(wrong):
     with pytest.raises(RequestError, match="at least 1"):
-        Handout(**{"num_portions": 4, **wrong})
+        BatchQueue(**{"num_units": 4, **wrong})
 
 
 def test_a_limit_of_what_is_kept_gives_the_first_one_out_again():
-    handout = Handout(10, max_ahead=3)
-    assert [handout.take("slow", 0), handout.take("b", 1), handout.take("c", 2)] == [new(0), new(1), new(2)]
-    handout.finish("b", 1)
-    assert handout.take("b", 3) == backup(0), "three are begun beyond what is done; the first holds the others up"
-    handout.finish("b", 0)
-    assert handout.take("b", 4) == new(3)
+    batch_queue = BatchQueue(10, max_ahead=3)
+    assert [batch_queue.take("slow", 0), batch_queue.take("b", 1), batch_queue.take("c", 2)] == [new(0), new(1), new(2)]
+    batch_queue.finish("b", 1)
+    assert batch_queue.take("b", 3) == backup(0), "three are begun beyond what is done; the first holds the others up"
+    batch_queue.finish("b", 0)
+    assert batch_queue.take("b", 4) == new(3)
 
 
 def test_in_order_lets_through_in_order_and_once():
@@ -110,43 +110,43 @@ def test_in_order_lets_through_in_order_and_once():
     assert not coming.is_wanted(2) and coming.offer(2, "again") == []
     assert coming.offer(0, "a") == ["a", "b", "c"] and coming.offer(0, "again") == []
     assert not coming.is_done and coming.offer(3, "d") == ["d"] and coming.is_done
-    with pytest.raises(RequestError, match="portion 4 of a batch of 4"):
+    with pytest.raises(RequestError, match="work unit 4 of a batch of 4"):
         coming.offer(4, "e")
 
 
-def simulate(speeds, num_portions, *, deaths=(), seed=0, jitter=0.0, max_copies=2, max_ahead=None):
-    """Workers with seconds per portion; when all is done, what each portion counted, and the largest number kept.
+def simulate(speeds, num_units, *, deaths=(), seed=0, jitter=0.0, max_copies=2, max_ahead=None):
+    """Workers with seconds per work unit; when all is done, what each work unit counted, and the largest number kept.
 
     ``deaths`` are (seconds, worker); a dead worker's result never comes.
     """
     draw = random.Random(seed)
-    handout, coming = Handout(num_portions, max_copies=max_copies, max_ahead=max_ahead), InOrder(num_portions)
+    batch_queue, coming = BatchQueue(num_units, max_copies=max_copies, max_ahead=max_ahead), InOrder(num_units)
     counted, order, most_kept = [], [], 0
     ticket = itertools.count()
     events = [(0.0, next(ticket), "free", worker, None) for worker in range(len(speeds))]
     events += [(when, next(ticket), "dies", worker, None) for when, worker in deaths]
     heapq.heapify(events)
     idle, dead, now = set(), set(), 0.0
-    while not handout.is_done:
+    while not batch_queue.is_done:
         assert events, "nobody does anything any more, and not all is done"
-        now, _, event, worker, portion = heapq.heappop(events)
+        now, _, event, worker, unit = heapq.heappop(events)
         if worker in dead:
             continue
         if event == "dies":
             dead.add(worker)
-            handout.lose(str(worker))
-        elif portion is not None and handout.finish(str(worker), portion):
-            counted.append(portion)
-            order += coming.offer(portion, portion)
+            batch_queue.lose(str(worker))
+        elif unit is not None and batch_queue.finish(str(worker), unit):
+            counted.append(unit)
+            order += coming.offer(unit, unit)
             most_kept = max(most_kept, coming.num_kept)
         idle.add(worker)
         for one in sorted(idle - dead):
-            handed = handout.take(str(one), now)
+            handed = batch_queue.take(str(one), now)
             if handed is not None:
                 idle.discard(one)
                 seconds = speeds[one] * draw.uniform(1 - jitter, 1 + jitter)
-                heapq.heappush(events, (now + seconds, next(ticket), "free", one, handed.portion))
-    assert order == list(range(num_portions))
+                heapq.heappush(events, (now + seconds, next(ticket), "free", one, handed.unit))
+    assert order == list(range(num_units))
     return now, counted, most_kept
 
 
@@ -154,17 +154,17 @@ def test_a_worker_four_times_as_slow_hardly_holds_up_the_batch():
     """Ideal: all work at their own speed to the end. One part each would take as long as if all were as slow as the slowest."""
     speeds = [1.0, 1.0, 1.0, 4.0]
     saved = []
-    for num_portions in range(56, 73):
-        ideal = num_portions / sum(1 / speed for speed in speeds)
-        seconds, counted, _ = simulate(speeds, num_portions)
-        assert sorted(counted) == list(range(num_portions))
-        assert seconds <= ideal + 1.0, "no more than one portion of a fast worker above it"
-        saved.append(simulate(speeds, num_portions, max_copies=1)[0] - seconds)
-    assert min(saved) >= 0 and max(saved) >= 2.0, "without backups all wait for the slow worker's last portion"
+    for num_units in range(56, 73):
+        ideal = num_units / sum(1 / speed for speed in speeds)
+        seconds, counted, _ = simulate(speeds, num_units)
+        assert sorted(counted) == list(range(num_units))
+        assert seconds <= ideal + 1.0, "no more than one work unit of a fast worker above it"
+        saved.append(simulate(speeds, num_units, max_copies=1)[0] - seconds)
+    assert min(saved) >= 0 and max(saved) >= 2.0, "without backups all wait for the slow worker's last work unit"
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_happens_each_portion_counts_once(seed):
+def test_whatever_happens_each_unit_counts_once(seed):
     draw = random.Random(seed)
     num_workers = draw.randint(1, 6)
     speeds = [draw.choice([0.5, 1.0, 1.0, 4.0, 30.0]) for _ in range(num_workers)]
@@ -193,10 +193,10 @@ def test_the_sum_has_the_bits_of_one_process_whatever_the_order():
     for evaluation in range(5):
         order = random.Random(evaluation).sample(range(20), 20)
         total.begin(evaluation, 20)
-        for portion in order:
-            assert total.add(evaluation, portion, gradients[portion])
-            assert not total.add(evaluation, portion, gradients[portion] + 1), "a backup that comes second"
-            assert not total.add(evaluation - 1, portion, gradients[portion]), "one of older weights"
+        for unit in order:
+            assert total.add(evaluation, unit, gradients[unit])
+            assert not total.add(evaluation, unit, gradients[unit] + 1), "a backup that comes second"
+            assert not total.add(evaluation - 1, unit, gradients[unit]), "one of older weights"
         assert torch.equal(total.total, alone)
         shuffled_differs |= not torch.equal(sum((gradients[place] for place in order), torch.zeros(1000)), alone)
     assert shuffled_differs, "the order would matter"

@@ -1,68 +1,70 @@
-"""The keeper of the book: what it forgets, and how much it tells at once."""
+"""The log leader: what it forgets, and how much it tells at once."""
 
 import asyncio
 
 from shoal.comm.wire.message import BODY_BYTES
 from shoal.core.updates import UpdateRule
-from shoal.paramserver.log import leader as steward_module
-from shoal.paramserver.log.commands import Ledger
-from shoal.paramserver.log.leader import Steward
-from shoal.paramserver.log.updates import Book
+from shoal.paramserver.log import leader as log_leader_module
+from shoal.paramserver.log.commands import CommandLog
+from shoal.paramserver.log.leader import LogLeader
+from shoal.paramserver.log.updates import UpdateLog
 from shoal.paramserver.messages import OPERATIONS, Followed
-from shoal.paramserver.records import Contribution, Entry, Round
+from shoal.paramserver.records import Entry, PushRecord, Update
 
 
 async def nowhere(place, given):
-    """A book without a backup."""
+    """An update log without a backup."""
 
 
-async def keep(*, rule, workers, rounds):
-    """A book with so many rounds, each with a portion of every worker."""
-    keeper = Steward(Ledger(Book(rule=UpdateRule.parse(rule), workers=workers, steps=rounds)), replicate=nowhere)
+async def keep(*, rule, workers, updates):
+    """An update log with so many updates, each with a work unit of every worker."""
+    leader = LogLeader(
+        CommandLog(UpdateLog(rule=UpdateRule.parse(rule), workers=workers, steps=updates)), replicate=nowhere
+    )
     names = [f"{index:016x}" for index in range(workers)]
     for index, name in enumerate(names):
-        await keeper.join(name, index)
-    for number in range(rounds):
+        await leader.join(name, index)
+    for number in range(updates):
         for name in names:
-            portion = await keeper.take(name, ())
-            await keeper.commit(
-                Contribution(
+            unit = await leader.take(name, ())
+            await leader.commit(
+                PushRecord(
                     worker=name,
                     number=number,
-                    portions=(portion.number,),
+                    units=(unit.number,),
                     samples=1,
                     weight=1.0,
                     loss=0.5,
                     version=number,
                 )
             )
-    assert keeper.exposed == rounds
-    return keeper
+    assert leader.exposed == updates
+    return leader
 
 
-def test_what_was_asked_under_an_earlier_view_does_not_let_rounds_be_forgotten(monkeypatch):
-    monkeypatch.setattr(steward_module, "_ROUNDS_KEPT", 0)
+def test_what_was_asked_under_an_earlier_view_does_not_let_updates_be_forgotten(monkeypatch):
+    monkeypatch.setattr(log_leader_module, "_UPDATES_KEPT", 0)
 
     async def run():
-        keeper = await keep(rule="async", workers=1, rounds=20)
+        leader = await keep(rule="async", workers=1, updates=20)
         for server in ("a", "b"):
-            await keeper.rounds(18, follower=server, epoch=1)
+            await leader.updates(18, follower=server, epoch=1)
         # In epoch 2 b was given a copy that is older than what it has.
-        await keeper.trim({"a", "b"}, epoch=2)
-        await keeper.rounds(18, follower="a", epoch=2)
-        await keeper.trim({"a", "b"}, epoch=2)
-        assert keeper.ledger.book.first_kept == 0
-        assert len(await keeper.rounds(5, follower="b", epoch=2)) == 15
-        await keeper.trim({"a", "b"}, epoch=2)
-        assert keeper.ledger.book.first_kept == 5
+        await leader.trim({"a", "b"}, epoch=2)
+        await leader.updates(18, follower="a", epoch=2)
+        await leader.trim({"a", "b"}, epoch=2)
+        assert leader.command_log.update_log.first_kept == 0
+        assert len(await leader.updates(5, follower="b", epoch=2)) == 15
+        await leader.trim({"a", "b"}, epoch=2)
+        assert leader.command_log.update_log.first_kept == 5
 
     asyncio.run(run())
 
 
-def test_an_answer_with_the_rounds_of_many_workers_is_no_longer_than_a_body_may_be():
+def test_an_answer_with_the_updates_of_many_workers_is_no_longer_than_a_body_may_be():
     entries = tuple(Entry(f"{index:016x}", 3, 1.0) for index in range(500))
     log = [
-        Round(
+        Update(
             number=number,
             entries=entries,
             loss=0.5,
@@ -74,16 +76,16 @@ def test_an_answer_with_the_rounds_of_many_workers_is_no_longer_than_a_body_may_
         )
         for number in range(100)
     ]
-    assert len(OPERATIONS.encode(Followed(rounds=tuple(log)))) > BODY_BYTES, "all at once would be too long"
+    assert len(OPERATIONS.encode(Followed(updates=tuple(log)))) > BODY_BYTES, "all at once would be too long"
 
     async def run():
-        keeper = await keep(rule="bsp", workers=1, rounds=1)
-        keeper.ledger.book._log, keeper.exposed = log, len(log)
+        leader = await keep(rule="bsp", workers=1, updates=1)
+        leader.command_log.update_log._log, leader.exposed = log, len(log)
         told = []
         while len(told) < len(log):
-            rounds = await keeper.rounds(len(told), follower="late", epoch=1)
-            assert rounds and len(OPERATIONS.encode(Followed(rounds=rounds))) < BODY_BYTES / 2
-            told += rounds
+            updates = await leader.updates(len(told), follower="late", epoch=1)
+            assert updates and len(OPERATIONS.encode(Followed(updates=updates))) < BODY_BYTES / 2
+            told += updates
         assert told == log
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""What a round makes of its contributions under every rule and every way of joining them, against formulas by hand."""
+"""What an update makes of its pushes under every rule and every way of joining them, against formulas by hand."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from shoal.core.updates import UpdateRule
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.consistency import is_share_of_step
-from shoal.paramserver.log.updates import Book
-from shoal.paramserver.records import Contribution, Identity, Portion
+from shoal.paramserver.log.updates import UpdateLog
+from shoal.paramserver.records import PushId, PushRecord, WorkUnit
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.sharding import TensorSpec, cut_model
 from shoal.paramserver.worker.local import LocalSettings, train_locally
@@ -54,33 +54,33 @@ def a_shard(aggregate):
 def update_of(update, aggregate, versions):
     """What the weights move by when both workers push once; each has read the version that is said."""
     rule = UpdateRule.parse(update).resolve(2)
-    book, state = Book(rule=rule, workers=2, steps=9, aggregate=aggregate), a_shard(aggregate)
+    update_log, state = UpdateLog(rule=rule, workers=2, steps=9, aggregate=aggregate), a_shard(aggregate)
     for index, worker in enumerate("ab"):
-        book.join(worker, index, 0.0)
-    # Rounds that nothing happens in, so that a read can be late.
+        update_log.join(worker, index, 0.0)
+    # Updates that nothing happens in, so that a read can be late.
     for number in range(max(versions.values())):
-        portion = book.take("a", 0.0)
-        commit(book, state, "a", number, portion.number, number, torch.zeros(6))
-    for record in book.log(state.version):
+        unit = update_log.take("a", 0.0)
+        commit(update_log, state, "a", number, unit.number, number, torch.zeros(6))
+    for record in update_log.log(state.version):
         state.apply(record, LR)
     before, number = state.weights.clone(), max(versions.values())
-    portions = {worker: book.take(worker, 0.0) for worker in "ab"}
-    assert all(isinstance(portion, Portion) for portion in portions.values())
-    for worker, portion in portions.items():
+    units = {worker: update_log.take(worker, 0.0) for worker in "ab"}
+    assert all(isinstance(unit, WorkUnit) for unit in units.values())
+    for worker, unit in units.items():
         share = SAMPLES[worker] / 8 if is_share_of_step(rule, aggregate) else 1.0
-        commit(book, state, worker, number, portion.number, versions[worker], own_mean(worker) * share)
-    for record in book.log(state.version):
+        commit(update_log, state, worker, number, unit.number, versions[worker], own_mean(worker) * share)
+    for record in update_log.log(state.version):
         state.apply(record, LR)
     return (before - state.weights) / LR
 
 
-def commit(book, state, worker, number, portion, version, gradient, **more):
-    state.store(Identity(worker, number), gradient, version)
-    book.commit(
-        Contribution(
+def commit(update_log, state, worker, number, unit, version, gradient, **more):
+    state.store(PushId(worker, number), gradient, version)
+    update_log.commit(
+        PushRecord(
             worker=worker,
             number=number,
-            portions=(portion,),
+            units=(unit,),
             samples=SAMPLES[worker],
             weight=SAMPLES[worker],
             loss=1.0,
@@ -108,7 +108,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("update", "aggregate", "versions", "expected"), CASES, ids=lambda value: str(value)[:12])
-def test_a_round_is_what_the_formula_says(update, aggregate, versions, expected):
+def test_an_update_is_what_the_formula_says(update, aggregate, versions, expected):
     torch.testing.assert_close(update_of(update, aggregate, versions), expected)
 
 
@@ -120,25 +120,25 @@ def test_a_round_is_what_the_formula_says(update, aggregate, versions, expected)
         ("adasum", adasum_of(A, B / 2)),
     ],
 )
-def test_one_that_is_a_round_late_counts_half(aggregate, expected):
+def test_one_that_is_an_update_late_counts_half(aggregate, expected):
     torch.testing.assert_close(late_update(aggregate), expected)
 
 
 def late_update(aggregate):
-    """A round of half, where b has read the version before."""
+    """An update of half, where b has read the version before."""
     rule = UpdateRule.parse("half:1,0").resolve(2)
-    book, state = Book(rule=rule, workers=2, steps=9, aggregate=aggregate), a_shard(aggregate)
+    update_log, state = UpdateLog(rule=rule, workers=2, steps=9, aggregate=aggregate), a_shard(aggregate)
     for index, worker in enumerate("ab"):
-        book.join(worker, index, 0.0)
-    slow = book.take("b", 0.0)
-    commit(book, state, "a", 0, book.take("a", 0.0).number, 0, torch.zeros(6))
-    state.apply(book.log(0)[0], LR)
-    # From here on a round waits for two.
-    book.rule = UpdateRule.parse("half:2,0").resolve(2)
-    commit(book, state, "a", 1, book.take("a", 0.0).number, 1, A)
-    commit(book, state, "b", 0, slow.number, 0, B)
+        update_log.join(worker, index, 0.0)
+    slow = update_log.take("b", 0.0)
+    commit(update_log, state, "a", 0, update_log.take("a", 0.0).number, 0, torch.zeros(6))
+    state.apply(update_log.log(0)[0], LR)
+    # From here on an update waits for two.
+    update_log.rule = UpdateRule.parse("half:2,0").resolve(2)
+    commit(update_log, state, "a", 1, update_log.take("a", 0.0).number, 1, A)
+    commit(update_log, state, "b", 0, slow.number, 0, B)
     before = state.weights.clone()
-    state.apply(book.log(1)[0], LR)
+    state.apply(update_log.log(1)[0], LR)
     return (before - state.weights) / LR
 
 
@@ -149,14 +149,16 @@ LOCAL_STEPS = {"a": 1, "b": 8}
 @pytest.mark.parametrize(("update", "rate"), [("bsp", 0.05), ("half:2,0", 0.05), ("async", 0.02)])
 def test_fednova_reaches_the_best_place_of_unequal_workers(update, rate):
     """Each worker pulls to its own centre, weighted by its samples; one of them takes eight times as many steps."""
-    book = Book(rule=UpdateRule.parse(update).resolve(2), workers=2, steps=150, aggregate="fednova", mean_steps=4.5)
+    update_log = UpdateLog(
+        rule=UpdateRule.parse(update).resolve(2), workers=2, steps=150, aggregate="fednova", mean_steps=4.5
+    )
     state = a_shard("fednova")
     for index, worker in enumerate("ab"):
-        book.join(worker, index, 0.0)
+        update_log.join(worker, index, 0.0)
     for number in range(150):
-        portions = {worker: book.take(worker, 0.0).number for worker in "ab"}
+        units = {worker: update_log.take(worker, 0.0).number for worker in "ab"}
         begun, version = state.weights.clone(), state.version
-        for worker, portion in portions.items():
+        for worker, unit in units.items():
             # Under async the samples cannot tell who counts how much, so both pull alike there.
             pull = 1.0 if update == "async" else 0.5
             done = train_locally(
@@ -164,8 +166,8 @@ def test_fednova_reaches_the_best_place_of_unequal_workers(update, rate):
                 lambda weights, _step, worker=worker, pull=pull: pull * (weights - CENTRES[worker]),
                 LocalSettings(steps=LOCAL_STEPS[worker], lr=0.001),
             )
-            commit(book, state, worker, number, portion, version, done.direction, steps=done.steps)
-        for record in book.log(state.version):
+            commit(update_log, state, worker, number, unit, version, done.direction, steps=done.steps)
+        for record in update_log.log(state.version):
             state.apply(record, rate)
     shares = {"a": 0.5, "b": 0.5} if update == "async" else {"a": 3 / 8, "b": 5 / 8}
     best = sum(share * CENTRES[worker] for worker, share in shares.items())

@@ -9,12 +9,12 @@ from torch import nn
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.programs import WEIGHTS, Operation, Program
-from shoal.paramserver.records import Identity
+from shoal.paramserver.records import PushId
 from shoal.paramserver.server.replica import Replica, unpack
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.server.vectors import LbfgsShard
 from shoal.paramserver.sharding import TensorSpec, cut_model
-from support.paramserver.updates import a_round
+from support.paramserver.updates import a_update
 
 MODEL = {"weight": TensorSpec((512, 1024), "float32")}
 NUMEL = 512 * 1024
@@ -39,7 +39,7 @@ def test_while_a_shard_is_copied_others_run_and_pushes_are_taken():
             number = 0
             while not is_copied:
                 number = next(pushes)
-                replica.store(Identity("worker", number), memoryview(gradient.numpy()).cast("B"), 0)
+                replica.store(PushId("worker", number), memoryview(gradient.numpy()).cast("B"), 0)
                 replica.state.discard(f"gone-{number}")
                 await asyncio.sleep(0)
             return number
@@ -66,12 +66,12 @@ def test_weights_that_are_read_stay_as_they_are_while_updates_go_on():
                 gradient = memoryview(torch.full((NUMEL,), 1.0 + number).numpy()).cast("B")
                 if number < 3:
                     async with replica.lock:
-                        weights = lent.enter_context(replica.lend())
+                        weights = lent.enter_context(replica.read_snapshot())
                     reading.append((weights, weights.clone()))
                 for one in (replica, other):
-                    one.store(Identity("worker", number), gradient, number)
+                    one.store(PushId("worker", number), gradient, number)
                     async with asyncio.timeout(20):
-                        await one.apply(a_round(number, ("worker", number, 1.0)), 0.1)
+                        await one.apply(a_update(number, ("worker", number, 1.0)), 0.1)
             assert all(torch.equal(*pair) for pair in reading)
             assert len({weights.data_ptr() for weights, _ in reading} | {replica.state.weights.data_ptr()}) == 4
             spares = {weights.data_ptr() for weights, _ in reading}
@@ -83,13 +83,13 @@ def test_weights_that_are_read_stay_as_they_are_while_updates_go_on():
         replica, spares = await run()
         here = replica.state.weights.data_ptr()
         for number in (4, 5):
-            replica.store(Identity("worker", number), memoryview(torch.ones(NUMEL).numpy()).cast("B"), number)
-        await replica.apply(a_round(4, ("worker", 4, 1.0)), 0.1)
+            replica.store(PushId("worker", number), memoryview(torch.ones(NUMEL).numpy()).cast("B"), number)
+        await replica.apply(a_update(4, ("worker", 4, 1.0)), 0.1)
         assert replica.state.weights.data_ptr() == here, "nobody reads, and the weights were copied"
         async with replica.lock:
-            lent = replica.lend()
+            lent = replica.read_snapshot()
             lent.__enter__()
-        await replica.apply(a_round(5, ("worker", 5, 1.0)), 0.1)
+        await replica.apply(a_update(5, ("worker", 5, 1.0)), 0.1)
         lent.__exit__(None, None, None)
         assert replica.state.weights.data_ptr() in spares, "memory that was given back is not used again"
 
@@ -107,7 +107,7 @@ def test_programs_go_on_in_other_memory_while_weights_are_read():
     async def run():
         replica = Replica(shard)
         async with replica.lock:
-            lent = replica.lend()
+            lent = replica.read_snapshot()
             weights = lent.__enter__()
         await replica.change(lambda: shard.run(0, program, is_first=True))
         assert float(weights[0]) == 1.0 and float(weights[-1]) == 1.0

@@ -11,11 +11,11 @@ from shoal.core.errors import RequestError, RunError
 from shoal.optim.build import build_optimizer, decide_groups, initialise_state, set_rate
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.log.queue import GONE_KEPT
-from shoal.paramserver.records import Identity
+from shoal.paramserver.records import PushId
 from shoal.paramserver.server.gradients import NotFinite, Rows, WorkerGone, WrongGradient
 from shoal.paramserver.server.shard import ShardState, adasum, compensate_delay
 from shoal.paramserver.sharding import TensorSpec, cut_model
-from support.paramserver.updates import a_round
+from support.paramserver.updates import a_update
 
 TORCHS = [f"torch.optim.{name}" for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")]
 """Their kernels are cut without a trace in the types that weights are trained in, and not in bfloat16."""
@@ -69,8 +69,8 @@ def test_shards_have_the_bits_of_the_optimizer_over_whole_tensors(name, dtype):
         parts = [draw(model, 10 * step + worker) for worker in range(2)]
         for state in states:
             for worker, part in enumerate(parts):
-                assert state.store(Identity("ab"[worker], step), flat_part(state, part), step)
-            state.apply(a_round(step, ("a", step, 1.0), ("b", step, 0.3)), 0.05 / (step + 1))
+                assert state.store(PushId("ab"[worker], step), flat_part(state, part), step)
+            state.apply(a_update(step, ("a", step, 1.0), ("b", step, 0.3)), 0.05 / (step + 1))
         for parameter_name, parameter in model.named_parameters():
             parameter.grad = parts[0][parameter_name] + parts[1][parameter_name] * 0.3
         set_rate(optimizer, 0.05 / (step + 1))
@@ -80,32 +80,32 @@ def test_shards_have_the_bits_of_the_optimizer_over_whole_tensors(name, dtype):
             assert state.version == step + 1 and state.num_waiting == 0
 
 
-def test_a_push_that_is_sent_again_changes_nothing_before_and_after_its_round():
+def test_a_push_that_is_sent_again_changes_nothing_before_and_after_its_update():
     model, optim = small_model(), OptimConfig(name="sgd")
     (state,) = shards_of(model, 1, optim)
     gradient = flat_part(state, draw(model, 0))
     pushed = gradient.clone()
-    assert state.store(Identity("a", 0), pushed, 0)
+    assert state.store(PushId("a", 0), pushed, 0)
     pushed.zero_()
-    assert not state.store(Identity("a", 0), pushed, 0)
+    assert not state.store(PushId("a", 0), pushed, 0)
     before = state.weights.clone()
-    state.apply(a_round(0, ("a", 0, 1.0)), 1.0)
+    state.apply(a_update(0, ("a", 0, 1.0)), 1.0)
     assert torch.allclose(state.weights, before - gradient), "a copy was kept, not the sender's memory"
-    assert not state.store(Identity("a", 0), gradient, 0)
+    assert not state.store(PushId("a", 0), gradient, 0)
     assert state.num_waiting == 0
 
 
-def test_a_round_out_of_order_or_without_its_gradients_is_refused_and_touches_nothing():
+def test_an_update_out_of_order_or_without_its_gradients_is_refused_and_touches_nothing():
     model, optim = small_model(), OptimConfig(name="adamw")
     (state,) = shards_of(model, 1, optim)
     before = state.weights.clone()
-    state.store(Identity("a", 0), flat_part(state, draw(model, 0)), 0)
-    record = a_round(0, ("a", 0, 1.0), ("b", 7, 1.0))
-    assert state.missing(record) == (Identity("b", 7),)
-    with pytest.raises(RunError, match="1 of the 2 gradients of round 0; the first it lacks is number 7 of worker b"):
+    state.store(PushId("a", 0), flat_part(state, draw(model, 0)), 0)
+    record = a_update(0, ("a", 0, 1.0), ("b", 7, 1.0))
+    assert state.missing(record) == (PushId("b", 7),)
+    with pytest.raises(RunError, match="1 of the 2 gradients of update 0; the first it lacks is number 7 of worker b"):
         state.apply(record, 0.1)
-    with pytest.raises(RunError, match="version 0 and cannot apply round 1"):
-        state.apply(a_round(1, ("a", 0, 1.0)), 0.1)
+    with pytest.raises(RunError, match="version 0 and cannot apply update 1"):
+        state.apply(a_update(1, ("a", 0, 1.0)), 0.1)
     assert torch.equal(state.weights, before) and state.version == 0
 
 
@@ -115,16 +115,16 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name(bad):
     (state,) = shards_of(model, 1, optim)
     tensors = draw(model, 0)
     tensors["1.weight"][3, 4] = bad
-    with pytest.raises(NotFinite, match=r"contribution 5 of worker a .* gradient of '1.weight' \(1 of"):
-        state.store(Identity("a", 5), flat_part(state, tensors), 0)
+    with pytest.raises(NotFinite, match=r"push 5 of worker a .* gradient of '1.weight' \(1 of"):
+        state.store(PushId("a", 5), flat_part(state, tensors), 0)
     assert state.num_waiting == 0
-    assert state.store(Identity("a", 5), flat_part(state, draw(model, 0)), 0), "the right one may come later"
+    assert state.store(PushId("a", 5), flat_part(state, draw(model, 0)), 0), "the right one may come later"
 
 
 def test_a_gradient_whose_sum_overflows_is_finite_all_the_same():
     model, optim = small_model(), OptimConfig(name="sgd")
     (state,) = shards_of(model, 1, optim)
-    assert state.store(Identity("a", 0), torch.full((state.shard.numel,), 3e38), 0)
+    assert state.store(PushId("a", 0), torch.full((state.shard.numel,), 3e38), 0)
 
 
 def test_a_gradient_of_another_size_or_dtype_is_refused():
@@ -133,7 +133,7 @@ def test_a_gradient_of_another_size_or_dtype_is_refused():
     numel = state.shard.numel
     for wrong in (torch.zeros(numel + 1), torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, 1)):
         with pytest.raises(WrongGradient, match=rf"shard 0 .* must be torch.float32 \({numel},\)"):
-            state.store(Identity("a", 0), wrong, 0)
+            state.store(PushId("a", 0), wrong, 0)
 
 
 def test_rows_alone_give_what_the_dense_gradient_gives():
@@ -145,7 +145,7 @@ def test_rows_alone_give_what_the_dense_gradient_gives():
         mask = torch.zeros(11, 1).index_fill_(0, used, 1.0)
         tensors["0.weight"] *= mask
         for left, right in zip(dense, sparse, strict=True):
-            left.store(Identity("a", 0), flat_part(left, tensors), 0)
+            left.store(PushId("a", 0), flat_part(left, tensors), 0)
             held = {piece.name: piece for piece in right.shard.pieces}
             rest = [tensors[name].reshape(-1)[one.start : one.stop] for name, one in held.items() if name != "0.weight"]
             rows = {}
@@ -153,9 +153,9 @@ def test_rows_alone_give_what_the_dense_gradient_gives():
                 first, last = held["0.weight"].start // 24, held["0.weight"].stop // 24
                 own = used[(used >= first) & (used < last)]
                 rows = {"0.weight": Rows(indices=own, values=tensors["0.weight"][own])}
-            right.store(Identity("a", 0), torch.cat(rest) if rest else torch.empty(0), 0, rows)
+            right.store(PushId("a", 0), torch.cat(rest) if rest else torch.empty(0), 0, rows)
             for state in (left, right):
-                state.apply(a_round(0, ("a", 0, 1.0)), 0.1)
+                state.apply(a_update(0, ("a", 0, 1.0)), 0.1)
             assert torch.equal(left.weights, right.weights)
 
 
@@ -175,7 +175,7 @@ def test_wrong_rows_are_refused(name, indices, values, words):
     (state,) = shards_of(model, 1, OptimConfig(name="sgd"))
     with pytest.raises(WrongGradient, match=words):
         state.store(
-            Identity("a", 0), torch.empty(0), 0, {name: Rows(indices=torch.tensor(indices), values=torch.zeros(values))}
+            PushId("a", 0), torch.empty(0), 0, {name: Rows(indices=torch.tensor(indices), values=torch.zeros(values))}
         )
 
 
@@ -183,13 +183,13 @@ def test_what_a_dead_worker_never_committed_is_dropped_and_stays_out():
     model, optim = small_model(), OptimConfig(name="sgd")
     (state,) = shards_of(model, 1, optim)
     for worker, number in (("a", 0), ("a", 1), ("b", 0)):
-        state.store(Identity(worker, number), flat_part(state, draw(model, number)), 0)
+        state.store(PushId(worker, number), flat_part(state, draw(model, number)), 0)
     assert state.discard("a", keep={0}) == 1
     assert state.num_waiting == 2
-    assert not state.store(Identity("a", 1), flat_part(state, draw(model, 1)), 0)
-    with pytest.raises(WorkerGone, match="worker a has left, and its contribution 2"):
-        state.store(Identity("a", 2), flat_part(state, draw(model, 1)), 0)
-    state.apply(a_round(0, ("a", 0, 1.0), dropped=(Identity("b", 0),)), 0.1)
+    assert not state.store(PushId("a", 1), flat_part(state, draw(model, 1)), 0)
+    with pytest.raises(WorkerGone, match="worker a has left, and its push 2"):
+        state.store(PushId("a", 2), flat_part(state, draw(model, 1)), 0)
+    state.apply(a_update(0, ("a", 0, 1.0), dropped=(PushId("b", 0),)), 0.1)
     assert state.num_waiting == 0
 
 
@@ -199,12 +199,12 @@ def test_departed_workers_are_remembered_up_to_a_number():
     (state,) = shards_of(model, 1, OptimConfig(name="sgd"))
     for number in range(GONE_KEPT + 10):
         state.discard(f"worker-{number}", keep={3})
-        # What the keeper of the book still tells of; it must not go for that.
+        # What the log leader still tells of; it must not go for that.
         state.discard(f"worker-{max(0, number - 200)}", keep={3})
     gone = dict(state.export()[1]["gone"])
     assert len(gone) == GONE_KEPT and f"worker-{GONE_KEPT + 9}" in gone and "worker-0" not in gone
     with pytest.raises(WorkerGone):
-        state.store(Identity("worker-600", 0), flat_part(state, draw(model, 0)), 0)
+        state.store(PushId("worker-600", 0), flat_part(state, draw(model, 0)), 0)
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "adagrad", "torch.optim.NAdam"])
@@ -213,15 +213,15 @@ def test_a_restored_replica_goes_on_with_the_same_bits(name):
     settings = {"compensation": 0.04, "history": 2}
     first, second = (shards_of(model, 2, optim, **settings)[1] for _ in range(2))
     for number in range(3):
-        first.store(Identity("a", number), flat_part(first, draw(model, number)), max(0, number - 1))
+        first.store(PushId("a", number), flat_part(first, draw(model, number)), max(0, number - 1))
         if number < 2:
-            first.apply(a_round(number, ("a", number, 1.0)), 0.1)
+            first.apply(a_update(number, ("a", number, 1.0)), 0.1)
     first.discard("z", keep={4})
     tensors, values = first.export()
     second.restore(tensors, json.loads(json.dumps(values)))
-    assert not second.store(Identity("a", 0), tensors["weights"], 0)
+    assert not second.store(PushId("a", 0), tensors["weights"], 0)
     for state in (first, second):
-        state.apply(a_round(2, ("a", 2, 1.0)), 0.1)
+        state.apply(a_update(2, ("a", 2, 1.0)), 0.1)
     assert torch.equal(first.weights, second.weights) and second.version == 3
     assert all(torch.equal(one, second.optimizer_state()[name]) for name, one in first.optimizer_state().items())
     assert second.export()[1] == first.export()[1]
@@ -253,8 +253,8 @@ def test_delay_compensation_moves_a_late_gradient_from_what_it_read():
     versions = [state.weights.clone()]
     # The last one read version 0, which is forgotten; version 1 is the oldest that is kept.
     for number, (read, counted) in enumerate([(0, 0), (0, 0), (2, 2), (0, 1)]):
-        state.store(Identity("a", number), gradients[number], read)
-        state.apply(a_round(number, ("a", number, 1.0)), 0.1)
+        state.store(PushId("a", number), gradients[number], read)
+        state.apply(a_update(number, ("a", number, 1.0)), 0.1)
         moved = compensate_delay(gradients[number], versions[-1], versions[counted], 0.5)
         moved = gradients[number] if read == number else moved
         versions.append(versions[-1] - 0.1 * moved)
@@ -267,9 +267,9 @@ def test_adasum_is_by_tensor_and_needs_whole_ones():
     first, second = draw(model, 0), draw(model, 1)
     for state in states:
         before = state.weights.clone()
-        state.store(Identity("a", 0), flat_part(state, first), 0)
-        state.store(Identity("b", 0), flat_part(state, second), 0)
-        state.apply(a_round(0, ("a", 0, 1.0), ("b", 0, 1.0)), 1.0)
+        state.store(PushId("a", 0), flat_part(state, first), 0)
+        state.store(PushId("b", 0), flat_part(state, second), 0)
+        state.apply(a_update(0, ("a", 0, 1.0), ("b", 0, 1.0)), 1.0)
         joined = {name: adasum([first[name], second[name]]) for name in first}
         assert torch.allclose(state.weights, before - flat_part(state, joined), atol=1e-6)
     cut = cut_model(specs(model), 2).shards[0]
@@ -286,9 +286,9 @@ def test_whoever_looks_on_sees_every_update_with_what_made_it():
     (state,) = shards_of(model, 1, OptimConfig(name="adam", lr=0.1, weight_decay=0.5))
     gradients, seen = draw(model, 1), []
     state.on_update = lambda record, found: seen.append((record.number, state.version, found))
-    state.store(Identity("w", 0), flat_part(state, gradients), 0)
-    state.store(Identity("v", 0), flat_part(state, gradients), 0)
-    state.apply(a_round(0, ("w", 0, 1.0), ("v", 0, 0.5)), 0.1)
+    state.store(PushId("w", 0), flat_part(state, gradients), 0)
+    state.store(PushId("v", 0), flat_part(state, gradients), 0)
+    state.apply(a_update(0, ("w", 0, 1.0), ("v", 0, 0.5)), 0.1)
     ((number, version, found),) = seen
     assert (number, version) == (0, 1) and found.keys() == gradients.keys()
     assert all(torch.equal(found[name], gradients[name] + gradients[name] * 0.5) for name in gradients)

@@ -1,4 +1,4 @@
-"""Gradients of portions of a batch that are not finite: a worker's fault is refused, the line search's is let through to it."""
+"""Gradients of work units of a batch that are not finite: a worker's fault is refused, the line search's is let through to it."""
 
 import asyncio
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ class Asked:
 
 
 class Desk:
-    """A server with one shard, in an evaluation of two portions."""
+    """A server with one shard, in an evaluation of two work units."""
 
     def __init__(self):
         shard = cut_model(MODEL, 1).shards[0]
@@ -47,20 +47,20 @@ class Desk:
         view = SimpleNamespace(workers=[SimpleNamespace(id=worker) for worker in WORKERS])
         host = SimpleNamespace(
             contact=SimpleNamespace(view=view),
-            steward=None,
+            log_leader=None,
             take_not_finite=lambda identity, reason: self.refused.append((*identity, reason)),
         )
 
-        async def send_on(shard, message, payload):
+        async def replicate(shard, message, payload):
             self.mirrored.append(message)
 
         self.server = VectorServer(
-            host, require=lambda shard: replica, require_copy=lambda request, shard: replica, send_on=send_on
+            host, require=lambda shard: replica, require_copy=lambda request, shard: replica, replicate=replicate
         )
 
-    def bring(self, worker, portion, gradient, loss=0.5, evaluation=0, is_finite=True):
+    def bring(self, worker, unit, gradient, loss=0.5, evaluation=0, is_finite=True):
         asked = Asked(worker, gradient)
-        part = Part(shard=0, evaluation=evaluation, portion=portion, loss=loss, is_finite=is_finite)
+        part = Part(shard=0, evaluation=evaluation, unit=unit, loss=loss, is_finite=is_finite)
         asyncio.run(self.server.handle(asked, part))
         return asked
 
@@ -77,7 +77,7 @@ def test_nan_where_the_loss_is_finite_is_refused_counted_and_told():
     assert desk.bring("one", 0, torch.ones(16)).outcome == "taken"
     refused = desk.bring("one", 1, poisoned())
     assert refused.outcome == "not-finite"
-    assert "portion 1 of evaluation 0 by worker one has NaN or infinity in the gradient of" in refused.text
+    assert "work unit 1 of evaluation 0 by worker one has NaN or infinity in the gradient of" in refused.text
     assert [one[:2] for one in desk.refused] == [("one", 1)] and len(desk.mirrored) == 1
     # Sent again, because the answer was lost.
     assert desk.bring("one", 1, poisoned()).outcome == "not-finite"
@@ -95,7 +95,7 @@ def test_a_part_of_a_gradient_that_another_shard_refuses_is_refused_here_too():
 
 
 def test_what_two_workers_find_goes_to_the_line_search():
-    """Else nobody could ever compute the portion, and the search would not learn that it went too far."""
+    """Else nobody could ever compute the work unit, and the search would not learn that it went too far."""
     desk = Desk()
     assert desk.bring("one", 0, poisoned()).outcome == "not-finite"
     assert desk.bring("two", 0, poisoned()).outcome == "taken"

@@ -14,17 +14,17 @@ from shoal.paramserver.messages import (
     OPERATIONS,
     Done,
     Failed,
-    Forward,
     Join,
     Joined,
     Part,
     Pull,
     Pulled,
     Push,
+    ReplicatePush,
     Watch,
     Watched,
 )
-from shoal.paramserver.server.replication import Relay
+from shoal.paramserver.server.replication import Replication
 from shoal.paramserver.worker.client import Client
 
 
@@ -71,7 +71,7 @@ def test_weights_that_take_longer_than_an_attempt_without_any_still_come(tmp_pat
         if does == "push":
             await client.push(torch.ones(numel), read=read)
         elif does == "part":
-            await client.add_part(torch.ones(numel), evaluation=0, portion=0, loss=0.5)
+            await client.add_part(torch.ones(numel), evaluation=0, unit=0, loss=0.5)
         assert read == (7, 4)
 
     # Slower than an attempt without a payload, and much faster than the slowest link that is allowed for.
@@ -122,7 +122,7 @@ def test_a_forward_has_the_time_that_its_payload_needs(tmp_path):
                 case Failed():
                     reported.append(request.body)
                     await request.answer(Done())
-                case Forward():
+                case ReplicatePush():
                     await asyncio.sleep(0.5)
                     await request.answer(Done())
 
@@ -141,9 +141,9 @@ def test_a_forward_has_the_time_that_its_payload_needs(tmp_path):
         contact.start()
         try:
             assert await contact.newer_than(0, 30.0)
-            relay = Relay(here, contact, deadline_seconds=0.4, attempt_seconds=0.1)
-            forward = Forward(worker="w", push=Push(shard=0, number=0, version=0))
-            await relay.send_on(0, forward, is_current=lambda: True, payload=gradient)
+            replication = Replication(here, contact, deadline_seconds=0.4, attempt_seconds=0.1)
+            forward = ReplicatePush(worker="w", push=Push(shard=0, number=0, version=0))
+            await replication.replicate(0, forward, is_current=lambda: True, payload=gradient)
         finally:
             await contact.stop()
             await here.close()
@@ -202,7 +202,7 @@ def run_with_servers(
                 worker,
                 contact,
                 weights=torch.zeros(numel),
-                stretches=[slice(0, half), slice(half, numel)],
+                spans=[slice(0, half), slice(half, numel)],
                 deadline_seconds=deadline_seconds,
                 attempt_seconds=attempt_seconds,
             )

@@ -23,9 +23,9 @@ def minimiser():
     return (weighted * CENTRES).sum(0) / weighted.sum(0)
 
 
-def rounds(settings, num_rounds, update):
+def updates(settings, num_updates, update):
     weights = torch.zeros(3, dtype=torch.float64)
-    for _ in range(num_rounds):
+    for _ in range(num_updates):
         done = [train_locally(weights, objective(worker), one) for worker, one in enumerate(settings)]
         weights = update(weights, done)
     return weights
@@ -36,10 +36,10 @@ def by_fednova(weights, done, rate=0.001):
     return weights - rate * sum(factor * one.direction for one, factor in pushed)
 
 
-def by_averaging(weights, done, stretch=1.0):
+def by_averaging(weights, done, span=1.0):
     """The mean of the workers' weights; stretched, it goes further in that direction, and comes to rest at the same place."""
     moved = [one.direction * one.rate * one.steps for one in done]
-    return weights - stretch * sum(share * one for share, one in zip(SHARES, moved, strict=True))
+    return weights - span * sum(share * one for share, one in zip(SHARES, moved, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def by_averaging(weights, done, stretch=1.0):
 def test_unequal_workers_reach_the_minimiser_of_the_mean(others):
     """Steps of these sizes move the weights little, so what is left is the inconsistency itself, not the drift of long ones."""
     settings = [LocalSettings(steps=2, lr=0.001), LocalSettings(**others)]
-    found = rounds(settings, 300, lambda weights, done: by_fednova(weights, done, 0.05))
+    found = updates(settings, 300, lambda weights, done: by_fednova(weights, done, 0.05))
     distance = torch.linalg.vector_norm(found - minimiser())
     assert distance < 0.05
-    wrong = rounds(settings, 300, lambda weights, done: by_averaging(weights, done, 50.0))
+    wrong = updates(settings, 300, lambda weights, done: by_averaging(weights, done, 50.0))
     assert torch.allclose(
-        wrong, rounds(settings, 310, lambda weights, done: by_averaging(weights, done, 50.0)), atol=1e-3
+        wrong, updates(settings, 310, lambda weights, done: by_averaging(weights, done, 50.0)), atol=1e-3
     )
     assert torch.linalg.vector_norm(wrong - minimiser()) > 4 * max(distance, torch.tensor(0.05)), (
         "plain averaging does not"
@@ -70,7 +70,7 @@ def test_unequal_workers_reach_the_minimiser_of_the_mean(others):
 def test_equal_workers_are_averaged_as_ever():
     settings = [LocalSettings(steps=4, lr=0.1)] * 2
     assert torch.allclose(
-        rounds(settings, 30, lambda w, done: by_fednova(w, done, 0.1)), rounds(settings, 30, by_averaging)
+        updates(settings, 30, lambda w, done: by_fednova(w, done, 0.1)), updates(settings, 30, by_averaging)
     )
 
 

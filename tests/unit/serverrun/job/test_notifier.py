@@ -5,7 +5,7 @@ import asyncio
 from shoal.comm.wire.node import Node, new_instance_id
 from shoal.elastic.election.elector import Center
 from shoal.paramserver.messages import OPERATIONS, Dead, Done
-from shoal.serverrun.job.notifier import Herald
+from shoal.serverrun.job.notifier import Notifier
 
 
 class Listening:
@@ -42,18 +42,18 @@ def test_the_newest_death_does_not_wait_for_the_telling_of_older_ones(tmp_path):
         node = Node(instance_id=new_instance_id(), operations=OPERATIONS)
         first, second = Listening(tmp_path, "center-0"), Listening(tmp_path, "center-1")
         found = [None]
-        herald = Herald(node, find=lambda: found[0])
-        telling = asyncio.ensure_future(herald.run())
+        notifier = Notifier(node, find=lambda: found[0])
+        telling = asyncio.ensure_future(notifier.run())
         try:
             async with asyncio.timeout(30):
                 await first.open()
                 await second.open()
                 second.may_answer.set()
                 for member in "abc":
-                    herald.tell(dead(member))
+                    notifier.tell(dead(member))
                 found[0] = first.center
                 await first.until(1)
-                herald.tell(dead("d"))
+                notifier.tell(dead("d"))
                 first.may_answer.set()
                 await first.until(4)
                 found[0] = second.center

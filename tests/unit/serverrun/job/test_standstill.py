@@ -3,7 +3,7 @@
 import time
 
 from shoal.launch.config import ProcessConfig
-from shoal.serverrun.job.processes import Member, Standstill
+from shoal.serverrun.job.processes import HangDetector, Member
 from shoal.telemetry.statusboard import StatusReading
 
 CONFIG = ProcessConfig(heartbeat_deadline=10.0, collective_deadline=20.0, start_deadline=30.0)
@@ -17,14 +17,14 @@ def member(
     return Member(state=state, pid=own, is_server=is_server)
 
 
-def look(watch: Standstill, start: float, seconds: float, *members: Member) -> str:
+def look(watch: HangDetector, start: float, seconds: float, *members: Member) -> str:
     found = watch.look(members, now=start + seconds)
     return "" if found is None else f"{found.rank}: {found.reason}"
 
 
 def test_a_silent_server_is_ended_and_one_that_is_only_idle_is_not() -> None:
     start = time.monotonic()
-    watch = Standstill(CONFIG)
+    watch = HangDetector(CONFIG)
     for second in range(12):
         idle = member(0, beat=start + second, phase="", is_server=True)
         busy = member(1, beat=start + second, phases=second)
@@ -35,7 +35,7 @@ def test_a_silent_server_is_ended_and_one_that_is_only_idle_is_not() -> None:
 
 def test_workers_that_all_stand_still_are_held_up_by_the_one_that_is_furthest_behind() -> None:
     start = time.monotonic()
-    watch = Standstill(CONFIG)
+    watch = HangDetector(CONFIG)
     for second in range(22):
         server = member(0, beat=start + second, phase="", is_server=True)
         workers = [member(1, beat=start + second, phases=4), member(2, beat=start + second, phases=3)]
@@ -45,13 +45,13 @@ def test_workers_that_all_stand_still_are_held_up_by_the_one_that_is_furthest_be
 
 def test_a_new_process_is_not_held_to_the_heart_of_the_one_before() -> None:
     start = time.monotonic()
-    watch = Standstill(CONFIG)
+    watch = HangDetector(CONFIG)
     for second in range(15):
         assert look(watch, start, second, member(1, beat=start - 60, pid=999)) == ""
 
 
 def test_time_in_which_the_watch_itself_stood_still_counts_for_nobody() -> None:
     start = time.monotonic()
-    watch = Standstill(CONFIG)
+    watch = HangDetector(CONFIG)
     assert look(watch, start, 0, member(1, beat=start)) == ""
     assert look(watch, start, 1000, member(1, beat=start)) == ""

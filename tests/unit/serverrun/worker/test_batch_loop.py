@@ -1,4 +1,4 @@
-"""L-BFGS over real servers: the path of ``torch.optim.LBFGS``, whoever computes which portion of the batch."""
+"""L-BFGS over real servers: the path of ``torch.optim.LBFGS``, whoever computes which work unit of the batch."""
 
 import torch
 

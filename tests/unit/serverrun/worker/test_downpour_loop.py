@@ -65,14 +65,18 @@ def test_gathering_is_the_loop_of_the_paper(tmp_path, push_every, fetch_every):
     assert all(torch.equal(found.weights[name], one) for name, one in expected.items())
 
 
-def test_several_workers_with_background_fetches_do_every_portion_once(tmp_path):
+def test_several_workers_with_background_fetches_do_every_unit_once(tmp_path):
     recipe = recipe_of("optim.name=adagrad", "paramserver.overlap=true", "paramserver.warm_start=3", "train.steps=10")
     found = run_inside(tmp_path, "ps=2 workers=2 update=downpour:2,3", recipe)
     assert found.steps[-1]["step"] == 10
     *_, text = read_checkpoint(found.run_dir)
-    book = json.loads(text)
-    assert (book["portions"]["opened"], book["portions"]["todo"], book["portions"]["doing"]) == (10, [], [])
-    assert (book["duplicates"], book["dropped"], book["pending"]) == (0, 0, [])
+    update_log = json.loads(text)
+    assert (update_log["portions"]["opened"], update_log["portions"]["todo"], update_log["portions"]["doing"]) == (
+        10,
+        [],
+        [],
+    )
+    assert (update_log["duplicates"], update_log["dropped"], update_log["pending"]) == (0, 0, [])
 
 
 def test_the_checkpoint_that_gradients_came_from_is_kept_beside_the_newest(tmp_path):

@@ -82,13 +82,13 @@ def test_a_share_that_is_an_update_by_itself_is_weighted_by_itself():
 
 
 @pytest.mark.parametrize(("has_schedule", "sizes"), [(False, [2, 2, 1]), (True, [3, 2])])
-def test_a_stretch_has_microbatches_of_one_size_or_as_many_as_a_schedule(has_schedule, sizes):
+def test_a_span_has_microbatches_of_one_size_or_as_many_as_a_schedule(has_schedule, sizes):
     recording = Recording()
     recording.runtime = object() if has_schedule else None
     shares = ShareRunner(
         recording, Numbers(24, False), seed=3, global_batch=8, num_shares=2, num_microbatches=2, of_the_step=True
     )
-    assert shares.run_stretch(1, 2, 7) == 0.5
+    assert shares.run_span(1, 2, 7) == 0.5
     (_, batch), *_ = recording.batches
     assert [len(one.sample_ids) for one in batch.microbatches] == sizes
 
@@ -110,9 +110,9 @@ def test_a_model_in_one_row_computes_as_before_and_its_shards_are_slices():
     shard_map = cut_model(describe_model(model), 3)
     flat = FlatModel(model, shard_map)
     assert torch.equal(model(inputs), wanted)
-    assert [stretch.stop - stretch.start for stretch in flat.stretches] == [shard.numel for shard in shard_map.shards]
-    for shard, stretch in zip(shard_map.shards, flat.stretches, strict=True):
-        part = flat.weights[stretch]
+    assert [span.stop - span.start for span in flat.spans] == [shard.numel for shard in shard_map.shards]
+    for shard, span in zip(shard_map.shards, flat.spans, strict=True):
+        part = flat.weights[span]
         for piece in shard.pieces:
             own = part[piece.offset : piece.offset + piece.numel]
             assert torch.equal(own, before[piece.name].reshape(-1)[piece.start : piece.stop])
@@ -150,7 +150,7 @@ def test_an_embedding_that_asks_for_rows_is_collected_whole_and_sent_as_rows():
         names = sparse_parameters(model)
         make_dense(model)
         flat = FlatModel(model, cut_model(describe_model(model), 2), names)
-        # From an earlier portion, which touched other rows.
+        # From an earlier work unit, which touched other rows.
         flat.gradient.fill_(7.0)
         for ids in ([3, 5, 3], [17, 5]):
             model(torch.tensor(ids)).backward()
@@ -159,7 +159,7 @@ def test_an_embedding_that_asks_for_rows_is_collected_whole_and_sent_as_rows():
     assert found[False][1] is None
     assert found[True][1].sparse_names() == {"table.weight"}
     gradient, packer = found[True]
-    shards = [packer.pack(number, gradient[stretch]) for number, stretch in enumerate(flat.stretches)]
+    shards = [packer.pack(number, gradient[span]) for number, span in enumerate(flat.spans)]
     assert sum(count for index, _ in shards for _, count in index) == 3
 
 
