@@ -62,7 +62,7 @@ def summarise_servers(
     wall_seconds: float,
     peak_rss_bytes: Sequence[int],
     num_deaths: int | None,
-    tidings: Mapping[str, Any],
+    notices: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The summary of a run with parameter servers.
 
@@ -74,7 +74,7 @@ def summarise_servers(
         wall_seconds: since its start.
         peak_rss_bytes: of the processes that could be measured.
         num_deaths: of processes; None where nobody counts.
-        tidings: what else happened, by name (``tidings.py``).
+        notices: what else happened, by name (``serverrun/notices.py``).
     """
     is_done = found["steps"] >= total_steps
     return {
@@ -86,7 +86,7 @@ def summarise_servers(
         "plan": str(plan),
         "peak_rss_bytes": list(peak_rss_bytes),
         "deaths": num_deaths,
-        **tidings,
+        **notices,
     }
 
 

@@ -48,12 +48,13 @@ from shoal.paramserver.records import Committed as Kept
 from shoal.paramserver.records import PushId, PushRecord, Update, Wait, WorkUnit
 from shoal.paramserver.records import Refused as NotTaken
 from shoal.paramserver.server.follower import LogFollower
-from shoal.paramserver.server.gradients import NotFinite, WorkerGone, WrongGradient
+from shoal.paramserver.server.gradients import NotFinite, WorkerGone
 from shoal.paramserver.server.replica import Replica
 from shoal.paramserver.server.replication import Replication, require_primary
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.server.store import LOG_SHARD, ShardStore
 from shoal.paramserver.server.vectors import VectorServer
+from shoal.paramserver.sparse import WrongGradient
 from shoal.paramserver.waiting import ATTEMPT_SECONDS, NotPrimary
 
 OnUpdate = Callable[["Server", Update, str | None], Awaitable[None]]
