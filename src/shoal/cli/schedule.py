@@ -175,7 +175,7 @@ def _print_csv(found: "Schedule", timeline: "Timeline", report: "Report") -> Non
 
 
 def _print_svg(found: "Schedule", timeline: "Timeline", report: "Report") -> None:
-    from shoal.schedules.svg import draw_svg
+    from shoal.schedules.draw import draw_svg
 
     sys.stdout.write(draw_svg(found, timeline))
 

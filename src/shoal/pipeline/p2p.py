@@ -1,8 +1,8 @@
 """Tensors from stage to stage: sent without waiting, received into memory that was waiting for them.
 
-Between two ranks there is one tag for activations and one for gradients of each stage, and messages of a tag arrive in the order
-in which they were sent. The first message of a kind comes with a header of its shapes and types, and later ones do not; another
-kind of microbatch, such as a shorter one, has shapes of its own.
+Between two ranks there is one tag for activations and one for gradients of each stage, and messages of a tag arrive in the
+order in which they were sent. The first message of a kind comes with a header of its shapes and types, and later ones do not;
+another kind of microbatch, such as a shorter one, has shapes of its own.
 
 A tensor arrives with its dims in memory in the order in which they were: which way a kernel adds up depends on that, so a
 transposed activation that became a plain one on its way would have other bits from there on than in one process. An expanded

@@ -10,8 +10,16 @@ from shoal.core.plan import Plan
 from shoal.schedules.csv_file import MOST_BYTES, read_csv
 from shoal.schedules.families.bidirectional import CHIMERA, DUALPIPE, DUALPIPEV
 from shoal.schedules.families.family import Family, Size
-from shoal.schedules.families.line import GPIPE, ONE_F_ONE_B, PIPEDREAM, PIPEDREAM_2BW, PIPEDREAM_FLUSH, PIPEDREAM_VSYNC
-from shoal.schedules.families.loop import INTERLEAVED, LOOPED_BFS
+from shoal.schedules.families.one_f_one_b import (
+    GPIPE,
+    INTERLEAVED,
+    LOOPED_BFS,
+    ONE_F_ONE_B,
+    PIPEDREAM,
+    PIPEDREAM_2BW,
+    PIPEDREAM_FLUSH,
+    PIPEDREAM_VSYNC,
+)
 from shoal.schedules.families.zero_bubble import V_HALF, V_MIN, ZB_H1, ZB_H2, ZBV
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Grid, Schedule

@@ -22,10 +22,9 @@ from shoal.planner.hardware.software import find_software, find_stack
 from shoal.planner.pricing.job import Job, check_batch, weight_bytes_of
 from shoal.planner.search.candidates import Limits
 from shoal.planner.search.estimate import Estimate, estimate_by_schedule
-from shoal.planner.search.explain import explain, why_not
+from shoal.planner.search.explain import explain, refuse_small, why_not
 from shoal.planner.search.per_layer import Choices, choose_splits, is_uneven
 from shoal.planner.search.search import Found, merge, search
-from shoal.planner.search.smallest import refuse_small
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.request import OwnParts
 from shoal.tuning.planned_model import chain_for, check_experts, facts_for

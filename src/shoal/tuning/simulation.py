@@ -14,11 +14,10 @@ from shoal.costs.layers import ModelCosts
 from shoal.planner.pricing.cost import StepParts, price_parts
 from shoal.planner.pricing.job import Job, count_stages
 from shoal.planner.pricing.memory import price_memory, rank_kept_bytes
-from shoal.planner.simulation.conditions import Conditions, split_sites
+from shoal.planner.simulation.cells import RankBytes, StepBytes
+from shoal.planner.simulation.conditions import Conditions, most_steps, split_sites
 from shoal.planner.simulation.goodput import Goodput, simulate_goodput
-from shoal.planner.simulation.limits import most_steps
 from shoal.planner.simulation.local_sgd import LocalUpdates, find_link, simulate_rounds
-from shoal.planner.simulation.memory import RankBytes, StepBytes
 from shoal.planner.simulation.report import describe_goodput, describe_sites, describe_step
 from shoal.planner.simulation.result import SimulatedStep
 from shoal.planner.simulation.run_directory import RunNumbers, write_run

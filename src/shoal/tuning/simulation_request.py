@@ -23,9 +23,8 @@ from shoal.models.check import check_model, facts_of
 from shoal.planner.hardware.clusters import read_cluster
 from shoal.planner.hardware.devices import Cluster
 from shoal.planner.pricing.job import MOST_SAMPLES, check_batch
-from shoal.planner.simulation.conditions import Conditions
+from shoal.planner.simulation.conditions import MOST_CELLS, Conditions, check_cells, check_steps, count_cells
 from shoal.planner.simulation.goodput import Failures, best_interval
-from shoal.planner.simulation.limits import MOST_CELLS, check_cells, check_steps, count_cells
 from shoal.schedules.catalogue import fitting_microbatches
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.request import OwnParts, refuse_settings

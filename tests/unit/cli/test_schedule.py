@@ -14,8 +14,8 @@ import pytest
 
 from shoal.schedules.catalogue import FAMILIES, make_schedule
 from shoal.schedules.csv_file import MOST_BYTES, MOST_CELLS
+from shoal.schedules.draw import draw_svg
 from shoal.schedules.pricing import price
-from shoal.schedules.svg import draw_svg
 
 ANSWER_SECONDS = 0.5
 SIZE = ("--pp", 2, "--microbatches", 2)

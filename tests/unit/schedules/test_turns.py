@@ -12,7 +12,7 @@ from shoal.core.pipelines import write_replicas
 from shoal.schedules.catalogue import FAMILIES, find_schedule, fitting_microbatches, make_schedule
 from shoal.schedules.csv_file import read_csv, write_csv
 from shoal.schedules.families.family import Size
-from shoal.schedules.families.line import ONE_F_ONE_B
+from shoal.schedules.families.one_f_one_b import ONE_F_ONE_B
 from shoal.schedules.player import peak_activations
 from shoal.schedules.pricing import Costs, build_report, price
 from shoal.schedules.rules import IllegalSchedule, check

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.schedules.families.family import Family, Size
-from shoal.schedules.families.line import ONE_F_ONE_B
+from shoal.schedules.families.one_f_one_b import ONE_F_ONE_B
 from shoal.schedules.families.zero_bubble import V_HALF, V_MIN, ZBV, Block, half_block, min_block, repeat, squeeze
 from shoal.schedules.player import peak_activations
 from shoal.schedules.pricing import Costs, price

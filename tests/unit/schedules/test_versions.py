@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.schedules.families.family import Family, Size
-from shoal.schedules.families.line import PIPEDREAM, PIPEDREAM_2BW, PIPEDREAM_VSYNC
+from shoal.schedules.families.one_f_one_b import PIPEDREAM, PIPEDREAM_2BW, PIPEDREAM_VSYNC
 from shoal.schedules.pricing import price
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Grid, Kind, Schedule, Updates

@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StepParts
-from shoal.planner.simulation.cell_times import (
+from shoal.planner.simulation.cells import (
     COMPUTE,
     FIXED,
     GATHER,
@@ -24,10 +24,11 @@ from shoal.planner.simulation.cell_times import (
     UPDATE,
     Array,
     CellTimes,
+    StepBytes,
+    peak_bytes,
     play_columns,
 )
 from shoal.planner.simulation.conditions import Folded, ranks_of
-from shoal.planner.simulation.memory import StepBytes, peak_bytes
 from shoal.schedules.player import Order, critical_path
 from shoal.schedules.schedule import Schedule
 

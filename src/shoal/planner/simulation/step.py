@@ -12,10 +12,8 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StepParts
-from shoal.planner.simulation.cell_times import Array, CellTimes, play_columns, time_cells
-from shoal.planner.simulation.conditions import Conditions, Folded, check_conditions, factors_of, fold
-from shoal.planner.simulation.limits import FLOWING_STEPS
-from shoal.planner.simulation.memory import StepBytes
+from shoal.planner.simulation.cells import Array, CellTimes, StepBytes, play_columns, time_cells
+from shoal.planner.simulation.conditions import FLOWING_STEPS, Conditions, Folded, check_conditions, factors_of, fold
 from shoal.planner.simulation.result import SimulatedStep, play_tail
 from shoal.schedules.catalogue import find_schedule, schedule_of_plan
 from shoal.schedules.player import Order, order_cells

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import RunError
-from shoal.planner.simulation.cell_times import COMPUTE, UPDATE
-from shoal.planner.simulation.memory import Moment, memory_timeline
+from shoal.planner.simulation.cells import COMPUTE, UPDATE, Moment, memory_timeline
 from shoal.planner.simulation.result import SimulatedStep
-from shoal.schedules.draw import short
+from shoal.schedules.draw import Box, Lane, cell_box, cell_legend, draw_lanes, short
 from shoal.schedules.schedule import Cell, Kind
-from shoal.schedules.svg import Box, Lane, cell_box, cell_legend, draw_lanes
 
 
 class Stream(StrEnum):

@@ -20,17 +20,19 @@ from shoal.planner.tables.cells import (
     find_device,
     is_on,
     likely_software,
+    odd_cells,
     read_cluster,
+    read_measured,
     read_precision,
     read_recompute,
     read_schedule,
     read_software,
     read_zero,
     release_of,
+    wrong_cells,
 )
 from shoal.planner.tables.options import as_used, exchanges_heads
 from shoal.planner.tables.rows import Row, read_rows
-from shoal.planner.tables.wrong_cells import odd_cells, read_measured, wrong_cells
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "vocab", "gpu",

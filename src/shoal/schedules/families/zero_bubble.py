@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from shoal.schedules.families.family import Family, Size
-from shoal.schedules.families.line import one_by_one
+from shoal.schedules.families.one_f_one_b import one_by_one
 from shoal.schedules.schedule import Action, Cell, Fold, Kind, Result, Row, made_by, needs_of
 
 

@@ -14,8 +14,8 @@ from shoal.planner.hardware.presets import GIB
 from shoal.planner.pricing.memory import CONTEXT_BYTES
 from shoal.planner.search.candidates import Limits, plans_of
 from shoal.planner.search.estimate import estimate, estimate_by_schedule
+from shoal.planner.search.explain import refuse_small, smallest_cluster
 from shoal.planner.search.search import search
-from shoal.planner.search.smallest import refuse_small, smallest_cluster
 from shoal.planner.simulation.step import schedule_for
 from support.planner.jobs import job_of, shape_of
 

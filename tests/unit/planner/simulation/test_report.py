@@ -7,10 +7,10 @@ import pytest
 
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StageTimes, StepParts
+from shoal.planner.simulation.cells import RankBytes, StepBytes
 from shoal.planner.simulation.conditions import Conditions, Slow
 from shoal.planner.simulation.goodput import Failures, simulate_goodput
 from shoal.planner.simulation.local_sgd import LocalUpdates, pace_of
-from shoal.planner.simulation.memory import RankBytes, StepBytes
 from shoal.planner.simulation.report import describe_goodput, describe_sites, describe_step, report_places
 from shoal.planner.simulation.result import SimulatedStep
 from shoal.planner.simulation.step import schedule_for, simulate_step

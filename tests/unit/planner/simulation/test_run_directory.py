@@ -12,9 +12,9 @@ from shoal.core.events import CheckpointSaved, MemoryMeasured, RankFailed, RunEn
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.planner.pricing.cost import StageTimes, StepParts
+from shoal.planner.simulation.cells import RankBytes, StepBytes
 from shoal.planner.simulation.conditions import Conditions, Slow
 from shoal.planner.simulation.goodput import Failures, simulate_goodput
-from shoal.planner.simulation.memory import RankBytes, StepBytes
 from shoal.planner.simulation.run_directory import RunNumbers, write_run
 from shoal.planner.simulation.step import simulate_step
 

@@ -7,8 +7,8 @@ import pytest
 
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StageTimes, StepParts
+from shoal.planner.simulation.cells import RankBytes, StepBytes
 from shoal.planner.simulation.conditions import Conditions, Slow
-from shoal.planner.simulation.memory import RankBytes, StepBytes
 from shoal.planner.simulation.result import SimulatedStep
 from shoal.planner.simulation.step import schedule_for, simulate_step
 from shoal.planner.simulation.trace import RankStreams, Stream, streams_of

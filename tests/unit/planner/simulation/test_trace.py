@@ -10,8 +10,8 @@ import pytest
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StageTimes, StepParts
+from shoal.planner.simulation.cells import RankBytes, StepBytes
 from shoal.planner.simulation.conditions import Conditions, Slow
-from shoal.planner.simulation.memory import RankBytes, StepBytes
 from shoal.planner.simulation.result import SimulatedStep
 from shoal.planner.simulation.step import schedule_for, simulate_step
 from shoal.planner.simulation.trace import Stream, draw_step, format_ranks, streams_of, write_trace

@@ -3,17 +3,19 @@
 A cell computes, and communicates along ``tp``, ``cp`` and ``ep`` where nothing hides it (``StageTimes.exposed``). Slow
 devices stretch the one, slow links the other. Where weights change without a flush, the cell that ends an update has that
 update in it; where a software waits for transfers between stages, so have passes.
+
+A rank holds weights and state throughout a step, and activations from a forward to their last use.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.planner.pricing.cost import StageTimes, StepParts
-from shoal.schedules.player import Order, play
-from shoal.schedules.schedule import Kind, frees_activations
+from shoal.schedules.player import Order, activation_changes, play
+from shoal.schedules.schedule import Kind, Schedule, frees_activations
 
 Array = NDArray[np.float64]
 COMPUTE, UPDATE, REDUCE, GATHER, TRANSFER, FIXED = "compute", "update", "dp", "zero", "pp", "fixed"
@@ -115,3 +117,59 @@ def _update_cells(order: Order) -> list[int]:
                     if done % order.schedule.accumulate == 0:
                         found.append(number)
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBytes:
+    """Bytes on a rank of one pipeline place."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    other: float = 0.0
+    """Buffers, working space, what the allocator keeps: there throughout the step."""
+
+    @property
+    def constant(self) -> float:
+        """What is there whatever is worked on."""
+        return self.weights + self.gradients + self.optimizer + self.other
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What a step needs, for every pipeline place and stage."""
+
+    places: tuple[RankBytes, ...]
+    activations: tuple[float, ...]
+    """Of one microbatch, by stage, on one rank."""
+
+
+Moment = tuple[float, float]
+"""A time, and the bytes that are held from then on."""
+
+
+def memory_timeline(
+    schedule: Schedule, place: int, spans: Sequence[tuple[float, float]], needed: StepBytes
+) -> tuple[Moment, ...]:
+    """How the bytes of a rank go up and down.
+
+    Args:
+        schedule: that is worked through.
+        place: the pipeline rank.
+        spans: start and end of each of its cells.
+        needed: the bytes.
+    """
+    held = needed.places[place].constant
+    moments = [(0.0, held)]
+    for index, action, comes in activation_changes(schedule.rows[place]):
+        change = needed.activations[action.stage]
+        if change:
+            held += change if comes else -change
+            moments.append((spans[index][0 if comes else 1], held))
+    return tuple(moments)
+
+
+def peak_bytes(schedule: Schedule, place: int, needed: StepBytes) -> float:
+    """The most that a rank holds at once. It works in order, so this does not depend on how fast anybody is."""
+    idle = [(0.0, 0.0)] * len(schedule.rows[place])
+    return max(held for _, held in memory_timeline(schedule, place, idle, needed))

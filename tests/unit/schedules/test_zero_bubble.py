@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.schedules.families.family import Family, Size
-from shoal.schedules.families.line import ONE_F_ONE_B
+from shoal.schedules.families.one_f_one_b import ONE_F_ONE_B
 from shoal.schedules.families.zero_bubble import ZB_H1, ZB_H2
 from shoal.schedules.player import Timeline, peak_activations
 from shoal.schedules.pricing import Costs, price

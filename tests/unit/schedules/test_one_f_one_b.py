@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.schedules.families.family import Family, Size
-from shoal.schedules.families.line import GPIPE, ONE_F_ONE_B
+from shoal.schedules.families.one_f_one_b import GPIPE, ONE_F_ONE_B
 from shoal.schedules.player import peak_activations
 from shoal.schedules.pricing import Costs, price
 from shoal.schedules.rules import check

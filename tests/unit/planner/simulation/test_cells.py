@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from shoal.core.plan import Plan
-from shoal.planner.simulation.memory import RankBytes, StepBytes, memory_timeline, peak_bytes
+from shoal.planner.simulation.cells import RankBytes, StepBytes, memory_timeline, peak_bytes
 from shoal.planner.simulation.step import schedule_for
 from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.player import peak_activations

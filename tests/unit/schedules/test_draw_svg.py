@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from shoal.schedules.catalogue import FAMILIES, make_schedule
-from shoal.schedules.draw import short
+from shoal.schedules.draw import draw_svg, short
 from shoal.schedules.pricing import Costs, price
 from shoal.schedules.schedule import Schedule
-from shoal.schedules.svg import draw_svg
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
