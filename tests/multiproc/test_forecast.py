@@ -11,7 +11,8 @@ from shoal.engine.resolve import resolve_plan
 from shoal.models.check import facts_of
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
-from shoal.tuning.rehearsal import build_subject, forecast_ranks, read_trace, trace_rank
+from shoal.tuning.rehearsal import build_subject, trace_rank
+from support.training.rehearsals import rehearse_ranks
 
 RECIPE = {
     "plan": "dp=1",
@@ -83,7 +84,7 @@ def traced_on(world: World, recipe: dict, plans: list[str]) -> list[dict]:
     found = []
     for text in plans:
         plan = resolve_plan(subject.recipe.train, Plan.parse(text)).plan
-        seen = read_trace(trace_rank(subject, plan, world=world, num_steps=3))
+        seen = trace_rank(subject, plan, world=world, num_steps=3)
         found.append({"traffic": traffic_rows(seen.traffic), "state": dict(seen.state)})
     return found
 
@@ -94,7 +95,7 @@ def compare(recipe: dict, plans: list[str], num_ranks: int, *, deadline_seconds:
     expected = [
         [
             {"traffic": traffic_rows(rank.traffic), "state": dict(rank.state)}
-            for rank in forecast_ranks(subject, Plan.parse(text))
+            for rank in rehearse_ranks(subject, Plan.parse(text))
         ]
         for text in full
     ]

@@ -14,12 +14,13 @@ from shoal.schedules.csv_file import write_csv
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.config import Recipe
 from shoal.tuning.rehearsal import build_subject as build_rehearsed
-from shoal.tuning.rehearsal import forecast_ranks, read_trace, trace_rank
+from shoal.tuning.rehearsal import trace_rank
 from shoal.verify.mutants.catalogue import MUTANTS
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
 from shoal.verify.session import try_mutant
 from support.pipeline.trainer_runs import recipe_of, train_alone, train_on_ranks
+from support.training.rehearsals import rehearse_ranks
 
 PLAN, ALONE = "pp=3 replicas=2-1 microbatches=4", "dp=1 microbatches=4"
 MUTANT = "ranks of a replicated stage not summed"
@@ -144,7 +145,7 @@ REHEARSED = {
 
 def traced(world, text):
     subject = build_rehearsed(validate(Recipe, REHEARSED, origin="test"))
-    seen = read_trace(trace_rank(subject, Plan.parse(text), world=world, num_steps=3))
+    seen = trace_rank(subject, Plan.parse(text), world=world, num_steps=3)
     return {"traffic": traffic_rows(seen.traffic), "state": dict(seen.state)}
 
 
@@ -152,6 +153,6 @@ def test_what_is_rehearsed_is_what_ranks_count_and_hold():
     subject = build_rehearsed(validate(Recipe, REHEARSED, origin="test"))
     plan = resolve_plan(subject.recipe.train, Plan.parse(f"dp=1 {PLAN}")).plan
     expected = [
-        {"traffic": traffic_rows(rank.traffic), "state": dict(rank.state)} for rank in forecast_ranks(subject, plan)
+        {"traffic": traffic_rows(rank.traffic), "state": dict(rank.state)} for rank in rehearse_ranks(subject, plan)
     ]
     assert run_on_ranks(traced, 3, str(plan), deadline_seconds=100.0) == expected

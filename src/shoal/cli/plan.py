@@ -100,7 +100,7 @@ def print_answer(answer: "Answer", request: "PlanRequest") -> None:
     for line in (
         *_refused(found),
         *answer.why_not,
-        *answer.remarks,
+        *answer.warnings,
         *_caveats(answer, rows),
         *_commands(answer, rows, request),
         *_splits(answer),
@@ -247,7 +247,7 @@ def answer_values(answer: "Answer", request: "PlanRequest") -> dict[str, object]
         "faster_precisions": [values(one) for one in answer.others],
         "refused": values(found.refused),
         "why": list(answer.reasons),
-        "remarks": list(answer.remarks),
+        "remarks": list(answer.warnings),
         "why_not": list(answer.why_not),
         "asked": values(answer.asked),
         "num_plans": found.num_plans,

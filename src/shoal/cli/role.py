@@ -208,8 +208,8 @@ def _prepare(
     prepared = prepare_role(request, own=OwnParts())
     print(f"shoal: {prepared.place.name} of {prepared.place.plan}", file=sys.stderr)
     if role == "server" and prepared.prepared is not None:
-        for remark in prepared.prepared.remarks:
-            print(f"warning: {remark}", file=sys.stderr)
+        for warning in prepared.prepared.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
     return prepared
 
 

@@ -150,10 +150,10 @@ def simulate(
 
 def _print_result(asked: "Asked", result: Mapping[str, Any]) -> None:
     """Print a line for each thing that a simulation found, and a table of the pipeline's places."""
-    for remark in result["remarks"]:
+    for warning in result["remarks"]:
         # What was derived is said on stderr, before the simulation.
-        if remark != asked.derived:
-            _line("note", remark)
+        if warning != asked.derived:
+            _line("note", warning)
     _line("plan", f"{asked.plan}, {result['devices']} x {result['cluster']}")
     _line(
         "batch",

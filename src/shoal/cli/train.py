@@ -154,8 +154,8 @@ def _describe_only(prepared: "Prepared", json_file: Path | None) -> None:
 
     result = dry_run_result(prepared)
     print(describe_dry_run(result))
-    for remark in prepared.remarks:
-        print(f"warning: {remark}", file=sys.stderr)
+    for warning in prepared.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     write_result(json_file, result)
 
 

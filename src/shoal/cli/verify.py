@@ -68,7 +68,7 @@ def verify(
     kept = _Kept(json, markdown)
     try:
         if mutants:
-            verify_mutants(recipe, steps=steps, overrides=overrides or (), tell=log, keep=kept.keep)
+            verify_mutants(recipe, steps=steps, overrides=overrides or (), log=log, save=kept.save)
         else:
             verify_plans(
                 recipe,
@@ -78,8 +78,8 @@ def verify(
                 steps=steps,
                 precision=dtype,
                 overrides=overrides or (),
-                tell=log,
-                keep=kept.keep,
+                log=log,
+                save=kept.save,
             )
     finally:
         # An interruption loses the proof under way, and none that was finished.
@@ -95,7 +95,7 @@ class _Kept:
         self.certificate: Certificate | None = None
         self._json, self._markdown = json, markdown
 
-    def keep(self, certificate: "Certificate") -> None:
+    def save(self, certificate: "Certificate") -> None:
         """Write it beside and rename; what cannot be written twice, such as a pipe, gets the last one."""
         self.certificate = certificate
         if self._json is not None and (not certificate.pending or is_rewritable(self._json)):
@@ -123,18 +123,18 @@ def _judge(certificate: "Certificate", *, strict: bool) -> None:
 
 
 def _show(certificate: "Certificate") -> None:
-    from shoal.verify.certificate import MUTANT_COLUMNS, PLAN_COLUMNS, mutant_row, plan_row, remarks_of
+    from shoal.verify.certificate import MUTANT_COLUMNS, PLAN_COLUMNS, mutant_row, notes_of, plan_row
 
     if certificate.plans:
         print_table(PLAN_COLUMNS, [plan_row(plan) for plan in certificate.plans])
-        remarks: dict[str, list[str]] = {}
+        warnings: dict[str, list[str]] = {}
         # Where nothing but refusals came of it the error says them.
         is_error = not certificate.pending and len(certificate.refused) == len(certificate.plans)
         for plan in () if is_error else certificate.plans:
-            for remark in remarks_of(plan):
-                remarks.setdefault(remark, []).append(f"{plan.plan} ({plan.dtype})")
-        for remark, plans in remarks.items():
-            print(f"{', '.join(plans)}: {remark}")
+            for warning in notes_of(plan):
+                warnings.setdefault(warning, []).append(f"{plan.plan} ({plan.dtype})")
+        for warning, plans in warnings.items():
+            print(f"{', '.join(plans)}: {warning}")
         print(certificate.summary())
     if certificate.mutants:
         print_table(MUTANT_COLUMNS, [mutant_row(mutant) for mutant in certificate.mutants])

@@ -27,7 +27,7 @@ class MicrobatchShape:
     samples: int
     targets: int | None
     """Targets whose loss is computed from split scores; None where scores are whole, or nothing counts."""
-    survey: CrossingRecord | None = None
+    record: CrossingRecord | None = None
     """Of what the plain model does with it on this rank; needed with ``tp``."""
     gathered_scores: int = 0
     """Bytes of the scores, padding included, where a loss of the user's own wants them whole."""
@@ -70,10 +70,10 @@ def forecast_step_traffic(
     """
     accounts: list[TrafficCounts] = []
     for microbatch in microbatches:
-        if microbatch.survey is not None and mesh.has(Axis.TENSOR):
+        if microbatch.record is not None and mesh.has(Axis.TENSOR):
             accounts.append(
                 forecast_tensor_traffic(
-                    microbatch.survey,
+                    microbatch.record,
                     plan,
                     batch=microbatch.samples,
                     compute_bytes=step.compute_bytes,

@@ -89,8 +89,8 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
         f"shoal: {plan} on {world_size} process(es), {prepared.total_steps} steps, run directory {run_dir}",
         file=sys.stderr,
     )
-    for remark in prepared.remarks:
-        print(f"warning: {remark}", file=sys.stderr)
+    for warning in prepared.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     outcome = supervise(
         LaunchRequest(
             module="shoal.trainer.worker",

@@ -120,8 +120,8 @@ class Trainer:
         )
         self.memory_every = telemetry.memory_every
         self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
-        if not was_tried and (remark := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
-            self.reporter.warn(remark)
+        if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
+            self.reporter.warn(warning)
         self.engine = parallelize(
             model,
             data,

@@ -276,9 +276,9 @@ class Persistence:
         progress = Progress.from_values(checkpoint.values.get("progress"), origin=str(path))
         if progress.step != checkpoint.step:
             raise RunError(f"its progress is of step {progress.step}, its manifest of step {checkpoint.step}")
-        remark = refuse_other_data(checkpoint.values, self.data, accepted=self.config.other_data)
-        if remark is not None:
-            self.reporter.warn(remark)
+        warning = refuse_other_data(checkpoint.values, self.data, accepted=self.config.other_data)
+        if warning is not None:
+            self.reporter.warn(warning)
             if progress.position.offset >= self.data.splits["train"].samples:
                 progress = replace(progress, position=Position(epoch=progress.position.epoch + 1))
         held = held_at(progress)

@@ -65,7 +65,7 @@ class Prepared:
     total_steps: int
     run_dir: Path
     resume: bool
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """What the user should know before it starts."""
 
 
@@ -85,7 +85,7 @@ class OwnParts(Protocol):
         """Refuse a derived plan that a module cannot be laid out by; called only where nothing but building it can tell."""
 
     def try_parts(self, recipe: Recipe, plan: Plan) -> tuple[str, ...]:
-        """Refuse data, model and loss that do not fit one another; remarks on them. Called only where one is the user's own."""
+        """Refuse data, model and loss that do not fit one another; warnings on them. Called only where one is the user's own."""
 
 
 def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
@@ -109,7 +109,9 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     is_own = isinstance(recipe.data, OwnDataConfig)
     if is_own and request.resume and not recipe.checkpoint.other_data and already_finished(prepared) is None:
         own.check_same_data(recipe, RunDir(run_dir).checkpoints)
-    return replace(prepared, remarks=(*prepared.remarks, *list_gentler(RunDir(run_dir), recipe), *_odd_files(run_dir)))
+    return replace(
+        prepared, warnings=(*prepared.warnings, *list_gentler(RunDir(run_dir), recipe), *_odd_files(run_dir))
+    )
 
 
 def already_finished(prepared: Prepared) -> dict[str, Any] | None:
@@ -183,10 +185,10 @@ def check_parts(
         total_steps=total,
         run_dir=run_dir,
         resume=resume,
-        remarks=(
-            *_remarks(recipe, total, count_updates(layout.plan, total)),
-            *_server_remarks(recipe, layout.plan),
-            *_idle_remarks(recipe, layout.plan),
+        warnings=(
+            *_warnings(recipe, total, count_updates(layout.plan, total)),
+            *_server_warnings(recipe, layout.plan),
+            *_idle_warnings(recipe, layout.plan),
             *tried,
         ),
     )
@@ -255,7 +257,7 @@ def _asks_the_module(recipe: Recipe, plan: Plan, facts: ModelFacts | None) -> bo
     return plan.pp > 1 and (facts.num_units is None or bool(wishes.stages) or wishes.memory is not None)
 
 
-def _server_remarks(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def _server_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """What parameter servers do otherwise than replicas."""
     if not plan.ps:
         return
@@ -267,8 +269,8 @@ def _server_remarks(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield f"telemetry.profile {recipe.telemetry.profile} has no effect with parameter servers"
 
 
-def _idle_remarks(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    """Settings of parameter servers in a run that has none. A remark, because recipes are compared by ``--plan dp=N``."""
+def _idle_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Settings of parameter servers in a run that has none. A warning, because recipes are compared by ``--plan dp=N``."""
     config = recipe.paramserver
     # By value: a run's own recipe.toml has every key filled in.
     changed = [name for name, field in type(config).model_fields.items() if getattr(config, name) != field.default]
@@ -277,7 +279,7 @@ def _idle_remarks(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield f"{named}: no effect, because the plan {str(plan)!r} has no parameter servers; add ps and workers, or leave it out"
 
 
-def _remarks(recipe: Recipe, total_steps: int, total_updates: int) -> Iterator[str]:
+def _warnings(recipe: Recipe, total_steps: int, total_updates: int) -> Iterator[str]:
     """Settings that will have no effect, or not the one that was meant."""
     if recipe.optim.warmup >= total_updates:
         yield f"optim.warmup {recipe.optim.warmup} is not below the {total_updates} steps: the rate never reaches optim.lr"

@@ -26,7 +26,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.schedules.schedule import Action, Kind
 from shoal.telemetry.memory import GrowthMeter, is_out_of_memory
-from shoal.tuning.rehearsal import StepTrace, Subject, read_trace, replace_stages, trace_rank
+from shoal.tuning.rehearsal import StepTrace, Subject, replace_stages, trace_rank
 
 _WARM = 1
 """Steps that are not timed: the first makes buffers and lets DDP look."""
@@ -94,7 +94,7 @@ class JointRehearsal:
         return {
             "seconds": rest + sum(cells.values()) if cells else statistics.median(step.seconds for step in timed),
             "cells": {str(action): seconds for action, seconds in cells.items()},
-            "traffic": traffic_rows(read_trace(trace).traffic),
+            "traffic": traffic_rows(trace.traffic),
             "state": dict(trace.state),
             "grown_bytes": grown,
             "slow_down": sum(cells.values()) / sum(_smooth(alone).values()) if alone else None,
@@ -152,7 +152,7 @@ class _Pace:
     def __init__(self, rehearsal: JointRehearsal, *, times_alone: bool) -> None:
         self.alone_from: int | None = None
         """The first step that nobody computed beside; None where there is none."""
-        self._company, self._times_alone = rehearsal, times_alone
+        self._rehearsal, self._times_alone = rehearsal, times_alone
         self._last = _WARM + rehearsal.num_timed
         self._deadline: Deadline | None = None
 
@@ -161,21 +161,21 @@ class _Pace:
         if self.alone_from is not None:
             return number < self.alone_from + _ALONE
         if number == _WARM:
-            self._company.arrive("ready")
-            self._company.wait_for_all("ready")
+            self._rehearsal.arrive("ready")
+            self._rehearsal.wait_for_all("ready")
         if number == self._last:
-            self._company.arrive("timed")
+            self._rehearsal.arrive("timed")
             self._deadline = Deadline(seconds=_STEP_SECONDS)
         if number < self._last:
             return True
-        if not self._company.are_all("timed"):
+        if not self._rehearsal.are_all("timed"):
             assert self._deadline is not None
             self._deadline.check("the other ranks of the rehearsal to be timed")
             return True
         if not self._times_alone:
             return False
-        self._company.arrive("still")
-        self._company.wait_for_all("still")
+        self._rehearsal.arrive("still")
+        self._rehearsal.wait_for_all("still")
         self.alone_from = number
         return True
 

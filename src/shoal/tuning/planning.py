@@ -55,7 +55,7 @@ class Answer:
     job: Job
     found: Found
     reasons: tuple[str, ...]
-    remarks: tuple[str, ...]
+    warnings: tuple[str, ...]
     """What could not be asked of the model, and why there is no command that runs it."""
     why_not: tuple[str, ...]
     asked: Estimate | None
@@ -108,7 +108,7 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
         job=job,
         found=found,
         reasons=tuple(explain(found.ranked)),
-        remarks=(*job.cluster.warnings, *_remarks(recipe, [*found.ranked, *others])),
+        warnings=(*job.cluster.warnings, *_warnings(recipe, [*found.ranked, *others])),
         why_not=tuple(because),
         asked=asked,
         choices=choose_splits(job) if is_uneven(job.chain) and job.cluster.num_devices <= _MOST_SPLIT else None,
@@ -117,7 +117,7 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
     )
 
 
-def _remarks(recipe: Recipe, shown: Sequence[Estimate]) -> Iterator[str]:
+def _warnings(recipe: Recipe, shown: Sequence[Estimate]) -> Iterator[str]:
     if recipe.planner.shape is not None:
         yield (
             "no command runs these: they are for [planner.shape], and `shoal train` trains [model]; leave [planner.shape] out to "

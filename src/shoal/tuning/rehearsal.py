@@ -4,9 +4,9 @@ Nothing of the run is imitated. The model, the techniques, the reduction, the sc
 run; only the channels echo (``comm/rehearsal.py``). The traffic that the rank has counted and the bytes that it then holds are
 those of the run, and its passes take as long as they take on this machine.
 
-A forecast of all ranks is exact too: each is rehearsed in this process, one after another, and the step that is reported is one
-like all that follow: the second, when DDP has cut its buckets by the order in which gradients came. A step with a short batch, at
-the end of an epoch, moves less. Asynchronous schedules and parameter servers cannot be rehearsed.
+The forecast of a rank's traffic is exact: its last step is like all that follow, from the second on, when DDP has cut its buckets
+by the order in which gradients came. A step with a short batch, at the end of an epoch, moves less. Asynchronous
+schedules and parameter servers cannot be rehearsed.
 """
 
 import copy
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from shoal.comm.mesh import Mesh
-from shoal.comm.rehearsal import rehearsed_world
 from shoal.comm.trafficcounter import TrafficCounts, plain_traffic
 from shoal.comm.world import World
 from shoal.core.errors import RequestError
@@ -110,6 +109,11 @@ class RankTrace:
     steps: tuple[StepTrace, ...]
     state: Mapping[str, int]
     """Bytes of weights, gradients and optimizer state."""
+
+    @property
+    def traffic(self) -> TrafficCounts:
+        """Of the last step, which every later one is like."""
+        return plain_traffic(self.steps[-1].traffic)
 
 
 def trace_rank(
@@ -231,45 +235,3 @@ def _step(subject: Subject, model: ParallelModel, timer: _CellTimer, batch: Step
         )
         seconds = time.perf_counter() - started - (mesh.echo_seconds - echoed)
     return StepTrace(traffic=dict(counts), seconds=seconds, cells=tuple(timer.cells))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankForecast:
-    """One rank."""
-
-    traffic: TrafficCounts
-    """Of one step, by axis and operation."""
-    state: Mapping[str, int]
-    """Bytes of weights, gradients and optimizer state."""
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of all collectives of a step, as the traffic counter counts them."""
-        return sum(traffic.num_bytes for traffic in self.traffic.values())
-
-    @property
-    def state_bytes(self) -> int:
-        """All that is kept from step to step."""
-        return sum(self.state.values())
-
-
-def forecast_rank(subject: Subject, plan: Plan, rank: int) -> RankForecast:
-    """What one rank of a plan will move and hold.
-
-    Raises:
-        RequestError: the plan is asynchronous or does not fit the model.
-    """
-    plan = resolve_plan(subject.recipe.train, plan).plan
-    with rehearsed_world(rank, plan.world_size) as world:
-        return read_trace(trace_rank(subject, plan, world=world))
-
-
-def forecast_ranks(subject: Subject, plan: Plan) -> tuple[RankForecast, ...]:
-    """The same of all ranks, in their order."""
-    plan = resolve_plan(subject.recipe.train, plan).plan
-    return tuple(forecast_rank(subject, plan, rank) for rank in range(plan.world_size))
-
-
-def read_trace(trace: RankTrace) -> RankForecast:
-    """What a trace, rehearsed or real, says of every later step."""
-    return RankForecast(traffic=plain_traffic(trace.steps[-1].traffic), state=dict(trace.state))

@@ -147,7 +147,7 @@ def play(asked: Asked, conditions: Conditions, *, num_steps: int | None) -> Simu
             "seed": conditions.seed,
         },
         "fits": _fits(simulated, asked),
-        "remarks": [*([] if asked.derived is None else [asked.derived]), *asked.remarks],
+        "remarks": [*([] if asked.derived is None else [asked.derived]), *asked.warnings],
         "goodput": None,
         "wide_area": None,
     }

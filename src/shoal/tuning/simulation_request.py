@@ -146,7 +146,7 @@ class Asked:
     """The devices that the plan uses."""
     spec: DataSpec
     num_sites: int
-    remarks: tuple[str, ...]
+    warnings: tuple[str, ...]
     derived: str | None = None
     """Says that the batch is not the recipe's, where it is not."""
 
@@ -201,11 +201,11 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
     if facts is not None:
         replace(layout.plan, ep=1).check(facts)
     num_sites = _sites(request, layout.plan)
-    remarks = [*cluster.warnings]
+    warnings = [*cluster.warnings]
     if layout.plan.world_size < cluster.num_devices:
-        remarks.append(f"the plan uses {layout.plan.world_size} of the cluster's {cluster.num_devices} devices")
+        warnings.append(f"the plan uses {layout.plan.world_size} of the cluster's {cluster.num_devices} devices")
     if num_sites > 1 and layout.plan.zero and layout.plan.degree(Axis.DATA) == num_sites:
-        remarks.append(f"zero={layout.plan.zero} has nothing to shard in a site with one replica, and is left out")
+        warnings.append(f"zero={layout.plan.zero} has nothing to shard in a site with one replica, and is left out")
     return Asked(
         recipe=recipe.model_copy(update={"plan": str(layout.plan)}),
         plan=layout.plan,
@@ -213,7 +213,7 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
         cluster=cluster if layout.plan.world_size == cluster.num_devices else cluster.resized(layout.plan.world_size),
         spec=data.spec,
         num_sites=num_sites,
-        remarks=tuple(remarks),
+        warnings=tuple(warnings),
         derived=derived,
     )
 

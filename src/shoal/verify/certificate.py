@@ -50,7 +50,7 @@ class Certificate:
     seed: int = 0
     threads: int = 1
     wall_s: float = 0.0
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -110,7 +110,7 @@ class Certificate:
             "threads": self.threads,
             "versions": find_versions(),
             "wall_s": self.wall_s,
-            "remarks": list(self.remarks),
+            "remarks": list(self.warnings),
         }
 
     def as_markdown(self) -> str:
@@ -128,7 +128,7 @@ class Certificate:
             lines += _markdown_table(PLAN_COLUMNS, [plan_row(plan) for plan in self.plans])
             lines += [
                 "",
-                *[f"- `{plan.plan}` in {plan.dtype}: {text}" for plan in self.plans for text in remarks_of(plan)],
+                *[f"- `{plan.plan}` in {plan.dtype}: {text}" for plan in self.plans for text in notes_of(plan)],
             ]
         if self.mutants:
             num_caught = sum(mutant.caught for mutant in self.mutants)
@@ -178,7 +178,7 @@ def _result_word(plan: PlanResult) -> str:
     return "bitwise" if plan.bitwise else f"within {plan.tolerance:.1g}"
 
 
-def remarks_of(plan: PlanResult) -> list[str]:
+def notes_of(plan: PlanResult) -> list[str]:
     """What a reader of the table should know beside: why a plan is not proven, or by what, and what of its cost is off."""
     found = [plan.reason] if not plan.ok or plan.decided_by is not None else []
     found += [f"prediction off: {one}" for one in plan.prediction.off]

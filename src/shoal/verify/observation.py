@@ -32,9 +32,9 @@ class TrafficObserver(Hook):
         self._trainer = trainer
         self._batch: StepBatch | None = None
         self._is_known = is_known(loss)
-        self._survey: CrossingRecord | None = None
+        self._record: CrossingRecord | None = None
         if trainer.mesh.has(Axis.TENSOR):
-            self._survey = record_crossings(plain, trainer.engine.analysis, example_of(data))
+            self._record = record_crossings(plain, trainer.engine.analysis, example_of(data))
         self._plain = plain
         self._boundaries: dict[Any, Boundaries] = {}
         trainer.engine.add_hook(self)
@@ -133,8 +133,8 @@ class TrafficObserver(Hook):
     def _shape(self, index: int, microbatch: Microbatch) -> MicrobatchShape:
         tensor = self._trainer.engine.layout.tensor
         targets, weight = self._trainer.engine.objective.scoring.own_part(microbatch.targets, microbatch.weight)
-        survey, has_end = self._survey_of(index)
-        shape = MicrobatchShape(samples=len(microbatch.sample_ids), targets=None, survey=survey)
+        record, has_end = self._record_of(index)
+        shape = MicrobatchShape(samples=len(microbatch.sample_ids), targets=None, record=record)
         if tensor is None or not tensor.splits_logits or weight == 0 or not has_end:
             return shape
         if self._is_known:
@@ -145,13 +145,13 @@ class TrafficObserver(Hook):
         scores = targets.numel() * rows_per_rank(tensor.vocab, degree) * degree * compute.itemsize
         return replace(shape, gathered_scores=scores)
 
-    def _survey_of(self, microbatch: int) -> tuple[CrossingRecord | None, bool]:
+    def _record_of(self, microbatch: int) -> tuple[CrossingRecord | None, bool]:
         """What crosses of a microbatch on this rank, and whether it has the last stage of it."""
         cut = self._trainer.engine.pipeline
         if cut is None:
-            return self._survey, True
+            return self._record, True
         grid = cut.schedule.grid
         own = [stage for stage in range(grid.num_stages) if grid.rank_of(stage, microbatch) == cut.rank]
         paths = {unit.path for unit in cut.stages.units if not cut.chain.stages_of(unit.path).isdisjoint(own)}
-        survey = self._survey.within(paths) if self._survey is not None else None
-        return survey, grid.num_stages - 1 in own
+        record = self._record.within(paths) if self._record is not None else None
+        return record, grid.num_stages - 1 in own

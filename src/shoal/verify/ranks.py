@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import FileStore  # torch types this name only t
 
 from shoal.comm.mesh import GRID, pretend_mesh
 from shoal.comm.shared import SharedTransport
-from shoal.comm.trafficcounter import TrafficCounts
+from shoal.comm.trafficcounter import TrafficCounts, traffic_rows
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.costs.fake import faked
@@ -163,13 +163,13 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             trainer.engine.asynchronous.longest = 1  # Every step is looked at; how long a window is changes no bit.
         with trainer:
             meter = ActivationMeter(trainer.engine.objective)
-            survey = TrafficObserver(trainer, plain, loss, data)
-            answer = _record(trainer, survey, job["steps"], folder)
+            observer = TrafficObserver(trainer, plain, loss, data)
+            answer = _record(trainer, observer, job["steps"], folder)
             meter.close()
             return {**answer, "sizes": _sizes(trainer, plain, loss, meter)}
 
 
-def _record(trainer: Trainer, survey: TrafficObserver, steps: int, folder: Path) -> dict[str, Any]:
+def _record(trainer: Trainer, observer: TrafficObserver, steps: int, folder: Path) -> dict[str, Any]:
     recorder = Recorder(folder, f"rank-{trainer.world.rank:03d}")
     summed = GradientRecorder()
     trainer.engine.add_hook(summed)
@@ -180,7 +180,7 @@ def _record(trainer: Trainer, survey: TrafficObserver, steps: int, folder: Path)
         with trainer.mesh.traffic.counting() as counts:
             done = next(running)
         counted.append(dict(counts))
-        expected.append(survey.expected(counts))
+        expected.append(observer.expected(counts))
         tensors = model_tensors(
             trainer.engine.reduction.updated.items(), trainer.optimizer, saved_buffers(trainer.model)
         )
@@ -196,8 +196,8 @@ def _record(trainer: Trainer, survey: TrafficObserver, steps: int, folder: Path)
         "degrees": {axis.value: trainer.mesh.degree(axis) for axis in GRID},
         "microbatches": trainer.plan.microbatches or 1,
         "adds_in_order": adds_in_order(trainer),
-        "traffic": [_traffic_rows(counts) for counts in counted],
-        "expected_traffic": [_traffic_rows(counts) for counts in expected],
+        "traffic": [traffic_rows(counts) for counts in counted],
+        "expected_traffic": [traffic_rows(counts) for counts in expected],
     }
 
 
@@ -247,13 +247,6 @@ def adds_in_order(trainer: Trainer) -> bool:
     """True when sums over replicas run in the order of ranks, so that any number of them keeps the reference's bits."""
     transport = trainer.mesh.replicas.transport
     return transport is None or isinstance(transport, SharedTransport)
-
-
-def _traffic_rows(counts: TrafficCounts) -> dict[str, list[int]]:
-    return {
-        f"{axis} {operation}": [traffic.calls, traffic.num_bytes]
-        for (axis, operation), traffic in sorted(counts.items())
-    }
 
 
 def main() -> None:

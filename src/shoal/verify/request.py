@@ -100,7 +100,7 @@ class VerifyRequest:
     refusals: tuple[Refusal, ...]
     model_hash: str
     """SHA-256 of the initial weights."""
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def prepare_verify(
@@ -155,7 +155,7 @@ def prepare_verify(
         proposals=tuple(proposals),
         refusals=tuple(refusals),
         model_hash=hash_weights(model),
-        remarks=tuple(_left_out(recipe, proposals, precision)),
+        warnings=tuple(_left_out(recipe, proposals, precision)),
     )
 
 

@@ -14,8 +14,8 @@ from shoal.verify.proof import Prover, hash_recipe
 from shoal.verify.request import DEFAULT_STEPS, Subject, build_subject, check_plan, choose_precisions, prepare_verify
 from shoal.verify.result import PlanResult, refused, settle
 
-Tell = Callable[[str], None]
-Keep = Callable[[Certificate], None]
+Log = Callable[[str], None]
+Save = Callable[[Certificate], None]
 """Called with all that is known so far, after every proof."""
 # Ranks may outnumber the cores; with one thread each, no plan computes in other pieces than the reference.
 _THREADS = 1
@@ -30,8 +30,8 @@ def verify_plans(
     steps: int,
     precision: str | None,
     overrides: Sequence[str],
-    tell: Tell,
-    keep: Keep,
+    log: Log,
+    save: Save,
 ) -> Certificate:
     """Prove plans. Every one has a result: one that cannot run, or that fails, takes none of the others with it.
 
@@ -51,34 +51,34 @@ def verify_plans(
     threads = recipe.train.threads or _THREADS
     certificate = _begin(path, recipe, steps=steps, threads=threads, overrides=overrides)
     certificate = replace(
-        certificate, takes_all=takes_all, model_hash=request.model_hash, remarks=tuple(request.remarks)
+        certificate, takes_all=takes_all, model_hash=request.model_hash, warnings=tuple(request.warnings)
     )
-    for remark in request.remarks:
-        tell(remark)
+    for warning in request.warnings:
+        log(warning)
     left_out = [refused(str(one.plan), dtype=one.precision, steps=steps, reason=one.reason) for one in request.refusals]
     for result in left_out:
-        tell(f"refused {result.plan}: {result.reason}")
+        log(f"refused {result.plan}: {result.reason}")
     names = [f"{proposal.plan} in {proposal.precision}" for proposal in request.proposals]
     results: list[PlanResult] = []
     with Prover(steps=steps, threads=threads) as prover:
         for number, proposal in enumerate(request.proposals, start=1):
-            tell(f"[{number}/{len(names)}] {names[number - 1]}")
+            log(f"[{number}/{len(names)}] {names[number - 1]}")
             results.append(prover.prove(request.subject, proposal.plan, proposal.precision))
             if not results[-1].ok:
                 # Why it is refused is often the same for all plans, and said once, at the end.
                 is_refused = results[-1].status == "refused"
-                tell(f"    {results[-1].status}" + ("" if is_refused else f": {results[-1].reason}"))
+                log(f"    {results[-1].status}" + ("" if is_refused else f": {results[-1].reason}"))
             certificate = replace(
                 certificate,
                 plans=(*settle(results), *left_out),
                 pending=tuple(names[number:]),
                 wall_s=time.monotonic() - started,
             )
-            keep(certificate)
+            save(certificate)
     return certificate
 
 
-def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Tell, keep: Keep) -> Certificate:
+def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], log: Log, save: Save) -> Certificate:
     """PlantedBug every bug in turn and see which comparison catches it; each has a control without the bug.
 
     Raises:
@@ -94,7 +94,7 @@ def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Te
     with Prover(steps=steps, threads=threads) as prover:
         ordered = sorted(MUTANTS.values(), key=lambda mutant: Plan.parse(mutant.plan).world_size)
         for number, mutant in enumerate(ordered, start=1):
-            tell(f"[{number}/{len(ordered)}] {mutant.name} under {mutant.plan}")
+            log(f"[{number}/{len(ordered)}] {mutant.name} under {mutant.plan}")
             results.append(try_mutant(prover, mutant, recipe, controls))
             certificate = replace(
                 certificate,
@@ -102,7 +102,7 @@ def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], tell: Te
                 pending=tuple(one.name for one in ordered[number:]),
                 wall_s=time.monotonic() - started,
             )
-            keep(certificate)
+            save(certificate)
     return certificate
 
 

@@ -118,9 +118,9 @@ def test_ten_thousand_devices_as_a_picture_and_a_trace(shoal, tiny, tmp_path):
     events = json.loads((tmp_path / "out.trace").read_text())["traceEvents"]
     assert len({event["pid"] for event in events}) == 64
     assert xml.fromstring((tmp_path / "out.svg").read_text()).tag.endswith("svg")
-    (remark,) = json.loads((tmp_path / "out.json").read_text())["remarks"]
-    assert remark == "the picture and the trace show 64 of 5000 groups of ranks, the slowest replica's first"
-    assert remark in done.stdout
+    (warning,) = json.loads((tmp_path / "out.json").read_text())["remarks"]
+    assert warning == "the picture and the trace show 64 of 5000 groups of ranks, the slowest replica's first"
+    assert warning in done.stdout
 
 
 @pytest.mark.soak

@@ -40,13 +40,13 @@ def test_settings_of_servers_that_a_plan_does_not_have_are_said_to_do_nothing(ti
     """They were ignored without a word."""
     changes = ("paramserver.staleness_aware=true", "paramserver.hot=measured", "paramserver.lease_seconds=2.0")
     request = TrainRequest(recipe=tiny, plan="dp=2", overrides=changes, run_dir=tiny.parent / "run")
-    (remark,) = prepare(request, own=OwnPartsHere()).remarks
-    assert remark == (
+    (warning,) = prepare(request, own=OwnPartsHere()).warnings
+    assert warning == (
         "paramserver.staleness_aware, paramserver.hot: no effect, because the plan 'dp=2' has no parameter servers; add ps and "
         "workers, or leave it out"
     )
     served = prepare(replace(request, plan="ps=2 workers=2 backup=1 update=async"), own=OwnPartsHere())
-    assert not any("no effect" in said for said in served.remarks)
+    assert not any("no effect" in said for said in served.warnings)
 
 
 @pytest.mark.parametrize(

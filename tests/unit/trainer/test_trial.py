@@ -136,12 +136,12 @@ def test_what_does_not_fit_is_refused(changed: dict[str, str], message: str) -> 
 )
 def test_what_fits_is_not(changed: dict[str, str]) -> None:
     """A module that takes one size of batch, works in training mode, or knows its rank, is one that a run can train."""
-    assert not [remark for remark in ask(**changed).remarks if "loss" in remark]
+    assert not [warning for warning in ask(**changed).warnings if "loss" in warning]
 
 
 def test_a_loss_that_is_no_mean_is_remarked_on() -> None:
-    assert [remark for remark in ask(loss="summed").remarks if "not the mean over its items" in remark]
-    assert not ask(loss="summed", plan="dp=1").remarks
+    assert [warning for warning in ask(loss="summed").warnings if "not the mean over its items" in warning]
+    assert not ask(loss="summed", plan="dp=1").warnings
 
 
 @pytest.mark.parametrize("own", [OwnPartsHere, OwnParts])

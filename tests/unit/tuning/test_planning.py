@@ -359,7 +359,7 @@ def test_what_does_not_fit_in_several_precisions_is_told_of_the_one_that_needs_l
 
 def test_plans_for_other_software_say_why_no_command_runs_them(tiny):
     answer = ask(tiny, "h100:8", overrides=("planner.software=megatron",))
-    assert any("no command runs these: they are priced as megatron runs them" in line for line in answer.remarks)
+    assert any("no command runs these: they are priced as megatron runs them" in line for line in answer.warnings)
 
 
 @pytest.mark.parametrize(

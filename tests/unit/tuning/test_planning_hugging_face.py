@@ -50,7 +50,7 @@ def test_tensor_and_sequence_parallelism_are_searched_though_nothing_has_values(
     request = PlanRequest(recipe=recipe, cluster="v100-16gb:1x8", global_batch=1, overrides=LARGE, top=3)
     answer = plan_for(request, own=NoOwnParts())
     assert any(one.plan.tp > 1 and one.plan.sp for one in answer.found.ranked)
-    assert "only running the module can tell" in answer.remarks[0]
+    assert "only running the module can tell" in answer.warnings[0]
 
 
 def test_heads_that_tp_does_not_divide_are_answered_by_the_rule(recipe):

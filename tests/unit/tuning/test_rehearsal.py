@@ -12,7 +12,8 @@ from shoal.core.config import validate
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe
-from shoal.tuning.rehearsal import build_subject, forecast_rank, forecast_ranks, trace_rank
+from shoal.tuning.rehearsal import build_subject, trace_rank
+from support.training.rehearsals import rehearse_rank, rehearse_ranks
 
 RECIPE = {
     "plan": "dp=1",
@@ -28,7 +29,7 @@ def subject():
 
 
 def test_a_single_rank_moves_nothing(subject):
-    (only,) = forecast_ranks(subject, Plan.parse("dp=1"))
+    (only,) = rehearse_ranks(subject, Plan.parse("dp=1"))
     assert only.traffic == {}
     weights = sum(parameter.nbytes for parameter in subject.model.parameters())
     # AdamW: two moments of every weight, and a count of steps for every tensor.
@@ -38,7 +39,7 @@ def test_a_single_rank_moves_nothing(subject):
 
 def test_replicas_sum_their_gradients_with_the_loss_aboard(subject):
     weights = sum(parameter.nbytes for parameter in subject.model.parameters())
-    assert traffic_rows(forecast_rank(subject, Plan.parse("dp=2"), 1).traffic) == {
+    assert traffic_rows(rehearse_rank(subject, Plan.parse("dp=2"), 1).traffic) == {
         "replicas all_reduce": [1, weights + 8]
     }
 
@@ -46,7 +47,7 @@ def test_replicas_sum_their_gradients_with_the_loss_aboard(subject):
 def test_the_model_and_the_process_are_left_as_they_were(subject):
     before = {name: tensor.clone() for name, tensor in subject.model.state_dict().items()}
     hook = sys.excepthook
-    forecast_ranks(subject, Plan.parse("dp=1 pp=2"))
+    rehearse_ranks(subject, Plan.parse("dp=1 pp=2"))
     assert all(torch.equal(before[name], tensor) for name, tensor in subject.model.state_dict().items())
     assert not dist.is_initialized() and sys.excepthook is hook
 

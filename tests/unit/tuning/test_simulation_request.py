@@ -30,7 +30,7 @@ def ask(tiny, cluster: str, plan: str | None = None, **options) -> Asked:
 def test_dp_takes_up_the_devices(tiny):
     asked = ask(tiny, "h100:2x8", "tp=2 pp=2", overrides=("train.global_batch=16",))
     assert str(asked.plan) == "dp=4 tp=2 pp=2 schedule=1f1b microbatches=4"
-    assert asked.cluster.num_devices == 16 and asked.remarks == () and asked.site_plan == asked.plan
+    assert asked.cluster.num_devices == 16 and asked.warnings == () and asked.site_plan == asked.plan
 
 
 def test_the_recipes_plan_takes_all_devices_when_none_is_given(tiny):
@@ -40,7 +40,7 @@ def test_the_recipes_plan_takes_all_devices_when_none_is_given(tiny):
 def test_a_plan_may_be_smaller_than_the_cluster_and_is_said_to_be(tiny):
     asked = ask(tiny, "h100:2x8", "dp=4")
     assert asked.cluster.num_devices == 4
-    assert asked.remarks == ("the plan uses 4 of the cluster's 16 devices",)
+    assert asked.warnings == ("the plan uses 4 of the cluster's 16 devices",)
 
 
 def test_devices_in_place_of_the_clusters(tiny):
@@ -55,7 +55,7 @@ def test_sites_share_the_replicas(tiny):
     assert asked.site_cluster.num_devices == 4
     alone = ask(tiny, "a100:2x8", "dp=8 tp=2 zero=1", is_local=True)
     assert (alone.num_sites, str(alone.site_plan)) == (8, "dp=1 tp=2")
-    assert alone.remarks == ("zero=1 has nothing to shard in a site with one replica, and is left out",)
+    assert alone.warnings == ("zero=1 has nothing to shard in a site with one replica, and is left out",)
 
 
 @pytest.mark.parametrize(

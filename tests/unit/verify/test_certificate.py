@@ -2,7 +2,7 @@
 
 import json
 
-from shoal.verify.certificate import Certificate, MutantResult, remarks_of
+from shoal.verify.certificate import Certificate, MutantResult, notes_of
 from shoal.verify.compare.judge import Difference
 from shoal.verify.result import Off, PlanResult, Prediction, settle
 
@@ -155,5 +155,5 @@ def test_what_was_not_predicted_is_said_with_its_reason():
     half = Prediction(is_made=True, missing={"activations": "RuntimeError: looks at values\nand more"})
     certificate = Certificate(plans=(plan_result(prediction=half), plan_result()))
     assert certificate.ok and certificate.half_predicted == [certificate.plans[0]] and not certificate.unpredicted
-    assert remarks_of(certificate.plans[0]) == ["not predicted: bytes of activations: RuntimeError: looks at values"]
-    assert remarks_of(certificate.plans[1]) == []
+    assert notes_of(certificate.plans[0]) == ["not predicted: bytes of activations: RuntimeError: looks at values"]
+    assert notes_of(certificate.plans[1]) == []

@@ -126,7 +126,7 @@ def test_what_the_recipe_trains_in_is_proved(tiny, trained):
     """A recipe in bfloat16 was proved in float32, and nobody was told."""
     request = prepare_verify(tiny, plans=["dp=2", "tp=2"], overrides=[f"train.precision={trained}"])
     wanted = [("dp=2", trained), ("dp=1 tp=2", trained), ("dp=1 tp=2", "float64")]
-    assert texts(request) == wanted[: 2 if trained == "float64" else 3] and request.remarks == ()
+    assert texts(request) == wanted[: 2 if trained == "float64" else 3] and request.warnings == ()
     other = prepare_verify(tiny, plans=["tp=2"], precision="float32", overrides=[f"train.precision={trained}"])
     assert texts(other) == [("dp=1 tp=2", "float32")]
 
@@ -135,8 +135,8 @@ def test_what_cannot_be_proved_in_the_recipes_own_arithmetic_is_said(tiny):
     named = ["optim.name=torch.optim.RMSprop", "train.precision=bfloat16"]
     request = prepare_verify(tiny, plans=["dp=2", "tp=2"], overrides=named)
     assert texts(request) == [("dp=2", "bfloat16"), ("dp=1 tp=2", "float64")]
-    (remark,) = request.remarks
-    assert "plan 'dp=1 tp=2' is not proved in bfloat16" in remark
+    (warning,) = request.warnings
+    assert "plan 'dp=1 tp=2' is not proved in bfloat16" in warning
     plan = "pp=2 schedule=pipedream microbatches=4"
     with pytest.raises(RequestError, match=r"train.precision float16|precision"):
         prepare_verify(tiny, plans=[plan], overrides=["train.precision=float16"])

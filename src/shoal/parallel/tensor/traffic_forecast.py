@@ -98,12 +98,12 @@ def record_crossings(model: nn.Module, analysis: ModuleAnalysis, example: Sequen
 
 
 def forecast_traffic(
-    survey: CrossingRecord, plan: Plan, *, batch: int, compute_bytes: int, weight_bytes: int, num_targets: int | None
+    record: CrossingRecord, plan: Plan, *, batch: int, compute_bytes: int, weight_bytes: int, num_targets: int | None
 ) -> TrafficCounts:
     """Calls and bytes along ``tp`` of one microbatch, forward and backward.
 
     Args:
-        survey: of the plain model.
+        record: of the plain model.
         plan: what is to run; under ``cp`` a rank has its share of the positions inside the blocks.
         batch: samples of the microbatch.
         compute_bytes: of an element in matrix products: 2 under bfloat16 autocast.
@@ -113,9 +113,9 @@ def forecast_traffic(
     if plan.tp == 1:
         return {}
     all_counts: list[TrafficCounts] = []
-    for crossing in survey.crossings:
-        numel = crossing.numel * batch // survey.batch
-        numel //= plan.cp if _has_own_positions(crossing, survey) else 1
+    for crossing in record.crossings:
+        numel = crossing.numel * batch // record.batch
+        numel //= plan.cp if _has_own_positions(crossing, record) else 1
         is_wide = crossing.kind in (CrossingKind.EMBEDDING, CrossingKind.ENTRY, CrossingKind.EXIT)
         num_bytes = numel * (weight_bytes if is_wide else compute_bytes)
         for operation, calls in _operations(crossing, plan):
@@ -127,10 +127,10 @@ def forecast_traffic(
     return add_traffic(*all_counts)
 
 
-def _has_own_positions(crossing: Crossing, survey: CrossingRecord) -> bool:
+def _has_own_positions(crossing: Crossing, record: CrossingRecord) -> bool:
     """True where a context-parallel rank has its own positions and not the whole sequence."""
     if crossing.kind is CrossingKind.LOGITS:
-        return survey.tail_is_pointwise
+        return record.tail_is_pointwise
     return crossing.block is not None or crossing.kind in (CrossingKind.ENTRY, CrossingKind.EXIT)
 
 

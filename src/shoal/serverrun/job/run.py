@@ -31,8 +31,8 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
         f"{prepared.total_steps} steps, run directory {run_dir}",
         file=sys.stderr,
     )
-    for remark in prepared.remarks:
-        print(f"warning: {remark}", file=sys.stderr)
+    for warning in prepared.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     found = RunDir(run_dir).root / ".closing.json"
     display = build_display(sys.stderr, every=recipe.telemetry.progress_every)
     # A save of which a server died leaves what the others wrote: one that was only slow might still commit it. Not any more here.

@@ -260,11 +260,11 @@ class ShardSource:
             accepted = self.place.recipe.checkpoint.other_data
             with ends_the_run():
                 try:
-                    remark = refuse_other_data(glance(path).values, self.same_data.fingerprint, accepted=accepted)
+                    warning = refuse_other_data(glance(path).values, self.same_data.fingerprint, accepted=accepted)
                 except AgreedError as error:
                     raise AgreedError(f"cannot go on from {path}: {error}") from None
-            if remark is not None:
-                print(f"warning: {remark}", file=sys.stderr, flush=True)
+            if warning is not None:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
             self.start = Start(
                 path=path, manifest=manifest, step=progress.step, progress=progress, update_log=update_log
             )
