@@ -18,8 +18,9 @@ from shoal.core.placement import Placement, place_whole
 from shoal.optim.build import Groups, build_optimizer, export_state, import_state, initialise_state, set_rate
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.records import PushId, Update
-from shoal.paramserver.server.gradients import Gradients, Rows, Stored
+from shoal.paramserver.server.gradients import Gradients, Stored
 from shoal.paramserver.sharding import NORM_OPTIMIZERS, Model, Piece, Shard
+from shoal.paramserver.sparse import Rows
 
 VERSIONS_REMEMBERED = 8
 """Old weights that delay compensation keeps."""
