@@ -317,7 +317,7 @@ FAILURE = [
     Mutation(
         promise=OWN,
         what="what failed before the start is left to the run",
-        file="src/shoal/trainer/trial.py",
+        file="src/shoal/trainer/own_parts.py",
         old="        if not _is_excused(error.__cause__):",
         new="        if False:",
         test="tests/multiproc/test_own_refusals.py::test_a_wrong_part_is_told_of_once",
@@ -326,10 +326,10 @@ FAILURE = [
     Mutation(
         promise=OWN,
         what="the loss is not tried",
-        file="src/shoal/trainer/trial.py",
+        file="src/shoal/trainer/own_parts.py",
         old="    objective.share_of(output, targets, microbatch, 1.0)\n",
         new="",
-        test="tests/unit/trainer/test_trial.py::test_what_does_not_fit_is_refused",
+        test="tests/unit/trainer/test_own_parts.py::test_what_does_not_fit_is_refused",
         seconds=5,
     ),
     Mutation(

@@ -321,7 +321,7 @@ NUMERICS = [
         Mutation(
             promise=RESUME,
             what=f"the random state of {whose} is not restored",
-            file="src/shoal/engine/rng.py",
+            file="src/shoal/engine/state.py",
             old=old,
             new="        pass\n",
             test=f"{RESUMED}[dp=2]",

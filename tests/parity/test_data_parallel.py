@@ -15,7 +15,7 @@ import shoal.parallel.data as data_parallel
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.order import Position, permute, take
-from shoal.engine.rng import seed_for_build
+from shoal.engine.state import seed_for_build
 from shoal.models.build import build_model
 from shoal.models.losses import build_loss
 from shoal.optim.build import build_optimizer

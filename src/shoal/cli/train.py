@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.core.plan import Plan
     from shoal.data.check import DataSummary
     from shoal.trainer.config import Recipe
-    from shoal.trainer.measure import OwnPartsHere
+    from shoal.trainer.own_parts import OwnPartsHere
     from shoal.trainer.request import Prepared
 
 _Recipe = Annotated[Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
@@ -133,7 +133,8 @@ def train(
     if dry_run:
         _describe_only(prepared, json_file)
         return
-    from shoal.trainer.launch import describe_summary, train_supervised
+    from shoal.trainer.launch import train_supervised
+    from shoal.trainer.summary import describe_summary
 
     if forecast and forecast_page is None and not resume:
         forecast_page = forecast_plan(prepared.recipe, prepared.layout.plan)
@@ -206,7 +207,7 @@ class OwnParts:
 
     @cached_property
     def _parts(self) -> "OwnPartsHere":
-        from shoal.trainer.measure import OwnPartsHere
+        from shoal.trainer.own_parts import OwnPartsHere
 
         return OwnPartsHere()
 
@@ -236,8 +237,7 @@ class OwnParts:
 def _explain_recipe(*, schema: bool, json_file: Path | None) -> None:
     import json
 
-    from shoal.trainer.config import Recipe
-    from shoal.trainer.help import describe_recipe
+    from shoal.trainer.config import Recipe, describe_recipe
 
     if schema:
         print(json.dumps(Recipe.model_json_schema(), indent=2))

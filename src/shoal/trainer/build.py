@@ -19,8 +19,7 @@ from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
 from shoal.engine.objective import Objective, Scoring
 from shoal.engine.parallelize import example_of
-from shoal.engine.rng import seed_for_build
-from shoal.engine.state import import_weights
+from shoal.engine.state import import_weights, seed_for_build
 from shoal.engine.stop import StopRequest
 from shoal.models.build import build_model
 from shoal.models.config import AnyModelConfig

@@ -10,22 +10,26 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.whole import committed_names
 from shoal.core.errors import EXIT_DONE, EXIT_WRONG_REQUEST, RunError
 from shoal.core.rundir import RunDir, withheld
-from shoal.core.units import format_bytes, format_count, format_duration
 from shoal.engine.resolve import check_processes, default_threads
 from shoal.launch.failurereport import describe, headline
 from shoal.launch.launch import LaunchRequest
 from shoal.launch.supervisor import supervise
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
-from shoal.trainer.forecast_report import describe_forecast, keep_forecast, with_forecast
 from shoal.trainer.request import Prepared, already_finished, say_finished
-from shoal.trainer.summary import Ended, read_summary, summarise_death, write_summary
+from shoal.trainer.summary import (
+    Ended,
+    keep_forecast,
+    read_summary,
+    summarise_death,
+    with_forecast,
+    write_summary,
+)
 
 RunJob = Callable[[Prepared, "dict[str, Any] | None"], Ended]
 """Runs a prepared request in a run directory that is its own, given the summary of an earlier start there."""
@@ -143,55 +147,3 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
         kept = "the newest checkpoint is older than the stop" if can_resume else "there is no checkpoint"
         print(f"stopped: {cause}; {kept}", file=sys.stderr)
     return Ended(exit_code=outcome.exit_code, summary=summary, was_orderly=False)
-
-
-def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
-    """The summary as people read it."""
-    lines = [f"{summary['status']} after {summary['steps']} steps in {format_duration(summary['wall_s'])}"]
-    if summary["stopped_by"]:
-        lines[0] += f", stopped by {summary['stopped_by']}"
-    if summary.get("skipped_steps"):
-        lines.append(
-            f"skipped          {summary['skipped_steps']} of {summary['steps']} steps, not finite or above train.spike"
-        )
-    if summary.get("rollbacks"):
-        lines.append(
-            f"rolled back      {_many(summary['rollbacks'], 'time')} to the last good checkpoint, at a lower rate"
-        )
-    if summary.get("not_finite"):
-        lines.append(
-            f"refused          {_many(summary['not_finite'], 'gradient')} with NaN or infinity; no weight met them"
-        )
-    if summary.get("went_back"):
-        lines.append(
-            f"went back        {_many(summary['went_back'], 'time')} to a checkpoint: no copy of a shard was left"
-        )
-    if summary.get("hung"):
-        lines.append(f"hung             {_many(summary['hung'], 'worker')}, ended and started again")
-    if dropped := summary.get("messages_dropped"):
-        listed = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        lines.append(f"dropped          {_many(sum(dropped.values()), 'message')}: {listed}")
-    if summary["final_loss"] is not None and summary["first_loss"] is not None:
-        lines.append(f"loss             {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}")
-    if summary["validation_loss"] is not None:
-        accuracy = summary.get("validation_accuracy")
-        right = "" if accuracy is None else f", accuracy {accuracy:.1%}"
-        lines.append(f"validation loss  {summary['validation_loss']:.4f}{right}")
-    if summary["baseline_loss"] is not None:
-        lines.append(
-            f"bigram entropy   {summary['baseline_loss']:.4f}  (below it, a model has learned more than pairs of tokens)"
-        )
-    # Where a sample is no sequence, its one item is nobody's token.
-    items = "samples" if summary["tokens_per_s"] == summary.get("samples_per_s") else "tokens"
-    lines += [
-        f"speed            {format_count(summary[f'{items}_per_s'])} {items}/s, {summary['plan']}",
-        f"peak memory      {', '.join(format_bytes(peak) for peak in summary['peak_rss_bytes'])} by rank",
-        f"weights          sha256 {summary['weights_sha256'][:16]}...",
-        f"run directory    {run_dir}",
-        *describe_forecast(summary),
-    ]
-    return "\n".join(lines)
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

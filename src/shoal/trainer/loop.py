@@ -35,8 +35,7 @@ from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult
 from shoal.engine.parallelize import parallelize
 from shoal.engine.resolve import asks_the_model, check_samples, count_steps, resolve_plan, updates_per_step
-from shoal.engine.rng import seed_process
-from shoal.engine.state import RankState
+from shoal.engine.state import RankState, seed_process
 from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.optim.config import OptimConfig
@@ -49,11 +48,10 @@ from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
-from shoal.trainer.draws import describe_draws
 from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import Progress, after_step, loss_limit, rate_factor, wants_rollback
-from shoal.trainer.reporting import Reporter
+from shoal.trainer.reporting import Reporter, describe_draws
 from shoal.trainer.samedata import SameData
 from shoal.trainer.setbacks import Setbacks
 

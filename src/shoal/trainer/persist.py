@@ -21,8 +21,14 @@ from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
-from shoal.engine.rng import export_random_state, import_random_state, seed_process
-from shoal.engine.state import RankState, load_rank_state, refuse_other_state
+from shoal.engine.state import (
+    RankState,
+    export_random_state,
+    import_random_state,
+    load_rank_state,
+    refuse_other_state,
+    seed_process,
+)
 from shoal.trainer.claim import check_inside
 from shoal.trainer.progress import Progress
 from shoal.trainer.reporting import Reporter

@@ -7,6 +7,7 @@ or a clock, because a metric must never cost a step.
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 from shoal.comm.world import World
 from shoal.core.events import Evaluated, Event, MemoryMeasured, StepDone, Warned
 from shoal.core.rundir import RunDir
+from shoal.data.loader import Loader
+from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.memory import breakdown, rss_bytes
 from shoal.telemetry.statusboard import RankStatus
@@ -119,3 +122,22 @@ class Reporter:
         """Flush and stop the writer."""
         if self.log is not None:
             self.log.close()
+
+
+def describe_draws(dropout: DropoutKey, loader: Loader) -> Iterator[str]:
+    """One warning for each kind of draw that another number of processes would do otherwise."""
+    for path, shape in dropout.odd_shapes().items():
+        yield (
+            f"dropout {path!r} sees a tensor of shape {shape}, whose first dim is not the batch: its mask is not drawn "
+            "by sample and can differ on another number of processes; put the batch first where that matters"
+        )
+    if loader.draws_random_numbers:
+        yield (
+            "loading a sample draws from a global generator: samples are loaded in step and not ahead, and another number of "
+            "processes will draw other numbers; seed a generator of its own by the sample's index where that matters"
+        )
+    if foreign := dropout.foreign_draws():
+        yield (
+            f"the model draws random numbers in its forward pass that are not dropout: {', '.join(foreign)}; "
+            "another number of processes will draw other numbers"
+        )

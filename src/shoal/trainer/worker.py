@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,14 +32,13 @@ from shoal.engine.resolve import default_threads
 from shoal.engine.stop import StopRequest
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.errorreport import ErrorReport, write_report
-from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, table
+from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, peak_rss_bytes, table
 from shoal.telemetry.statusboard import Heartbeat, RankStatus, StatusBoard, StatusReading
 from shoal.trainer.build import build_trainer
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.trainer.profiler import RunProfiler
-from shoal.trainer.summarise import summarise
 from shoal.trainer.summary import write_summary
 
 LISTENS_BY_ITSELF = True
@@ -183,3 +183,33 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | None = None) -> dict[str, Any]:
+    """The summary of a run that ended in an orderly way. All ranks call it together; each gets the same answer."""
+    seen = {} if profiler is None else {"forecast": {"measured": profiler.measured()}}
+    progress = trainer.progress
+    peak = torch.tensor([peak_rss_bytes()], dtype=torch.int64, device=trainer.world.device)
+    peaks = [int(tensor) for tensor in trainer.world.all_gather(peak)]
+    seconds = progress.trained_seconds
+    return {
+        "status": trainer.status,
+        "stopped_by": trainer.stopped_by,
+        "steps": progress.step,
+        "skipped_steps": progress.skipped,
+        "rollbacks": progress.recovery.rollbacks,
+        "first_loss": progress.first_loss,
+        "final_loss": progress.last_loss,
+        "validation_loss": progress.validation_loss,
+        "validation_accuracy": progress.validation_accuracy,
+        "baseline_loss": trainer.data.spec.baseline_loss,
+        "tokens_per_s": progress.tokens / seconds if seconds > 0 else 0.0,
+        "samples_per_s": progress.tokens / trainer.data.spec.tokens_per_sample / seconds if seconds > 0 else 0.0,
+        "wall_s": wall_seconds,
+        "world_size": trainer.world.size,
+        "plan": str(trainer.plan),
+        "peak_rss_bytes": peaks,
+        "weights_sha256": trainer.hash_weights(),
+        "checkpoint_error": trainer.persistence.failure,
+        **seen,
+    }

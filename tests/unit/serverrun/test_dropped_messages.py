@@ -13,7 +13,7 @@ from shoal.paramserver.messages import OPERATIONS, Ask, Told
 from shoal.serverrun.notices import DroppedMessages, count_dropped
 from shoal.serverrun.process import ProcessSpec, open_node
 from shoal.telemetry.lines import append_event, decode_events
-from shoal.trainer.launch import describe_summary
+from shoal.trainer.summary import describe_summary
 
 
 def place_in(folder, **changes):

@@ -7,7 +7,7 @@ from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.csv_file import write_csv
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import dry_run_result
-from shoal.trainer.measure import OwnPartsHere
+from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
 
 RECIPE = """

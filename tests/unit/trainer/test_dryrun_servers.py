@@ -25,7 +25,7 @@ from shoal.serverrun.server.process import ShardSource
 from shoal.serverrun.worker.process import build_worker, way_of_working
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import describe_dry_run, dry_run_result
-from shoal.trainer.measure import OwnPartsHere
+from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
 from support.paramserver.lbfgs_problems import rugged
 from support.paramserver.run_in_process import DIGITS, place_in, recipe_of

@@ -13,7 +13,7 @@ from shoal.engine.resolve import choose_plan, resolve_plan, server_settings, upd
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.sharding import match_hot
-from shoal.trainer.measure import OwnPartsHere
+from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
 
 

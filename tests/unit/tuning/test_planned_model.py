@@ -16,7 +16,7 @@ from shoal.parallel.analysis.structure import SplitKind
 from shoal.parallel.requirements import describe_facts
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.measure import OwnPartsHere
+from shoal.trainer.own_parts import OwnPartsHere
 from shoal.tuning.planned_model import chain_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -17,8 +17,8 @@ from shoal.telemetry.live import build_display
 from shoal.telemetry.progress import Display
 from shoal.telemetry.statusboard import StatusBoard
 from shoal.trainer.claim import Claim
-from shoal.trainer.launch import describe_summary
 from shoal.trainer.request import Prepared, already_finished
+from shoal.trainer.summary import describe_summary
 
 _LOOK_SECONDS = 0.25
 

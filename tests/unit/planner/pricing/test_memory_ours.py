@@ -10,7 +10,7 @@ from shoal.core.plan import Plan
 from shoal.planner.pricing.memory import kept_bytes, price_memory
 from shoal.trainer.config import load_recipe
 from shoal.trainer.dryrun import dry_run_result
-from shoal.trainer.measure import OwnPartsHere
+from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
 from shoal.tuning.planning import build_job
 

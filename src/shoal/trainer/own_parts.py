@@ -1,11 +1,12 @@
-"""A forward pass of the user's own parts before any process starts: what does not fit is said once, by name, and nothing is left.
+"""The user's own data, model and loss, built and run before any process starts: what does not fit is said once, by name.
 
-Only where a recipe names a model, a loss or data of the user's own: the shipped ones are checked by numbers. The model is built
-for this and thrown away, in the process that will start the others.
+The request cannot know it without torch, so its caller brings ``OwnPartsHere``. A model is built for every question and thrown
+away; the shipped models and data are checked by numbers, and not here.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,25 @@ from torch import Tensor, nn
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.functions import call_own
 from shoal.core.plan import Plan
+from shoal.data.build import build_splits
+from shoal.data.check import DataSummary
+from shoal.data.config import AnyDataConfig
 from shoal.data.loader import Microbatch
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
 from shoal.data.source import Splits
 from shoal.engine.objective import Objective, Scoring
+from shoal.engine.parallelize import analyse, example_of, resolve_stages
+from shoal.models.embeddings import make_dense
 from shoal.optim.precision import Precision
+from shoal.optim.torchclass import check_named
 from shoal.parallel.batchnorm import apply_batchnorm
+from shoal.parallel.requirements import describe_facts
+from shoal.pipeline.build import prove_stages
 from shoal.telemetry.memory import is_out_of_memory
+from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
+from shoal.trainer.meancheck import find_other_mean
+from shoal.trainer.samedata import refuse_other_data_early
 
 _FEW = 2
 """Samples that are enough to see whether layers fit: a whole microbatch may need the memory that the plan saves."""
@@ -142,3 +154,68 @@ def _is_excused(cause: BaseException | None) -> bool:
     if isinstance(cause, KeyError) and cause.args[:1] and cause.args[0] in _OF_A_RANK:
         return True
     return torch.cuda.is_available() or "process group" in str(cause)
+
+
+class OwnPartsHere:
+    """Builds them in this process: the data once, because that may take minutes, and a module anew for every question."""
+
+    def __init__(self) -> None:
+        self._built: tuple[AnyDataConfig, int, Splits] | None = None
+
+    def _data(self, recipe: Recipe) -> Splits:
+        config, seed = recipe.data, recipe.train.seed
+        if self._built is None or self._built[:2] != (config, seed):
+            self._built = config, seed, build_splits(config, seed)
+        return self._built[2]
+
+    def measure_data(self, recipe: Recipe) -> DataSummary:
+        """Build the data that a recipe names and count its samples."""
+        splits = self._data(recipe)
+        return DataSummary(
+            spec=splits.spec,
+            train=len(splits.train),
+            validation=len(splits.validation),
+            test=len(splits.test),
+            description="your own data",
+        )
+
+    def check_same_data(self, recipe: Recipe, checkpoints: Path) -> None:
+        """Build the data, and compare it with what the newest checkpoint of a folder was trained on.
+
+        Raises:
+            RequestError: it is other data.
+        """
+        refuse_other_data_early(checkpoints, self._data(recipe))
+
+    def check_optimizer(self, recipe: Recipe) -> None:
+        """Try the class of torch that a recipe names.
+
+        Raises:
+            RequestError: with the nearest name, the arguments that it takes, or why it cannot be used.
+        """
+        check_named(recipe.optim)
+
+    def check_plan(self, recipe: Recipe, plan: Plan) -> None:
+        """Build the module, look at what it is made of, and refuse a plan that does not fit it.
+
+        Raises:
+            RequestError: lists every problem, and the nearest plan that works; or says why it cannot be cut into stages.
+        """
+        model, _, data = build_parts(recipe, data=self._data(recipe))
+        make_dense(model)
+        analysis = analyse(model, data, recipe.parallel)
+        plan.check(describe_facts(analysis, model))
+        if plan.pp > 1:
+            stages = resolve_stages(model, data, analysis, plan=plan, settings=recipe.settings)
+            prove_stages(model, example_of(data), stages)
+
+    def try_parts(self, recipe: Recipe, plan: Plan) -> tuple[str, ...]:
+        """Run the first samples through the user's own parts; what the user should know of them.
+
+        Raises:
+            RequestError: data, model and loss do not fit one another.
+        """
+        model, loss, data = build_parts(recipe, data=self._data(recipe))
+        found = find_other_mean(model, loss, data.train, plan=plan, train=recipe.train)
+        try_first_samples(recipe, plan, model, loss, data)
+        return () if found is None else (found,)

@@ -7,7 +7,7 @@ import torch
 
 from shoal.cli.train import OwnParts
 from shoal.core.errors import RequestError
-from shoal.trainer.measure import OwnPartsHere
+from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
 
 torch.set_num_threads(1)

@@ -4,8 +4,7 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.trainer.config import Recipe
-from shoal.trainer.help import describe_recipe
+from shoal.trainer.config import Recipe, describe_recipe
 
 
 def uncommented(line: str) -> str:

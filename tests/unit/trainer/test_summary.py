@@ -2,8 +2,7 @@
 
 import json
 
-from shoal.trainer.forecast_report import compare, describe_forecast, keep_forecast, with_forecast
-from shoal.trainer.summary import Ended
+from shoal.trainer.summary import Ended, compare, describe_forecast, keep_forecast, with_forecast
 
 
 def page(**changes):
