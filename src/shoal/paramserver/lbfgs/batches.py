@@ -21,7 +21,7 @@ from shoal.core.errors import RequestError
 T = TypeVar("T")
 
 PER_WORKER = 8
-"""WorkQueue that each worker would get if all were equally fast."""
+"""Work units that each worker would get if all were equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class BatchQueue:
         """Begin with every work unit to do.
 
         Args:
-            num_portions: of the batch.
+            num_units: of the batch.
             max_copies: workers that may compute one work unit at the same time.
             max_ahead: work units that may be begun beyond the first one that is not done, because their results have to be kept
                 until it is; None for any number.
@@ -80,7 +80,7 @@ class BatchQueue:
         Raises:
             RequestError: a number is below 1.
         """
-        for name, value in (("portions", num_units), ("copies", max_copies), ("work units ahead", max_ahead or 1)):
+        for name, value in (("work units", num_units), ("copies", max_copies), ("work units ahead", max_ahead or 1)):
             if value < 1:
                 raise RequestError(f"{value} {name}: there must be at least 1")
         self._num_units = num_units
@@ -93,9 +93,9 @@ class BatchQueue:
         self._next = 0
         """No work unit from here on was ever handed out."""
         self._returned: set[int] = set()
-        """Assigned out before, and nobody computes them now."""
+        """Given out before, and nobody computes them now."""
         self.num_backups = 0
-        """WorkQueue given out a second time."""
+        """Work units given out a second time."""
         self.num_wasted = 0
         """Results that came after another of the same work unit."""
 
