@@ -50,9 +50,9 @@ class UpdateRule:
     wait: float = 0.0
     """Longest random wait before a push, in mean step times of the worker."""
     push_every: int = 1
-    """WorkQueue that a worker adds up before it pushes."""
+    """Work units that a worker adds up before it pushes."""
     fetch_every: int = 1
-    """WorkQueue after which a worker fetches weights anew."""
+    """Work units after which a worker fetches weights anew."""
 
     @classmethod
     def parse(cls, text: str) -> "UpdateRule":

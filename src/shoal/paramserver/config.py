@@ -38,7 +38,7 @@ class ParamServerConfig(Config):
     [3, 1] gives worker 0 three quarters of a step's samples. A work unit that its worker does not take goes to whoever is free.
     """
     warm_start: int = Field(default=0, ge=0)
-    """WorkQueue that the first worker does alone before the others begin, under downpour."""
+    """Work units that the first worker does alone before the others begin, under downpour."""
     lbfgs_lr: float = Field(default=1.0, gt=0)
     """Step that the line search of lbfgs tries first, in lengths of its direction."""
     lbfgs_history: int = Field(default=10, ge=1)

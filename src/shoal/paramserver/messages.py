@@ -342,7 +342,7 @@ class Advance(Message, frozen=True):
     samples: int
     memory: str
     num_duplicates: int = 0
-    """WorkQueue of its batches that a second worker was given too."""
+    """Work units of its batches that a second worker was given too."""
 
 
 class Settle(Message, frozen=True):

@@ -97,7 +97,7 @@ class Update:
     dropped: tuple[PushId, ...] = ()
     """Pushes that no update will hold, found since the update before; shards forget their gradients here."""
     settled: int = 0
-    """WorkQueue that are in this round or an earlier one."""
+    """Work units that are in this update or an earlier one."""
     num_duplicates: int = 0
     """As in the push that it was made from outside by."""
     versions: tuple[int, ...] = ()
@@ -116,7 +116,7 @@ class Change:
 
     closed: tuple[Update, ...] = ()
     freed: tuple[int, ...] = ()
-    """WorkQueue that are todo again."""
+    """Work units that are todo again."""
     is_finished: bool = False
     """All work is done and in an update."""
 

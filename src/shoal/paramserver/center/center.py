@@ -69,7 +69,7 @@ class Driver(Protocol):
     """What a leading center drives beside membership."""
 
     async def run(self) -> None:
-        """LbfgsDriver while the center leads, until cancelled."""
+        """Drive while the center leads, until cancelled."""
         ...
 
     async def draw(self, request: Request, body: Draw) -> None:

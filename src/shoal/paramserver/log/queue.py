@@ -27,7 +27,7 @@ class WorkQueue:
 
     @property
     def num_done(self) -> int:
-        """WorkQueue that are done."""
+        """Work units that are done."""
         return self._opened * self.workers - len(self._todo) - len(self._doing)
 
     @property

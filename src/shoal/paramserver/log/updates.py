@@ -127,7 +127,7 @@ class UpdateLog:
 
     @property
     def num_in_hand(self) -> int:
-        """WorkQueue that somebody does."""
+        """Work units that somebody does."""
         return len(self._units.in_hand())
 
     @property

@@ -32,7 +32,7 @@ from shoal.serverrun.worker.shares import ShareResult
 from shoal.telemetry.lines import append_event
 
 _KNOWN_UNITS = 3
-"""WorkQueue after which a worker knows what is usual."""
+"""Work units after which a worker knows what is usual."""
 _USUAL_OF = 20
 """The last ones, which say it."""
 _TIMES_LONGEST = 2.0
