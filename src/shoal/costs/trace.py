@@ -1,17 +1,18 @@
-"""Any module as a chain, by one look at its forward pass on tensors without memory.
+"""Any module as a list of layers with their costs per sample, from two traced forward passes on tensors without memory.
 
 torch's own estimators count sums for a whole module, or need a GPU; a planner needs the sizes of each product, what each layer
-keeps under each kind of recompute, and what a technique would divide.
+keeps under each kind of recompute, and what a technique would divide. Two batches of different size are traced: what does not
+grow with the batch is no sample's, such as reading weights and tables of positions.
 
 Not seen: what torch's kernels for recurrent layers keep in workspaces of their own, whose size only running them tells; and what
 an ``autograd.Function`` holds by other means than ``save_for_backward``.
 """
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,40 +21,38 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from shoal.core.errors import RequestError
-from shoal.costs.alike import imitating
 from shoal.costs.blocks import find_blocks, is_under
-from shoal.costs.fake import fake_like, faked
-from shoal.costs.layers import Layer, LayerKind, ModelCosts, TensorSplit
-from shoal.costs.links import Done, Link, Links, num_received
-from shoal.costs.operations import OneKernel, rows_of
-from shoal.costs.persample import Batches, check_alike, growth, kept_of_sample, ops_of_sample, total_growth
-from shoal.costs.record import Recorder
-from shoal.costs.tracer import preserved_state
+from shoal.costs.fake import fake_like, faked, run_faked, without_memory
+from shoal.costs.layers import Layer, LayerKind, ModelCosts, Op, OpKind, SavedBytes, TensorSplit
+from shoal.costs.observe import LayerUse, Observer, OpUse, Work, num_received, rows_of
+from shoal.costs.operations import OneKernel
+from shoal.costs.repeats import expand, repeating
+from shoal.costs.tracer import Level, Tracer, preserved_state, tensors_in
 
 INSTEAD = (
     "give the shape of a transformer instead: [planner.shape] with layers, hidden, heads, ffn, vocab and sequence, and with "
     "experts, chosen_experts and expert_ffn where it has experts"
 )
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A place in a list of modules; ``w1`` is a name."""
 _WANTS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 Loss = Callable[[Any, Tensor], Tensor]
+
+
+Batches = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
     """One forward pass."""
 
-    links: list[Link]
+    layers: list[LayerUse]
     put_out: int
     """Bytes of the scores."""
-    names: list[str]
-    cuts: list[TensorSplit]
-    """Of the parameters, by number."""
-    experts: dict[int, int]
-    """Matrices that a parameter is made of, where rows are dealt out to them, by its number."""
+    cuts: dict[str, TensorSplit]
+    """Of the parameters."""
+    experts: dict[str, int]
+    """Matrices that a parameter is made of, where rows are dealt out to them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +81,21 @@ def trace_module(
     batch_dim: int = 0,
     device: str = "cpu",
 ) -> ModelCosts:
-    """A module as a chain of layers, per sample, as it trains.
+    """A module as a list of layers with their costs, per sample, as it trains.
 
     Args:
         module: any module, in memory or on the meta device; left as it was.
         inputs: an example, for its shapes and types; its values do not matter, and it may be on the meta device.
-        name: of the chain.
-        units: the modules at whose calls links begin; None for the blocks and what lies around them.
-        blocks: the modules that are blocks; None for rows of modules of one kind, as the structure shows them.
+        name: of the model.
+        units: the modules at whose calls layers begin; None for the blocks and what lies around them.
+        blocks: the modules that are blocks; None for lists of modules of one kind, as the structure shows them.
         cuts: what tensor parallelism would do to modules: ``COLUMNS`` or ``ROWS`` of a linear layer or an embedding, ``ALL`` for
             an ``nn.MultiheadAttention``.
         compute_dtype: what layers compute in under autocast; None for the type of their weights.
-        loss: (output, targets) -> a number; what it computes and keeps counts with the last link. None leaves it out.
+        loss: (output, targets) -> a number; what it computes and keeps counts with the last layer. None leaves it out.
         targets: an example of what the loss compares with, as ``inputs``.
         batch_dim: the dim of the inputs that counts samples.
-        device: the type of device that the chain is for; on any but ``cpu``, attention with dropout is one kernel.
+        device: the type of device that the costs are for; on any but ``cpu``, attention with dropout is one kernel.
 
     Raises:
         RequestError: the forward pass cannot run without values, or takes another way for another number of samples.
@@ -117,7 +116,7 @@ def trace_module(
     with preserved_state(module, training=True), faked(module) as mode:
         passes = [_run(module, inputs, batch, mode, settings) for batch in batches]
     layers = _layers(module, *passes, batches=batches)
-    heads = {pair for link in passes[0].links for pair in link.done.heads}
+    heads = {pair for layer in passes[0].layers for pair in layer.work.heads}
     query_heads, kv_heads = {pair[0] for pair in heads}, {pair[1] for pair in heads}
     dtype = compute_dtype or next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     return ModelCosts(
@@ -138,38 +137,43 @@ def _run(
     mode: FakeTensorMode,
     settings: _Settings,
 ) -> _Pass:
-    links = Links(module, units=settings.units, blocks=settings.blocks)
-    recorder = Recorder(module, links, mode, cuts=settings.cuts)
-    dtype = settings.compute_dtype
+    samples, dtype = _batch_of(inputs, settings.batch_dim), settings.compute_dtype
+    fake = partial(_faked_input, mode=mode, samples=samples, batch=batch, dim=settings.batch_dim)
+    args = [] if isinstance(inputs, Mapping) else [fake(tensor) for tensor in inputs]
+    kwargs = {key: fake(tensor) for key, tensor in inputs.items()} if isinstance(inputs, Mapping) else {}
+    targets = None if settings.targets is None else fake(settings.targets)
+    tracer = Tracer(module, level=Level.OPERATIONS, first=True, saved=True, execute=partial(_execute, mode))
     with ExitStack() as stack:
-        stack.enter_context(imitating(module, recorder, settings.blocks))
-        samples = _batch_of(inputs, settings.batch_dim)
-        fake = partial(_faked_input, mode=mode, samples=samples, batch=batch, dim=settings.batch_dim)
-        args = [] if isinstance(inputs, Mapping) else [fake(tensor) for tensor in inputs]
-        kwargs = {key: fake(tensor) for key, tensor in inputs.items()} if isinstance(inputs, Mapping) else {}
-        targets = None if settings.targets is None else fake(settings.targets)
-        recorder.leave_out([*args, *kwargs.values(), *([] if targets is None else [targets])])
-        stack.enter_context(links.watching())
+        stack.enter_context(repeating(tracer, settings.blocks))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(nullcontext() if settings.device == "cpu" else OneKernel())
         stack.enter_context(mode)
         stack.enter_context(torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext())
         try:
-            with recorder.recording():
-                output = module(*args, **kwargs)
-                if settings.loss is not None and targets is not None:
-                    settings.loss(output, targets)
+            loss = settings.loss if targets is not None else None
+            output = tracer.run(args, kwargs, then=loss and (lambda output: loss(output, targets)))
         # The user's code may raise anything where it meets a tensor without values.
         except Exception as error:
-            raise RequestError(_refusal(module, links.running[-1], recorder.last, error)) from error
-        put_out = num_received(getattr(output, "logits", output))
-    return _Pass(
-        links=links.all,
-        put_out=put_out,
-        names=recorder.names,
-        cuts=recorder.cut_of_weight,
-        experts=recorder.experts_of_weight,
+            raise RequestError(_refusal(module, tracer.record.running[-1], tracer.record.last, error)) from error
+        put_out = num_received(tracer.plain(getattr(output, "logits", output)))
+        at_hand = tensors_in(tracer.plain((args, kwargs, targets)))
+    observer = Observer(
+        module,
+        tracer.record,
+        units=settings.units,
+        blocks=settings.blocks,
+        splits=settings.cuts,
+        at_hand=at_hand,
     )
+    observer.read(expand(tracer.record))
+    return _Pass(
+        layers=observer.layers, put_out=put_out, cuts=observer.cut_of_weight, experts=observer.experts_of_weight
+    )
+
+
+def _execute(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    args, kwargs = without_memory((tuple(args), dict(kwargs)), mode)
+    return run_faked(func, args, kwargs)
 
 
 def _refusal(module: nn.Module, path: str, operation: str, error: Exception) -> str:
@@ -186,94 +190,87 @@ def _refusal(module: nn.Module, path: str, operation: str, error: Exception) -> 
 
 
 def _layers(module: nn.Module, one: _Pass, two: _Pass, *, batches: Batches) -> tuple[Layer, ...]:
-    names = [link.name for link in one.links]
-    if names != [link.name for link in two.links]:
+    names = [link.name for link in one.layers]
+    if names != [link.name for link in two.layers]:
         raise RequestError(
             f"the module calls other parts for {batches[1]} samples than for {batches[0]}; it must take the same way for every "
             f"batch. Or {INSTEAD}"
         )
     sent = [
-        growth(before, after, batches)
+        _growth(before, after, batches)
         for before, after in zip(
-            [*(link.received for link in one.links[1:]), one.put_out],
-            [*(link.received for link in two.links[1:]), two.put_out],
+            [*(link.received for link in one.layers[1:]), one.put_out],
+            [*(link.received for link in two.layers[1:]), two.put_out],
             strict=True,
         )
     ]
     received = [0.0, *sent[:-1]]
     weights = _weights(module, one)
-    kinds = _kinds(one.links)
+    kinds = _kinds(one.layers)
     layers = []
-    for place, (before, after) in enumerate(zip(one.links, two.links, strict=True)):
-        check_alike(before.done, after.done, batches=batches, name=before.name)
-        num_pairs = len(before.done.sums)
+    for place, (before, after) in enumerate(zip(one.layers, two.layers, strict=True)):
+        _check_alike(before.work, after.work, batches=batches, name=before.name)
+        num_pairs = len(before.work.sums)
         whole, split, routed, tied_to = weights[place]
         layers.append(
             Layer(
                 name=before.name,
                 kind=kinds[place],
-                ops=ops_of_sample(before.done, after.done, batches),
+                ops=_ops_of_sample(before.work, after.work, batches),
                 whole_weights=whole,
                 split_weights=split,
                 expert_weights=routed,
-                kept=kept_of_sample(before.done, after.done, batches, received=received[place]),
+                kept=_saved_of_sample(before.work, after.work, batches, received=received[place]),
                 output_bytes=sent[place],
                 num_pairs=num_pairs,
-                pair_bytes=total_growth(before.done.sums, after.done.sums, batches) / max(1, num_pairs),
-                routed_bytes=total_growth(before.done.dealt, after.done.dealt, batches),
-                kv_bytes=total_growth(before.done.carried, after.done.carried, batches),
-                image_rows=(rows := rows_of(before.done.images)),
-                halo_bytes=_halo_bytes(before.done, after.done, batches) if rows else 0.0,
+                pair_bytes=_total_growth(before.work.sums, after.work.sums, batches) / max(1, num_pairs),
+                routed_bytes=_total_growth(before.work.dealt, after.work.dealt, batches),
+                kv_bytes=_total_growth(before.work.carried, after.work.carried, batches),
+                image_rows=(rows := rows_of(before.work.images)),
+                halo_bytes=_halo_bytes(before.work, after.work, batches) if rows else 0.0,
                 tied_to=tied_to,
             )
         )
     return tuple(layers)
 
 
-def _halo_bytes(one: Done, two: Done, batches: Batches) -> float:
+def _halo_bytes(one: Work, two: Work, batches: Batches) -> float:
     before, after = ([image.halo_bytes for image in done.images] for done in (one, two))
-    return total_growth(before, after, batches)
+    return _total_growth(before, after, batches)
 
 
-def _kinds(links: Sequence[Link]) -> list[LayerKind]:
-    places = [place for place, link in enumerate(links) if link.is_block]
+def _kinds(layers: Sequence[LayerUse]) -> list[LayerKind]:
+    places = [place for place, layer in enumerate(layers) if layer.is_block]
     if not places:
-        return [LayerKind.OTHER] * len(links)
+        return [LayerKind.OTHER] * len(layers)
     kinds = []
-    for place, link in enumerate(links):
+    for place, layer in enumerate(layers):
         around = LayerKind.EMBEDDING if place < places[0] else LayerKind.HEAD if place > places[-1] else LayerKind.OTHER
-        kinds.append(LayerKind.BLOCK if link.is_block else around)
+        kinds.append(LayerKind.BLOCK if layer.is_block else around)
     return kinds
 
 
 def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, float, str | None]]:
-    """Of each link: elements that stay whole, that are cut, and of experts; and the link whose weights it reads too.
+    """Of each layer: elements that stay whole, that are cut, and of experts; and the layer whose weights it reads too.
 
-    A weight belongs to the first link that reads it; one that nobody reads, to the link whose module it is in, else the last.
+    A weight belongs to the first layer that reads it; one that nobody reads, to the layer whose module it is in, else the last.
     """
-    parameters = dict(enumerate(module.parameters()))
-    owner: dict[int, int] = {}
+    owner: dict[str, int] = {}
     tied: list[str | None] = []
-    for place, link in enumerate(seen.links):
-        shared = [owner[number] for number in link.weights if number in owner]
-        tied.append(seen.links[shared[0]].name if shared else None)
-        for number in link.weights:
-            owner.setdefault(number, place)
-    places = {link.name: place for place, link in enumerate(seen.links)}
-    for number in parameters:
-        if number not in owner:
-            holders = [place for name, place in places.items() if is_under(seen.names[number], name)]
-            owner[number] = holders[0] if holders else len(seen.links) - 1
-    sums = [[0.0, 0.0, 0.0] for _ in seen.links]
-    # Blocks that are imitated run nothing: theirs are those of the same name, but for its numbers, and shape as one's that ran.
-    alike = [(_NUMBER.sub("", seen.names[number]), parameter.shape) for number, parameter in parameters.items()]
-    experts = {alike[number] for number in seen.experts}
-    for number, parameter in parameters.items():
+    for place, layer in enumerate(seen.layers):
+        shared = [owner[name] for name in layer.weights if name in owner]
+        tied.append(seen.layers[shared[0]].name if shared else None)
+        for name in layer.weights:
+            owner.setdefault(name, place)
+    sums = [[0.0, 0.0, 0.0] for _ in seen.layers]
+    for name, parameter in module.named_parameters():
+        if name not in owner:
+            holders = [place for place, layer in enumerate(seen.layers) if is_under(name, layer.name)]
+            owner[name] = holders[0] if holders else len(seen.layers) - 1
         # The bias of a layer that is cut by rows is added after the sum.
-        is_cut = seen.cuts[number] is TensorSplit.COLUMNS or (
-            seen.cuts[number] is TensorSplit.ROWS and parameter.ndim > 1
-        )
-        sums[owner[number]][2 if alike[number] in experts else int(is_cut)] += parameter.numel()
+        cut = seen.cuts[name]
+        is_cut = cut is TensorSplit.COLUMNS or (cut is TensorSplit.ROWS and parameter.ndim > 1)
+        sums[owner[name]][2 if name in seen.experts else int(is_cut)] += parameter.numel()
     return [(whole, split, routed, name) for (whole, split, routed), name in zip(sums, tied, strict=True)]
 
 
@@ -301,3 +298,98 @@ def _tokens(inputs: Sequence[Tensor] | Mapping[str, Tensor], dim: int, *, has_at
 
 def _values(inputs: Sequence[Tensor] | Mapping[str, Tensor]) -> Iterable[Tensor]:
     return inputs.values() if isinstance(inputs, Mapping) else inputs
+
+
+def _check_alike(one: Work, two: Work, *, batches: Batches, name: str) -> None:
+    """Make sure that both batches did the same.
+
+    Raises:
+        RequestError: the forward pass takes another way for another number of samples.
+    """
+    kinds = [[(op.kind, op.cut, op.width, op.is_causal) for op in work.ops] for work in (one, two)]
+    if one.lengths() != two.lengths() or kinds[0] != kinds[1]:
+        raise RequestError(
+            f"{name!r} computes something else for {batches[1]} samples than for {batches[0]} ({len(two.ops)} operations after "
+            f"{len(one.ops)}), so nothing can be said of one; make its forward pass the same for every batch"
+        )
+
+
+def _ops_of_sample(one: Work, two: Work, batches: Batches) -> tuple[Op, ...]:
+    """The operations of one sample, equal ones once, in the order in which they first ran."""
+    found = [op for pair in zip(one.ops, two.ops, strict=True) for op in _op_of_sample(*pair, batches)]
+    counts = Counter[Op]()
+    for op in found:
+        counts[replace(op, count=1)] += op.count
+    return tuple(replace(op, count=count) for op, count in counts.items())
+
+
+def _saved_of_sample(one: Work, two: Work, batches: Batches, *, received: float) -> SavedBytes:
+    """What one sample keeps."""
+    places = {"whole": 0.0, "split": 0.0, "scores": 0.0}
+    for before, after in zip(one.saved, two.saved, strict=True):
+        places[before.place] += _growth(before.num_bytes, after.num_bytes, batches)
+    return SavedBytes(**places, boundary=received)
+
+
+def _growth(before: float, after: float, batches: Batches) -> float:
+    """What a sample adds."""
+    return (after - before) / (batches[1] - batches[0])
+
+
+def _total_growth(before: Iterable[float], after: Iterable[float], batches: Batches) -> float:
+    """What a sample adds to a sum."""
+    return _growth(sum(before), sum(after), batches)
+
+
+def _op_of_sample(before: OpUse, after: OpUse, batches: Batches) -> Iterator[Op]:
+    if before.kind is OpKind.MEMORY:
+        size = _growth(before.sizes[0], after.sizes[0], batches)
+        if size:
+            yield Op(kind=OpKind.MEMORY, num_bytes=size, cut=before.cut)
+        return
+    sizes = _sizes_of_sample(before.sizes, after.sizes, batches)
+    if sizes is None:
+        return
+    if before.kind is OpKind.MATMUL:
+        count, rows, inner, outer = sizes
+        whole = int(count) if count == int(count) else 1
+        yield Op(
+            kind=OpKind.MATMUL,
+            rows=rows * count / whole,
+            inner=inner,
+            outer=outer,
+            cut=before.cut,
+            experts=before.experts,
+            count=whole,
+        )
+        return
+    samples, heads, rows, outer = sizes
+    yield Op(
+        kind=OpKind.ATTENTION,
+        rows=rows * samples,
+        inner=before.width,
+        outer=outer,
+        heads=heads,
+        cut=before.cut,
+        causal=before.is_causal,
+    )
+
+
+def _sizes_of_sample(before: Sequence[int], after: Sequence[int], batches: Batches) -> list[float] | None:
+    """The sizes of a product on one sample; None where it does not grow with the batch.
+
+    Where the batch is in more than one size, or not the only thing in it, rows are such that the products are as many.
+    """
+    added = _growth(math.prod(before), math.prod(after), batches)
+    if added == 0:
+        return None
+    sizes: list[float] = list(before)
+    grown = [place for place, (one, two) in enumerate(zip(before, after, strict=True)) if one != two]
+    if len(grown) == 1 and before[grown[0]] * batches[1] == after[grown[0]] * batches[0]:
+        sizes[grown[0]] /= batches[0]
+        return sizes
+    # Rows come second in a product and third in an attention.
+    rows = 1 if len(grown) and grown[0] != 2 else 2
+    rest = math.prod(size for place, size in enumerate(before) if place != rows)
+    sizes[rows] = added / rest
+    return sizes

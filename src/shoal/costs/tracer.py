@@ -137,6 +137,8 @@ class Record:
     """In the order of execution; ``Event``, and what others put between them (``repeats.py``)."""
     running: list[str] = field(default_factory=lambda: [""])
     """Paths of the modules that are running, outermost first: after a failure, those in which it happened."""
+    last: str = ""
+    """The operation that began last: after a failure, the one that failed."""
     parameters: dict[str, TensorInfo] = field(default_factory=dict)
     buffers: dict[str, TensorInfo] = field(default_factory=dict)
     inputs: tuple[Any, ...] = ()
@@ -250,17 +252,26 @@ class Tracer:
         if number is None:
             number = self._num_tensors = self._num_tensors + 1
             self._numbers[tensor] = number
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = len(self._storages), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return TensorInfo(
             number=number,
-            storage=self._storages[storage._cdata][0],
+            storage=self.storage_of(tensor),
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             requires_grad=tensor.requires_grad,
-            storage_bytes=storage.nbytes(),
+            storage_bytes=tensor.untyped_storage().nbytes(),
         )
+
+    def storage_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = len(self._storages), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return self._storages[storage._cdata][0]
+
+    @property
+    def num_storages(self) -> int:
+        """Storages that were met so far."""
+        return len(self._storages)
 
     def plain(self, value: Any) -> Any:
         """A value with its tensors as ``TensorInfo`` and its containers as tuples, lists and dicts."""
@@ -361,11 +372,12 @@ class Tracer:
         """Run an operation and record it."""
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        self.record.last = str(func)
         output = func(*args, **kwargs) if self._execute is None else self._execute(func, args, kwargs)
         if not self._num_paused:
             path, products = self.record.running[-1], products_of(func, args, kwargs, output)
             values = self.plain(args), self.plain(kwargs), self.plain(output)
-            self.record.events.append(Call(str(func), func, path, *values, products))
+            self.record.events.append(Call(self.record.last, func, path, *values, products))
         return output
 
 
