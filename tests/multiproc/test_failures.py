@@ -151,7 +151,8 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(shoal, tiny):
     process = shoal.start(
         "train", tiny, "--plan", "dp=2", "--run-dir", "run", "--max-restarts", "2", "--set", "train.steps=80"
     )
-    wait_for_step(shoal.folder / "run", 4)
+    checkpoints = shoal.folder / "run" / "checkpoints"
+    wait_until(lambda: any(checkpoints.glob("step-*")), "a checkpoint that is committed")
     os.kill(ranks_of(process)[1].pid, signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
