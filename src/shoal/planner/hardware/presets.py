@@ -1,4 +1,4 @@
-"""Devices and links by name, from data sheets, with their sources. Peaks are dense; ``stacks.py`` has what is reached of them."""
+"""Devices and links by name, from data sheets, with sources. Peaks are dense; ``software.py`` has what is reached of them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Preset:
     """The link inside a node, of ``LINKS``."""
     between: str
     """The link between nodes."""
-    devices_per_node: int = 8
+    devices_per_node: int
     """Devices that the inner link joins at most."""
-    is_usual: bool = True
+    is_usual: bool
     """What is meant where only the family is named."""
 
 
@@ -89,18 +89,22 @@ LINKS: dict[str, Link] = {
 }
 
 
-def _device(
+def _preset(
     name: str,
     peaks: dict[str, float],
     memory: float,
     bandwidth: float,
-    source: str,
+    inside: str,
+    between: str,
     *,
+    source: str,
     watts: float | None = None,
     exponentials: float | None = None,
     context_bytes: float = CONTEXT_BYTES,
-) -> Device:
-    return Device(
+    devices_per_node: int = 8,
+    is_usual: bool = True,
+) -> Preset:
+    device = Device(
         name=name,
         peak_flops={kind: value * TERA for kind, value in peaks.items()},
         memory_bytes=memory * GIB,
@@ -110,6 +114,7 @@ def _device(
         exponentials=None if exponentials is None else exponentials * TERA,
         context_bytes=context_bytes,
     )
+    return Preset(device=device, inside=inside, between=between, devices_per_node=devices_per_node, is_usual=is_usual)
 
 
 _PROCESS_BYTES = 0.3 * GIB
@@ -151,230 +156,67 @@ _X86 = {"float32": 32 * 2.9e9 * 2 * 16 * 2 / TERA, "bfloat16": 32 * 2.9e9 * 2 * 
 # BFMMLA does 16 products of bfloat16, on all four units (LLVM, AArch64SchedNeoverseV2.td).
 _ARM = {"float32": 72 * 3.1e9 * 4 * 4 * 2 / TERA, "bfloat16": 72 * 3.1e9 * 4 * 16 * 2 / TERA}
 
+_H100_PCIE = {kind: value * 756 / 989.4 for kind, value in _H100.items()}
+_B300 = {**_B200, "float4": 13500.0}
+
+# Name, peaks, GiB, TB/s, the links inside a node and between nodes.
 PRESETS: dict[str, Preset] = {
     preset.device.name: preset
     for preset in (
-        Preset(
-            device=_device("v100-16gb", _V100, 16, 0.9, "NVIDIA V100 SXM2 data sheet", watts=300, exponentials=1.96),
-            inside="nvlink2",
-            between="infiniband-edr",
-        ),
-        Preset(
-            device=_device("v100-32gb", _V100, 32, 0.9, "NVIDIA V100 SXM2 data sheet", watts=300, exponentials=1.96),
-            inside="nvlink2",
-            between="infiniband-edr",
-        ),
-        Preset(
-            device=_device("a100-40gb", _A100, 40, 1.555, "NVIDIA A100 SXM data sheet", watts=400, exponentials=2.44),
-            inside="nvlink3",
-            between="infiniband-hdr",
-        ),
-        Preset(
-            device=_device("a100-80gb", _A100, 80, 2.039, "NVIDIA A100 SXM data sheet", watts=400, exponentials=2.44),
-            inside="nvlink3",
-            between="infiniband-hdr",
-        ),
-        Preset(
-            device=_device(
-                "a100-40gb-pcie", _A100, 40, 1.555, "NVIDIA A100 PCIe data sheet", watts=250, exponentials=2.44
-            ),
-            inside="pcie4",
-            between="infiniband-hdr",
-        ),
-        Preset(
-            device=_device(
-                "a100-80gb-pcie", _A100, 80, 1.935, "NVIDIA A100 PCIe data sheet", watts=300, exponentials=2.44
-            ),
-            inside="pcie4",
-            between="infiniband-hdr",
-        ),
-        Preset(
-            device=_device(
-                "h100-80gb",
-                _H100,
-                80,
-                3.35,
-                "NVIDIA H100 SXM data sheet, without sparsity",
-                watts=700,
-                exponentials=3.87,
-            ),
-            inside="nvlink4",
-            between="infiniband-ndr",
-        ),
-        Preset(
-            device=_device(
-                "h100-96gb",
-                _H100,
-                96,
-                2.46,
-                "NVIDIA H100 with six stacks of HBM2e at 3.2 Gb/s a pin",
-                watts=500,
-                exponentials=3.87,
-            ),
-            inside="nvlink4",
-            between="infiniband-ndr",
-            is_usual=False,
-        ),
-        Preset(
-            device=_device(
-                "h100-80gb-pcie",
-                {kind: value * 756 / 989.4 for kind, value in _H100.items()},
-                80,
-                2.0,
-                "NVIDIA H100 PCIe data sheet, without sparsity",
-                watts=350,
-                exponentials=3.2,
-            ),
-            inside="pcie5",
-            between="infiniband-ndr",
-        ),
-        Preset(
-            device=_device(
-                "h800-80gb", _H100, 80, 3.35, "NVIDIA H800: an H100 with slower NVLink", watts=700, exponentials=3.87
-            ),
-            inside="nvlink3-export",
-            between="infiniband-ndr",
-        ),
-        Preset(
-            device=_device(
-                "a800-80gb", _A100, 80, 2.039, "NVIDIA A800: an A100 with slower NVLink", watts=400, exponentials=2.44
-            ),
-            inside="nvlink3-export",
-            between="infiniband-hdr",
-        ),
-        Preset(
-            device=_device(
-                "h20-96gb", _H20, 96, 4.0, "NVIDIA H20 data sheet, without sparsity", watts=400, exponentials=2.28
-            ),
-            inside="nvlink4",
-            between="infiniband-ndr",
-        ),
-        Preset(
-            device=_device(
-                "gh200-96gb", _H100, 96, 4.0, "NVIDIA GH200 data sheet, without sparsity", watts=700, exponentials=3.87
-            ),
-            inside="nvlink4",
-            between="infiniband-ndr",
-            devices_per_node=4,
-        ),
-        Preset(
-            device=_device(
-                "l40s-48gb", _L40S, 48, 0.864, "NVIDIA L40S data sheet, without sparsity", watts=350, exponentials=5.7
-            ),
-            inside="pcie4",
-            between="infiniband-hdr",
-        ),
-        Preset(
-            device=_device(
-                "h200-141gb", _H100, 141, 4.8, "NVIDIA H200 data sheet, without sparsity", watts=700, exponentials=3.87
-            ),
-            inside="nvlink4",
-            between="infiniband-ndr",
-        ),
-        Preset(
-            device=_device(
-                "b200-180gb",
-                _B200,
-                180,
-                7.7,
-                "NVIDIA DGX B200 data sheet, without sparsity",
-                watts=1000,
-                exponentials=4.5,
-            ),
-            inside="nvlink5",
-            between="infiniband-ndr",
-        ),
-        Preset(
-            device=_device(
-                "gb200-186gb",
-                _GB200,
-                186,
-                8.0,
-                "NVIDIA GB200 NVL72 data sheet, without sparsity",
-                watts=1200,
-                exponentials=5.0,
-            ),
-            inside="nvlink5",
-            between="infiniband-ndr",
-            devices_per_node=72,
-        ),
-        Preset(
-            device=_device(
-                "gb300-279gb",
-                _GB300,
-                279,
-                8.0,
-                "NVIDIA GB300 NVL72 data sheet, without sparsity",
-                watts=1400,
-                exponentials=10.0,
-            ),
-            inside="nvlink5",
-            between="infiniband-xdr",
-            devices_per_node=72,
-        ),
-        Preset(
-            device=_device(
-                "b300-270gb",
-                {**_B200, "float4": 13500.0},
-                270,
-                8.0,
-                "NVIDIA DGX B300 data sheet, without sparsity",
-                watts=1100,
-                exponentials=9.0,
-            ),
-            inside="nvlink5",
-            between="infiniband-xdr",
-        ),
-        Preset(
-            device=_device(
-                "mi250x", _MI250X, 64, 3.277 / 2, "AMD MI250X data sheet, half a module: one die (GCD)", watts=560 / 2
-            ),
-            inside="infinity-fabric-2",
-            between="slingshot-11",
-        ),
-        Preset(
-            device=_device("mi300x", _MI300X, 192, 5.3, "AMD MI300X data sheet, without sparsity", watts=750),
-            inside="infinity-fabric",
-            between="infiniband-ndr",
-        ),
-        Preset(
-            device=_device("mi325x", _MI300X, 256, 6.0, "AMD MI325X data sheet, without sparsity", watts=1000),
-            inside="infinity-fabric",
-            between="infiniband-ndr",
-        ),
-        Preset(
-            device=_device("mi355x", _MI355X, 288, 8.0, "AMD MI355X data sheet, without sparsity", watts=1400),
-            inside="infinity-fabric",
-            between="infiniband-ndr",
-        ),
-        Preset(
-            device=_device(
-                "x86-server",
-                _X86,
-                256,
-                0.307,
-                "a socket of 32 cores at 2.9 GHz, two AVX-512 units each, 8 channels of DDR5-4800",
-                context_bytes=_PROCESS_BYTES,
-            ),
-            inside="memory",
-            between="ethernet-100g",
-            devices_per_node=2,
-        ),
-        Preset(
-            device=_device(
-                "arm-server",
-                _ARM,
-                256,
-                0.5,
-                "a socket of 72 cores at 3.1 GHz, four 128-bit units each (NVIDIA Grace)",
-                context_bytes=_PROCESS_BYTES,
-            ),
-            inside="memory",
-            between="ethernet-100g",
-            devices_per_node=2,
-        ),
+        _preset("v100-16gb", _V100, 16, 0.9, "nvlink2", "infiniband-edr",
+                watts=300, exponentials=1.96, source="NVIDIA V100 SXM2 data sheet"),
+        _preset("v100-32gb", _V100, 32, 0.9, "nvlink2", "infiniband-edr",
+                watts=300, exponentials=1.96, source="NVIDIA V100 SXM2 data sheet"),
+        _preset("a100-40gb", _A100, 40, 1.555, "nvlink3", "infiniband-hdr",
+                watts=400, exponentials=2.44, source="NVIDIA A100 SXM data sheet"),
+        _preset("a100-80gb", _A100, 80, 2.039, "nvlink3", "infiniband-hdr",
+                watts=400, exponentials=2.44, source="NVIDIA A100 SXM data sheet"),
+        _preset("a100-40gb-pcie", _A100, 40, 1.555, "pcie4", "infiniband-hdr",
+                watts=250, exponentials=2.44, source="NVIDIA A100 PCIe data sheet"),
+        _preset("a100-80gb-pcie", _A100, 80, 1.935, "pcie4", "infiniband-hdr",
+                watts=300, exponentials=2.44, source="NVIDIA A100 PCIe data sheet"),
+        _preset("h100-80gb", _H100, 80, 3.35, "nvlink4", "infiniband-ndr",
+                watts=700, exponentials=3.87, source="NVIDIA H100 SXM data sheet, without sparsity"),
+        _preset("h100-96gb", _H100, 96, 2.46, "nvlink4", "infiniband-ndr",
+                watts=500, exponentials=3.87, is_usual=False, source="NVIDIA H100 with six stacks of HBM2e at 3.2 Gb/s a pin"),
+        _preset("h100-80gb-pcie", _H100_PCIE, 80, 2.0, "pcie5", "infiniband-ndr",
+                watts=350, exponentials=3.2, source="NVIDIA H100 PCIe data sheet, without sparsity"),
+        _preset("h800-80gb", _H100, 80, 3.35, "nvlink3-export", "infiniband-ndr",
+                watts=700, exponentials=3.87, source="NVIDIA H800: an H100 with slower NVLink"),
+        _preset("a800-80gb", _A100, 80, 2.039, "nvlink3-export", "infiniband-hdr",
+                watts=400, exponentials=2.44, source="NVIDIA A800: an A100 with slower NVLink"),
+        _preset("h20-96gb", _H20, 96, 4.0, "nvlink4", "infiniband-ndr",
+                watts=400, exponentials=2.28, source="NVIDIA H20 data sheet, without sparsity"),
+        _preset("gh200-96gb", _H100, 96, 4.0, "nvlink4", "infiniband-ndr",
+                watts=700, exponentials=3.87, devices_per_node=4, source="NVIDIA GH200 data sheet, without sparsity"),
+        _preset("l40s-48gb", _L40S, 48, 0.864, "pcie4", "infiniband-hdr",
+                watts=350, exponentials=5.7, source="NVIDIA L40S data sheet, without sparsity"),
+        _preset("h200-141gb", _H100, 141, 4.8, "nvlink4", "infiniband-ndr",
+                watts=700, exponentials=3.87, source="NVIDIA H200 data sheet, without sparsity"),
+        _preset("b200-180gb", _B200, 180, 7.7, "nvlink5", "infiniband-ndr",
+                watts=1000, exponentials=4.5, source="NVIDIA DGX B200 data sheet, without sparsity"),
+        _preset("gb200-186gb", _GB200, 186, 8.0, "nvlink5", "infiniband-ndr",
+                watts=1200, exponentials=5.0, devices_per_node=72, source="NVIDIA GB200 NVL72 data sheet, without sparsity"),
+        _preset("gb300-279gb", _GB300, 279, 8.0, "nvlink5", "infiniband-xdr",
+                watts=1400, exponentials=10.0, devices_per_node=72, source="NVIDIA GB300 NVL72 data sheet, without sparsity"),
+        _preset("b300-270gb", _B300, 270, 8.0, "nvlink5", "infiniband-xdr",
+                watts=1100, exponentials=9.0, source="NVIDIA DGX B300 data sheet, without sparsity"),
+        _preset("mi250x", _MI250X, 64, 3.277 / 2, "infinity-fabric-2", "slingshot-11",
+                watts=560 / 2, source="AMD MI250X data sheet, half a module: one die (GCD)"),
+        _preset("mi300x", _MI300X, 192, 5.3, "infinity-fabric", "infiniband-ndr",
+                watts=750, source="AMD MI300X data sheet, without sparsity"),
+        _preset("mi325x", _MI300X, 256, 6.0, "infinity-fabric", "infiniband-ndr",
+                watts=1000, source="AMD MI325X data sheet, without sparsity"),
+        _preset("mi355x", _MI355X, 288, 8.0, "infinity-fabric", "infiniband-ndr",
+                watts=1400, source="AMD MI355X data sheet, without sparsity"),
+        _preset("x86-server", _X86, 256, 0.307, "memory", "ethernet-100g",
+                context_bytes=_PROCESS_BYTES, devices_per_node=2,
+                source="a socket of 32 cores at 2.9 GHz, two AVX-512 units each, 8 channels of DDR5-4800"),
+        _preset("arm-server", _ARM, 256, 0.5, "memory", "ethernet-100g",
+                context_bytes=_PROCESS_BYTES, devices_per_node=2,
+                source="a socket of 72 cores at 3.1 GHz, four 128-bit units each (NVIDIA Grace)"),
     )
-}
+}  # fmt: skip
 _ALIASES = {
     "v100": "v100-32gb", "a100": "a100-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "h800": "h800-80gb",
     "a800": "a800-80gb", "h20": "h20-96gb", "gh200": "gh200-96gb", "l40s": "l40s-48gb", "b200": "b200-180gb",

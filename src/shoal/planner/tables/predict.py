@@ -5,7 +5,6 @@ holds only as far as it is right beyond the rows that its constants were fitted 
 them (``beyond``).
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -102,37 +101,22 @@ def predict_run(run: Run | Unread, stack: Stack | None = None) -> Predicted:
         run: a row.
         stack: constants to use in place of the stored ones; for fitting.
     """
+    predicted_row = partial(
+        Predicted, row=run.row, line=run.line, source=run.source, metric=run.metric, measured=run.measured
+    )
     if isinstance(run, Unread):
-        return Predicted(
-            row=run.row,
-            line=run.line,
-            source=run.source,
-            metric=run.metric,
-            measured=run.measured,
-            predicted=None,
-            in_range=False,
-            why_not=run.reason,
-        )
-    job = job_of(run, stack)
-    plan = run.plan
+        return predicted_row(predicted=None, in_range=False, why_not=run.reason)
     metric = _METRICS.get(run.metric)
-    reasons = list(run.assumed)
+    if metric is None:
+        reason = f"measured_metric is {run.metric!r}, an unknown metric; known are {', '.join(_METRICS)}"
+        return predicted_row(predicted=None, in_range=False, why_not=reason)
+    job, plan, reasons = job_of(run, stack), run.plan, list(run.assumed)
     if not job.stack.is_fitted:
         reasons.append(f"no run of {job.stack.software.name} on {run.device} was there to calibrate on")
     else:
         reasons += beyond(run, job.stack.covered)
-    if metric is None:
-        return Predicted(
-            row=run.row, line=run.line, source=run.source, metric=run.metric, measured=run.measured, predicted=None,
-            in_range=False, why_not=f"measured_metric is {run.metric!r}, an unknown metric; known are {', '.join(_METRICS)}",
-        )  # fmt: skip
     seconds = tuned_seconds(job, plan) if run.recompute == "unknown" else step_seconds(job, plan)
-    return Predicted(
-        row=run.row,
-        line=run.line,
-        source=run.source,
-        metric=run.metric,
-        measured=run.measured,
+    return predicted_row(
         predicted=metric(run, job, plan, seconds),
         in_range=not reasons,
         why_not="; ".join(reasons),
@@ -290,13 +274,6 @@ def timed_value(run: Run, job: Job, seconds: float) -> float:
 def is_better_low(metric: str) -> bool:
     """True where less of it is faster."""
     return metric in ("iter_time_s", "iter_time_ms")
-
-
-def log_error(predicted: Predicted) -> float:
-    """How far off a prediction is, the same for twice as much and for half."""
-    if not predicted.predicted or not predicted.measured:
-        return math.nan
-    return math.log(predicted.predicted / predicted.measured)
 
 
 _DEGREES = ("tp", "pp", "cp", "ep")
