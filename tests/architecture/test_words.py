@@ -135,7 +135,6 @@ STILL_THERE: set[str] = {
     "look_at",
     "nursery",
     "patience",
-    "portion",
     "rounds",
     "scatter_sum",
     "seat",

@@ -104,7 +104,7 @@ def promise_of(request: ProofRequest) -> Promise:
 
 
 def count_samples(request: ProofRequest) -> dict[int, int]:
-    """How many samples each portion has; the last batch of an epoch is short."""
+    """How many samples each work unit has; the last batch of an epoch is short."""
     shares, microbatches = request.plan.num_shares, request.plan.microbatches or 1
     count, batch = request.subject.num_samples, request.case.global_batch
     found = {}

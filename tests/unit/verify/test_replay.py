@@ -23,8 +23,8 @@ def steps_of(folder):
     return [recording.step(index) for index in range(len(recording))]
 
 
-def part_of(portion, read, factor, *, worker="w", more=()):
-    works = [{"portion": portion, "read": read}, *({"portion": other, "read": None} for other in more)]
+def part_of(unit, read, factor, *, worker="w", more=()):
+    works = [{"unit": unit, "read": read}, *({"unit": other, "read": None} for other in more)]
     return {"worker": worker, "index": 0, "works": works, "factor": factor}
 
 
@@ -74,16 +74,16 @@ def test_late_reads_of_two_shards_by_hand(tmp_path):
     for number, (found, own) in enumerate(zip(steps_of(tmp_path), updates, strict=True)):
         versions.append({name: value.detach().clone() for name, value in parts.named})
         total = None
-        for portion, (first, second), factor in own:
+        for unit, (first, second), factor in own:
             with torch.no_grad():
                 for name, value in parts.named:
                     shard = int(names.index(name) > half)
                     value.copy_(versions[second if shard else first][name])
                     if name == cut:
                         value.view(-1)[16:] = versions[second][name].view(-1)[16:]
-            ids = batches[portion // 2].reshape(2, -1)[portion % 2]
+            ids = batches[unit // 2].reshape(2, -1)[unit % 2]
             items = parts.train.collate(ids)
-            parts.dropout.begin(portion // 2, ids)
+            parts.dropout.begin(unit // 2, ids)
             parts.optimizer.zero_grad()
             parts.loss(parts.model(*items.inputs), items.targets).backward()
             grads = [value.grad * factor for _, value in parts.named]
@@ -109,7 +109,7 @@ def test_own_steps_between_reads_by_hand(tmp_path, rates):
     parts = [
         part_of(0, [0], 1.0, worker="a"),
         part_of(1, [1], 1.0, worker="b"),
-        {**part_of(2, None, 1.0, worker="a"), "works": [{"portion": 2, "read": None}, {"portion": 3, "read": None}]},
+        {**part_of(2, None, 1.0, worker="a"), "works": [{"unit": 2, "read": None}, {"unit": 3, "read": None}]},
     ]
     log = replace(log, updates=[{"parts": [one]} for one in parts])
     run_here(run_replay, case, log, tmp_path)
@@ -119,25 +119,25 @@ def test_own_steps_between_reads_by_hand(tmp_path, rates):
     server = {name: value.detach().clone() for name, value in plain.named}
     own = {"a": server}
 
-    def gradient(portion, weights):
+    def gradient(unit, weights):
         with torch.no_grad():
             for name, value in plain.named:
                 value.copy_(weights[name])
-        ids = batches[portion // 2].reshape(2, -1)[portion % 2]
+        ids = batches[unit // 2].reshape(2, -1)[unit % 2]
         items = plain.train.collate(ids)
-        plain.dropout.begin(portion // 2, ids)
+        plain.dropout.begin(unit // 2, ids)
         plain.optimizer.zero_grad()
         plain.loss(plain.model(*items.inputs), items.targets).backward()
         found = {name: value.grad.clone() for name, value in plain.named}
-        lr = rates[0] if rates else rate(OptimConfig(**LINEAR), portion // 2, 8)
+        lr = rates[0] if rates else rate(OptimConfig(**LINEAR), unit // 2, 8)
         return found, {name: value - lr * found[name] for name, value in weights.items()}
 
-    for number, (found, (worker, portions)) in enumerate(
+    for number, (found, (worker, units)) in enumerate(
         zip(steps_of(tmp_path), [("a", [0]), ("b", [1]), ("a", [2, 3])], strict=True)
     ):
         weights, total = server if number < 2 else own[worker], None
-        for portion in portions:
-            grads, weights = gradient(portion, weights)
+        for unit in units:
+            grads, weights = gradient(unit, weights)
             total = grads if total is None else {name: total[name] + grads[name] for name in grads}
         own[worker] = weights
         for name, value in plain.named:

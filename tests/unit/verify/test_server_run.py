@@ -42,8 +42,8 @@ def put_update(folder, *, server="server-0", instance_id="a", shard=0, number=0,
 
 
 def put_read(folder, number, versions=(0, 0)):
-    page = {"worker": "w", "number": number, "portions": [number], "versions": versions, "version": min(versions)}
-    page |= {"index": 0, "works": [{"portion": number, "read": versions}], "samples": 4}
+    page = {"worker": "w", "number": number, "units": [number], "versions": versions, "version": min(versions)}
+    page |= {"index": 0, "works": [{"unit": number, "read": versions}], "samples": 4}
     (folder / f"read-w-{number}.json").write_text(json.dumps(page))
 
 

@@ -1,13 +1,13 @@
 """One process for parameter servers whose reads depend on timing: it computes what the log of a run says that the run computed.
 
-Round r of the log is a list of portions, the version of each shard that each was computed from, and a factor for each. Here every
+Update r of the log is a list of work units, the version of each shard that each was computed from, and a factor for each. Here every
 gradient is computed anew, on the whole model with its weights put together from these versions; they are multiplied, added from
 left to right, and given to one optimizer over whole tensors. ``rules.py`` has held the record against the rule before.
 
-    w(0) as built        g = sum over i in round r of f_i * gradient(portion_i, w(v_i))        w(r+1) = optimizer(w(r), g)
+    w(0) as built        g = sum over i in update r of f_i * gradient(unit_i, w(v_i))        w(r+1) = optimizer(w(r), g)
 
 Under Downpour the place of a gradient is taken by the sum of those that a worker computed on its own way: u = w(v) when it reads,
-then u <- u - rate * gradient(portion, u) after each.
+then u <- u - rate * gradient(unit, u) after each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ class Replay:
         """Those that made the last update."""
 
     def update(self, number: int) -> float:
-        """Make one update; the mean loss over its portions, each by the weights that it met."""
+        """Make one update; the mean loss over its work units, each by the weights that it met."""
         parts, entries = self._parts, self._log.updates[number]["parts"]
         newest = self._copy()
         total: dict[str, Tensor] = {}
@@ -115,19 +115,19 @@ class Replay:
         worker, read = entry["worker"], work["read"]
         weights = self._own[worker] if read is None else self._put_together(read)
         self._load(weights)
-        loss, weight, gradient = self._portion(work["portion"])
+        loss, weight, gradient = self._unit_gradient(work["unit"])
         if self._log.takes_own_steps:
             # In one row, as workers have it: whether a product and its sum round once or twice depends on the place in a row.
             row = self._row(weights)
-            row.add_(self._row(gradient), alpha=-self._own_rate(entry["index"], work["portion"]))
+            row.add_(self._row(gradient), alpha=-self._own_rate(entry["index"], work["unit"]))
             self._own[worker] = self._unrow(row, weights)
         return loss, weight, gradient
 
-    def _own_rate(self, index: int, portion: int) -> float:
+    def _own_rate(self, index: int, unit: int) -> float:
         parts, rates = self._parts, self._log.own_rates
         if rates:
             return rates[min(index, len(rates) - 1)]
-        return rate(parts.optim, portion // self._log.tree.replicas, parts.case.total_steps)
+        return rate(parts.optim, unit // self._log.tree.replicas, parts.case.total_steps)
 
     def _row(self, tensors: Weights) -> Tensor:
         return torch.cat([tensors[name].reshape(-1)[start:stop] for name, start, stop, _ in self._log.pieces])
@@ -140,10 +140,10 @@ class Replay:
             offset += stop - start
         return found
 
-    def _portion(self, portion: int) -> tuple[float, float, dict[str, Tensor]]:
+    def _unit_gradient(self, unit: int) -> tuple[float, float, dict[str, Tensor]]:
         """Mean loss, weight and gradient of one share of one step, by the weights that the model has now."""
         parts, log = self._parts, self._log
-        step, share = divmod(portion, log.tree.replicas)
+        step, share = divmod(unit, log.tree.replicas)
         cuts = cut_batch(self._batches[step], log.tree)
         own = sum(weigh(parts, cut) for cut in cuts[share])
         total = sum(weigh(parts, cut) for group in cuts for cut in group) if log.adds_to_steps else own

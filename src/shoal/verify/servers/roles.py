@@ -133,7 +133,7 @@ class RecordedLine(ServerConnection):
         """As the run does it; not when it is asked for, which may be before the work unit that is being computed is handed in."""
         unit = super().given(asked)
         if unit is not None:
-            self._works.append({"portion": unit.number, "read": None})
+            self._works.append({"unit": unit.number, "read": None})
         return unit
 
     def pull(self, need: int, bound: int | None = None) -> Read:
@@ -160,7 +160,7 @@ class RecordedLine(ServerConnection):
         number, self._num_handed_in = self._num_handed_in, self._num_handed_in + 1
         works, self._works = self._works, []
         page = {
-            **msgspec.to_builtins(push),
+            **msgspec.structs.asdict(push),
             "number": number,
             "index": self._place.index,
             "works": works,

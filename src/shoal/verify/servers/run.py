@@ -243,10 +243,8 @@ def _update(record: Mapping[str, Any], reads: Mapping[tuple[str, int], Mapping[s
         page = reads.get((worker, number))
         if page is None:
             raise RunError(f"update {record['number'] + 1} has gradient {number} of {worker}, which no worker computed")
-        works = [
-            Work(unit=work["portion"], read=tuple(work["read"]) if work["read"] else None) for work in page["works"]
-        ]
-        if sorted(work.unit for work in works) != page["portions"]:
+        works = [Work(unit=work["unit"], read=tuple(work["read"]) if work["read"] else None) for work in page["works"]]
+        if sorted(work.unit for work in works) != page["units"]:
             raise RunError(f"{worker} says that gradient {number} has work units {page['units']}, and computed {works}")
         parts.append(
             Part(
