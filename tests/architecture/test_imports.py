@@ -126,4 +126,4 @@ def test_a_misspelt_recipe_is_refused_without_torch(root, tmp_path):
 
 def test_the_launcher_of_a_run_imports_no_torch():
     """It once did, through the summary: every start then took two seconds longer, and the launcher 300 MB."""
-    assert "torch" not in loaded_by("import shoal.trainer.request, shoal.trainer.launch, shoal.launch.supervisor")
+    assert "torch" not in loaded_by("import shoal.trainer.request, shoal.trainer.launch, shoal.launch.ranks")

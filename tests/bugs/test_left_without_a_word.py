@@ -103,7 +103,9 @@ def test_one_that_leaves_is_started_again(shoal, plant):
 def test_sys_exit_of_the_only_rank_is_told_with_its_place(shoal, plant):
     plant(who="0", leave="sys.exit(0)")
     done = shoal.run("train", "own.toml", "--plan", "dp=1", "--run-dir", "run", expect=1)
-    assert "rank 0 failed at step 3 in phase 'forward': SystemExit: 0" in story_of(done)
+    assert "rank 0 failed at step 3 in phase 'forward': it left: something that it runs called sys.exit(0)" in story_of(
+        done
+    )
     assert 'mine.py", line 13, in forward' in story_of(done)
 
 

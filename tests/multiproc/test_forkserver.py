@@ -4,15 +4,19 @@ import contextlib
 import ctypes
 import os
 import signal
-import threading
 
 import psutil
 import pytest
 
-from shoal.launch.forkclient import ForkClient, ForkedProcess, Streams
+from shoal.launch import forkclient
+from shoal.launch.forkclient import ForkClient
+from shoal.launch.process import Process, Streams
+from support.processes import warm
 from support.processes.command import wait_until
 
 PR_GET_CHILD_SUBREAPER = 37
+OWN = ("forked_rank", "nothing.of.this.name")
+"""What the servers of these tests preload; the session has others."""
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="orphans are adopted on Linux only")
 RANK = """
 import os, signal, subprocess, sys
@@ -36,123 +40,132 @@ def adopts_orphans() -> bool:
     return bool(answer.value)
 
 
+@pytest.fixture(autouse=True)
+def _interpreters(monkeypatch):
+    """These servers are interpreters of their own, as those of a user are."""
+    monkeypatch.setattr(forkclient, "start_interpreter", warm._start_interpreter)
+
+
 @pytest.fixture
-def nursery(tmp_path, monkeypatch):
+def client(tmp_path, monkeypatch):
     (tmp_path / "forked_rank.py").write_text(RANK)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     with contextlib.closing(ForkClient(["forked_rank"], environment)) as found:
         yield found
 
 
-def start(nursery: ForkClient, *arguments: str, output=None, errors=None, descriptors=()) -> ForkedProcess:
-    environment = {"WHO": "rank 3", "SHOAL_SUPERVISOR_PID": str(os.getpid())}
+def start(client: ForkClient, *arguments: str, output=None, errors=None, descriptors=()) -> Process:
+    environment = {**os.environ, "WHO": "rank 3", "SHOAL_SUPERVISOR_PID": str(os.getpid())}
     with open(os.devnull, "wb") as nowhere:
         streams = Streams(stdout=output or nowhere.fileno(), stderr=errors or nowhere.fileno())
-        process = nursery.start(
+        process = client.start(
             "forked_rank", arguments, environment=environment, streams=streams, descriptors=descriptors
         )
     assert process is not None
     return process
 
 
-def cradles() -> list[psutil.Process]:
+def servers() -> list[psutil.Process]:
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "shoal.launch.forkserver" in child.cmdline()]
+    return [
+        child
+        for child in alive
+        if {"shoal.launch.forkserver", *OWN} & set(child.cmdline()) > {"shoal.launch.forkserver"}
+    ]
 
 
-def only_cradle() -> psutil.Process:
+def only_server() -> psutil.Process:
     # What was forked a moment ago looks like it until it has its own name.
-    return wait_until(lambda: cradles()[0] if len(cradles()) == 1 else None, "one cradle")
+    return wait_until(lambda: servers()[0] if len(servers()) == 1 else None, "one server")
 
 
-def test_a_forked_rank_is_a_child_with_its_own_output_environment_and_exit_code(nursery, tmp_path) -> None:
+def test_a_forked_rank_is_a_child_with_its_own_output_environment_and_exit_code(client, tmp_path) -> None:
     before = adopts_orphans()
-    nursery.open()
+    client.open()
     read, write = os.pipe()
     with (tmp_path / "out").open("wb") as output, (tmp_path / "err").open("wb") as errors:
-        process = start(
-            nursery, "tell", str(write), output=output.fileno(), errors=errors.fileno(), descriptors=[write]
-        )
+        process = start(client, "tell", str(write), output=output.fileno(), errors=errors.fileno(), descriptors=[write])
     os.close(write)
     assert process.wait() == 7
     assert (tmp_path / "out").read_text() == "rank 3 True True\n" and (tmp_path / "err").read_text() == "wrong\n"
     assert os.read(read, 100) == b"inherited" and os.read(read, 1) == b""
     os.close(read)
-    nursery.close()
-    assert adopts_orphans() == before and cradles() == []
+    client.close()
+    assert adopts_orphans() == before and servers() == []
 
 
-def test_the_end_of_one_rank_is_not_lost_to_the_start_of_another(nursery) -> None:
+def test_the_end_of_one_rank_is_not_lost_to_the_start_of_another(client) -> None:
     """A rank that had died and was not waited for yet was taken for what dead ranks leave behind when the next one was started:
     nobody heard of its end, and a run with parameter servers waited for it for ever."""
-    nursery.open()
-    first = start(nursery, "tell", "1")
+    client.open()
+    first = start(client, "tell", "1")
     wait_until(lambda: psutil.Process(first.pid).status() == psutil.STATUS_ZOMBIE, "its end")
-    second = start(nursery, "pause")
+    second = start(client, "pause")
     assert first.wait() == 7
     second.kill()
     assert second.wait() == -signal.SIGKILL
 
 
-def test_a_kill_is_seen_and_what_a_rank_had_started_is_not_left(nursery) -> None:
-    nursery.open()
-    process = start(nursery, "leave")
+def test_a_kill_is_seen_and_what_a_rank_had_started_is_not_left(client) -> None:
+    client.open()
+    process = start(client, "leave")
     rank = psutil.Process(process.pid)
-    wait_until(lambda: [child for child in rank.children() if child.name() == "sleep"], "its child")
-    os.killpg(process.pid, signal.SIGKILL)
+    (left,) = wait_until(lambda: [child for child in rank.children() if child.name() == "sleep"], "its child")
+    os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    wait_until(
-        lambda: all(child.status() == "zombie" for child in psutil.Process().children() if child.name() == "sleep"),
-        "it to die",
-    )
-    nursery.close()
+    wait_until(lambda: not left.is_running() or left.status() == psutil.STATUS_ZOMBIE, "it to die")
     assert not [child for child in psutil.Process().children() if child.name() == "sleep"]
 
 
-def test_the_death_of_the_cradle_harms_no_rank_and_another_takes_its_place(nursery) -> None:
-    nursery.open()
-    process = start(nursery, "wait")
-    cradle = only_cradle()
-    cradle.kill()
-    wait_until(lambda: cradle.status() == "zombie", "its death")
+def test_orphans_of_anything_else_are_not_adopted(client) -> None:
+    client.open()
+    process = start(client, "pause")
+    assert not adopts_orphans()
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_the_death_of_the_server_harms_no_rank_and_another_takes_its_place(client) -> None:
+    client.open()
+    process = start(client, "wait")
+    server = only_server()
+    server.kill()
+    wait_until(lambda: server.status() == "zombie", "its death")
     with pytest.raises(AssertionError):
-        start(nursery, "wait")
-    nursery.open()
-    other = start(nursery, "wait")
-    assert process.poll() is None and other.poll() is None
+        start(client, "wait")
+    client.open()
+    other = start(client, "wait")
+    assert not process.reap() and not other.reap()
     for one in (process, other):
         one.kill()
         assert one.wait() == -signal.SIGKILL
 
 
 def test_what_cannot_be_imported_is_left_to_the_ranks_to_say() -> None:
-    with contextlib.closing(ForkClient(["nothing.of.this.name"], os.environ)) as nursery:
+    with contextlib.closing(ForkClient(["nothing.of.this.name"], os.environ)) as client:
         for _ in range(4):
-            nursery.open()
-            assert nursery.wait()
+            client.open()
+            assert client.wait()
             streams = Streams(stdout=1, stderr=2)
-            assert nursery.start("nothing.of.this.name", [], environment={}, streams=streams) is None
-        assert cradles() == []
+            assert client.start("nothing.of.this.name", [], environment=os.environ, streams=streams) is None
+        assert servers() == []
 
 
-def test_a_cradle_that_is_abandoned_keeps_nobody_waiting(nursery) -> None:
-    nursery.open()
-    cradle = only_cradle()
-    cradle.suspend()
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(nursery.wait()))
-    waiting.start()
-    nursery.abandon()
-    waiting.join(timeout=30)
-    assert found == [True] and cradles() == []
+def test_a_server_that_does_not_get_ready_keeps_nobody_waiting(client) -> None:
+    client.open()
+    server = only_server()
+    server.suspend()
+    assert not client.is_ready
+    client.close()
+    assert client.is_ready and servers() == []
 
 
-def test_waiting_for_it_ends_when_something_else_happens(nursery) -> None:
+def test_waiting_for_it_ends_when_something_else_happens(client) -> None:
     read, write = os.pipe()
     os.write(write, b"!")
-    nursery.open()
-    assert not nursery.wait(read)
+    client.open()
+    assert not client.wait(read)
     os.read(read, 1)
-    assert nursery.wait(read)
+    assert client.wait(read)
     for descriptor in (read, write):
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The starter of a job's processes: children by adoption, and a process that is left as it was found."""
+"""The processes of a job with parameter servers: children of the job, and told of when they end."""
 
 import asyncio
 import ctypes
@@ -19,22 +19,22 @@ def adopts_orphans() -> bool:
     return bool(answer.value)
 
 
-def test_a_process_from_the_nursery_is_ours_and_orphans_are_adopted_no_longer_afterwards(tmp_path: Path) -> None:
-    async def run() -> tuple[bool, int]:
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_a_process_is_ours_and_orphans_of_others_are_not(tmp_path: Path, is_forked: bool) -> None:
+    async def run() -> tuple[bool, int | None]:
         spawner = Spawner({**os.environ, "SHOAL_SUPERVISOR_PID": str(os.getpid())}, descriptors=())
         ended = asyncio.Event()
+        spawner.open()
         try:
-            process = await spawner.start("nothing.of.this.name", [], log=tmp_path / "log", on_end=ended.set)
-            during = adopts_orphans()
-            code = await process.wait()
+            process = await spawner.start(
+                "nothing.of.this.name", [], name="x", log=tmp_path / "log", on_end=ended.set, is_forked=is_forked
+            )
+            adopts = adopts_orphans()
             await asyncio.wait_for(ended.wait(), timeout=30)
         finally:
-            await spawner.close()
-        return during, code
+            spawner.close()
+        return adopts, process.exit_code
 
-    before = adopts_orphans()
-    during, code = asyncio.run(asyncio.wait_for(run(), timeout=60))
-    assert (during, adopts_orphans()) == (True, before)
     # Its own code, which only a parent is told.
-    assert code == 1
+    assert asyncio.run(asyncio.wait_for(run(), timeout=60)) == (False, 1)
     assert "nothing" in (tmp_path / "log").read_text()

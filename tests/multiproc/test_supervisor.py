@@ -10,8 +10,7 @@ from pathlib import Path
 
 from shoal.launch.config import ProcessConfig
 from shoal.launch.failurereport import describe
-from shoal.launch.launch import LaunchRequest
-from shoal.launch.supervisor import supervise
+from shoal.launch.ranks import LaunchRequest, supervise
 from shoal.telemetry.statusboard import StatusReading
 from support.processes.supervised_ranks import Recorder, once, run
 from support.processes.supervised_ranks import nothing_left as nothing_left

@@ -13,8 +13,8 @@ DRIVER = """
 import sys
 from pathlib import Path
 from shoal.launch.config import ProcessConfig
-from shoal.launch.launch import LaunchRequest
-from shoal.launch.supervisor import supervise
+from shoal.launch.ranks import LaunchRequest
+from shoal.launch.ranks import supervise
 from shoal.telemetry.progress import PlainDisplay
 import threading
 folder = Path(sys.argv[1])

@@ -11,8 +11,7 @@ import pytest
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
-from shoal.launch.launch import LaunchRequest
-from shoal.launch.supervisor import supervise
+from shoal.launch.ranks import LaunchRequest, supervise
 from shoal.telemetry.statusboard import StatusReading
 from support.processes.supervised_ranks import Recorder, all_in, assert_gone, make_request, once, run
 from support.processes.supervised_ranks import nothing_left as nothing_left

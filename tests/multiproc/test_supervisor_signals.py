@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.failurereport import describe
-from shoal.launch.launch import LaunchRequest
-from shoal.launch.supervisor import supervise
+from shoal.launch.ranks import LaunchRequest, supervise
 from shoal.telemetry.statusboard import StatusReading
 from support.processes.command import wait_until
 from support.processes.supervised_ranks import Recorder, all_in, once, run

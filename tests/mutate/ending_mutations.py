@@ -26,7 +26,7 @@ ENDINGS = [
     Mutation(
         promise=DEAD,
         what="the death of one rank does not end the others",
-        file="src/shoal/launch/generation.py",
+        file="src/shoal/launch/ranks.py",
         old="            self._kill_all()  # the cause is known, and nobody else can say more about it",
         new="            pass",
         test="tests/multiproc/test_supervisor.py::test_kill_9_of_a_rank_is_named",
@@ -71,7 +71,7 @@ ENDINGS = [
     Mutation(
         promise=HANGS,
         what="nobody is asked for a stack",
-        file="src/shoal/launch/generation.py",
+        file="src/shoal/launch/ranks.py",
         old="        self._ask_for_stacks(self._ranks)\n",
         new="",
         test="tests/multiproc/test_supervisor.py::test_a_rank_that_runs_in_circles_is_named_with_its_stack",
@@ -80,7 +80,7 @@ ENDINGS = [
     Mutation(
         promise=HANGS,
         what="who was waited for is not asked when a peer gives up first",
-        file="src/shoal/launch/generation.py",
+        file="src/shoal/launch/ranks.py",
         old="            if end.report is not None and end.report.peer_failure:",
         new="            if False:",
         test="tests/bugs/test_left_without_a_word.py::"
@@ -99,8 +99,8 @@ ENDINGS = [
     Mutation(
         promise=FORKS,
         what="what a role forked is left running",
-        file="src/shoal/launch/forkclient.py",
-        old="            kill_group(self.pid)\n",
+        file="src/shoal/launch/process.py",
+        old="            if _CAN_LOOK:\n                kill_group(self.pid)\n",
         new="",
         test="tests/bugs/test_forked_by_the_user.py::test_children_of_a_worker_end_with_the_run",
         seconds=15,
@@ -153,7 +153,7 @@ ENDINGS = [
     Mutation(
         promise=RESTART,
         what="one restart fewer than was allowed",
-        file="src/shoal/launch/supervisor.py",
+        file="src/shoal/launch/ranks.py",
         old="number < request.config.max_restarts\n",
         new="number + 1 < request.config.max_restarts\n",
         test="tests/multiproc/test_supervisor_signals.py::test_restarts_are_given_up_after_n",

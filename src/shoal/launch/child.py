@@ -42,8 +42,8 @@ def take_descriptors(wanted: Mapping[int, int]) -> None:
         os.close(descriptor)
 
 
-def run_to_end(module: str, arguments: Sequence[str], *, function: str = "main") -> NoReturn:
-    """Call what a process is for, and end with its exit code.
+def run_to_end(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Call ``main`` of the module that a process is for, and end with its exit code.
 
     SIGTERM, which a cradle holds back, is let in before that; by the module itself where it says ``LISTENS_BY_ITSELF``.
     """
@@ -58,7 +58,7 @@ def run_to_end(module: str, arguments: Sequence[str], *, function: str = "main")
         found = importlib.import_module(module)
         if not getattr(found, "LISTENS_BY_ITSELF", False):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        getattr(found, function)()
+        found.main()
         code = EXIT_DONE
     except SystemExit as asked:
         code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)

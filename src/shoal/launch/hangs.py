@@ -1,17 +1,21 @@
 """Who hangs. A heartbeat says that a process runs; a phase counter says that it gets anywhere. Both are needed: a rank in an
 endless loop has a fine heartbeat, and a rank that waits for it is healthy too.
 
-Pure: what the board said and since when goes in, the rank that hangs comes out.
+``find_hang`` is pure: what the status board said and since when goes in, the process that hangs comes out. ``HangWatch``
+remembers since when.
 """
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.launch.config import ProcessConfig
 from shoal.telemetry.statusboard import StatusReading
 
 WAIT_PREFIX = "wait:"
 """Phases in which a rank waits for others begin with this."""
+_PAUSE_SECONDS = 2.0
+"""A watch that has not looked for so long was stopped itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +27,70 @@ class Hang:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Member:
+    """A process of the group that is watched."""
+
+    state: StatusReading
+    pid: int
+    is_running: bool = True
+    has_phases: bool = True
+    """False for a server: it enters no phases, and stands still when nobody asks it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Watched:
-    """One rank as the watch sees it. All times are monotonic seconds."""
+    """One process as the watch sees it. All times are monotonic seconds."""
 
     state: StatusReading
     started_at: float
     progress_at: float
     """When its phase counter was last seen to change."""
     is_running: bool = True
+    has_phases: bool = True
+
+
+class HangWatch:
+    """Remembers when each process was first seen, and last got anywhere.
+
+    Args:
+        config: the deadlines.
+    """
+
+    def __init__(self, config: ProcessConfig) -> None:
+        self._config = config
+        self._seen: dict[int, tuple[int, int, float, float]] = {}
+        """By rank: process, phases entered, when it was first seen and when it last got anywhere."""
+        self._looked = self._awake_since = time.monotonic()
+
+    def look(self, members: Sequence[Member], *, now: float) -> Hang | None:
+        """The process that hangs, or None; to be called every second or more often.
+
+        Args:
+            members: by rank; those that have ended and are started again may be left out.
+            now: the monotonic time.
+        """
+        if now - self._looked > _PAUSE_SECONDS:
+            self._awake_since = now  # This process was stopped itself, so old heartbeats prove nothing.
+        self._looked = now
+        watched = [self._watch(member, now) for member in members]
+        return find_hang(watched, now=now, awake_since=self._awake_since, config=self._config)
+
+    def _watch(self, member: Member, now: float) -> Watched:
+        state, rank = member.state, member.state.rank
+        pid, count, started, progress = self._seen.get(rank, (0, 0, now, now))
+        if pid != member.pid:
+            started = progress = now
+        elif count != state.phase_count:
+            progress = now
+        self._seen[rank] = (member.pid, state.phase_count, started, progress)
+        return Watched(
+            # Until it has signed its status, what is there is that of the process before it.
+            state=state if state.pid == member.pid else replace(state, heartbeat=None, phase=""),
+            started_at=started,
+            progress_at=progress,
+            is_running=member.is_running,
+            has_phases=member.has_phases,
+        )
 
 
 def is_waiting(phase: str) -> bool:
@@ -39,20 +99,24 @@ def is_waiting(phase: str) -> bool:
 
 
 def find_hang(ranks: Sequence[Watched], *, now: float, awake_since: float, config: ProcessConfig) -> Hang | None:
-    """The rank that hangs, or None.
+    """The process that hangs, or None.
+
+    Those that enter phases are held to their progress, all of them together, because one may wait for another; the others only
+    where there is no other kind.
 
     Args:
-        ranks: every rank, by rank.
+        ranks: every process, by rank.
         now: the monotonic time.
         awake_since: since when the watch itself has run without a pause; what happened before that is nobody's fault (a suspended
             terminal, a frozen container).
         config: the deadlines.
     """
     running = [rank for rank in ranks if rank.is_running]
+    moving = [rank for rank in ranks if rank.has_phases]
     return (
         _find_unstarted(running, now=now, awake_since=awake_since, deadline=config.start_deadline)
         or _find_silent(running, now=now, awake_since=awake_since, deadline=config.heartbeat_deadline)
-        or _find_stalled(ranks, now=now, awake_since=awake_since, deadline=config.collective_deadline)
+        or _find_stalled(moving or ranks, now=now, awake_since=awake_since, deadline=config.collective_deadline)
     )
 
 

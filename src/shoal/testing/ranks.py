@@ -5,15 +5,17 @@ argument)`` in each and returns both results. A rank that raises, dies or does n
 traceback; whatever happens, no process is left when it returns.
 """
 
+import atexit
+import functools
 import importlib.util
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import torch
@@ -22,14 +24,15 @@ from shoal.comm.parentdeath import die_with_parent
 from shoal.comm.world import join_world
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
-from shoal.testing.nursery import CAN_FORK, ForkedRank, Nursery
+from shoal.launch.environments import LOOPBACK
+from shoal.launch.forkclient import ForkClient
+from shoal.launch.process import Process, Streams
+from shoal.launch.supervisor import Command, Supervisor
 
-_STARTER = "from shoal.testing.ranks import run_this_rank; run_this_rank()"
+_PRELOAD = ("shoal.testing.ranks", "shoal.testing.parity", "shoal.trainer.loop")
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 1.0
 """After one rank failed the others get this long to fail too; most are stuck in a collective."""
-_NURSERY = Nursery()
-Rank = subprocess.Popen[bytes] | ForkedRank
 
 
 def run_on_ranks(
@@ -55,77 +58,80 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as name:
         folder = Path(name)
         torch.save(list(arguments), folder / "arguments.pt")
-        processes: list[Rank] = []
+        shared = _environment(function, num_ranks, folder, deadline_seconds)
+        supervisor = Supervisor(session_client(), environment={**shared, **(environment or {})})
+        processes: list[Process] = []
         try:
-            _start(function, num_ranks, folder, deadline_seconds, environment or {}, processes)
+            for rank in range(num_ranks):
+                processes.append(_start(supervisor, rank, folder))
             _wait(processes, folder, deadline)
         finally:
-            leaked = _end(processes, folder)
+            leaked = _end(supervisor, processes, folder)
         if leaked:
             raise RunError(f"processes {leaked} were left behind by the ranks of {function.__qualname__}")
         return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
 
-def _start(
-    function: Callable[..., Any],
-    num_ranks: int,
-    folder: Path,
-    deadline_seconds: float,
-    extra: Mapping[str, str],
-    processes: list[Rank],
-) -> None:
-    """Start the ranks, each put into ``processes`` as soon as it is there: what has begun is ended whatever comes after."""
-    shared = {
+@functools.cache
+def session_client() -> ForkClient:
+    """The fork server of this process's tests: torch is imported once in a session, not by every rank."""
+    environment = {**os.environ, "PYTHONPATH": _importable(), "OMP_NUM_THREADS": "1"}
+    client = ForkClient(_PRELOAD, environment)
+    atexit.register(client.close)
+    return client
+
+
+def _importable() -> str:
+    """What the caller can import, for ranks to import too."""
+    return os.pathsep.join(entry for entry in sys.path if entry)
+
+
+def _environment(function: Callable[..., Any], num_ranks: int, folder: Path, deadline_seconds: float) -> dict[str, str]:
+    return {
         **os.environ,
-        # The file may import what the caller can import.
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "PYTHONPATH": _importable(),
         "WORLD_SIZE": str(num_ranks),
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
         "SHOAL_SUPERVISOR_PID": str(os.getpid()),
         # In a folder that only this user can enter.
         "SHOAL_STORE": str(folder / "store"),
         "SHOAL_TEST_FUNCTION": f"{sys.modules[function.__module__].__file__}:{function.__qualname__}",
         "SHOAL_TEST_FOLDER": str(folder),
         "SHOAL_TEST_DEADLINE": str(deadline_seconds),
-        **extra,
     }
-    for rank in range(num_ranks):
-        with (folder / f"output-{rank}.txt").open("wb") as output:
-            processes.append(_start_one({**shared, "RANK": str(rank)}, output))
 
 
-def _start_one(environment: Mapping[str, str], output: IO[bytes]) -> Rank:
-    if CAN_FORK:
-        return _NURSERY.start(f"{__name__}:run_this_rank", environment, output=output)
-    return subprocess.Popen([sys.executable, "-c", _STARTER], env=environment, stdout=output, stderr=subprocess.STDOUT)
+def _start(supervisor: Supervisor, rank: int, folder: Path) -> Process:
+    session_client().open()
+    command = Command(name=f"rank {rank}", module=__name__, environment={"RANK": str(rank)})
+    with (folder / f"output-{rank}.txt").open("wb") as output:
+        return supervisor.start(command, Streams(stdout=output.fileno(), stderr=output.fileno()))
 
 
-def _wait(processes: list[Rank], folder: Path, deadline: Deadline) -> None:
-    waiting = set(range(len(processes)))
-    while waiting:
-        for rank in sorted(waiting):
-            code = processes[rank].poll()
-            if code is None:
-                continue
-            if code != 0:
-                raise RunError(_describe_failures(processes, folder))
-            waiting.discard(rank)
-        if waiting and deadline.is_over:
-            outputs = "\n".join(f"rank {rank} said:\n{_output(folder, rank)}" for rank in sorted(waiting))
-            raise RunError(f"ranks {sorted(waiting)} did not end within {deadline.seconds:g} s\n{outputs}")
+def _wait(processes: list[Process], folder: Path, deadline: Deadline) -> None:
+    # Ranks that have ended are waited for in ``_end``: until then the session of a rank tells what it left behind.
+    while any(process.peek() is None for process in processes):
+        if any(process.peek() for process in processes):
+            break
+        if deadline.is_over:
+            waiting = [rank for rank, process in enumerate(processes) if process.peek() is None]
+            outputs = "\n".join(f"rank {rank} said:\n{_output(folder, rank)}" for rank in waiting)
+            raise RunError(f"ranks {waiting} did not end within {deadline.seconds:g} s\n{outputs}")
         time.sleep(_POLL_SECONDS)
+    if any(process.peek() for process in processes):
+        raise RunError(_describe_failures(processes, folder))
 
 
-def _describe_failures(processes: list[Rank], folder: Path) -> str:
+def _describe_failures(processes: list[Process], folder: Path) -> str:
     """All ranks that failed: which is seen first is chance, and one that lost its peer does not know why."""
     grace = Deadline(seconds=_GRACE_SECONDS)
-    while not grace.is_over and any(process.poll() is None for process in processes):
+    while not grace.is_over and any(process.peek() is None for process in processes):
         time.sleep(_POLL_SECONDS)
     return "\n".join(
-        f"rank {rank} ended with code {process.poll()}:\n{_output(folder, rank)}"
+        f"rank {rank} ended with code {process.peek()}:\n{_output(folder, rank)}"
         for rank, process in enumerate(processes)
-        if process.poll() not in (None, 0)
+        if process.peek() not in (None, 0)
     )
 
 
@@ -133,33 +139,37 @@ def _output(folder: Path, rank: int) -> str:
     return (folder / f"output-{rank}.txt").read_text(errors="replace")
 
 
-def _end(processes: list[Rank], folder: Path) -> list[int]:
-    """End every rank, and then whatever still carries the ranks' environment; name the latter."""
+def _end(supervisor: Supervisor, processes: list[Process], folder: Path) -> list[int]:
+    """End every rank, and then whatever still carries the ranks' environment or is in a rank's session; name the latter."""
     for process in processes:
-        process.kill()
-        process.wait()
-    # A rank that never came to be has no pid.
-    ranks = {process.pid for process in processes if process.pid}
+        if process.peek() is None:
+            os.kill(process.pid, signal.SIGKILL)
+    ranks = {process.pid for process in processes}
     left = [process for process in psutil.process_iter() if _was_started_by_ranks(process, folder, ranks)]
     # A child that dies with its rank may need a moment.
     _, alive = psutil.wait_procs(left, timeout=2)
     for process_left in alive:
         process_left.kill()
         process_left.wait()
+    supervisor.close()
     return [process_left.pid for process_left in alive]
 
 
 def _was_started_by_ranks(process: psutil.Process, folder: Path, ranks: set[int]) -> bool:
     """By the environment that it was started with, or, for a fork, by its session, which is named after the rank."""
+    if process.pid in ranks:
+        return False
     try:
         return process.environ().get("SHOAL_TEST_FOLDER") == str(folder) or os.getsid(process.pid) in ranks
     except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
         return False
 
 
-def run_this_rank() -> None:
+def main() -> None:
     """What each process of ``run_on_ranks`` runs."""
     die_with_parent(int(os.environ["SHOAL_SUPERVISOR_PID"]))
+    # A fork has the path of the server, which was started for another test.
+    sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep)
     torch.set_num_threads(1)
     path, _, name = os.environ["SHOAL_TEST_FUNCTION"].rpartition(":")
     folder = Path(os.environ["SHOAL_TEST_FOLDER"])
@@ -180,3 +190,7 @@ def _load(path: Path) -> Any:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+if __name__ == "__main__":
+    main()

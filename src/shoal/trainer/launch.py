@@ -17,8 +17,7 @@ from shoal.core.errors import EXIT_DONE, EXIT_WRONG_REQUEST, RunError
 from shoal.core.rundir import RunDir, withheld
 from shoal.engine.resolve import check_processes, default_threads
 from shoal.launch.failurereport import describe, headline
-from shoal.launch.launch import LaunchRequest
-from shoal.launch.supervisor import supervise
+from shoal.launch.ranks import LaunchRequest, supervise
 from shoal.telemetry.live import build_display
 from shoal.trainer.claim import Claim
 from shoal.trainer.request import Prepared, already_finished, say_finished

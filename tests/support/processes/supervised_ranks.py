@@ -14,8 +14,7 @@ import pytest
 from shoal.core.clock import Deadline
 from shoal.launch.blame import Outcome
 from shoal.launch.config import ProcessConfig
-from shoal.launch.launch import LaunchRequest
-from shoal.launch.supervisor import supervise
+from shoal.launch.ranks import LaunchRequest, supervise
 from shoal.telemetry.statusboard import StatusReading
 
 PRELUDE = """

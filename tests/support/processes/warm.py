@@ -29,7 +29,8 @@ import shoal
 from shoal.comm.parentdeath import die_with_parent
 from shoal.launch import forkclient, forkserver
 from shoal.launch.child import show_command_line
-from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient, ForkedProcess, Streams
+from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient
+from shoal.launch.process import Process, Streams
 
 TESTS = Path(__file__).resolve().parents[2]
 WARM = (f"{__name__}:import_shoal", PRELOAD_OPTIMIZER)
@@ -46,7 +47,7 @@ class ForkedCommand(subprocess.Popen):
         asked = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
         ends = {name: asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")}
         client, environment = _session_client(), asked["env"] or os.environ
-        order = client.order("shoal", asked["args"], environment, folder=asked["cwd"] or ".")
+        order = make_order("shoal", asked["args"], folder=asked["cwd"] or ".")
         streams = [ends["p2cread"], ends["c2pwrite"], ends["errwrite"]]
         stdin, stdout, stderr = (number if given == -1 else given for number, given in enumerate(streams))
         try:
@@ -59,7 +60,9 @@ class ForkedCommand(subprocess.Popen):
         finally:
             self._close_pipe_fds(*ends.values())
         assert process is not None, client.problem
+        # Its end is for this object to wait for.
         self.pid, self._child_created = process.pid, True
+        os.close(process.descriptor)
 
 
 def can_fork(environment):
@@ -72,7 +75,7 @@ def can_fork(environment):
 
 
 class SessionClient(ForkClient):
-    """Adopts orphans only while it forks: those of whatever else a test starts are not its own."""
+    """Remembers its environment, and whose it is."""
 
     def __init__(self, environment):
         super().__init__(WARM, environment)
@@ -82,22 +85,12 @@ class SessionClient(ForkClient):
             self.open()
         self.wait()
         assert not self.problem, self.problem
-        forkclient._adopt_orphans(before)
         self.owner = os.getpid()
 
-    def order(self, module, arguments, environment, *, folder="."):
-        """What the fork is told of its task, for ``main``."""
-        unset = sorted(self.environment.keys() - environment.keys())
-        return {"module": module, "arguments": list(arguments), "folder": os.path.abspath(folder), "unset": unset}
 
-    def start(self, *arguments, **options):
-        """As ``ForkClient`` does."""
-        before = forkclient._adopts_orphans()
-        forkclient._adopt_orphans(True)
-        try:
-            return super().start(*arguments, **options)
-        finally:
-            forkclient._adopt_orphans(before)
+def make_order(module, arguments, *, folder="."):
+    """What a fork is told of its task, for ``main``."""
+    return {"module": module, "arguments": list(arguments), "folder": os.path.abspath(folder)}
 
 
 _client: SessionClient | None = None
@@ -116,7 +109,7 @@ def _session_client():
 
 def server_pids():
     """The process that commands are forked from, if there is one."""
-    process = _client._process if _client is not None else None
+    process = _client._server if _client is not None else None
     return {process.pid} if process is not None else set()
 
 
@@ -126,7 +119,7 @@ def start_interpreter(arguments, *, environment, descriptor):
     if not can_fork(environment):
         return _start_interpreter(arguments, environment=environment, descriptor=descriptor)
     refuse_reference(rest)
-    order = _session_client().order(module, rest, environment)
+    order = make_order(module, rest)
     with open(os.devnull, "r+b") as nowhere:
         streams = Streams(stdout=nowhere.fileno(), stderr=nowhere.fileno())
         options = {"environment": environment, "streams": streams, "descriptors": (descriptor,)}
@@ -159,8 +152,6 @@ def main():
     order = json.loads(sys.argv[1])
     module, arguments = order["module"], order["arguments"]
     os.chdir(order["folder"])
-    for name in order["unset"]:
-        os.environ.pop(name, None)
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [order["folder"], *given, *(path for path in _LIBRARIES if path not in given)]
     show_command_line([sys.executable, "-m", module, *arguments])
@@ -194,7 +185,7 @@ def _fork_template():
             forkserver.main()
         os._exit(0)
     theirs.close()
-    client._line, client._process = ours, ForkedProcess(pid)
+    client._socket, client._server, client._owner = ours, Process(pid), starter
     return client
 
 

@@ -8,7 +8,7 @@ import psutil
 
 from support.processes import warm
 
-KEPT = ("resource_tracker", "shoal.testing.nursery")
+KEPT = ("resource_tracker", "shoal.launch.forkserver shoal.testing.ranks")
 """The resource tracker of multiprocessing and the process that ranks are forked from live as long as the test session does, as
 does the one that commands are forked from."""
 

@@ -67,7 +67,7 @@ def test_processes_serve_many_jobs(pool):
         ("die", "rank 1: the process ended with code -9"),
         ("exit", "rank 1: SystemExit: 0"),
         # Its child holds the pipe open, and is ended with it.
-        ("leave a child", "rank 1: the process ended with code 0, in the middle of a job"),
+        ("leave a child", "rank 1: the process ended with code 0, in the middle of a task"),
     ],
 )
 def test_a_failure_ends_all_and_the_next_job_starts_anew(pool, do, message):

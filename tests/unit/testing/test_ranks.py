@@ -13,6 +13,7 @@ import torch
 
 from shoal.core.errors import RunError
 from shoal.testing.ranks import run_on_ranks
+from support.processes.command import wait_until
 
 
 def add_ranks(world, tensor):
@@ -86,11 +87,11 @@ def test_how_a_rank_ended_is_told(function, arguments, code):
         run_on_ranks(function, 1, *arguments)
 
 
-def test_ranks_outlive_a_nursery_that_was_killed():
+def test_a_fork_server_that_was_killed_is_replaced():
     run_on_ranks(add_ranks, 1, torch.ones(1))
     for child in psutil.Process().children():
-        if "shoal.testing.nursery" in child.cmdline():
+        if "shoal.launch.forkserver" in child.cmdline() and "shoal.testing.ranks" in child.cmdline():
             child.kill()
-            child.wait()
+            wait_until(lambda child=child: child.status() == psutil.STATUS_ZOMBIE, "its death")
     (result,) = run_on_ranks(add_ranks, 1, torch.ones(1))
     assert result["rank"] == 0

@@ -18,7 +18,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -33,21 +32,14 @@ from shoal.core.rundir import RunDir
 from shoal.elastic.election.filelease import read_center
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.config import ProcessConfig
+from shoal.launch.environments import inherited, process_environment
+from shoal.launch.hangs import HangWatch, Member
 from shoal.launch.jobdirectory import JobDirectory, sweep_job_directories
+from shoal.launch.process import Process
 from shoal.launch.procfs import peak_resident_bytes, process_state
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt
 from shoal.serverrun.job.notifier import Notifier
-from shoal.serverrun.job.processes import (
-    HangDetector,
-    Member,
-    Place,
-    Spawner,
-    Started,
-    describe_end,
-    kill_one,
-    kill_places,
-    make_places,
-)
+from shoal.serverrun.job.processes import Place, Spawner, describe_end, make_places
 from shoal.serverrun.notices import Notices
 from shoal.telemetry.progress import Display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading
@@ -128,7 +120,7 @@ class Job:
         self._ended: asyncio.Queue[tuple[Place, str]] = asyncio.Queue()
         """Who ended, under which instance."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._hang_detector = None if request.deadlines is None else HangDetector(request.deadlines)
+        self._watch = None if request.deadlines is None else HangWatch(request.deadlines)
         self._next_look = 0.0
         self._notices = Notices(request.run_dir)
         self._next_notices = 0.0
@@ -164,7 +156,7 @@ class Job:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._kill_all()
-            await self._spawner.close()
+            self._spawner.close()
             await self._node.close()
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
@@ -195,13 +187,14 @@ class Job:
             # One whose group was ended meanwhile has been spoken for.
             if instance_id == place.instance_id:
                 self._take_end(place)
+        self._spawner.look()
         states = self._states()
         self._step = max(self._step, *(int(state.metrics.get("step", 0)) for state in states))
         self._request.display.update(states)
         self._measure()
         self._end_silent()
-        if self._hang_detector is not None and time.monotonic() >= self._next_look:
-            self._end_hanging(self._hang_detector, states)
+        if self._watch is not None and time.monotonic() >= self._next_look:
+            self._end_hanging(self._watch, states)
         if time.monotonic() >= self._next_notices:
             self._tell_notices()
         if self._signals and self._stop_until == float("inf"):
@@ -218,7 +211,7 @@ class Job:
 
     def _measure(self) -> None:
         for place in self._places:
-            if place.process is not None and place.process.returncode is None:
+            if place.process is not None and place.process.exit_code is None:
                 place.peak_rss_bytes = max(place.peak_rss_bytes, peak_resident_bytes(place.process.pid))
 
     def _end_silent(self) -> None:
@@ -233,17 +226,17 @@ class Job:
                 self._request.display.message(f"{place.name} (process {pid}) is silent for {seconds:g} s; it is killed")
                 place.process.kill()
 
-    def _end_hanging(self, hang_detector: HangDetector, states: Sequence[StatusReading]) -> None:
+    def _end_hanging(self, watch: HangWatch, states: Sequence[StatusReading]) -> None:
         """End a server or a worker that holds the run up for longer than a deadline, after it was asked for its stack."""
         self._next_look = time.monotonic() + _HANG_SECONDS
         members = [
-            Member(state=state, pid=place.process.pid, is_server=place.role == "server")
+            Member(state=state, pid=place.process.pid, has_phases=place.role != "server")
             for state in states
             if (place := self._places[state.rank]).role != "center" and place.process is not None and place.is_running
         ]
         # While it stops, or ends, there is another deadline.
         is_ending = bool(self._signals) or self._last_until < float("inf")
-        hang = None if is_ending else hang_detector.look(members, now=time.monotonic())
+        hang = None if is_ending else watch.look(members, now=time.monotonic())
         process = None if hang is None else self._places[hang.rank].process
         if hang is None or process is None:
             return
@@ -252,9 +245,8 @@ class Job:
         more = "the process is stopped" if is_stopped else advice
         self._request.display.message(f"{name} (process {process.pid}) is killed: {hang.reason}; {more}")
         # Its own signal handler prints them, at once if it can at all.
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGUSR1)
-        asyncio.get_running_loop().call_later(_STACK_SECONDS, kill_one, process)
+        process.send(signal.SIGUSR1)
+        asyncio.get_running_loop().call_later(_STACK_SECONDS, process.kill)
         self._next_look += _STACK_SECONDS
 
     def _states(self) -> list[StatusReading]:
@@ -265,17 +257,11 @@ class Job:
 
     def _environment(self) -> dict[str, str]:
         request = self._request
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
-        return environment | {
-            "OMP_NUM_THREADS": str(request.threads),
+        return {
+            **inherited(),
+            **process_environment(threads=request.threads, run_dir=request.run_dir, run_id=request.run_dir.name),
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONFAULTHANDLER": "1",
-            "SHOAL_SUPERVISOR_PID": str(os.getpid()),
-            "SHOAL_RUN_DIR": str(request.run_dir.resolve()),
             "SHOAL_BOARD_FD": str(self._board.fd),
-            "TORCHELASTIC_RUN_ID": request.run_dir.name,
-            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         }
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -292,14 +278,14 @@ class Job:
     async def _start(self, leader: Place) -> None:
         """Start a leader and its group, after what is left of the one before has ended."""
         async with leader.starting:
-            await kill_places(leader.group)
+            await self._end_processes(leader.group)
             instance_id = new_instance_id()
             for place in leader.group:
                 place.process, place.is_done, place.instance_id = None, False, instance_id
             for place in leader.group:
                 place.process = await self._spawn(place, instance_id)
 
-    async def _spawn(self, place: Place, instance_id: str) -> Started:
+    async def _spawn(self, place: Place, instance_id: str) -> Process:
         log = self._log(place.rank)
         with log.open("ab", buffering=0) as file:
             file.write(f"--- {place.name}, instance {instance_id} ---\n".encode())  # as _HEADING has it
@@ -310,9 +296,10 @@ class Job:
         return await self._spawner.start(
             "shoal.serverrun.center" if place.role == "center" else self._request.member_module,
             [*arguments, *(["--resume"] if self._request.resume or self._num_deaths else [])],
+            name=place.name,
             log=log,
             on_end=lambda: self._ended.put_nowait((place, instance_id)),
-            # A center needs no torch; the first ones are there before the nursery has imported it.
+            # A center needs no torch; the first ones are there before the fork server has imported it.
             is_forked=place.role != "center" or self._num_deaths > 0,
         )
 
@@ -324,13 +311,13 @@ class Job:
     # -- ending -----------------------------------------------------------------------------------------------------------------
 
     def _take_end(self, place: Place) -> None:
-        assert place.process is not None and place.process.returncode is not None
+        assert place.process is not None and place.process.exit_code is not None
         is_done, leader = self._has_finished(place), place.leader
         if is_done or self._last_until < float("inf"):
             self._take_done(place, is_done=is_done)
             return
         place, process = self._culprit(place)
-        code = process.returncode
+        code = process.exit_code
         if code == EXIT_WRONG_REQUEST:
             # A run that has made a step was right in the beginning; what it has written is not to be taken for nothing.
             self._failure = (EXIT_NO if self._step else EXIT_WRONG_REQUEST, self._tail(place.rank))
@@ -356,7 +343,7 @@ class Job:
             self._request.display.message(message)
             for other in leader.group:
                 other.is_done = True
-            self._begin(kill_places(leader.group))
+            self._begin(self._end_processes(leader.group))
             return
         whole = "" if len(leader.group) == 1 else f"{leader.name} with its {len(leader.group)} ranks"
         back = ""
@@ -371,13 +358,13 @@ class Job:
         """Whether a process that has ended did what it was for: it says so itself, on the board (``entry.py``)."""
         state, process = self._board.of_rank(place.rank).read(), place.process
         has_said = process is not None and state.pid == process.pid and state.final_status == "completed"
-        return has_said and process is not None and process.returncode == EXIT_DONE
+        return has_said and process is not None and process.exit_code == EXIT_DONE
 
-    def _culprit(self, place: Place) -> tuple[Place, Started]:
+    def _culprit(self, place: Place) -> tuple[Place, Process]:
         """Of a group whose end was seen in one of its ranks, the one to blame, and its process: the others end because of it."""
         assert place.process is not None
         for other in place.group:
-            code = None if other.process is None else other.process.returncode
+            code = None if other.process is None else other.process.exit_code
             left = code == EXIT_DONE and not self._has_finished(other)
             if other.process is not None and code is not None and (code < 0 or code == EXIT_WRONG_REQUEST or left):
                 return other, other.process
@@ -410,21 +397,20 @@ class Job:
         ended = asyncio.Event()
         num_signals = len(self._signals)
         process = await self._spawner.start(
-            "shoal.serverrun.server.finalize", arguments, log=self._log(rank), on_end=ended.set
+            "shoal.serverrun.server.finalize", arguments, name="finalize", log=self._log(rank), on_end=ended.set
         )
         while not ended.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
                     await ended.wait()
             if len(self._signals) > num_signals:
-                process.kill()
-                await process.wait()
+                await self._spawner.end([process])
                 self._failure = (
                     EXIT_INTERRUPTED,
                     "it was stopped while the last checkpoint was evaluated; --resume does that",
                 )
                 return
-        if process.returncode != EXIT_DONE:
+        if process.exit_code != EXIT_DONE:
             self._failure = (EXIT_NO, f"the last checkpoint could not be evaluated:\n{self._tail(rank)}")
 
     def _tail(self, rank: int) -> str:
@@ -433,7 +419,10 @@ class Job:
         return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
     async def _kill_all(self) -> None:
-        await kill_places(self._places)
+        await self._end_processes(self._places)
+
+    async def _end_processes(self, places: Sequence[Place]) -> None:
+        await self._spawner.end(place.process for place in places if place.process is not None)
 
     def _end(self) -> JobResult:
         code, cause = self._failure or (EXIT_DONE, "")

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from shoal.core.errors import RunError
-from shoal.launch.signals import SignalInbox
+from shoal.launch.supervisor import SignalInbox
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

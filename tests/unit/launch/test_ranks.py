@@ -4,9 +4,9 @@ import io
 import os
 from pathlib import Path
 
-from shoal.launch.launch import LaunchRequest
-from shoal.launch.spawn import StoreFile, rank_environment
+from shoal.launch.ranks import LaunchRequest, StoreFile
 from shoal.telemetry.progress import Display, PlainDisplay
+from shoal.telemetry.statusboard import StatusBoard
 
 
 def request(display: Display, **env: str) -> LaunchRequest:
@@ -15,15 +15,28 @@ def request(display: Display, **env: str) -> LaunchRequest:
 
 def environment(rank: int, **env: str) -> dict[str, str]:
     made = request(PlainDisplay(io.StringIO()), **env)
-    return rank_environment(made, rank=rank, generation=2, board_fd=5, store="/proc/self/fd/6")
+    store, board = StoreFile(), StatusBoard.create(4)
+    try:
+        command = made.command(rank, generation=2, board=board, store=store)
+        assert command.environment["SHOAL_STORE"] == store.path and command.environment["SHOAL_BOARD_FD"] == str(
+            board.fd
+        )
+        return {**made.environment, **command.environment}
+    finally:
+        store.close()
+        board.close()
 
 
 def test_environment() -> None:
     values = environment(1)
     assert (values["RANK"], values["WORLD_SIZE"], values["OMP_NUM_THREADS"]) == ("1", "4", "3")
     assert values["SHOAL_GENERATION"] == values["TORCHELASTIC_RESTART_COUNT"] == "2"
-    assert values["SHOAL_BOARD_FD"] == "5"
-    assert values["SHOAL_STORE"] == environment(0)["SHOAL_STORE"] == "/proc/self/fd/6"
+    assert values["SHOAL_SUPERVISOR_PID"] == str(os.getpid())
+
+
+def test_descriptors_of_another_supervisor_are_not_handed_on(monkeypatch) -> None:
+    monkeypatch.setenv("SHOAL_SOMETHING_FD", "5")
+    assert "SHOAL_SOMETHING_FD" not in environment(0)
 
 
 def test_extras_win() -> None:
