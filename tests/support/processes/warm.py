@@ -80,7 +80,6 @@ class SessionClient(ForkClient):
     def __init__(self, environment):
         super().__init__(WARM, environment)
         self.environment = dict(environment)
-        before = forkclient._adopts_orphans()
         with mock.patch.object(forkclient, "start_interpreter", _start_interpreter):
             self.open()
         self.wait()
