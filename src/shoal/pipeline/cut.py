@@ -1,6 +1,6 @@
 """A module cut into a chain of stages without changing its code.
 
-Every stage runs the module's own forward pass. Units of earlier stages are stood in for: they put out tensors of the right
+Every stage runs the module's own forward pass. Units of earlier stages are stood in for: they output tensors of the right
 shape without a value and without memory. When the stage's first unit is called, the tensors that came from the stage before
 take the place of its arguments; when the next stage's first unit is called, the pass is left with that unit's arguments in
 hand, which are what the next stage gets. Names, parameters, hooks and whatever other techniques did to the units stay as they
@@ -129,7 +129,7 @@ class StagedModule:
     def run(
         self, stage: int, inputs: Sequence[Any], received: Received = (), weights: Mapping[str, Tensor] | None = None
     ) -> Any:
-        """One stage's forward pass: the tensors for the next stage, or what the model puts out on the last.
+        """One stage's forward pass: the tensors for the next stage, or the model's output on the last.
 
         Args:
             stage: which.
@@ -309,7 +309,7 @@ class StagedModule:
     def _forward(
         self, this: Pass, inputs: Sequence[Any], weights: Mapping[str, Tensor] | None = None
     ) -> tuple[list[Any] | None, Any]:
-        """The flat arguments of the unit at which the pass was left, or what it put out at its end."""
+        """The flat arguments of the unit at which the pass was left, or its output at the end."""
         self._pass, self._last_stage = this, this.stage
         try:
             if weights is None:
@@ -326,7 +326,7 @@ class StagedModule:
         try:
             return original(*args, **kwargs)
         except Left as left:
-            # Put out and not raised further: torch calls no hook, not even one that is always called, when this is raised.
+            # Returned and not raised further: torch calls no hook, not even one that is always called, when this is raised.
             return Gone(left.arguments)
 
     def _surround(self, module: nn.Module) -> None:

@@ -149,7 +149,7 @@ class Runtime:
 
     @torch.no_grad()
     def infer(self, inputs: Sequence[Any], kind: Hashable) -> tuple[bool, Any]:
-        """One batch through all stages, without gradients: whether it ends on this rank, and then what the model puts out.
+        """One batch through all stages, without gradients: whether it ends on this rank, and then the model's output.
 
         All ranks of the pipeline call it together, for the same batches in the same order.
 

@@ -33,7 +33,7 @@ class Left(BaseException):
 
 @dataclass(frozen=True)
 class Gone:
-    """What a module puts out whose pass was left: the flat arguments of the unit at which it was."""
+    """The output of a module whose pass was left: the flat arguments of the unit at which it was."""
 
     arguments: list[Any]
 
@@ -73,7 +73,7 @@ class StandIns:
     def __init__(self, dropout: DropoutKey | None) -> None:
         self.dropout = dropout
         self.has_memory = False
-        """Each has memory after all: the module writes to what its units put out, as ``x += positions`` does."""
+        """Each has memory after all: the module writes to the outputs of its units, as ``x += positions`` does."""
         self.value = math.nan
         """What they are filled with. Not a number, so that what is computed from it is none either; others for a probe."""
         self._known: dict[tuple[Any, ...], Any] = {}
@@ -81,7 +81,7 @@ class StandIns:
     def of(
         self, call: int, unit: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool
     ) -> Any:
-        """What a unit would put out for these arguments: numbers that are not there, NaN, one expanded to the shape.
+        """The output of a unit for these arguments: numbers that are not there, NaN, one expanded to the shape.
 
         Args:
             call: which unit it is.
@@ -172,7 +172,7 @@ class Absent(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The unit's own: it may put out something else in training, and who restores modes sets them one by one."""
+        """The unit's own: its output may be another in training, and who restores modes sets them one by one."""
         unit = self.__dict__.get("unit")
         return unit is None or bool(unit.training)
 

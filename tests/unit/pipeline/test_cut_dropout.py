@@ -131,8 +131,15 @@ class Stages:
         return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("starts", [(0, 2, 4), (0, 1, 3)])
+@pytest.mark.parametrize(
+    ("kind", "starts"),
+    [
+        # Each kind with one of the two cuts; with the other in the soak.
+        pytest.param(kind, starts, marks=[pytest.mark.soak] if (number + other) % 2 else [])
+        for number, kind in enumerate(KINDS)
+        for other, starts in enumerate([(0, 2, 4), (0, 1, 3)])
+    ],
+)
 def test_stages_draw_the_bits_of_one_process(kind, starts):
     expected = backward_alone(kind, [0])
     stages = Stages(kind, starts)

@@ -10,6 +10,7 @@ from shoal.schedules.player import peak_activations
 from shoal.schedules.pricing import Costs, price
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Grid, Kind, Schedule
+from support.schedules.sizes import sweep
 
 BOTH = pytest.mark.parametrize("family", [INTERLEAVED, LOOPED_BFS], ids=lambda family: family.name)
 SIZES = st.builds(Size, st.integers(1, 8), st.integers(1, 32), st.integers(1, 4))
@@ -50,11 +51,10 @@ def test_every_small_size_is_legal_and_as_short_as_any_order_can_be(family):
 
 
 @BOTH
-def test_every_size_of_two_chunks_is_as_short_as_any_order_can_be(family):
-    for ranks in range(1, 9):
-        for microbatches in range(1, 33):
-            size = Size(ranks, microbatches, 2)
-            assert price(schedule_of(family, size)).makespan == least_length(size), size
+@sweep()
+def test_every_size_of_two_chunks_is_as_short_as_any_order_can_be(family, pairs):
+    for size in (Size(*pair, 2) for pair in pairs):
+        assert price(schedule_of(family, size)).makespan == least_length(size), size
 
 
 @BOTH

@@ -12,10 +12,10 @@ from shoal.schedules.player import peak_activations
 from shoal.schedules.pricing import Costs, price
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Grid, Schedule
+from support.schedules.sizes import EVERY, sweep
 
 BOTH = pytest.mark.parametrize("family", [GPIPE, ONE_F_ONE_B], ids=lambda family: family.name)
-ALL_SIZES = [Size(ranks, microbatches, 1) for ranks in range(1, 9) for microbatches in range(1, 33)]
-SIZES = st.sampled_from(ALL_SIZES)
+SIZES = st.sampled_from([Size(*pair, 1) for pair in EVERY])
 COSTS = st.floats(0.125, 8)
 
 
@@ -35,8 +35,9 @@ def words(schedule: Schedule, rank: int) -> str:
 
 
 @BOTH
-def test_every_size_is_legal_and_takes_three_times_the_microbatches_and_the_other_ranks(family):
-    for size in ALL_SIZES:
+@sweep()
+def test_every_size_is_legal_and_takes_three_times_the_microbatches_and_the_other_ranks(family, pairs):
+    for size in (Size(*pair, 1) for pair in pairs):
         schedule = schedule_of(family, size)
         check(schedule)
         timeline = price(schedule)
@@ -45,16 +46,18 @@ def test_every_size_is_legal_and_takes_three_times_the_microbatches_and_the_othe
         assert timeline.bubble == pytest.approx(share), size
 
 
-def test_gpipe_holds_every_microbatch_and_1f1b_those_between_a_rank_and_the_end():
-    for size in ALL_SIZES:
+@sweep()
+def test_gpipe_holds_every_microbatch_and_1f1b_those_between_a_rank_and_the_end(pairs):
+    for size in (Size(*pair, 1) for pair in pairs):
         assert peak_activations(schedule_of(GPIPE, size)) == (size.microbatches,) * size.ranks
         held = tuple(min(size.microbatches, size.ranks - rank) for rank in range(size.ranks))
         assert peak_activations(schedule_of(ONE_F_ONE_B, size)) == held
 
 
 @BOTH
-def test_the_promised_activations_are_those_that_are_held(family):
-    for size in ALL_SIZES:
+@sweep()
+def test_the_promised_activations_are_those_that_are_held(family, pairs):
+    for size in (Size(*pair, 1) for pair in pairs):
         schedule = schedule_of(family, size)
         assert schedule.activation_bound == peak_activations(schedule), size
 

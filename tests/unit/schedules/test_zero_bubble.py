@@ -13,10 +13,10 @@ from shoal.schedules.player import Timeline, peak_activations
 from shoal.schedules.pricing import Costs, price
 from shoal.schedules.rules import check
 from shoal.schedules.schedule import Grid, Kind, Schedule
+from support.schedules.sizes import EVERY, sweep
 
 BOTH = pytest.mark.parametrize("family", [ZB_H1, ZB_H2], ids=lambda family: family.name)
-ALL_SIZES = [Size(ranks, microbatches, 1) for ranks in range(1, 9) for microbatches in range(1, 33)]
-SIZES = st.sampled_from(ALL_SIZES)
+SIZES = st.sampled_from([Size(*pair, 1) for pair in EVERY])
 
 
 @cache
@@ -44,8 +44,9 @@ def waits(timeline: Timeline) -> list[float]:
 
 
 @BOTH
-def test_every_size_is_legal_and_as_short_as_any_order_can_be(family):
-    for size in ALL_SIZES:
+@sweep()
+def test_every_size_is_legal_and_as_short_as_any_order_can_be(family, pairs):
+    for size in (Size(*pair, 1) for pair in pairs):
         schedule = schedule_of(family, size)
         check(schedule)
         ranks, microbatches = size.ranks, size.microbatches
@@ -54,43 +55,49 @@ def test_every_size_is_legal_and_as_short_as_any_order_can_be(family):
         assert timeline_of(family, size).makespan == least, size
 
 
-def test_h1_loses_one_cell_per_other_rank_from_as_many_microbatches_as_ranks_on():
-    for size in ALL_SIZES:
+@sweep()
+def test_h1_loses_one_cell_per_other_rank_from_as_many_microbatches_as_ranks_on(pairs):
+    for size in (Size(*pair, 1) for pair in pairs):
         makespan = timeline_of(ZB_H1, size).makespan
         lost = makespan - 3 * size.microbatches
         assert (lost == size.ranks - 1) is (size.microbatches >= size.ranks), size
 
 
-def test_h1_waits_a_third_of_what_1f1b_does():
-    for size in ALL_SIZES:
+@sweep()
+def test_h1_waits_a_third_of_what_1f1b_does(pairs):
+    for size in (Size(*pair, 1) for pair in pairs):
         if size.microbatches >= size.ranks:
             thirds = [wait / 3 for wait in waits(timeline_of(ONE_F_ONE_B, size))]
             assert waits(timeline_of(ZB_H1, size)) == thirds, size
 
 
-def test_h2_never_waits_once_begun_from_two_microbatches_per_rank_less_one_on():
-    for size in ALL_SIZES:
+@sweep()
+def test_h2_never_waits_once_begun_from_two_microbatches_per_rank_less_one_on(pairs):
+    for size in (Size(*pair, 1) for pair in pairs):
         most = max(waits(timeline_of(ZB_H2, size)))
         # With fewer, the first rank has nothing to do until the first gradient is back, and no order can help.
         assert most == max(0, 2 * size.ranks - 1 - size.microbatches), size
 
 
-def test_h1_holds_no_more_than_the_first_rank_of_1f1b():
-    for size in ALL_SIZES:
+@sweep()
+def test_h1_holds_no_more_than_the_first_rank_of_1f1b(pairs):
+    for size in (Size(*pair, 1) for pair in pairs):
         fullest = max(peak_activations(schedule_of(ONE_F_ONE_B, size)))
         assert peak_activations(schedule_of(ZB_H1, size)) == (fullest,) * size.ranks
         assert fullest == min(size.microbatches, size.ranks)
 
 
-def test_h2_holds_two_microbatches_per_rank_less_one():
-    for size in ALL_SIZES:
+@sweep()
+def test_h2_holds_two_microbatches_per_rank_less_one(pairs):
+    for size in (Size(*pair, 1) for pair in pairs):
         held = min(size.microbatches, 2 * size.ranks - 1)
         assert peak_activations(schedule_of(ZB_H2, size)) == (held,) * size.ranks
 
 
 @BOTH
-def test_the_promised_activations_are_those_that_are_held(family):
-    for size in ALL_SIZES:
+@sweep()
+def test_the_promised_activations_are_those_that_are_held(family, pairs):
+    for size in (Size(*pair, 1) for pair in pairs):
         schedule = schedule_of(family, size)
         assert schedule.activation_bound == peak_activations(schedule), size
 

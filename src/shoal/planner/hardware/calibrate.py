@@ -65,7 +65,7 @@ def build_machine(found: Iterable[Measured], provenance: Provenance, *, memory_b
             max(answer["together"][turn] for answer in group.answers) / alone
             for turn, alone in enumerate(first["alone"])
         ]
-        # Company never makes a process faster; where it seems to, something else ran while the first was alone.
+        # Other processes never make a process faster; where it seems to, something else ran while the first was alone.
         slow_down = max(1.0, _median(turns))
         sharing.append(Sharing(processes=group.processes, threads=group.threads, slow_down=slow_down))
         for number, timed in enumerate(first["collectives"]):

@@ -108,7 +108,7 @@ class Meeting(Config):
     """What operations take between ranks that compute, beyond what they take one right after another.
 
     A rank that computes comes late now and then, and the others wait; who sleeps must be woken; and what is sent is not in the
-    cache of whoever reads it. An operation then takes ``seconds`` more, and its bytes ``factor`` times as long.
+    cache of the rank that reads it. An operation then takes ``seconds`` more, and its bytes ``factor`` times as long.
     """
 
     operation: Operation

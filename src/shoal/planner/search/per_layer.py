@@ -58,7 +58,7 @@ class Half(Enum):
     BOTH = "both"
     """It has whole pairs inside: what goes in and out is whole on every rank."""
     FIRST = "first"
-    """What it puts out is shared out by features."""
+    """Its output is split by features."""
     BETWEEN = "between"
     """It works on each feature by itself: what goes in and out is shared out, or whole."""
     SECOND = "second"

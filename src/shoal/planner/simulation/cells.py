@@ -1,7 +1,7 @@
 """What every cell of a schedule takes on a device of the data sheet, and how that grows on a slower device or link.
 
 A cell computes, and communicates along ``tp``, ``cp`` and ``ep`` where nothing hides it (``StageTimes.exposed``). Slow
-devices stretch the one, slow links the other. Where weights change without a flush, the cell that ends an update has that
+devices lengthen the one, slow links the other. Where weights change without a flush, the cell that ends an update has that
 update in it; where a software waits for transfers between stages, so have passes.
 
 A rank holds weights and state throughout a step, and activations from a forward to their last use.

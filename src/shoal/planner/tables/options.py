@@ -1,6 +1,6 @@
 """What a row says of how its software was used: options that change what it does, in the words that tables have for them.
 
-``stacks.py`` has what a software does by default; ``as_used`` gives it as one run used it. An option that a row does not name
+``software.py`` has what a software does by default; ``as_used`` gives it as one run used it. An option that a row does not name
 is taken to be as the software has it by itself. No script fits any of this, and none of it depends on who published the row.
 """
 

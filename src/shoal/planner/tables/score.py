@@ -97,7 +97,7 @@ def _groups(rows: Sequence[Predicted]) -> list[list[Predicted]]:
 
 
 def _averaged(repeats: Sequence[Predicted]) -> Predicted:
-    """One row for a choice that was measured several times: whoever picks it cannot pick the better of its measurements."""
+    """One row for a choice that was measured several times: a choice cannot be made of the better of its measurements."""
     return replace(repeats[0], measured=_mean(row.measured for row in repeats if row.measured is not None))
 
 
