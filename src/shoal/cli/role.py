@@ -94,7 +94,7 @@ def center(
         allow=allow,
         etcd=etcd,
     )
-    raise typer.Exit(run_async(lambda: lead(role.place)))
+    raise typer.Exit(run_async(lambda: lead(role.spec)))
 
 
 @app.command()
@@ -130,7 +130,7 @@ def server(
     from shoal.serverrun.server.standalone import run_server
 
     assert role.prepared is not None
-    code, summary = run_server(role.place, role.prepared)
+    code, summary = run_server(role.spec, role.prepared)
     if summary is not None:
         write_result(json_file, summary)
     raise typer.Exit(code)
@@ -151,7 +151,7 @@ def worker(
     from shoal.serverrun.standalone import run_blocking
     from shoal.serverrun.worker.process import work
 
-    raise typer.Exit(run_blocking(lambda: work(role.place)))
+    raise typer.Exit(run_blocking(lambda: work(role.spec)))
 
 
 @app.command()
@@ -206,7 +206,7 @@ def _prepare(
         resume=resume,
     )
     prepared = prepare_role(request, own=OwnParts())
-    print(f"shoal: {prepared.place.name} of {prepared.place.plan}", file=sys.stderr)
+    print(f"shoal: {prepared.spec.name} of {prepared.spec.plan}", file=sys.stderr)
     if role == "server" and prepared.prepared is not None:
         for warning in prepared.prepared.warnings:
             print(f"warning: {warning}", file=sys.stderr)

@@ -72,7 +72,7 @@ def drop(a: str) -> Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Operations that are run in order, in one update trip. Its answer has one number for each operation that measures."""
+    """Operations that are run in order, in one round trip. Its answer has one number for each operation that measures."""
 
     operations: tuple[Operation, ...]
 

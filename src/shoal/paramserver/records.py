@@ -106,7 +106,6 @@ class Update:
     """That each entry covers."""
 
 
-# TODO docstring of the former paramserver.answers:
 # What the update log answers to each input, as values: the server sends them on, and acts on what changed.
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shoal.core.errors import RequestError, did_you_mean, nearest
 from shoal.core.placement import Shape
@@ -211,39 +211,6 @@ def check_cover(shard_map: ShardMap, model: Model) -> None:
         )
 
 
-def refuse_cut_norms(optimizer: str, shard_map: ShardMap) -> None:
-    """Refuse an optimizer that needs norms of whole tensors where one lies on two shards.
-
-    Raises:
-        RequestError: with the names.
-    """
-    if optimizer in NORM_OPTIMIZERS and shard_map.cut_names:
-        names = shard_map.cut_names
-        raise RequestError(
-            f"{optimizer} needs the norm of whole tensors, and {len(names)} lie on two or more of the "
-            f"{len(shard_map.shards)} shards ({_some(list(names))}); cut the model for {optimizer}, or use adamw"
-        )
-
-
-def map_to_json(shard_map: ShardMap) -> dict[str, Any]:
-    """For ``json``."""
-    shards = [[[one.name, one.start, one.stop] for one in shard.pieces] for shard in shard_map.shards]
-    return {"dtype": shard_map.dtype, "model": shard_map.model, "shards": shards}
-
-
-def map_from_json(data: Mapping[str, Any]) -> ShardMap:
-    """The inverse of ``map_to_json``; ``check_cover`` says whether it is right."""
-    shards = []
-    for number, listed in enumerate(data["shards"]):
-        offsets = [0, *accumulate(stop - start for _, start, stop in listed)]
-        pieces = tuple(
-            Piece(name=name, start=start, stop=stop, offset=offset)
-            for (name, start, stop), offset in zip(listed, offsets[:-1], strict=True)
-        )
-        shards.append(Shard(number=number, pieces=pieces))
-    return ShardMap(dtype=data["dtype"], model=data["model"], shards=tuple(shards))
-
-
 class _Row:
     """All parameters one after the other, and where the row may be cut."""
 
@@ -324,7 +291,6 @@ def _some(names: list[str]) -> str:
     return ("such as " if len(names) > 1 else "") + repr(names[0]) if names else "none"
 
 
-# TODO docstring of the former serverrun.hot:
 # Which parameters are hot, those that the recipe names by name or pattern, and how the model is cut over the servers then.
 #
 # What is measured decides nothing here: servers and workers must cut alike before the first gradient is known.

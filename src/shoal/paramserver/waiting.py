@@ -31,12 +31,11 @@ class ChangeEvent:
         return True
 
 
-# TODO docstring of the former paramserver.patience:
 # How long one attempt at a request may take before it counts as lost and is sent again.
 #
 # A death is seen much sooner, by the connection and by the view; a message that was lost is seen by this alone. So it may be
-# generous, and it must be: an attempt that is given up begins again at its first byte, and one that is always given up too early
-# never ends. It grows with what crosses.
+# generous, and it must be: an attempt that is given up begins again at its first byte, and one that is always given up too
+# early never ends. It grows with what crosses.
 
 ATTEMPT_SECONDS = 2.0
 """Of a request without a payload."""
@@ -54,7 +53,6 @@ def seconds_for(num_bytes: int, *, base: float = ATTEMPT_SECONDS) -> float:
     return base + num_bytes / SLOWEST_BYTES_PER_SECOND
 
 
-# TODO docstring of the former paramserver.refusals:
 # Why a server says no to a request that is right in itself: it came to the wrong server, or at the wrong time.
 
 

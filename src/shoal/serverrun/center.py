@@ -24,22 +24,22 @@ _LONELY_SECONDS = 600.0
 """How long a voter waits for any other: longer than a machine takes to start, and than most cuts of a network last."""
 
 
-async def lead(place: ProcessSpec) -> str:
+async def lead(spec: ProcessSpec) -> str:
     """Stand for election until the run has ended; why it was stopped, and nothing when it was finished."""
-    return await (_lead_here(place) if place.cluster is None else _lead_cluster(place, place.cluster))
+    return await (_lead_here(spec) if spec.cluster is None else _lead_cluster(spec, spec.cluster))
 
 
-async def _lead_here(place: ProcessSpec) -> str:
-    node = open_node(place)
+async def _lead_here(spec: ProcessSpec) -> str:
+    node = open_node(spec)
     elector = FileLease(
-        place.lease_folder,
-        name=place.name,
-        address=place.address,
-        lease_seconds=place.recipe.paramserver.lease_seconds,
+        spec.lease_folder,
+        name=spec.name,
+        address=spec.address,
+        lease_seconds=spec.recipe.paramserver.lease_seconds,
     )
-    center = Center(node, elector, wanted=wanted_of(place), tell=tell, settings=place.settings, folder=place.folder)
-    center.driver = build_coordinator(place, node, center)
-    await node.listen(place.address, center.handle)
+    center = Center(node, elector, wanted=wanted_of(spec), tell=tell, settings=spec.settings, folder=spec.folder)
+    center.driver = build_coordinator(spec, node, center)
+    await node.listen(spec.address, center.handle)
     try:
         return await center.run()
     finally:
@@ -48,23 +48,23 @@ async def _lead_here(place: ProcessSpec) -> str:
         await node.close()
 
 
-async def _lead_cluster(place: ProcessSpec, cluster: Cluster) -> str:
-    node = open_node(place)
+async def _lead_cluster(spec: ProcessSpec, cluster: Cluster) -> str:
+    node = open_node(spec)
     try:
-        elector = _build_elector(place, cluster, node)
+        elector = _build_elector(spec, cluster, node)
         others = [address for seat, address in enumerate(cluster.centers) if seat != cluster.seat]
         candidate = Candidate(
             node,
             elector,
-            name=place.name,
+            name=spec.name,
             others=others,
-            wanted=wanted_of(place),
-            settings=place.settings,
+            wanted=wanted_of(spec),
+            settings=spec.settings,
             lonely_seconds=max(_LONELY_SECONDS, cluster.patience),
             tell=tell,
         )
-        candidate.center.driver = build_coordinator(place, node, candidate.center)
-        tell(f"{place.name} listens on {(await node.listen(place.address, candidate.handle)).partition('#')[0]}")
+        candidate.center.driver = build_coordinator(spec, node, candidate.center)
+        tell(f"{spec.name} listens on {(await node.listen(spec.address, candidate.handle)).partition('#')[0]}")
         if not others and not cluster.etcd:
             tell(
                 "it is the only candidate: there is no election, and nobody replaces it when it dies; three candidates would"
@@ -79,27 +79,27 @@ async def _lead_cluster(place: ProcessSpec, cluster: Cluster) -> str:
         await node.close()
 
 
-def _build_elector(place: ProcessSpec, cluster: Cluster, node: Node) -> Voters | Sole | EtcdLease:
-    ballot = ballot_file(place.kept_dir, place.name)
+def _build_elector(spec: ProcessSpec, cluster: Cluster, node: Node) -> Voters | Sole | EtcdLease:
+    ballot = ballot_file(spec.kept_dir, spec.name)
     own = cluster.centers[cluster.seat]
     if cluster.etcd:
         return EtcdLease(
             cluster.etcd,
             key=urlsplit(cluster.etcd).path.strip("/"),
-            name=place.name,
+            name=spec.name,
             address=own,
-            lease_seconds=place.recipe.paramserver.lease_seconds,
+            lease_seconds=spec.recipe.paramserver.lease_seconds,
             access=cluster.etcd_access,
         )
     if len(cluster.centers) == 1:
-        return Sole(name=place.name, address=own, ballot=ballot)
+        return Sole(name=spec.name, address=own, ballot=ballot)
     return Voters(
-        name=place.name,
+        name=spec.name,
         address=own,
         voters=dict(zip(cluster.names, cluster.centers, strict=True)),
         ballot=ballot,
-        lease_seconds=place.recipe.paramserver.lease_seconds,
-        seed=place.recipe.train.seed,
+        lease_seconds=spec.recipe.paramserver.lease_seconds,
+        seed=spec.recipe.train.seed,
         node=node,
     )
 
@@ -109,22 +109,22 @@ def ballot_file(run_dir: Path, name: str) -> Path:
     return RunDir(run_dir).root / "ballots" / f"{name}.json"
 
 
-def wanted_of(place: ProcessSpec) -> Wanted:
+def wanted_of(spec: ProcessSpec) -> Wanted:
     """What the run asked for, in the center's words."""
-    config = place.recipe.paramserver
+    config = spec.recipe.paramserver
     return Wanted(
-        servers=place.plan.ps,
-        backups=place.plan.backup,
+        servers=spec.plan.ps,
+        backups=spec.plan.backup,
         dead_seconds=config.dead_seconds,
-        join_seconds=place.recipe.elastic.start_deadline,
+        join_seconds=spec.recipe.elastic.start_deadline,
     )
 
 
-def build_coordinator(place: ProcessSpec, node: Node, center: Center) -> Coordinator | None:
+def build_coordinator(spec: ProcessSpec, node: Node, center: Center) -> Coordinator | None:
     """Who drives the steps beside this center; None where workers make them by themselves."""
-    if place.rule.kind != "lbfgs":
+    if spec.rule.kind != "lbfgs":
         return None
-    config = place.recipe.paramserver
+    config = spec.recipe.paramserver
     return Coordinator(
         node,
         center,
@@ -134,7 +134,7 @@ def build_coordinator(place: ProcessSpec, node: Node, center: Center) -> Coordin
             line_search=config.lbfgs_search,
             tolerance_gradient=config.lbfgs_tolerance,
         ),
-        batches=BatchSettings(global_batch=place.recipe.train.global_batch, workers=place.plan.num_shares),
+        batches=BatchSettings(global_batch=spec.recipe.train.global_batch, workers=spec.plan.num_shares),
         deadline_seconds=config.deadline,
         tell=tell,
     )
@@ -147,11 +147,11 @@ def tell(line: str) -> None:
 
 def main() -> None:
     """Entry point of a center of a job."""
-    run_process(lambda role, place: asyncio.run(_lead_to_the_end(place)))
+    run_process(lambda role, spec: asyncio.run(_lead_to_the_end(spec)))
 
 
-async def _lead_to_the_end(place: ProcessSpec) -> None:
-    await lead(place)
+async def _lead_to_the_end(spec: ProcessSpec) -> None:
+    await lead(spec)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,6 @@ _DESCRIBE: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
-# TODO docstring of the former serverrun.count of dropped messages:
 # Messages to a process that it dropped: written into its events when there are new ones, and counted for the summary. No torch.
 #
 # The wire drops what is malformed, of an old epoch or seen before, and does no more about it (``comm/wire/errors.py``): a run
@@ -183,7 +182,6 @@ def count_dropped(run_dir: Path) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
-# TODO docstring of the former serverrun.fallback:
 # A run with parameter servers that ended in gradients which are not finite goes back to its last good checkpoint.
 #
 # The servers have marked the checkpoints from which finite gradients came, and are gone; whether it was such an end, the events

@@ -108,37 +108,35 @@ class ProcessSpec:
         return shared_settings(self.recipe)
 
 
-def open_node(place: ProcessSpec) -> Node:
+def open_node(spec: ProcessSpec) -> Node:
     """This process on the wire; what it drops is written down until it is closed."""
-    if place.cluster is None:
-        node = Node(instance_id=place.instance_id, operations=OPERATIONS, arena_dir=place.folder)
+    if spec.cluster is None:
+        node = Node(instance_id=spec.instance_id, operations=OPERATIONS, arena_dir=spec.folder)
     else:
-        node = Node(instance_id=place.instance_id, operations=CLUSTER_OPERATIONS, keys=place.cluster.keys)
-    node.spawn(DroppedMessages(node, name=place.name, run_dir=place.run_dir, rank=place.rank).keep())
+        node = Node(instance_id=spec.instance_id, operations=CLUSTER_OPERATIONS, keys=spec.cluster.keys)
+    node.spawn(DroppedMessages(node, name=spec.name, run_dir=spec.run_dir, rank=spec.rank).keep())
     return node
 
 
-def open_finder(place: ProcessSpec, node: Node) -> Callable[[], Center | None]:
+def open_finder(spec: ProcessSpec, node: Node) -> Callable[[], Center | None]:
     """What tells who is the center; in a cluster it asks in the background, until the node is closed."""
-    if place.cluster is None:
-        folder = place.lease_folder
+    if spec.cluster is None:
+        folder = spec.lease_folder
         return lambda: read_center(folder)
-    seeker = Seeker(node, place.cluster.centers, patience=place.cluster.patience)
+    seeker = Seeker(node, spec.cluster.centers, patience=spec.cluster.patience)
     seeker.start()
     return seeker.find
 
 
-def attach_status(place: ProcessSpec) -> RankStatus | None:
+def attach_status(spec: ProcessSpec) -> RankStatus | None:
     """This process's status on the job's board; None when nobody looks."""
-    return None if place.board_fd is None else StatusBoard.attach(place.board_fd, place.num_ranks).of_rank(place.rank)
+    return None if spec.board_fd is None else StatusBoard.attach(spec.board_fd, spec.num_ranks).of_rank(spec.rank)
 
 
-# TODO docstring of the former serverrun.agreement:
 # What all processes of a run must agree on: every setting of the recipe but those that concern a process alone, as plain text.
 #
-# Compared at admission (``paramserver/center/center.py``). Processes on several machines each read a recipe of their
-# own, and two that differ
-# in a seed or a rate would train together without a word.
+# Compared at admission (``paramserver/center/center.py``). Processes on several machines each read a recipe of their own, and
+# two that differ in a seed or a rate would train together without a word.
 
 _OWN = (
     "telemetry",
@@ -162,14 +160,13 @@ def shared_settings(recipe: Recipe) -> dict[str, str]:
     }
 
 
-# TODO docstring of the former serverrun.entry:
 # The first and the last lines of a process of a job: what its command line says, and what its exit code means.
 #
-# This is a process boundary: every exception ends here, in the log and in the exit code. No torch: a center starts
-# with this alone.
+# This is a process boundary: every exception ends here, in the log and in the exit code. No torch: a center starts with this
+# alone.
 
 
-def read_place(arguments: list[str]) -> tuple[str, ProcessSpec]:
+def read_spec(arguments: list[str]) -> tuple[str, ProcessSpec]:
     """What the command line says: which role, and its place in the run."""
     parser = argparse.ArgumentParser(prog="shoal.serverrun.job.role")
     parser.add_argument("role", choices=("server", "worker", "center"))
@@ -184,7 +181,7 @@ def read_place(arguments: list[str]) -> tuple[str, ProcessSpec]:
     given = parser.parse_args(arguments)
     run_dir: Path = given.run_dir
     recipe = validate(Recipe, read_toml(RunDir(run_dir).recipe), origin=str(RunDir(run_dir).recipe))
-    place = ProcessSpec(
+    spec = ProcessSpec(
         name=given.name,
         rank=given.rank,
         num_ranks=given.ranks,
@@ -197,12 +194,12 @@ def read_place(arguments: list[str]) -> tuple[str, ProcessSpec]:
         group_rank=given.group_rank,
         board_fd=int(os.environ["SHOAL_BOARD_FD"]) if "SHOAL_BOARD_FD" in os.environ else None,
     )
-    return given.role, place
+    return given.role, spec
 
 
-def _say_done(place: ProcessSpec) -> None:
+def _say_done(spec: ProcessSpec) -> None:
     """Tell the job that this process did what it was for: an exit code of 0 says only that something called exit."""
-    rank_status = attach_status(place)
+    rank_status = attach_status(spec)
     if rank_status is not None:
         rank_status.claim()  # A center had no use for it until now.
         rank_status.finish("completed")
@@ -220,10 +217,10 @@ def run_process(run: Callable[[str, ProcessSpec], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = EXIT_DONE
     try:
-        role, place = read_place(sys.argv[1:])
-        run(role, place)
+        role, spec = read_spec(sys.argv[1:])
+        run(role, spec)
         end_if_forked(owner)
-        _say_done(place)
+        _say_done(spec)
     except RequestError as error:
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_WRONG_REQUEST

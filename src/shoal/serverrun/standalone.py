@@ -60,7 +60,7 @@ class RoleRequest:
 class PreparedRole:
     """A request that was checked."""
 
-    place: ProcessSpec
+    spec: ProcessSpec
     prepared: Prepared | None
     """Of the whole run, for those who train; None for a center."""
 
@@ -108,7 +108,7 @@ def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
         prepared = check_parts(recipe, plan, layout, run_dir=run_dir or Path(), resume=request.resume, own=own)
     instance_id = new_instance_id()
     return PreparedRole(
-        place=ProcessSpec(
+        spec=ProcessSpec(
             name=f"{request.role}-{index}",
             rank=index,
             num_ranks=max(layout.plan.world_size, index + 1),
@@ -208,7 +208,6 @@ def _begin() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-# TODO docstring of the former serverrun.stopping:
 # Stopping a run on several machines: a word to the center, whoever it is, and every role ends after what is under way.
 
 _CALL_SECONDS = 2.0

@@ -1,14 +1,14 @@
 """Convex problems in float64 for L-BFGS, cut over any number of shards."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from shoal.paramserver.lbfgs.algorithm import LbfgsSettings, Memory, begin, iterate
-from shoal.paramserver.lbfgs.vectors import LocalVectors, ShardVectors
-from shoal.paramserver.programs import GRADIENT, WEIGHTS
+from shoal.paramserver.lbfgs.vectors import ShardVectors
+from shoal.paramserver.programs import GRADIENT, WEIGHTS, Program, merge_measures
 
 Objective = Callable[[Tensor], Tensor]
 
@@ -37,7 +37,7 @@ def logistic(num_features: int = 9) -> tuple[Objective, Tensor]:
 
 
 def rugged(seed: int) -> tuple[Objective, Tensor]:
-    """Curved valleys and waves: not convex, so that a line search has to widen, narrow and turn update."""
+    """Curved valleys and waves: not convex, so that a line search has to widen, narrow and turn round."""
     start = torch.randn(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
 
     def objective(weights: Tensor) -> Tensor:
@@ -45,6 +45,25 @@ def rugged(seed: int) -> tuple[Objective, Tensor]:
         return valley + 3 * torch.sin(4 * weights).sum() + 0.1 * (weights**4).sum()
 
     return objective, start
+
+
+class LocalVectors:
+    """Vectors whose shards are all in this process."""
+
+    def __init__(self, shards: Sequence[ShardVectors], evaluate: Callable[[], Awaitable[float]]) -> None:
+        """Take the shards, in order, and what evaluates the objective and puts its gradient into them."""
+        self._shards = tuple(shards)
+        self._evaluate = evaluate
+        self._number = max(shard.number for shard in shards)
+
+    async def run(self, program: Program) -> tuple[float, ...]:
+        """Run a program on every shard."""
+        self._number += 1
+        return merge_measures(program, [shard.run(self._number, program) for shard in self._shards])
+
+    async def evaluate(self) -> float:
+        """The objective at ``weights``."""
+        return await self._evaluate()
 
 
 class Problem:

@@ -3,7 +3,7 @@
 from shoal.paramserver.records import Entry, PushId, Update
 
 
-def a_update(number: int, *entries: tuple[str, int, float], dropped: tuple[PushId, ...] = ()) -> Update:
+def make_update(number: int, *entries: tuple[str, int, float], dropped: tuple[PushId, ...] = ()) -> Update:
     """An update of these gradients: each the worker, its number and its weight."""
     return Update(
         number=number,

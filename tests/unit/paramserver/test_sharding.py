@@ -1,6 +1,5 @@
 """Shards cover a model exactly once, are even, and begin where an optimizer kernel and a checkpoint allow it."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -17,9 +16,6 @@ from shoal.paramserver.sharding import (
     check_cover,
     cut_model,
     digest_model,
-    map_from_json,
-    map_to_json,
-    refuse_cut_norms,
 )
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -37,14 +33,13 @@ def test_the_multiple_is_that_of_the_optimizers():
 
 
 @given(model=models, num_shards=st.integers(1, 5), data=st.data())
-def test_every_map_covers_its_model_once_at_legal_places_and_survives_json(model, num_shards, data):
+def test_every_map_covers_its_model_once_at_legal_places(model, num_shards, data):
     hot = data.draw(st.frozensets(st.sampled_from(sorted(model)), max_size=2))
     try:
         found = cut_model(model, num_shards, hot=hot)
     except RequestError:
         return
     check_cover(found, model)
-    assert map_from_json(json.loads(json.dumps(map_to_json(found)))) == found
     for shard in found.shards:
         assert shard.pieces
         for piece in shard.pieces:
@@ -139,9 +134,5 @@ def test_a_map_that_does_not_cover_the_model_is_refused_by_name():
 
 def test_norm_optimizers_need_whole_tensors():
     model = model_of(a=(640,), b=(32,))
-    refuse_cut_norms("lars", cut_model(model, 2, optimizer="lars"))
-    refuse_cut_norms("adamw", cut_model(model, 2))
-    with pytest.raises(
-        RequestError, match="lars needs the norm of whole tensors, and 1 lie on two or more of the 2 shards"
-    ):
-        refuse_cut_norms("lars", cut_model(model, 2))
+    assert cut_model(model, 2, optimizer="lars").cut_names == ()
+    assert cut_model(model, 2).cut_names == ("a",)

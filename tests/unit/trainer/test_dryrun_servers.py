@@ -14,7 +14,6 @@ from shoal.engine.resolve import choose_plan
 from shoal.optim.precision import Precision
 from shoal.paramserver.config import pulls_ahead
 from shoal.paramserver.lbfgs.algorithm import LbfgsSettings, begin, iterate
-from shoal.paramserver.lbfgs.vectors import LocalVectors
 from shoal.paramserver.programs import GRADIENT, WEIGHTS
 from shoal.paramserver.records import PushId, WorkUnit
 from shoal.paramserver.server.memory import sizes_with_servers
@@ -27,9 +26,9 @@ from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import describe_dry_run, dry_run_result
 from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import TrainRequest, prepare
-from support.paramserver.lbfgs_problems import rugged
+from support.paramserver.lbfgs_problems import LocalVectors, rugged
 from support.paramserver.run_in_process import DIGITS, place_in, recipe_of
-from support.paramserver.updates import a_update
+from support.paramserver.updates import make_update
 
 BASE = {**DIGITS, "model": {"name": "mlp", "hidden": 256}}
 SMALL = 0.03
@@ -136,7 +135,7 @@ def test_old_weights_of_delay_compensation_are_counted(tmp_path):
     for number in range(12):
         identity = server.push(number)
         for state in server.states:
-            state.apply(a_update(number, (*identity, 1.0)), 0.1)
+            state.apply(make_update(number, (*identity, 1.0)), 0.1)
     # The buffer of the last push waits for the next one.
     assert server.held == sum(said.server.values())
 

@@ -99,11 +99,10 @@ def name_voters(view: View) -> str:
     return ",".join(sorted({chain.primary for chain in view.chains}))
 
 
-# TODO docstring of the former paramserver.wirevote:
 # The vote on a checkpoint among servers, carried by the center instead of a process group.
 #
-# See ``checkpoint/vote.py``: every rank casts a ballot, every rank sees all of them, and one no is a no for all. Called from the
-# thread that writes, while the event loop runs elsewhere.
+# See ``checkpoint/vote.py``: every rank casts a ballot, every rank sees all of them, and one no is a no for all. Called from
+# the thread that writes, while the event loop runs elsewhere.
 
 _MAX_PROBLEM = 2000
 

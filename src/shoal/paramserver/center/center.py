@@ -353,10 +353,9 @@ def _name(member: Member | None) -> str:
     return member.name if member is not None else "?"
 
 
-# TODO docstring of the former paramserver.door:
 # Who is let in: a member's model is compared with the servers' by name, shape and type, before it can touch a weight; what its
-# recipe says with the center's, because two that differ in a seed or a rate have the same shapes; and its data with the servers',
-# because work units are named by numbers, which mean other samples in other data.
+# recipe says with the center's, because two that differ in a seed or a rate have the same shapes; and its data with the
+# servers', because work units are named by numbers, which mean other samples in other data.
 
 Tensors = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and type of every trained parameter, by name."""

@@ -6,7 +6,7 @@ direction is the two-loop recursion of Nocedal & Wright, Numerical Optimization 
 equation 7.20; the step is that of ``linesearch.py`` or a fixed one. ``torch.optim.LBFGS`` needs all vectors in one process;
 given the same objective this walks the same path.
 
-One iteration costs ``2 m + 4`` update trips for a history of m pairs, and two for each evaluation.
+One iteration costs ``2 m + 4`` round trips for a history of m pairs, and two for each evaluation.
 
 A coordinator may die at any moment. Between two iterations the vectors are ``weights``, ``gradient`` and the pairs that the
 ``Memory`` names. Within one, ``start-<iteration>`` holds the weights that it began with and no pair of the memory is touched, so
@@ -187,7 +187,7 @@ async def _point_downhill(vectors: Vectors, memory: Memory, settings: LbfgsSetti
     """Leave the direction in its vector; the slope along it, its largest element, and the step to try first.
 
     Algorithm 7.4 of Nocedal & Wright. What changes a vector goes out with the product that is needed next, so each pair costs
-    two update trips and not four.
+    two round trips and not four.
     """
     pairs = memory.pairs
     pending: list[Operation] = [copy(GRADIENT, DIRECTION), scale(DIRECTION, -1.0)]

@@ -242,12 +242,11 @@ class InOrder(Generic[T]):
         return ready
 
 
-# TODO docstring of the former paramserver.evaluation:
 # One shard's part of a gradient that is computed in work units: every work unit added once, in order, whoever sent it.
 #
-# The worker that a work unit came from, and the order in which results come, differ from run to run; the sum does not, because a
-# result waits until those before it have been added. A result of an earlier evaluation, whose weights are no longer the current
-# ones, is refused by its number.
+# The worker that a work unit came from, and the order in which results come, differ from run to run; the sum does not, because
+# a result waits until those before it have been added. A result of an earlier evaluation, whose weights are no longer the
+# current ones, is refused by its number.
 
 _TOTAL = "total"
 

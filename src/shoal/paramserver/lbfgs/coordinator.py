@@ -178,12 +178,11 @@ class LbfgsDriver:
             await asyncio.sleep(0.02)
 
 
-# TODO docstring of the former paramserver.coordinator:
 # The coordinator of L-BFGS, beside the leading center: it drives the programs on the shards and hands the batch out.
 #
-# It holds no vector, only numbers, and those are in the update log of shard 0 after every iteration. When the center dies,
-# the next one's
-# coordinator recalls them and walks the same path (``lbfgs.py`` says why); one that was only paused is refused by its epoch.
+# It holds no vector, only numbers, and those are in the update log of shard 0 after every iteration. When the center dies, the
+# next one's coordinator recalls them and walks the same path (``lbfgs.py`` says why); one that was only paused is refused by
+# its epoch.
 #
 # A batch is cut into work units that are much smaller than a worker's share, given to whoever is free, the last slow ones twice
 # (``batch_queue.py``); the shards add their gradients in the order of the work units, and so are the losses added here.

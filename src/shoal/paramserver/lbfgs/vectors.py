@@ -6,13 +6,13 @@ message that comes twice does not move the weights twice.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from shoal.core.errors import RequestError, did_you_mean
-from shoal.paramserver.programs import WEIGHTS, Operation, Program, merge_measures
+from shoal.paramserver.programs import WEIGHTS, Operation, Program
 
 _READS_OTHER = ("dot", "copy", "axpy")
 
@@ -186,22 +186,3 @@ def _sum_each(rows: Tensor) -> list[float]:
     # torch splits a sum that has a single result over its threads, which would change its last bits.
     found: list[float] = (rows.expand(2, -1).sum(dim=1)[:1] if rows.shape[0] == 1 else rows.sum(dim=1)).tolist()
     return found
-
-
-class LocalVectors:
-    """Vectors whose shards are all in this process."""
-
-    def __init__(self, shards: Sequence[ShardVectors], evaluate: Callable[[], Awaitable[float]]) -> None:
-        """Take the shards, in order, and what evaluates the objective and puts its gradient into them."""
-        self._shards = tuple(shards)
-        self._evaluate = evaluate
-        self._number = max(shard.number for shard in shards)
-
-    async def run(self, program: Program) -> tuple[float, ...]:
-        """Run a program on every shard."""
-        self._number += 1
-        return merge_measures(program, [shard.run(self._number, program) for shard in self._shards])
-
-    async def evaluate(self) -> float:
-        """The objective at ``weights``."""
-        return await self._evaluate()

@@ -120,7 +120,6 @@ class WorkQueue:
         return queue
 
 
-# TODO docstring of the former paramserver.members:
 # What the update log knows of a worker that is alive: its place, how long its steps take, and what it committed lately.
 
 REMEMBERED = 64

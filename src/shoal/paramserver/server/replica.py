@@ -178,12 +178,11 @@ def unpack(text: bytes, payload: memoryview) -> tuple[dict[str, torch.Tensor], d
     return tensors, plain["values"]
 
 
-# TODO docstring of the former paramserver.lending:
 # The weights of a shard while they are sent: whoever reads them keeps them as they are, and an update waits for nobody.
 #
-# A link may be slow, and a reader may stop in the middle. So weights are lent and not locked: an update of weights that somebody
-# still reads is made in other memory, to which they are copied first. Where nobody reads, as between two steps of ``bsp``, it is
-# made in its place and nothing is copied.
+# A link may be slow, and a reader may stop in the middle. So weights are lent and not locked: an update of weights that
+# somebody still reads is made in other memory, to which they are copied first. Where nobody reads, as between two steps of
+# ``bsp``, it is made in its place and nothing is copied.
 
 
 @dataclass(eq=False)

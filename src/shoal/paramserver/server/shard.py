@@ -293,11 +293,10 @@ def _gradient_name(identity: PushId) -> str:
     return f"{_GRADIENT}/{identity.worker}/{identity.number}"
 
 
-# TODO docstring of the former paramserver.aggregation:
 # How gradients, or weights, of several workers become one. Functions over flat tensors, with the formula beside each line.
 #
-# Every operation updates once (a product, then a sum): a compound one may update otherwise for the last elements of a tensor, and
-# then a shard would depend on where it is cut. Sums go from left to right, so the caller's order is the order of the bits.
+# Every operation rounds once (a product, then a sum): a compound one may round otherwise for the last elements of a tensor,
+# and then a shard would depend on where it is cut. Sums go from left to right, so the caller's order is the order of the bits.
 
 
 def scaled_sum(gradients: Sequence[Tensor], factors: Sequence[float]) -> Tensor:

@@ -159,7 +159,6 @@ class LbfgsShard(ShardState):
         self.version = values["version"]
 
 
-# TODO docstring of the former paramserver.vectorserver:
 # A server's part in L-BFGS: programs and gradients of work units, done here, then at the backup, then acknowledged.
 #
 # Both are known by number, so whatever is asked twice is done once, and a backup that takes over answers what its primary would

@@ -281,7 +281,6 @@ def _expect(answer: Answer, kind: type[M]) -> M:
     return answer.body
 
 
-# TODO docstring of the former paramserver.line:
 # The wire in a thread of its own, for a worker whose first thread computes: calls go over, answers come back.
 #
 # torch lets go of the interpreter while it computes, so signs of life, retries and transfers go on meanwhile.

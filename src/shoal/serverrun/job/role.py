@@ -16,13 +16,13 @@ PRELOADED = (center, finalize)
 """What the other processes of a job run, imported here for the fork server to import once (``processes.py``)."""
 
 
-def run_role(role: str, place: ProcessSpec) -> None:
+def run_role(role: str, spec: ProcessSpec) -> None:
     """Do a role's work to its end."""
     assert role in ("server", "worker"), role
     if role == "server":
-        asyncio.run(serve(place))
+        asyncio.run(serve(spec))
     else:
-        work(place)
+        work(spec)
 
 
 def main() -> None:

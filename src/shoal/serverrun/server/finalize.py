@@ -62,28 +62,28 @@ def evaluate_last_checkpoint(run_dir: Path, *, with_evaluation: bool) -> dict[st
     }
 
 
-def finalize_run(place: ProcessSpec, halt: str, *, total_steps: int, started: float) -> dict[str, Any]:
+def finalize_run(spec: ProcessSpec, halt: str, *, total_steps: int, started: float) -> dict[str, Any]:
     """Close a run from the process of a server, and write its summary.
 
     Args:
-        place: of that server.
+        spec: of that server.
         halt: why the run was stopped; empty when it was finished.
         total_steps: that it was to take.
         started: when this server was, as ``time.time()`` tells it.
     """
-    found = evaluate_last_checkpoint(place.kept_dir, with_evaluation=not halt)
+    found = evaluate_last_checkpoint(spec.kept_dir, with_evaluation=not halt)
     summary = summarise_servers(
         found,
-        plan=place.plan,
+        plan=spec.plan,
         total_steps=total_steps,
         stopped_by=halt or None,
         wall_seconds=time.time() - started,
         # Of this server: nobody on this machine can measure the others.
         peak_rss_bytes=[peak_resident_bytes(os.getpid())],
         num_deaths=None,
-        notices={**count_notices(place.kept_dir), "messages_dropped": count_dropped(place.kept_dir)},
+        notices={**count_notices(spec.kept_dir), "messages_dropped": count_dropped(spec.kept_dir)},
     )
-    write_summary(place.kept_dir, summary)
+    write_summary(spec.kept_dir, summary)
     return summary
 
 

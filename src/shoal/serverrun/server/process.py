@@ -67,7 +67,7 @@ _UNTOLD = 64
 
 
 async def serve(
-    place: ProcessSpec,
+    spec: ProcessSpec,
     *,
     conclude: Conclude | None = None,
     make_source: "Callable[[ProcessSpec], ShardSource] | None" = None,
@@ -75,7 +75,7 @@ async def serve(
     """A server's life.
 
     Args:
-        place: its place in the run.
+        spec: this process.
         conclude: called on the server that leads the log in the end, while it is still a member.
         make_source: makes what shards are made of; left out, ``ShardSource``.
 
@@ -85,29 +85,29 @@ async def serve(
     Raises:
         RunError: a shard cannot go on here, or the last checkpoint could not be written.
     """
-    torch.set_num_threads(place.threads)
-    rank_status = attach_status(place)
+    torch.set_num_threads(spec.threads)
+    rank_status = attach_status(spec)
     beating = Heartbeat(rank_status) if rank_status is not None else None
-    source = (make_source or ShardSource)(place)
-    world = World(Place(rank=place.rank, world_size=place.num_ranks), device=torch.device("cpu"), deadline_seconds=0.0)
+    source = (make_source or ShardSource)(spec)
+    world = World(Place(rank=spec.rank, world_size=spec.num_ranks), device=torch.device("cpu"), deadline_seconds=0.0)
     reporter = Reporter(
-        place.kept_dir,
+        spec.kept_dir,
         world=world,
-        config=place.recipe.telemetry,
+        config=spec.recipe.telemetry,
         rank_status=rank_status,
         total_steps=source.total_steps,
     )
     try:
         while True:
-            node = open_node(place)
+            node = open_node(spec)
             try:
-                return await _serve(place, source, reporter, node, conclude)
+                return await _serve(spec, source, reporter, node, conclude)
             except Evicted as error:
-                if place.cluster is None:
+                if spec.cluster is None:
                     raise  # There is a job, which starts it again.
                 print(f"taken for dead: {error}; coming back under a new name", file=sys.stderr, flush=True)
-                place = replace(place, instance_id=new_instance_id(), resume=True)
-                source.come_back(place)
+                spec = replace(spec, instance_id=new_instance_id(), resume=True)
+                source.come_back(spec)
             finally:
                 await node.close()
     finally:
@@ -117,7 +117,7 @@ async def serve(
 
 
 async def _serve(
-    place: ProcessSpec, source: "ShardSource", reporter: Reporter, node: Node, conclude: Conclude | None
+    spec: ProcessSpec, source: "ShardSource", reporter: Reporter, node: Node, conclude: Conclude | None
 ) -> str:
     model = {name: (spec.shape, spec.dtype) for name, spec in source.model.items()}
 
@@ -125,19 +125,19 @@ async def _serve(
 
     def introduce(view: View | None) -> Join:
         return Join(
-            name=place.name,
+            name=spec.name,
             role="server",
             address=address,
             model=model,
             view=view,
-            settings=place.settings,
+            settings=spec.settings,
             data=source.same_data.fingerprint.as_settings(),
-            origin=place.origin,
+            origin=spec.origin,
             started=started,
         )
 
-    contact = Contact(node, find=open_finder(place, node), introduce=introduce)
-    recorder = ServerRecorder(place, source, reporter)
+    contact = Contact(node, find=open_finder(spec, node), introduce=introduce)
+    recorder = ServerRecorder(spec, source, reporter)
     server = Server(
         node,
         contact,
@@ -146,16 +146,16 @@ async def _serve(
         make_log=source.make_log,
         rate=source.rate,
         on_update=recorder.take_update,
-        deadline_seconds=place.recipe.paramserver.deadline,
+        deadline_seconds=spec.recipe.paramserver.deadline,
         go_back=recorder.go_back,
         on_not_finite=lambda identity, reason: recorder.take_refusal(contact.view, identity, reason),
     )
-    address = await node.listen(place.address, server.handle)
+    address = await node.listen(spec.address, server.handle)
     contact.start()
     reporter.event(
         RunStarted(
-            plan=str(place.plan),
-            world_size=place.plan.world_size,
+            plan=str(spec.plan),
+            world_size=spec.plan.world_size,
             step=source.start.step if source.start is not None else 0,
             generation=0,
             pid=0,
@@ -180,7 +180,7 @@ async def _serve(
     finally:
         following.cancel()
         await asyncio.to_thread(recorder.close)
-        if place.cluster is not None:
+        if spec.cluster is not None:
             await contact.leave("it has ended")
         await contact.stop()
         await server.close()
@@ -214,8 +214,8 @@ class Start:
 class ShardSource:
     """Everything that shards and the update log are made of, at the beginning or from the newest checkpoint."""
 
-    def __init__(self, place: ProcessSpec) -> None:
-        recipe = place.recipe
+    def __init__(self, spec: ProcessSpec) -> None:
+        recipe = spec.recipe
         whole, _, data = build_parts(recipe)
         refuse_batch_norm(whole)
         self.module: nn.Module = whole.to(dtype=Precision.named(recipe.train.precision).weight_dtype)
@@ -223,9 +223,9 @@ class ShardSource:
         # Alone: ranks compare their data among them, these processes do at admission.
         alone = World(Place(), device=torch.device("cpu"), deadline_seconds=0.0)
         self.same_data = SameData(alone, data)
-        self.place = place
+        self.spec = spec
         self.model = describe_model(self.module)
-        self.shard_map = cut_for(self.model, place.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
+        self.shard_map = cut_for(self.model, spec.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
         self.total_steps = count_steps(
             recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample
         )
@@ -243,21 +243,21 @@ class ShardSource:
         # The first optimizer of a process makes torch import seconds of code; members are silent meanwhile, so it is done now.
         build_optimizer(recipe.optim, nn.Linear(1, 1))
 
-    def come_back(self, place: ProcessSpec) -> None:
+    def come_back(self, spec: ProcessSpec) -> None:
         """Begin anew, with the newest checkpoint."""
-        self.place = place
+        self.spec = spec
         self.look()
 
     def look(self, *, again: bool = False) -> None:
         """Find the checkpoint to go on from; ``again`` when everyone goes back to the newest one, whoever wrote it."""
-        found = read_checkpoint(self.place.kept_dir) if self.place.resume or again else None
+        found = read_checkpoint(self.spec.kept_dir) if self.spec.resume or again else None
         self.start = None
-        if found is None and self.place.resume:
+        if found is None and self.spec.resume:
             with ends_the_run():
-                refuse_only_aside(RunDir(self.place.kept_dir).checkpoints)
+                refuse_only_aside(RunDir(self.spec.kept_dir).checkpoints)
         if found is not None:
             path, manifest, progress, update_log = found
-            accepted = self.place.recipe.checkpoint.other_data
+            accepted = self.spec.recipe.checkpoint.other_data
             with ends_the_run():
                 try:
                     warning = refuse_other_data(glance(path).values, self.same_data.fingerprint, accepted=accepted)
@@ -271,9 +271,9 @@ class ShardSource:
 
     def rate(self, number: int) -> float:
         """The learning rate of an update."""
-        if self.place.rule.kind == "lbfgs":
-            return self.place.recipe.paramserver.lbfgs_lr
-        return rate(self.place.recipe.optim, number, count_updates(self.place.plan, self.total_steps))
+        if self.spec.rule.kind == "lbfgs":
+            return self.spec.recipe.paramserver.lbfgs_lr
+        return rate(self.spec.recipe.optim, number, count_updates(self.spec.plan, self.total_steps))
 
     def make_shard(self, number: int) -> ShardState:
         """A shard as it is before the first update that this run makes."""
@@ -291,13 +291,13 @@ class ShardSource:
         return state
 
     def _empty_shard(self, shard: Shard) -> ShardState:
-        config = self.place.recipe.paramserver
-        if self.place.rule.kind == "lbfgs":
+        config = self.spec.recipe.paramserver
+        if self.spec.rule.kind == "lbfgs":
             return LbfgsShard(shard, model=self.model, groups=self._groups, history=config.lbfgs_history)
         return ShardState(
             shard,
             model=self.model,
-            optim=self.place.recipe.optim,
+            optim=self.spec.recipe.optim,
             groups=self._groups,
             aggregation="adasum" if config.aggregate == "adasum" else "sum",
             compensation=config.delay_compensation,
@@ -305,14 +305,14 @@ class ShardSource:
 
     def make_log(self) -> CommandLog:
         """The update log before the first update that this run makes."""
-        every = self.place.recipe.checkpoint.every
-        return CommandLog(self._make_update_log(), cut_every=every * self.place.plan.num_shares)
+        every = self.spec.recipe.checkpoint.every
+        return CommandLog(self._make_update_log(), cut_every=every * self.spec.plan.num_shares)
 
     def _make_update_log(self) -> UpdateLog:
-        place, config = self.place, self.place.recipe.paramserver
-        shares = place.plan.num_shares
+        spec, config = self.spec, self.spec.recipe.paramserver
+        shares = spec.plan.num_shares
         update_log = UpdateLog(
-            rule=place.rule,
+            rule=spec.rule,
             workers=shares,
             steps=self.num_steps,
             lateness=Lateness(staleness_aware=config.staleness_aware, drop_beyond=config.drop_beyond),
@@ -325,35 +325,31 @@ class ShardSource:
             return update_log
         again = None
         if self.start.update_log is not None:
-            again = restart_update_log(
-                self.start.update_log, rule=str(place.rule), workers=shares, steps=self.num_steps
-            )
-        return again or update_log_after(
-            self.start.step, update_log, updates_per_step=updates_per_step(self.place.plan)
-        )
+            again = restart_update_log(self.start.update_log, rule=str(spec.rule), workers=shares, steps=self.num_steps)
+        return again or update_log_after(self.start.step, update_log, updates_per_step=updates_per_step(self.spec.plan))
 
 
 class ServerRecorder:
     """What a server writes down: steps, where it leads the log, and its part of every checkpoint."""
 
-    def __init__(self, place: ProcessSpec, source: ShardSource, reporter: Reporter) -> None:
-        self._place = place
+    def __init__(self, spec: ProcessSpec, source: ShardSource, reporter: Reporter) -> None:
+        self._spec = spec
         self._source = source
         self._reporter = reporter
         self._saver = ServerCheckpointer(
-            place.kept_dir,
-            config=place.recipe.checkpoint,
-            plan=str(place.plan),
+            spec.kept_dir,
+            config=spec.recipe.checkpoint,
+            plan=str(spec.plan),
             outline=source.outline,
             fixed=source.fixed,
-            deadline_seconds=place.recipe.paramserver.deadline,
+            deadline_seconds=spec.recipe.paramserver.deadline,
             report=self._report,
             settle=reporter.flush,
         )
         self._begin()
 
     def _begin(self) -> None:
-        source, recipe = self._source, self._place.recipe
+        source, recipe = self._source, self._spec.recipe
         self._progress = (
             source.start.progress
             if source.start is not None
@@ -372,7 +368,7 @@ class ServerRecorder:
         await asyncio.to_thread(self._saver.close)
         await asyncio.to_thread(self._source.look, again=True)
         self._begin()
-        if any(self._place.instance_id in chain.synced for chain in view.chains):
+        if any(self._spec.instance_id in chain.synced for chain in view.chains):
             # Not one that comes later: it gets what the others have made since, and never reads the checkpoint.
             back = WentBack(step=self._progress.step, died=view.lost, history=view.history)
             self._reporter.event(back)
@@ -396,8 +392,8 @@ class ServerRecorder:
         self._samples += made.samples
         if math.isfinite(made.loss):
             self._saver.take(made.versions)
-        step = made.settled // self._place.plan.num_shares
-        if not self._place.rule.is_stepwise or made.num_duplicates:
+        step = made.settled // self._spec.plan.num_shares
+        if not self._spec.rule.is_stepwise or made.num_duplicates:
             self._untold.append(self._update_applied(server, made))
         if step > self._reported:
             self._untold.append(self._step_done(step, made))
@@ -447,7 +443,7 @@ class ServerRecorder:
         before = self._progress
         return Progress(
             step=step,
-            position=position_of(step, len(self._source.data.train), self._place.recipe.train.global_batch),
+            position=position_of(step, len(self._source.data.train), self._spec.recipe.train.global_batch),
             first_loss=loss if before.first_loss is None else before.first_loss,
             last_loss=loss,
             tokens=before.tokens + tokens,
@@ -457,7 +453,7 @@ class ServerRecorder:
     async def _save(self, server: Server, cut: str, *, is_last: bool = False) -> None:
         update_log = json.loads(cut)
         # Every server says the same, so only what all of them know alike: the numbers of a step are the log leader's alone.
-        shares = self._place.plan.num_shares
+        shares = self._spec.plan.num_shares
         step = (
             update_log["portions"]["opened"] * shares
             - len(update_log["portions"]["todo"])
@@ -465,7 +461,7 @@ class ServerRecorder:
             - sum(len(one["portions"]) for one in update_log["pending"])
         ) // shares
         progress = Progress(
-            step=step, position=position_of(step, len(self._source.data.train), self._place.recipe.train.global_batch)
+            step=step, position=position_of(step, len(self._source.data.train), self._spec.recipe.train.global_batch)
         )
         values = {
             "progress": progress.as_values(),

@@ -23,7 +23,7 @@ from shoal.trainer.summary import describe_summary
 _LOOK_SECONDS = 0.25
 
 
-def run_server(place: ProcessSpec, prepared: Prepared) -> tuple[int, dict[str, Any] | None]:
+def run_server(spec: ProcessSpec, prepared: Prepared) -> tuple[int, dict[str, Any] | None]:
     """Be a server to the end of the run.
 
     Returns:
@@ -35,23 +35,23 @@ def run_server(place: ProcessSpec, prepared: Prepared) -> tuple[int, dict[str, A
     """
     finished = already_finished(prepared)
     if finished is not None:
-        print(f"{place.kept_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
+        print(f"{spec.kept_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
         return EXIT_DONE, finished
     # The folder belongs to the first server; the others write into it what all of them have agreed on.
-    readers = place.recipe.run.readable_by
+    readers = spec.recipe.run.readable_by
     withhold(readers)
-    claim = Claim(place.kept_dir, readers=readers) if place.rank == 0 else None
+    claim = Claim(spec.kept_dir, readers=readers) if spec.rank == 0 else None
     if claim is not None:
-        claim.write(prepared.recipe, place.plan)
-    make_run_dir(place.kept_dir, readers)
+        claim.write(prepared.recipe, spec.plan)
+    make_run_dir(spec.kept_dir, readers)
     started, written = time.time(), list[dict[str, Any]]()
 
     def conclude(halt: str) -> None:
-        written.append(finalize_run(place, halt, total_steps=prepared.total_steps, started=started))
+        written.append(finalize_run(spec, halt, total_steps=prepared.total_steps, started=started))
 
-    board = StatusBoard.create(place.num_ranks)
-    seen = replace(place, board_fd=board.fd)
-    display = build_display(sys.stderr, every=place.recipe.telemetry.progress_every)
+    board = StatusBoard.create(spec.num_ranks)
+    seen = replace(spec, board_fd=board.fd)
+    display = build_display(sys.stderr, every=spec.recipe.telemetry.progress_every)
 
     async def work() -> str:
         showing = asyncio.ensure_future(_show(board, display))
@@ -70,7 +70,7 @@ def run_server(place: ProcessSpec, prepared: Prepared) -> tuple[int, dict[str, A
         if claim is not None:
             claim.release()
     if written:
-        print(describe_summary(written[-1], place.kept_dir))
+        print(describe_summary(written[-1], spec.kept_dir))
     return code, written[-1] if written else None
 
 

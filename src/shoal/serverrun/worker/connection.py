@@ -76,23 +76,23 @@ class ServerConnection:
     """A worker's connection under one name.
 
     Args:
-        place: with the name.
+        spec: with the name.
         worker: what computes.
         landing: where pulled weights go; the model's own weights when left out.
     """
 
-    def __init__(self, place: ProcessSpec, worker: Worker, landing: torch.Tensor | None = None) -> None:
+    def __init__(self, spec: ProcessSpec, worker: Worker, landing: torch.Tensor | None = None) -> None:
         self._thread = LoopThread()
-        self._place = place
+        self._spec = spec
         self._worker = worker
         self.landing = worker.flat.weights if landing is None else landing
         """The servers' weights, as pulled last."""
-        self.identity = place.instance_id
+        self.identity = spec.instance_id
         self.client = self._thread.call(self._open())
 
     async def _open(self) -> Client:
-        place, config = self._place, self._place.recipe.paramserver
-        self._node = open_node(place)
+        spec, config = self._spec, self._spec.recipe.paramserver
+        self._node = open_node(spec)
         flat, specs = self._worker.flat, self._worker.flat.model
         model = {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
 
@@ -100,30 +100,30 @@ class ServerConnection:
 
         def introduce(view: View | None) -> Join:
             return Join(
-                name=place.name,
+                name=spec.name,
                 role="worker",
                 address="",
                 model=model,
                 view=view,
-                settings=place.settings,
+                settings=spec.settings,
                 data=dict(self._worker.data),
-                origin=place.origin,
+                origin=spec.origin,
                 started=began,
             )
 
         self._contact = Contact(
-            self._node, find=open_finder(place, self._node), introduce=introduce, ends_with_history=True
+            self._node, find=open_finder(spec, self._node), introduce=introduce, ends_with_history=True
         )
         self._contact.start()
         started = time.monotonic()
-        while (view := self._contact.view) is None or view.find(place.instance_id) is None:
+        while (view := self._contact.view) is None or view.find(spec.instance_id) is None:
             self._contact.check()
             if self._contact.halt == FINISHED:
                 raise RunOver
-            if time.monotonic() - started > place.recipe.elastic.start_deadline:
-                seconds = place.recipe.elastic.start_deadline
+            if time.monotonic() - started > spec.recipe.elastic.start_deadline:
+                seconds = spec.recipe.elastic.start_deadline
                 raise RunError(
-                    f"no center let {place.name} in within {seconds:g} s; see that one runs, or set elastic.start_deadline higher"
+                    f"no center let {spec.name} in within {seconds:g} s; see that one runs, or set elastic.start_deadline higher"
                 )
             await self._contact.changed.wait(0.1)
         return Client(
@@ -168,7 +168,7 @@ class ServerConnection:
         return self._thread.call(self._draw(Draw(num_samples=num_samples, done=done)))
 
     async def _draw(self, draw: Draw) -> Drawn | None:
-        deadline = self._place.recipe.paramserver.deadline
+        deadline = self._spec.recipe.paramserver.deadline
         while not self._contact.halt:
             self._contact.check()
             try:
@@ -227,13 +227,13 @@ class ServerConnection:
 
     def close(self) -> None:
         """Leave the wire, and write down what went over it."""
-        if self._place.run_dir is not None:
-            log = EventLog(self._place.run_dir, self._place.rank)
+        if self._spec.run_dir is not None:
+            log = EventLog(self._spec.run_dir, self._spec.rank)
             log.write(self.traffic())
             log.close()
 
         async def leave() -> None:
-            if self._place.cluster is not None:
+            if self._spec.cluster is not None:
                 await self._contact.leave("it has ended")
             await self._contact.stop()
             await self._node.close()
@@ -266,10 +266,10 @@ def describe(worker: str, unit: WorkUnit, computed: Computed, *, read: Read, wai
 class Pace:
     """The random wait before a push, where the rule has one: workers whose rhythms differ do not come all at once."""
 
-    def __init__(self, place: ProcessSpec) -> None:
-        self._rule = place.rule
-        self._seed = place.recipe.train.seed
-        self._index = place.index
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._rule = spec.rule
+        self._seed = spec.recipe.train.seed
+        self._index = spec.index
         self._mean = 0.0
         self._count = 0
         self._began = 0.0

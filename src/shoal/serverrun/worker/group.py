@@ -212,14 +212,12 @@ def _check(holdings: Sequence[Holding], model: Mapping[str, tuple[int, ...]]) ->
             )
 
 
-# TODO docstring of the former serverrun.leading:
 # A worker that is a group of ranks: the first takes work units, pulls and pushes; the others compute with it what it says.
 #
-# To the servers, the update log and the center the first rank is the worker, and it works by the same code as one that is alone:
-# where that computes a work unit by itself, here a command goes to the group first, then the weights (``scatter_collect.py``). So
-# every update rule
-# works with groups. While there is nothing to do the leader says so from time to time: a rank that hears nothing for the deadline
-# names it and ends.
+# To the servers, the update log and the center the first rank is the worker, and it works by the same code as one that is
+# alone: where that computes a work unit by itself, here a command goes to the group first, then the weights
+# (``scatter_collect.py``). So every update rule works with groups. While there is nothing to do the leader says so from time to
+# time: a rank that hears nothing for the deadline names it and ends.
 
 _RUN, _STRETCH, _WAIT, _END = range(4)
 _COMMAND_NUMBERS = 5
@@ -329,38 +327,37 @@ def _broadcast(channel: Channel, command: tuple[int, ...]) -> list[int]:
     return [int(number) for number in channel.broadcast_(told, LEADER)]
 
 
-# TODO docstring of the former serverrun.group:
 # How the ranks of a worker meet: a worker may be a group of processes that computes one gradient by a synchronous plan.
 #
-# They meet in a file of the job's folder and have a torch group of their own, of which no other worker is a part. A
-# rank that does
-# not come is named; one that dies later is seen at once by whoever waits for it (``comm/updates.py``), and is its worker's death.
+# They meet in a file of the job's folder and have a torch group of their own, of which no other worker is a part. A rank that
+# does not come is named; one that dies later is seen at once by whoever waits for it (``comm/rounds.py``), and is its worker's
+# death.
 
 
-def join_group(place: ProcessSpec) -> World:
+def join_group(spec: ProcessSpec) -> World:
     """This process and the others of its worker; alone where a worker is one process.
 
     Raises:
         RunError: a rank of the group did not come.
     """
-    size, cpu = place.plan.ranks_per_replica, torch.device("cpu")
-    deadline = place.recipe.elastic.collective_deadline
+    size, cpu = spec.plan.ranks_per_replica, torch.device("cpu")
+    deadline = spec.recipe.elastic.collective_deadline
     if size == 1:
         return World(Place(), device=cpu, deadline_seconds=deadline)
-    store = FileStore(str(place.group_store), size)
-    _meet(store, place, size, seconds=place.recipe.elastic.start_deadline)
-    environment = {"RANK": str(place.group_rank), "WORLD_SIZE": str(size)}
+    store = FileStore(str(spec.group_store), size)
+    _meet(store, spec, size, seconds=spec.recipe.elastic.start_deadline)
+    environment = {"RANK": str(spec.group_rank), "WORLD_SIZE": str(size)}
     return join_world(environment, deadline_seconds=deadline, store=store, device=cpu)
 
 
-def _meet(store: FileStore, place: ProcessSpec, size: int, *, seconds: float) -> None:
+def _meet(store: FileStore, spec: ProcessSpec, size: int, *, seconds: float) -> None:
     keys = [f"here-{rank}" for rank in range(size)]
-    store.set(keys[place.group_rank], "1")
+    store.set(keys[spec.group_rank], "1")
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError as error:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        worker = place.name.partition(".")[0]
+        worker = spec.name.partition(".")[0]
         raise RunError(
             f"rank {' and '.join(missing)} of the {size} ranks of {worker} did not come within {seconds:g} s; look at its log"
         ) from error

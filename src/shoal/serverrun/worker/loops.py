@@ -21,7 +21,7 @@ from shoal.serverrun.worker.connection import Computed, ServerConnection, Worker
 from shoal.serverrun.worker.shares import ShareResult
 
 
-def work_ahead(line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
+def work_ahead(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
     """Work units, one after the other, with everything that crosses the wire beside them.
 
     Raises:
@@ -61,15 +61,13 @@ def work_ahead(line: ServerConnection, worker: Worker, place: ProcessSpec) -> No
         handed_in.result()
 
 
-# TODO docstring of the former serverrun.batchwork:
 # A worker under L-BFGS: small work units of one large batch, one after the other, for whoever drives.
 #
-# It pulls the weights once for each evaluation. If the evaluation ends before it is done, because another was faster
-# with the same
-# work unit, the shards pass its gradient over.
+# It pulls the weights once for each evaluation. If the evaluation ends before it is done, because another was faster with the
+# same work unit, the shards pass its gradient over.
 
 
-def work_batches(line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
+def work_batches(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
     """Work units of batches until the last step is done.
 
     Raises:
@@ -87,15 +85,13 @@ def work_batches(line: ServerConnection, worker: Worker, place: ProcessSpec) -> 
         done = (evaluation, given.unit, loss)
 
 
-# TODO docstring of the former serverrun.localwork:
 # A worker that takes several steps of its own for each work unit, and pushes one direction (FedNova,
 # ``paramserver/worker/local.py``).
 #
 # A work unit stays what it is everywhere: one share of one step's samples, each sample once. A worker with tau local steps cuts
 # it into tau parts and takes one step on each, so a worker with more steps has smaller batches; it begins from the servers'
 # weights. What a work unit comes to therefore depends on who did it, unlike everywhere else: give all workers the same
-# ``local_steps`` where a
-# death must change no bit.
+# ``local_steps`` where a death must change no bit.
 
 
 class LocalSteps:
@@ -104,14 +100,14 @@ class LocalSteps:
     Args:
         line: lands the servers' weights beside the model's.
         worker: what computes.
-        place: whose settings.
+        spec: whose settings.
     """
 
-    def __init__(self, line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
-        config = place.recipe.paramserver
-        self._line, self._worker, self._optim = line, worker, place.recipe.optim
-        self._steps = config.own_steps(place.index)
-        self._own_rate = config.own_rate(place.index)
+    def __init__(self, line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
+        config = spec.recipe.paramserver
+        self._line, self._worker, self._optim = line, worker, spec.recipe.optim
+        self._steps = config.own_steps(spec.index)
+        self._own_rate = config.own_rate(spec.index)
 
     def __call__(self, unit: WorkUnit) -> Computed:
         """This worker's direction for a work unit.
@@ -133,12 +129,10 @@ class LocalSteps:
         return Computed(result=ShareResult.joined(results), gradient=found.direction, steps=found.steps)
 
 
-# TODO docstring of the former serverrun.downpouring:
 # A worker under Downpour: steps of its own between fetches, what it gathered pushed every so often.
 #
-# The rule itself is ``paramserver/worker/downpour.py``; here it meets the update log, the model and the wire. A step is a
-# work unit: the worker
-# keeps the work units whose gradients it has added up, and hands all of them in with one push.
+# The rule itself is ``paramserver/worker/downpour.py``; here it meets the update log, the model and the wire. A step is a work
+# unit: the worker keeps the work units whose gradients it has added up, and hands all of them in with one push.
 
 
 class Gathered:
@@ -183,10 +177,10 @@ class Downpour:
         place: rule and recipe.
     """
 
-    def __init__(self, line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
-        rule, recipe = place.rule, place.recipe
+    def __init__(self, line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
+        rule, recipe = spec.rule, spec.recipe
         self._line, self._worker, self._optim = line, worker, recipe.optim
-        self._own_rate = recipe.paramserver.own_rate(place.index)
+        self._own_rate = recipe.paramserver.own_rate(spec.index)
         settings = DownpourSettings(push_every=rule.push_every, fetch_every=rule.fetch_every, lr=recipe.optim.lr)
         self._rule = DownpourWorker(worker.flat.weights, settings)
         self._overlap = recipe.paramserver.overlap
@@ -243,11 +237,11 @@ class Downpour:
             self._pushing, self._pushed = None, ()
 
 
-def work_downpour(line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
+def work_downpour(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
     """Work units by the rule of Downpour.
 
     Raises:
         RunOver: the run ended meanwhile.
         Evicted: others do what this worker was doing.
     """
-    Downpour(line, worker, place).run()
+    Downpour(line, worker, spec).run()

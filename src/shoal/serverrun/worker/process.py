@@ -44,45 +44,45 @@ from shoal.trainer.samedata import SameData
 
 
 def work(
-    place: ProcessSpec, open_line: Callable[[ProcessSpec, Worker, torch.Tensor | None], ServerConnection] | None = None
+    spec: ProcessSpec, open_line: Callable[[ProcessSpec, Worker, torch.Tensor | None], ServerConnection] | None = None
 ) -> str:
     """A worker's life; why the run was stopped, and nothing when it was finished.
 
     Args:
-        place: its place in the run.
+        spec: this process.
         open_line: makes its connection under one name; left out, ``ServerConnection``.
     """
-    torch.set_num_threads(place.threads)
-    rank_status = attach_status(place)
+    torch.set_num_threads(spec.threads)
+    rank_status = attach_status(spec)
     with Heartbeat(rank_status) if rank_status is not None else LoopThread("idle"):
-        if place.group_rank:
-            serve_group(place, rank_status)
+        if spec.group_rank:
+            serve_group(spec, rank_status)
             return ""
-        worker = build_worker(place, rank_status)
-        worker = replace(worker, shares=watch_shares(worker.shares, place))
-        halt = _work_under_names(place, worker, open_line or ServerConnection)
+        worker = build_worker(spec, rank_status)
+        worker = replace(worker, shares=watch_shares(worker.shares, spec))
+        halt = _work_under_names(spec, worker, open_line or ServerConnection)
         worker.shares.end()
         return halt
 
 
 def _work_under_names(
-    place: ProcessSpec,
+    spec: ProcessSpec,
     worker: Worker,
     open_line: Callable[[ProcessSpec, Worker, torch.Tensor | None], ServerConnection],
 ) -> str:
     """Work under one name, and under another each time that the last is taken for dead."""
     # A worker with steps of its own, or that pulls while it computes, has weights of its own; the servers' are beside them.
-    config = place.recipe.paramserver
-    has_own = place.rule.kind == "downpour" or bool(config.local_steps) or pulls_ahead(config, place.rule)
+    config = spec.recipe.paramserver
+    has_own = spec.rule.kind == "downpour" or bool(config.local_steps) or pulls_ahead(config, spec.rule)
     landing = torch.empty_like(worker.flat.weights) if has_own else None
-    instance_id, owner = place.instance_id, os.getpid()
+    instance_id, owner = spec.instance_id, os.getpid()
     while True:
         try:
-            line = open_line(replace(place, instance_id=instance_id), worker, landing)
+            line = open_line(replace(spec, instance_id=instance_id), worker, landing)
         except RunOver:
             return ""
         try:
-            way_of_working(place)(line, worker, place)
+            way_of_working(spec)(line, worker, spec)
             return line.halt
         except RunOver:
             return line.halt
@@ -112,18 +112,18 @@ class WorkerParts:
     """The data as this process has it, for admission."""
 
 
-def build_bench(place: ProcessSpec, rank_status: RankStatus | None) -> WorkerParts:
+def build_bench(spec: ProcessSpec, rank_status: RankStatus | None) -> WorkerParts:
     """Lay the model out as the plan wants it on this process; the ranks of a worker call it together."""
-    recipe = place.recipe
+    recipe = spec.recipe
     model, loss, data = build_parts(recipe)
     refuse_batch_norm(model)
-    sizes = recipe.paramserver.unit_sizes(place.plan.num_shares)
-    layout = resolve_plan(recipe.train, place.plan, sizes=sizes)
-    world = join_group(place)
+    sizes = recipe.paramserver.unit_sizes(spec.plan.num_shares)
+    layout = resolve_plan(recipe.train, spec.plan, sizes=sizes)
+    world = join_group(spec)
     same_data = SameData(world, data)
     # The servers have the optimizer; one without state costs nothing here.
     plain = OptimConfig(name="sgd", momentum=0.0)
-    train = recipe.train.model_copy(update={"global_batch": recipe.train.global_batch // place.plan.num_shares})
+    train = recipe.train.model_copy(update={"global_batch": recipe.train.global_batch // spec.plan.num_shares})
     precision = Precision.named(train.precision)
     dtype = str(precision.weight_dtype).removeprefix("torch.")
     described = {name: spec._replace(dtype=dtype) for name, spec in describe_model(model).items()}
@@ -144,9 +144,9 @@ def build_bench(place: ProcessSpec, rank_status: RankStatus | None) -> WorkerPar
         data.train,
         seed=recipe.train.seed,
         global_batch=recipe.train.global_batch,
-        num_shares=place.plan.num_shares,
+        num_shares=spec.plan.num_shares,
         num_microbatches=layout.plan.microbatches or 1,
-        of_the_step=is_share_of_step(place.rule, recipe.paramserver.aggregate),
+        of_the_step=is_share_of_step(spec.rule, recipe.paramserver.aggregate),
         sizes=sizes,
     )
     total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
@@ -161,11 +161,11 @@ def build_bench(place: ProcessSpec, rank_status: RankStatus | None) -> WorkerPar
     )
 
 
-def build_worker(place: ProcessSpec, rank_status: RankStatus | None) -> Worker:
+def build_worker(spec: ProcessSpec, rank_status: RankStatus | None) -> Worker:
     """What computes: this process alone, or this one at the head of its group."""
-    bench, recipe = build_bench(place, rank_status), place.recipe
+    bench, recipe = build_bench(spec, rank_status), spec.recipe
     parallel = bench.parallel
-    shard_map = cut_for(bench.model, place.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
+    shard_map = cut_for(bench.model, spec.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
     if parallel.mesh.everyone.size == 1:
         flat = FlatModel(parallel.model, shard_map, bench.sparse)
         return Worker(flat=flat, shares=bench.shares, total_steps=bench.total_steps, data=bench.data)
@@ -177,35 +177,35 @@ def build_worker(place: ProcessSpec, rank_status: RankStatus | None) -> Worker:
     return Worker(flat=row, shares=leader, total_steps=bench.total_steps, data=bench.data)
 
 
-def serve_group(place: ProcessSpec, rank_status: RankStatus | None) -> None:
+def serve_group(spec: ProcessSpec, rank_status: RankStatus | None) -> None:
     """The life of a rank of a worker that is not its first."""
-    bench = build_bench(place, rank_status)
+    bench = build_bench(spec, rank_status)
     follow(bench.shares, ScatterCollect(bench.parallel, bench.dtype, None), bench.parallel.mesh.everyone)
 
 
-def way_of_working(place: ProcessSpec) -> Callable[[ServerConnection, Worker, ProcessSpec], None]:
+def way_of_working(spec: ProcessSpec) -> Callable[[ServerConnection, Worker, ProcessSpec], None]:
     """How the plan's update rule wants work units worked off."""
-    match place.rule.kind:
+    match spec.rule.kind:
         case "downpour":
             return work_downpour
         case "lbfgs":
             return work_batches
-    return work_ahead if pulls_ahead(place.recipe.paramserver, place.rule) else work_off
+    return work_ahead if pulls_ahead(spec.recipe.paramserver, spec.rule) else work_off
 
 
-def work_off(line: ServerConnection, worker: Worker, place: ProcessSpec) -> None:
+def work_off(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
     """Work units, one after the other.
 
     Raises:
         RunOver: the run ended meanwhile.
         Evicted: others do what this worker was doing.
     """
-    config = place.recipe.paramserver
+    config = spec.recipe.paramserver
     under_way: Future[bool] | None = None
     held: tuple[int, ...] = ()
     spare = torch.empty_like(worker.flat.gradient) if config.overlap else None
-    pace = Pace(place)
-    compute = LocalSteps(line, worker, place) if config.local_steps else worker.compute
+    pace = Pace(spec)
+    compute = LocalSteps(line, worker, spec) if config.local_steps else worker.compute
     while (unit := line.take(held)) is not None:
         read = line.pull(unit.need, unit.bound)
         pace.begin()

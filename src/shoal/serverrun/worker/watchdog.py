@@ -167,19 +167,19 @@ class WatchedShares:
                 self._on_hang(at.step, spent, self._usual.seconds)
 
 
-def watch_shares(shares: Shares, place: ProcessSpec) -> Shares:
+def watch_shares(shares: Shares, spec: ProcessSpec) -> Shares:
     """What computes, watched as the recipe wants it: a worker that hangs ends its process."""
-    config = place.recipe.paramserver
+    config = spec.recipe.paramserver
     if config.hang_after == 0:
         return shares
 
     def end(step: int, seconds: float, usual_seconds: float) -> None:
-        hung = WorkerHung(worker=place.name, step=step, seconds=seconds, usual_seconds=usual_seconds)
+        hung = WorkerHung(worker=spec.name, step=step, seconds=seconds, usual_seconds=usual_seconds)
         try:
             print(describe_hang(hung.as_dict()), file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
-            if place.run_dir is not None:
-                append_event(RunDir(place.run_dir).events(place.rank), hung, rank=place.rank)
+            if spec.run_dir is not None:
+                append_event(RunDir(spec.run_dir).events(spec.rank), hung, rank=spec.rank)
         finally:
             # Also where nothing can be written any more: a full disk must not keep a hung worker.
             os._exit(EXIT_NO)

@@ -64,8 +64,8 @@ class ServerJob:
 class RecordedSource(ShardSource):
     """Shards that put down each of their updates, in a run that ends after the proof's steps."""
 
-    def __init__(self, place: ProcessSpec, job: ServerJob) -> None:
-        super().__init__(place)
+    def __init__(self, spec: ProcessSpec, job: ServerJob) -> None:
+        super().__init__(spec)
         self.num_steps = min(job.steps, self.total_steps)
         self._job = job
 
@@ -79,14 +79,14 @@ class RecordedSource(ShardSource):
         tensors = {f"grad/{name}": gradient for name, gradient in gradients.items()}
         tensors |= {f"weight/{name}": tensor for name, tensor in state.parameters().items()}
         tensors |= {f"optimizer/{path}": tensor for path, tensor in state.optimizer_state().items()}
-        shard, place = state.shard.number, self.place
-        stem = f"{UPDATES}-{place.name}-{place.instance_id}-{shard}-{record.number}"
+        shard, spec = state.shard.number, self.spec
+        stem = f"{UPDATES}-{spec.name}-{spec.instance_id}-{shard}-{record.number}"
         # Copies: the live tensors are views of one buffer, and safetensors refuses two names for one memory.
         plain = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
         save_file(plain, self._job.folder / f"{stem}.safetensors")
         page = {
-            "server": place.name,
-            "instance_id": place.instance_id,
+            "server": spec.name,
+            "instance_id": spec.instance_id,
             "shard": shard,
             "update": msgspec.to_builtins(record),
             "pieces": [[piece.name, piece.start, piece.stop, shard] for piece in state.shard.pieces],
@@ -99,7 +99,7 @@ class RecordedSource(ShardSource):
         """A death that the proof wants: at once and without a word, as a machine dies."""
         for death in self._job.deaths:
             mark = self._job.folder / f"died-{death.name}-{death.after}"
-            if death == (self.place.name, number) and not mark.exists():
+            if death == (self.spec.name, number) and not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -107,26 +107,26 @@ class RecordedSource(ShardSource):
 class RecordedLine(ServerConnection):
     """A worker's connection that says which versions of the shards every gradient was computed from."""
 
-    def __init__(self, place: ProcessSpec, worker: Worker, landing: Tensor | None, job: ServerJob) -> None:
-        super().__init__(place, worker, landing)
+    def __init__(self, spec: ProcessSpec, worker: Worker, landing: Tensor | None, job: ServerJob) -> None:
+        super().__init__(spec, worker, landing)
         self._job = job
         self._num_handed_in = 0
         self._works: list[dict[str, Any]] = []
         self._base: list[int] = []
-        self._meet(place)
+        self._meet(spec)
 
-    def _meet(self, place: ProcessSpec) -> None:
+    def _meet(self, spec: ProcessSpec) -> None:
         """Begin when all workers are there: a run that one of them did alone would prove little about several.
 
         Raises:
             RunError: one of them does not come.
         """
-        (self._job.folder / f"ready-{place.name}").touch()
+        (self._job.folder / f"ready-{spec.name}").touch()
         until = time.monotonic() + _MEET_SECONDS
-        names = [f"worker-{index}" for index in range(place.plan.num_shares)]
+        names = [f"worker-{index}" for index in range(spec.plan.num_shares)]
         while missing := [name for name in names if not (self._job.folder / f"ready-{name}").exists()]:
             if time.monotonic() > until:
-                raise RunError(f"{place.name} waited {_MEET_SECONDS:g} s for {', '.join(missing)} to be ready")
+                raise RunError(f"{spec.name} waited {_MEET_SECONDS:g} s for {', '.join(missing)} to be ready")
             time.sleep(_LOOK_SECONDS)
 
     def given(self, asked: "Future[WorkUnit | None]") -> WorkUnit | None:
@@ -162,7 +162,7 @@ class RecordedLine(ServerConnection):
         page = {
             **msgspec.structs.asdict(push),
             "number": number,
-            "index": self._place.index,
+            "index": self._spec.index,
             "works": works,
             "versions": works[0]["read"] or self._base,
         }
@@ -171,16 +171,16 @@ class RecordedLine(ServerConnection):
         return super().hand_in(gradient, push, read)
 
 
-def run_recorded(role: str, place: ProcessSpec) -> None:
+def run_recorded(role: str, spec: ProcessSpec) -> None:
     """Do a role's work to its end, under a mutant if the proof plants one."""
-    job = ServerJob.read(place.kept_dir)
+    job = ServerJob.read(spec.kept_dir)
     mutant = MUTANTS[job.mutant] if job.mutant else None
-    world = World(Place(rank=place.rank, world_size=place.num_ranks), device=torch.device("cpu"), deadline_seconds=0.0)
+    world = World(Place(rank=spec.rank, world_size=spec.num_ranks), device=torch.device("cpu"), deadline_seconds=0.0)
     with planted(mutant, world):
         if role == "server":
-            asyncio.run(serve(place, make_source=lambda own: RecordedSource(own, job)))
+            asyncio.run(serve(spec, make_source=lambda own: RecordedSource(own, job)))
         else:
-            work(place, lambda own, worker, landing: RecordedLine(own, worker, landing, job))
+            work(spec, lambda own, worker, landing: RecordedLine(own, worker, landing, job))
 
 
 def _write_whole(path: Path, page: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from shoal.paramserver.server.replica import Replica, unpack
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.server.vectors import LbfgsShard
 from shoal.paramserver.sharding import TensorSpec, cut_model
-from support.paramserver.updates import a_update
+from support.paramserver.updates import make_update
 
 MODEL = {"weight": TensorSpec((512, 1024), "float32")}
 NUMEL = 512 * 1024
@@ -71,7 +71,7 @@ def test_weights_that_are_read_stay_as_they_are_while_updates_go_on():
                 for one in (replica, other):
                     one.store(PushId("worker", number), gradient, number)
                     async with asyncio.timeout(20):
-                        await one.apply(a_update(number, ("worker", number, 1.0)), 0.1)
+                        await one.apply(make_update(number, ("worker", number, 1.0)), 0.1)
             assert all(torch.equal(*pair) for pair in reading)
             assert len({weights.data_ptr() for weights, _ in reading} | {replica.state.weights.data_ptr()}) == 4
             spares = {weights.data_ptr() for weights, _ in reading}
@@ -84,12 +84,12 @@ def test_weights_that_are_read_stay_as_they_are_while_updates_go_on():
         here = replica.state.weights.data_ptr()
         for number in (4, 5):
             replica.store(PushId("worker", number), memoryview(torch.ones(NUMEL).numpy()).cast("B"), number)
-        await replica.apply(a_update(4, ("worker", 4, 1.0)), 0.1)
+        await replica.apply(make_update(4, ("worker", 4, 1.0)), 0.1)
         assert replica.state.weights.data_ptr() == here, "nobody reads, and the weights were copied"
         async with replica.lock:
             lent = replica.read_snapshot()
             lent.__enter__()
-        await replica.apply(a_update(5, ("worker", 5, 1.0)), 0.1)
+        await replica.apply(make_update(5, ("worker", 5, 1.0)), 0.1)
         lent.__exit__(None, None, None)
         assert replica.state.weights.data_ptr() in spares, "memory that was given back is not used again"
 

@@ -15,7 +15,7 @@ from shoal.paramserver.records import PushId
 from shoal.paramserver.server.gradients import NotFinite, Rows, WorkerGone, WrongGradient
 from shoal.paramserver.server.shard import ShardState, adasum, compensate_delay
 from shoal.paramserver.sharding import TensorSpec, cut_model
-from support.paramserver.updates import a_update
+from support.paramserver.updates import make_update
 
 TORCHS = [f"torch.optim.{name}" for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")]
 """Their kernels are cut without a trace in the types that weights are trained in, and not in bfloat16."""
@@ -70,7 +70,7 @@ def test_shards_have_the_bits_of_the_optimizer_over_whole_tensors(name, dtype):
         for state in states:
             for worker, part in enumerate(parts):
                 assert state.store(PushId("ab"[worker], step), flat_part(state, part), step)
-            state.apply(a_update(step, ("a", step, 1.0), ("b", step, 0.3)), 0.05 / (step + 1))
+            state.apply(make_update(step, ("a", step, 1.0), ("b", step, 0.3)), 0.05 / (step + 1))
         for parameter_name, parameter in model.named_parameters():
             parameter.grad = parts[0][parameter_name] + parts[1][parameter_name] * 0.3
         set_rate(optimizer, 0.05 / (step + 1))
@@ -89,7 +89,7 @@ def test_a_push_that_is_sent_again_changes_nothing_before_and_after_its_update()
     pushed.zero_()
     assert not state.store(PushId("a", 0), pushed, 0)
     before = state.weights.clone()
-    state.apply(a_update(0, ("a", 0, 1.0)), 1.0)
+    state.apply(make_update(0, ("a", 0, 1.0)), 1.0)
     assert torch.allclose(state.weights, before - gradient), "a copy was kept, not the sender's memory"
     assert not state.store(PushId("a", 0), gradient, 0)
     assert state.num_waiting == 0
@@ -100,12 +100,12 @@ def test_an_update_out_of_order_or_without_its_gradients_is_refused_and_touches_
     (state,) = shards_of(model, 1, optim)
     before = state.weights.clone()
     state.store(PushId("a", 0), flat_part(state, draw(model, 0)), 0)
-    record = a_update(0, ("a", 0, 1.0), ("b", 7, 1.0))
+    record = make_update(0, ("a", 0, 1.0), ("b", 7, 1.0))
     assert state.missing(record) == (PushId("b", 7),)
     with pytest.raises(RunError, match="1 of the 2 gradients of update 0; the first it lacks is number 7 of worker b"):
         state.apply(record, 0.1)
     with pytest.raises(RunError, match="version 0 and cannot apply update 1"):
-        state.apply(a_update(1, ("a", 0, 1.0)), 0.1)
+        state.apply(make_update(1, ("a", 0, 1.0)), 0.1)
     assert torch.equal(state.weights, before) and state.version == 0
 
 
@@ -155,7 +155,7 @@ def test_rows_alone_give_what_the_dense_gradient_gives():
                 rows = {"0.weight": Rows(indices=own, values=tensors["0.weight"][own])}
             right.store(PushId("a", 0), torch.cat(rest) if rest else torch.empty(0), 0, rows)
             for state in (left, right):
-                state.apply(a_update(0, ("a", 0, 1.0)), 0.1)
+                state.apply(make_update(0, ("a", 0, 1.0)), 0.1)
             assert torch.equal(left.weights, right.weights)
 
 
@@ -189,7 +189,7 @@ def test_what_a_dead_worker_never_committed_is_dropped_and_stays_out():
     assert not state.store(PushId("a", 1), flat_part(state, draw(model, 1)), 0)
     with pytest.raises(WorkerGone, match="worker a has left, and its push 2"):
         state.store(PushId("a", 2), flat_part(state, draw(model, 1)), 0)
-    state.apply(a_update(0, ("a", 0, 1.0), dropped=(PushId("b", 0),)), 0.1)
+    state.apply(make_update(0, ("a", 0, 1.0), dropped=(PushId("b", 0),)), 0.1)
     assert state.num_waiting == 0
 
 
@@ -215,13 +215,13 @@ def test_a_restored_replica_goes_on_with_the_same_bits(name):
     for number in range(3):
         first.store(PushId("a", number), flat_part(first, draw(model, number)), max(0, number - 1))
         if number < 2:
-            first.apply(a_update(number, ("a", number, 1.0)), 0.1)
+            first.apply(make_update(number, ("a", number, 1.0)), 0.1)
     first.discard("z", keep={4})
     tensors, values = first.export()
     second.restore(tensors, json.loads(json.dumps(values)))
     assert not second.store(PushId("a", 0), tensors["weights"], 0)
     for state in (first, second):
-        state.apply(a_update(2, ("a", 2, 1.0)), 0.1)
+        state.apply(make_update(2, ("a", 2, 1.0)), 0.1)
     assert torch.equal(first.weights, second.weights) and second.version == 3
     assert all(torch.equal(one, second.optimizer_state()[name]) for name, one in first.optimizer_state().items())
     assert second.export()[1] == first.export()[1]
@@ -254,7 +254,7 @@ def test_delay_compensation_moves_a_late_gradient_from_what_it_read():
     # The last one read version 0, which is forgotten; version 1 is the oldest that is kept.
     for number, (read, counted) in enumerate([(0, 0), (0, 0), (2, 2), (0, 1)]):
         state.store(PushId("a", number), gradients[number], read)
-        state.apply(a_update(number, ("a", number, 1.0)), 0.1)
+        state.apply(make_update(number, ("a", number, 1.0)), 0.1)
         moved = compensate_delay(gradients[number], versions[-1], versions[counted], 0.5)
         moved = gradients[number] if read == number else moved
         versions.append(versions[-1] - 0.1 * moved)
@@ -269,7 +269,7 @@ def test_adasum_is_by_tensor_and_needs_whole_ones():
         before = state.weights.clone()
         state.store(PushId("a", 0), flat_part(state, first), 0)
         state.store(PushId("b", 0), flat_part(state, second), 0)
-        state.apply(a_update(0, ("a", 0, 1.0), ("b", 0, 1.0)), 1.0)
+        state.apply(make_update(0, ("a", 0, 1.0), ("b", 0, 1.0)), 1.0)
         joined = {name: adasum([first[name], second[name]]) for name in first}
         assert torch.allclose(state.weights, before - flat_part(state, joined), atol=1e-6)
     cut = cut_model(specs(model), 2).shards[0]
@@ -288,7 +288,7 @@ def test_whoever_looks_on_sees_every_update_with_what_made_it():
     state.on_update = lambda record, found: seen.append((record.number, state.version, found))
     state.store(PushId("w", 0), flat_part(state, gradients), 0)
     state.store(PushId("v", 0), flat_part(state, gradients), 0)
-    state.apply(a_update(0, ("w", 0, 1.0), ("v", 0, 0.5)), 0.1)
+    state.apply(make_update(0, ("w", 0, 1.0), ("v", 0, 0.5)), 0.1)
     ((number, version, found),) = seen
     assert (number, version) == (0, 1) and found.keys() == gradients.keys()
     assert all(torch.equal(found[name], gradients[name] + gradients[name] * 0.5) for name in gradients)
