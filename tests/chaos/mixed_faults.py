@@ -258,7 +258,7 @@ class Struck:
                 links = psutil.Process(pid).net_connections("unix")
             except psutil.NoSuchProcess:
                 continue
-            self.jobs |= {Path(link.laddr).parent for link in links if link.laddr.startswith("/dev/shm/shoal-crew-")}
+            self.jobs |= {Path(link.laddr).parent for link in links if link.laddr.startswith("/dev/shm/shoal-job-")}
 
     def finish(self) -> dict:
         self.remember_job()

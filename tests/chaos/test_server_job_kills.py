@@ -149,7 +149,7 @@ def wait_for_checkpoint(run):
 def _folder_of(members):
     """Where the sockets of these processes are; other jobs may be at work on the machine."""
     sockets = [link.laddr for pid in members.values() for link in psutil.Process(pid).net_connections("unix")]
-    (folder,) = {Path(path).parent for path in sockets if path.startswith("/dev/shm/shoal-crew-")}
+    (folder,) = {Path(path).parent for path in sockets if path.startswith("/dev/shm/shoal-job-")}
     return folder
 
 

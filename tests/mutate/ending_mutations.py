@@ -134,11 +134,11 @@ ENDINGS = [
     ),
     Mutation(
         promise=SUPERVISOR,
-        what="the folder of a killed crew is not found",
+        what="the directory of a killed job is not found",
         file="src/shoal/launch/jobdirectory.py",
         old="        os.close(descriptor)\n    return True",
         new="        os.close(descriptor)\n    return False",
-        test="tests/unit/doctor/test_leftovers.py::test_the_folder_of_a_crew_is_a_leftover_once_the_crew_was_killed",
+        test="tests/unit/doctor/test_leftovers.py::test_the_directory_of_a_job_is_a_leftover_once_the_job_was_killed",
         seconds=5,
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""What dead runs leave behind, and its removal: orphaned ranks, half-written checkpoints, stale locks, shared memory, crews.
+"""What dead runs leave behind, and its removal: processes, half-written checkpoints, locks, shared memory, job directories.
 
 A run that ends in any way it can see cleans up after itself; this is for those that were killed. Finding is apart from mending,
 and mending looks again before it touches anything: only what belongs to this user and to a run that is dead is ours to remove.
@@ -48,7 +48,7 @@ class Kind(StrEnum):
     CHECKPOINT = "checkpoint"
     LOCK = "lock"
     SHARED_MEMORY = "shared memory"
-    CREW = "crew"
+    JOB = "job directory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Mended:
 
 
 def find_leftovers(
-    runs: Path, ours: Sequence[OurProcess], saves: Saves, *, shared_memory: Path | None, crews: Path | None = None
+    runs: Path, ours: Sequence[OurProcess], saves: Saves, *, shared_memory: Path | None, jobs: Path | None = None
 ) -> tuple[Leftover, ...]:
     """Everything that dead runs left: among these processes, below ``runs`` (a folder of runs, or one), in shared memory.
 
@@ -83,14 +83,14 @@ def find_leftovers(
         ours: the processes to look among.
         saves: what the checkpoint room knows.
         shared_memory: where torch keeps its segments; None leaves them out.
-        crews: where crews of parameter servers have their folders; None leaves them out.
+        jobs: where jobs with parameter servers have their directories; None leaves them out.
     """
     return (
         *_orphans(ours),
         *_abandoned_saves(runs, ours, saves),
         *_stale_locks(runs),
         *_stale_segments(shared_memory),
-        *_dead_crews(crews),
+        *_dead_jobs(jobs),
     )
 
 
@@ -106,8 +106,8 @@ def mend(leftover: Leftover, saves: Saves) -> Mended:
                 return _remove_lock(leftover)
             case Kind.SHARED_MEMORY:
                 return _remove_segment(leftover)
-            case Kind.CREW:
-                return _remove_crew(leftover)
+            case Kind.JOB:
+                return _remove_job(leftover)
     except OSError as error:
         return Mended(done=False, said=f"could not remove it: {error.strerror or error}")
 
@@ -166,11 +166,11 @@ def _stale_segments(shared_memory: Path | None) -> Iterator[Leftover]:
             yield Leftover(kind=Kind.SHARED_MEMORY, what=str(path), why=why, path=path, pid=pid)
 
 
-def _dead_crews(crews: Path | None) -> Iterator[Leftover]:
-    for path in dead_job_directories(crews) if crews is not None else ():
+def _dead_jobs(jobs: Path | None) -> Iterator[Leftover]:
+    for path in dead_job_directories(jobs) if jobs is not None else ():
         num_bytes = sum(_size_of(file) for file in path.rglob("*"))
         why = f"{format_bytes(num_bytes)} of parameter servers whose supervisor is dead"
-        yield Leftover(kind=Kind.CREW, what=str(path), why=why, path=path)
+        yield Leftover(kind=Kind.JOB, what=str(path), why=why, path=path)
 
 
 def _size_of(path: Path) -> int:
@@ -239,7 +239,7 @@ def _remove_segment(leftover: Leftover) -> Mended:
     return Mended(done=True, said="removed it")
 
 
-def _remove_crew(leftover: Leftover) -> Mended:
+def _remove_job(leftover: Leftover) -> Mended:
     path = leftover.path
     assert path is not None
     if is_dead(path):

@@ -52,7 +52,7 @@ def examine_leftovers(runs: Path, saves: Saves, *, fix: bool = False, whole_mach
 def _find(runs: Path, saves: Saves, *, whole_machine: bool) -> tuple[Leftover, ...]:
     processes = our_processes()
     if whole_machine:
-        return find_leftovers(runs, processes, saves, shared_memory=SHARED_MEMORY, crews=job_directories_parent())
+        return find_leftovers(runs, processes, saves, shared_memory=SHARED_MEMORY, jobs=job_directories_parent())
     return find_leftovers(runs, [process for process in processes if process.is_below(runs)], saves, shared_memory=None)
 
 

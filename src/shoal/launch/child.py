@@ -45,7 +45,7 @@ def take_descriptors(wanted: Mapping[int, int]) -> None:
 def run_to_end(module: str, arguments: Sequence[str]) -> NoReturn:
     """Call ``main`` of the module that a process is for, and end with its exit code.
 
-    SIGTERM, which a cradle holds back, is let in before that; by the module itself where it says ``LISTENS_BY_ITSELF``.
+    SIGTERM, which the fork server holds back, is let in before that; by the module itself where it says ``LISTENS_BY_ITSELF``.
     """
     # A fresh process would have drawn its own; random does so by itself after a fork.
     if (numpy := sys.modules.get("numpy")) is not None:

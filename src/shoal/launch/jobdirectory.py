@@ -1,6 +1,6 @@
-"""The folder of a crew: sockets, leases and arenas of one run on this machine, in memory, for this user alone.
+"""The directory of a job with parameter servers: its sockets, leases and arenas on this machine, in memory, for this user alone.
 
-The crew holds a lock on it for as long as it lives. A crew that was killed leaves its folder behind unlocked, and the next one
+The job holds a lock on it for as long as it lives. A job that was killed leaves its directory behind unlocked, and the next one
 that starts, or the doctor, removes it.
 """
 
@@ -11,8 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-_PREFIX = "shoal-crew-"
-_LOCK = "crew.lock"
+_PREFIX = "shoal-job-"
+_LOCK = "job.lock"
 _FRESH_SECONDS = 60.0
 """A folder without a lock may be one that is just being made."""
 
@@ -33,7 +33,7 @@ class JobDirectory:
 
 
 def sweep_job_directories(parent: Path | None = None) -> list[Path]:
-    """Remove the folders of crews that are dead; which they were."""
+    """Remove the directories of jobs that are dead, and return which they were."""
     removed = dead_job_directories(parent or job_directories_parent())
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
@@ -41,12 +41,12 @@ def sweep_job_directories(parent: Path | None = None) -> list[Path]:
 
 
 def dead_job_directories(parent: Path) -> list[Path]:
-    """The folders below ``parent`` that crews of this user left when they were killed; nothing is changed."""
+    """The directories below ``parent`` that jobs of this user left when they were killed; nothing is changed."""
     return [path for path in sorted(parent.glob(f"{_PREFIX}*")) if is_dead(path)]
 
 
 def is_dead(path: Path) -> bool:
-    """Whether this is a crew's folder, of this user, whose crew is no more."""
+    """Whether this is the directory of a job of this user that is no more."""
     try:
         status = path.lstat()
         if status.st_uid != os.geteuid() or path.is_symlink():
@@ -57,7 +57,7 @@ def is_dead(path: Path) -> bool:
     except OSError:
         return False
     try:
-        # Shared, and let go at once: two who look do not take each other for a crew.
+        # Shared, and let go at once: two who look do not take each other for a job.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -67,6 +67,6 @@ def is_dead(path: Path) -> bool:
 
 
 def job_directories_parent() -> Path:
-    """Where crews have their folders: a place in memory where the system has one."""
+    """Where jobs have their directories: a place in memory where the system has one."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

@@ -32,8 +32,8 @@ sys.stdin.read()
 """
 
 
-# A crew's folder with something in it, held until this is killed.
-CREW = """
+# A job's folder with something in it, held until this is killed.
+JOB_PROCESS = """
 import sys
 from pathlib import Path
 from shoal.launch.jobdirectory import JobDirectory
@@ -260,33 +260,33 @@ def test_a_segment_that_somebody_still_maps_is_left_alone(tmp_path):
     assert len(find_leftovers(tmp_path / "runs", [], SAVES, shared_memory=tmp_path)) == 1
 
 
-def test_the_folder_of_a_crew_is_a_leftover_once_the_crew_was_killed(run, tmp_path):
-    crews = tmp_path / "memory"
-    crews.mkdir()
-    crew = subprocess.Popen(
-        [sys.executable, "-c", CREW, str(crews)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+def test_the_directory_of_a_job_is_a_leftover_once_the_job_was_killed(run, tmp_path):
+    jobs = tmp_path / "memory"
+    jobs.mkdir()
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB_PROCESS, str(jobs)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        folder = Path(crew.stdout.readline().strip())
-        assert find_leftovers(run, [], SAVES, shared_memory=None, crews=crews) == ()
+        folder = Path(job.stdout.readline().strip())
+        assert find_leftovers(run, [], SAVES, shared_memory=None, jobs=jobs) == ()
     finally:
-        crew.kill()
-        crew.communicate()
+        job.kill()
+        job.communicate()
 
-    (found,) = find_leftovers(run, [], SAVES, shared_memory=None, crews=crews)
-    assert (found.kind, found.path) == (Kind.CREW, folder)
+    (found,) = find_leftovers(run, [], SAVES, shared_memory=None, jobs=jobs)
+    assert (found.kind, found.path) == (Kind.JOB, folder)
     assert "whose supervisor is dead" in found.why
     assert folder.is_dir(), "looking changes nothing"
 
     assert mend(found, SAVES).done
     assert not folder.exists()
-    assert find_leftovers(run, [], SAVES, shared_memory=None, crews=crews) == ()
+    assert find_leftovers(run, [], SAVES, shared_memory=None, jobs=jobs) == ()
 
 
-def test_the_folder_of_a_crew_that_lives_is_never_removed(tmp_path):
+def test_the_directory_of_a_job_that_lives_is_never_removed(tmp_path):
     held = JobDirectory(tmp_path)
     try:
-        stale = Leftover(kind=Kind.CREW, what="said to be dead", why="it is not", path=held.path)
+        stale = Leftover(kind=Kind.JOB, what="said to be dead", why="it is not", path=held.path)
         assert not mend(stale, SAVES).done
         assert held.path.is_dir()
     finally:

@@ -1,13 +1,18 @@
-"""Signals are read instead of interrupting, and what was installed before comes back."""
+"""A group of processes is started, watched and ended without leftovers; signals are read instead of interrupting."""
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
+from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
-from shoal.launch.supervisor import SignalInbox
+from shoal.launch.forkclient import ForkClient
+from shoal.launch.process import Process, Streams, wait_readable
+from shoal.launch.supervisor import Command, SignalInbox, Supervisor
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -55,3 +60,70 @@ def test_other_threads_are_refused() -> None:
     thread.start()
     thread.join(timeout=5)
     assert "main thread" in problems[0]
+
+
+# ---- a group of processes
+
+SCRIPTS = {
+    "wait": "import signal; signal.pause()",
+    "end": "raise SystemExit(7)",
+    "leave": "import subprocess; subprocess.Popen(['sleep', '60']); print('left', flush=True)",
+}
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    fds = set(os.listdir("/proc/self/fd"))
+    group = Supervisor(ForkClient([], os.environ), environment=os.environ)
+    yield group
+    group.close()
+    assert set(os.listdir("/proc/self/fd")) == fds
+
+
+def start(supervisor: Supervisor, what: str, streams: Streams | None = None) -> Process:
+    command = Command(name=what, argv=[sys.executable, "-c", SCRIPTS[what]])
+    return supervisor.start(command, streams or Streams())
+
+
+def turn_until_ended(supervisor: Supervisor, process: Process) -> None:
+    limit = Deadline(seconds=20)
+    while process not in supervisor.turn(0.5):
+        assert not limit.is_over
+
+
+def test_an_end_is_told_once_with_its_exit_code(supervisor: Supervisor) -> None:
+    process, other = start(supervisor, "end"), start(supervisor, "wait")
+    turn_until_ended(supervisor, process)
+    assert (process.exit_code, process.is_running, supervisor.running) == (7, False, [other])
+    assert supervisor.turn(0) == []
+    process.kill()  # Nobody is there any more, and whoever has its number now is not hit.
+    assert process.signals_sent == set()
+
+
+def test_those_that_are_ended_are_no_news(supervisor: Supervisor) -> None:
+    first, second = start(supervisor, "wait"), start(supervisor, "wait")
+    assert supervisor.end([first]) == []
+    assert (first.exit_code, first.signals_sent) == (-signal.SIGKILL, {signal.SIGKILL})
+    assert supervisor.turn(0) == [] and supervisor.running == [second]
+
+
+def test_what_a_process_left_running_ends_with_it(supervisor: Supervisor) -> None:
+    read, write = os.pipe()
+    process = start(supervisor, "leave", Streams(stdout=write))
+    os.close(write)
+    seen: list[bytes] = []
+    supervisor.watch(read, lambda: seen.append(os.read(read, 100)))
+    turn_until_ended(supervisor, process)
+    limit = Deadline(seconds=20)
+    # What it left had its output too, and the end of the pipe says that it is gone.
+    while b"" not in seen and not limit.is_over:
+        supervisor.turn(0.2)
+    supervisor.unwatch(read)
+    os.close(read)
+    assert seen[:2] == [b"left\n", b""]
+
+
+def test_another_event_loop_is_woken_by_an_end(supervisor: Supervisor) -> None:
+    process = start(supervisor, "end")
+    assert wait_readable([supervisor.fileno()], 20.0) == {supervisor.fileno()}
+    assert supervisor.turn(0) == [process]
