@@ -24,7 +24,7 @@ from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.worker.client import Client
-from shoal.serverrun.server.process import ServerRecorder
+from shoal.serverrun.server.recorder import ServerRecorder
 
 
 def build(spec: DataShape, log: str) -> nn.Module:

@@ -67,7 +67,7 @@ CHECKPOINTS = [
     Mutation(
         promise=GOOD,
         what="servers keep the newest alone",
-        file="src/shoal/serverrun/server/process.py",
+        file="src/shoal/serverrun/server/recorder.py",
         old="            self._saver.take(made.versions)",
         new="            pass",
         test="tests/unit/serverrun/worker/test_downpour_loop.py::"

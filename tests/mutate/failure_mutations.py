@@ -236,7 +236,7 @@ FAILURE = [
     Mutation(
         promise=BACK,
         what="servers go on from the checkpoint that they found at their start",
-        file="src/shoal/serverrun/server/process.py",
+        file="src/shoal/serverrun/server/recorder.py",
         old="self._source.look, again=True",
         new="self._source.look, again=False",
         test="tests/chaos/test_server_job_kills.py::test_without_a_backup_everyone_goes_back_to_the_checkpoint[server-0]",

@@ -127,7 +127,7 @@ def server(
         resume=resume,
     )
     _keep_threads_quiet()
-    from shoal.serverrun.server.standalone import run_server
+    from shoal.serverrun.server.process import run_server
 
     assert role.prepared is not None
     code, summary = run_server(role.spec, role.prepared)

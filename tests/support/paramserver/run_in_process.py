@@ -22,7 +22,7 @@ from shoal.engine.resolve import choose_plan
 from shoal.engine.state import hash_weights
 from shoal.serverrun.center import lead
 from shoal.serverrun.process import ProcessSpec
-from shoal.serverrun.server import process as serving
+from shoal.serverrun.server import source as serving
 from shoal.serverrun.server.finalize import read_steps
 from shoal.serverrun.server.process import serve
 from shoal.serverrun.worker import process as working

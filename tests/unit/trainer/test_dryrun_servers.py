@@ -20,7 +20,7 @@ from shoal.paramserver.server.memory import sizes_with_servers
 from shoal.paramserver.server.replica import Replica
 from shoal.paramserver.worker import local
 from shoal.paramserver.worker.flat import describe_model
-from shoal.serverrun.server.process import ShardSource
+from shoal.serverrun.server.source import ShardSource
 from shoal.serverrun.worker.process import build_worker, way_of_working
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import describe_dry_run, dry_run_result

@@ -19,7 +19,7 @@ from shoal.paramserver.server import replica, shard
 from shoal.paramserver.server import store as shard_store
 from shoal.paramserver.worker import client
 from shoal.paramserver.worker import flat as flatmodel
-from shoal.serverrun.server import process as serving
+from shoal.serverrun.server import source
 from shoal.serverrun.worker import connection as workline
 from shoal.serverrun.worker import group as scatter_collect
 from shoal.verify.mutants.planted_bugs import PlantedBug, Swap
@@ -62,8 +62,8 @@ def scale_by_workers(num_workers: int) -> PlantedBug:
 
 def use_next_rate(world: World) -> list[Swap]:
     """An update is made with the learning rate of the one after it."""
-    honest = serving.ShardSource.rate
-    return [Swap(serving.ShardSource, "rate", lambda self, number: honest(self, number + 1))]
+    honest = source.ShardSource.rate
+    return [Swap(source.ShardSource, "rate", lambda self, number: honest(self, number + 1))]
 
 
 def keep_first_weights(world: World) -> list[Swap]:

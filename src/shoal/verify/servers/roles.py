@@ -26,7 +26,8 @@ from shoal.core.errors import RunError
 from shoal.paramserver.records import PushRecord, Read, Update, WorkUnit
 from shoal.paramserver.server.shard import ShardState
 from shoal.serverrun.process import ProcessSpec, run_process
-from shoal.serverrun.server.process import ShardSource, serve
+from shoal.serverrun.server.process import serve
+from shoal.serverrun.server.source import ShardSource
 from shoal.serverrun.worker.connection import ServerConnection, Worker
 from shoal.serverrun.worker.process import work
 from shoal.verify.mutants.catalogue import MUTANTS, Death, planted

@@ -1,0 +1,177 @@
+"""What a server makes its shards and its update log of: the model as it is built, or the newest checkpoint."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.goodness import refuse_only_aside
+from shoal.checkpoint.whole import glance
+from shoal.comm.world import Place, World
+from shoal.core.errors import AgreedError, RequestError, RunError
+from shoal.core.rundir import RunDir
+from shoal.data.source import Splits
+from shoal.engine.resolve import count_steps, count_updates, updates_per_step
+from shoal.engine.state import draw_outline, named_weights
+from shoal.optim.build import build_optimizer, decide_groups
+from shoal.optim.precision import Precision
+from shoal.optim.rates import rate
+from shoal.paramserver.consistency import Lateness
+from shoal.paramserver.log.commands import CommandLog, restart_update_log, update_log_after
+from shoal.paramserver.log.updates import UpdateLog
+from shoal.paramserver.server.shard import ShardState
+from shoal.paramserver.server.vectors import LbfgsShard
+from shoal.paramserver.sharding import Shard, cut_for
+from shoal.paramserver.worker.flat import describe_model, refuse_batch_norm
+from shoal.serverrun.process import ProcessSpec
+from shoal.serverrun.server.checkpointing import load_shard, read_checkpoint
+from shoal.trainer.build import build_parts
+from shoal.trainer.progress import Progress
+from shoal.trainer.samedata import SameData, refuse_other_data
+
+
+@contextlib.contextmanager
+def ends_the_run() -> Iterator[None]:
+    """Inside, a failure is one that every server would have again: it ends the run, where a dead server would be started anew.
+
+    Raises:
+        RequestError: in place of a ``RunError``.
+    """
+    try:
+        yield
+    except RunError as error:
+        raise RequestError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run goes on."""
+
+    path: Path
+    manifest: str
+    """The hash of its manifest: nothing is read of another checkpoint that has taken its name."""
+    step: int
+    progress: Progress
+    update_log: str | None
+
+
+class ShardSource:
+    """Everything that shards and the update log are made of, at the beginning or from the newest checkpoint."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        recipe = spec.recipe
+        whole, _, data = build_parts(recipe)
+        refuse_batch_norm(whole)
+        self.module: nn.Module = whole.to(dtype=Precision.named(recipe.train.precision).weight_dtype)
+        self.data: Splits = data
+        # Alone: ranks compare their data among them, these processes do at admission.
+        alone = World(Place(), device=torch.device("cpu"), deadline_seconds=0.0)
+        self.same_data = SameData(alone, data)
+        self.spec = spec
+        self.model = describe_model(self.module)
+        self.shard_map = cut_for(self.model, spec.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
+        self.total_steps = count_steps(
+            recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample
+        )
+        self.num_steps = self.total_steps
+        """Steps that this run makes; its learning rates are those of ``total_steps``."""
+        self.outline = draw_outline(self.module)
+        self.saved_names = {entry.parameter: name for name, entry in self.outline.items() if entry.parameter}
+        trained = {self.saved_names[name] for name in self.model}
+        self.fixed = {
+            f"weights/{name}": tensor for name, tensor in named_weights(self.module).items() if name not in trained
+        }
+        self._groups = decide_groups(recipe.optim, self.module)
+        self.start: Start | None = None
+        self.look()
+        # The first optimizer of a process makes torch import seconds of code; members are silent meanwhile, so it is done now.
+        build_optimizer(recipe.optim, nn.Linear(1, 1))
+
+    def come_back(self, spec: ProcessSpec) -> None:
+        """Begin anew, with the newest checkpoint."""
+        self.spec = spec
+        self.look()
+
+    def look(self, *, again: bool = False) -> None:
+        """Find the checkpoint to go on from; ``again`` when everyone goes back to the newest one, whoever wrote it."""
+        found = read_checkpoint(self.spec.kept_dir) if self.spec.resume or again else None
+        self.start = None
+        if found is None and self.spec.resume:
+            with ends_the_run():
+                refuse_only_aside(RunDir(self.spec.kept_dir).checkpoints)
+        if found is not None:
+            path, manifest, progress, update_log = found
+            accepted = self.spec.recipe.checkpoint.other_data
+            with ends_the_run():
+                try:
+                    warning = refuse_other_data(glance(path).values, self.same_data.fingerprint, accepted=accepted)
+                except AgreedError as error:
+                    raise AgreedError(f"cannot go on from {path}: {error}") from None
+            if warning is not None:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+            self.start = Start(
+                path=path, manifest=manifest, step=progress.step, progress=progress, update_log=update_log
+            )
+
+    def rate(self, number: int) -> float:
+        """The learning rate of an update."""
+        if self.spec.rule.kind == "lbfgs":
+            return self.spec.recipe.paramserver.lbfgs_lr
+        return rate(self.spec.recipe.optim, number, count_updates(self.spec.plan, self.total_steps))
+
+    def make_shard(self, number: int) -> ShardState:
+        """A shard as it is before the first update that this run makes."""
+        state = self.make_copy(number)
+        if self.start is not None:
+            version = self._make_update_log().closed
+            load_shard(state, self.start.path, self.saved_names, version=version, expect=self.start.manifest)
+        return state
+
+    def make_copy(self, number: int) -> ShardState:
+        """A shard that another server's copy will fill. No checkpoint is read for it: the one that was the newest when this
+        server started may be gone by now."""
+        state = self._empty_shard(self.shard_map.shards[number])
+        state.load_weights({name: tensor.detach() for name, tensor in self.module.named_parameters()})
+        return state
+
+    def _empty_shard(self, shard: Shard) -> ShardState:
+        config = self.spec.recipe.paramserver
+        if self.spec.rule.kind == "lbfgs":
+            return LbfgsShard(shard, model=self.model, groups=self._groups, history=config.lbfgs_history)
+        return ShardState(
+            shard,
+            model=self.model,
+            optim=self.spec.recipe.optim,
+            groups=self._groups,
+            aggregation="adasum" if config.aggregate == "adasum" else "sum",
+            compensation=config.delay_compensation,
+        )
+
+    def make_log(self) -> CommandLog:
+        """The update log before the first update that this run makes."""
+        every = self.spec.recipe.checkpoint.every
+        return CommandLog(self._make_update_log(), cut_every=every * self.spec.plan.num_shares)
+
+    def _make_update_log(self) -> UpdateLog:
+        spec, config = self.spec, self.spec.recipe.paramserver
+        shares = spec.plan.num_shares
+        update_log = UpdateLog(
+            rule=spec.rule,
+            workers=shares,
+            steps=self.num_steps,
+            lateness=Lateness(staleness_aware=config.staleness_aware, drop_beyond=config.drop_beyond),
+            duplicate_after=config.duplicate_after,
+            warm_start=config.warm_start,
+            aggregate=config.aggregate,
+            mean_steps=sum(map(config.own_steps, range(shares))) / shares,
+        )
+        if self.start is None:
+            return update_log
+        again = None
+        if self.start.update_log is not None:
+            again = restart_update_log(self.start.update_log, rule=str(spec.rule), workers=shares, steps=self.num_steps)
+        return again or update_log_after(self.start.step, update_log, updates_per_step=updates_per_step(self.spec.plan))
