@@ -1,8 +1,8 @@
 """One process for parameter servers whose reads depend on timing: it computes what the log of a run says that the run computed.
 
-Update r of the log is a list of work units, the version of each shard that each was computed from, and a factor for each. Here every
-gradient is computed anew, on the whole model with its weights put together from these versions; they are multiplied, added from
-left to right, and given to one optimizer over whole tensors. ``rules.py`` has held the record against the rule before.
+Update r of the log is a list of work units, the version of each shard that each was computed from, and a factor for each. Here
+every gradient is computed anew, on the whole model with its weights put together from these versions; they are multiplied, added
+from left to right, and given to one optimizer over whole tensors. ``rules.py`` has held the record against the rule before.
 
     w(0) as built        g = sum over i in update r of f_i * gradient(unit_i, w(v_i))        w(r+1) = optimizer(w(r), g)
 
