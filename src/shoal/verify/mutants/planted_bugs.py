@@ -17,7 +17,6 @@ from shoal.core.axes import Axis
 from shoal.engine import model as engine
 from shoal.engine import parallelize, passes, piggyback
 from shoal.parallel import batchnorm, data, gradnorm
-from shoal.parallel import data as replicated
 from shoal.parallel.context import apply as context
 from shoal.parallel.context import ring
 from shoal.parallel.tensor import vocabulary
@@ -36,7 +35,21 @@ class Swap(NamedTuple):
 
 
 PlantedBug = Callable[[World], list[Swap]]
+Honest = Callable[..., Any]
 _PIGGYBACK = torch.Size([piggyback.NUM_SCALARS])
+
+
+def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], PlantedBug]:
+    """Make a planted bug of a function that stands in the place of ``owner.name`` and is given the honest one first."""
+
+    def plant(broken: Callable[..., Any]) -> PlantedBug:
+        def bug(world: World) -> list[Swap]:
+            honest = vars(owner)[name]
+            return [Swap(owner, name, lambda *arguments, **options: broken(honest, *arguments, **options))]
+
+        return bug
+
+    return plant
 
 
 def drop_all_reduce(world: World) -> list[Swap]:
@@ -52,18 +65,14 @@ def average_over_replicas(world: World) -> list[Swap]:
 def scale_summed_gradients(factor: float) -> PlantedBug:
     """Every gradient times a number, after the reduction: by tp, or by the number of microbatches."""
 
-    def bug(world: World) -> list[Swap]:
-        honest = replicated.ReplicaReduction.finish
+    @replaces(data.ReplicaReduction, "finish")
+    def scale(honest: Honest, self: data.ReplicaReduction) -> None:
+        honest(self)
+        for parameter in self.updated.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
-        def finish(self: replicated.ReplicaReduction) -> None:
-            honest(self)
-            for parameter in self.updated.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-
-        return [Swap(replicated.ReplicaReduction, "finish", finish)]
-
-    return bug
+    return scale
 
 
 def scale_buckets_by_size(world: World) -> list[Swap]:
@@ -81,47 +90,34 @@ def keep_partial_gradients(world: World) -> list[Swap]:
     return [Swap(engine, "sum_partial_", lambda updated, names, channel: None)]
 
 
-def count_padding(world: World) -> list[Swap]:
+@replaces(vocabulary, "_real_scores")
+def count_padding(
+    honest: Honest, scores: Tensor, targets: Tensor, channel: Any, vocab: int
+) -> tuple[Tensor, Tensor, int]:
     """Rows that pad the vocabulary enter the loss as if they were tokens."""
-
-    def real_scores(scores: Tensor, targets: Tensor, channel: Any, vocab: int) -> tuple[Tensor, Tensor, int]:
-        rows = scores.shape[-1]
-        return scores.reshape(-1, rows), targets.reshape(-1), channel.rank * rows
-
-    return [Swap(vocabulary, "_real_scores", real_scores)]
+    rows = scores.shape[-1]
+    return scores.reshape(-1, rows), targets.reshape(-1), channel.rank * rows
 
 
-def look_ahead_in_ring(world: World) -> list[Swap]:
+@replaces(ring, "visible_part")
+def look_ahead_in_ring(honest: Honest, rank: int, source: int, *, causal: bool) -> Any:
     """Of a block from an earlier rank both chunks are seen, the late one too."""
-    honest = ring.visible_part
-
-    def visible_part(rank: int, source: int, *, causal: bool) -> ring.Part:
-        return ring.Part() if causal and source < rank else honest(rank, source, causal=causal)
-
-    return [Swap(ring, "visible_part", visible_part)]
+    return ring.Part() if causal and source < rank else honest(rank, source, causal=causal)
 
 
-def forget_positions(world: World) -> list[Swap]:
+@replaces(context._Active, "positions")
+def forget_positions(honest: Honest, self: context._Active, length: int) -> Any:
     """Rotary tables are read from 0 on every rank, whatever its positions are."""
-    honest = context._Active.positions
-
-    def positions(self: context._Active, length: int) -> Tensor:
-        rows = honest(self, length)
-        return rows - rows[0]
-
-    return [Swap(context._Active, "positions", positions)]
+    rows = honest(self, length)
+    return rows - rows[0]
 
 
-def drop_grouped_heads(world: World) -> list[Swap]:
+@replaces(ring._Call, "collect")
+def drop_grouped_heads(honest: Honest, self: ring._Call, grad: Tensor) -> Any:
     """The gradient of a shared key-value head comes from one of its query heads."""
-    honest = ring._Call.collect
-
-    def collect(self: ring._Call, grad: Tensor) -> Tensor:
-        if self.num_groups == 1:
-            return honest(self, grad)
-        return grad[:, :: self.num_groups].contiguous()
-
-    return [Swap(ring._Call, "collect", collect)]
+    if self.num_groups == 1:
+        return honest(self, grad)
+    return grad[:, :: self.num_groups].contiguous()
 
 
 def drop_by_rank(world: World) -> list[Swap]:
@@ -170,35 +166,26 @@ def swap_optimizer_shards(world: World) -> list[Swap]:
     return [Swap(engine.ParallelModel, "train_step", train_step)]
 
 
-def average_unequal_batches(world: World) -> list[Swap]:
+@replaces(passes.Passes, "total_weight")
+def average_unequal_batches(honest: Honest, self: passes.Passes, batch: Any) -> Any:
     """A mean of the replicas' means, although they have different numbers of targets."""
-
-    def total(self: passes.Passes, batch: Any) -> float:
-        return float(max(1.0, batch.local_weight)) * self.mesh.degree(Axis.DATA)
-
-    return [Swap(passes.Passes, "total_weight", total)]
+    return float(max(1.0, batch.local_weight)) * self.mesh.degree(Axis.DATA)
 
 
-def keep_own_statistics(world: World) -> list[Swap]:
+@replaces(batchnorm, "_global_rows")
+def keep_own_statistics(honest: Honest, layers: Any) -> Any:
     """Running statistics of batch norm are folded from this replica's microbatches only."""
-
-    def rows(layers: Any) -> Tensor:
-        num_own = max((index + 1 for layer in layers for index in layer.notes), default=0)
-        return batchnorm._own_rows(layers, num_own)
-
-    return [Swap(batchnorm, "_global_rows", rows)]
+    num_own = max((index + 1 for layer in layers for index in layer.notes), default=0)
+    return batchnorm._own_rows(layers, num_own)
 
 
-def lose_tied_use(world: World) -> list[Swap]:
+@replaces(vocabulary.SplitEmbedding, "forward")
+def lose_tied_use(honest: Honest, self: vocabulary.SplitEmbedding, input: Tensor) -> Any:
     """Of a tied weight only the output layer's use gives a gradient."""
-
-    def forward(self: vocabulary.SplitEmbedding, input: Tensor) -> Tensor:
-        local = input - self.start
-        is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        rows = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight.detach(), self.padding_idx)
-        return sum_out(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.channel)
-
-    return [Swap(vocabulary.SplitEmbedding, "forward", forward)]
+    local = input - self.start
+    is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
+    rows = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight.detach(), self.padding_idx)
+    return sum_out(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.channel)
 
 
 def clip_by_stale_norm(world: World) -> list[Swap]:
@@ -213,34 +200,28 @@ def clip_by_stale_norm(world: World) -> list[Swap]:
     return [Swap(engine, "clip_", clip)]
 
 
-def update_by_noise_and_more(world: World) -> list[Swap]:
+@replaces(engine, "clip_")
+def update_by_noise_and_more(
+    honest: Honest, grads: Iterable[Tensor], norm: float, limit: float | None, loss_scale: float = 1.0
+) -> None:
     """A weight whose true gradient is zero is updated by a gradient that is tiny, and yet no rounding."""
-    honest = vars(engine)["clip_"]
-
-    def clip(grads: Iterable[Tensor], norm: float, limit: float | None, loss_scale: float = 1.0) -> None:
-        found = list(grads)
-        honest(found, norm, limit, loss_scale)
-        for gradient in found:
-            if float(gradient.norm()) <= 1e-12 * norm:
-                gradient.add_(1e-9 * norm)
-
-    return [Swap(engine, "clip_", clip)]
+    found = list(grads)
+    honest(found, norm, limit, loss_scale)
+    for gradient in found:
+        if float(gradient.norm()) <= 1e-12 * norm:
+            gradient.add_(1e-9 * norm)
 
 
-def update_further_than_noise(world: World) -> list[Swap]:
+@replaces(data.ReplicaReduction, "publish")
+def update_further_than_noise(honest: Honest, self: data.ReplicaReduction) -> None:
     """A weight whose true gradient is zero goes as far in a step as one that has a gradient."""
-    honest = replicated.ReplicaReduction.publish
-
-    def publish(self: replicated.ReplicaReduction) -> None:
-        found = [(one, one.grad) for one in self.updated.values() if one.grad is not None]
-        largest = max(float(gradient.norm()) for _, gradient in found)
-        for parameter, gradient in found:
-            if float(gradient.norm()) <= 1e-12 * largest:
-                # Not where no sample reached it: there it should not move at all, which any comparison sees.
-                parameter.data.sub_(1e-3 * gradient.sign())
-        honest(self)
-
-    return [Swap(replicated.ReplicaReduction, "publish", publish)]
+    found = [(one, one.grad) for one in self.updated.values() if one.grad is not None]
+    largest = max(float(gradient.norm()) for _, gradient in found)
+    for parameter, gradient in found:
+        if float(gradient.norm()) <= 1e-12 * largest:
+            # Not where no sample reached it: there it should not move at all, which any comparison sees.
+            parameter.data.sub_(1e-3 * gradient.sign())
+    honest(self)
 
 
 def keep_old_weights(world: World) -> list[Swap]:
@@ -254,15 +235,11 @@ def repeat_data(world: World) -> list[Swap]:
     return [Swap(loop, "Loader", lambda *arguments, **options: honest(*arguments, **{**options, "replica": 0}))]
 
 
-def sum_once_more(world: World) -> list[Swap]:
+@replaces(engine.ParallelModel, "_sum_gradients")
+def sum_once_more(honest: Honest, self: engine.ParallelModel, number: int) -> None:
     """A collective that changes nothing and costs a round: the sum of zeros."""
-    honest = engine.ParallelModel._sum_gradients
-
-    def summed(self: engine.ParallelModel, number: int) -> None:
-        honest(self, number)
-        self.mesh.everyone.all_reduce_(torch.zeros(16))
-
-    return [Swap(engine.ParallelModel, "_sum_gradients", summed)]
+    honest(self, number)
+    self.mesh.everyone.all_reduce_(torch.zeros(16))
 
 
 def _hook(change: Callable[[Tensor, Tensor, int], Tensor]) -> Swap:
@@ -289,58 +266,39 @@ def _hook(change: Callable[[Tensor, Tensor, int], Tensor]) -> Swap:
     return Swap(data, "_sum_bucket", changed)
 
 
-def use_older_version(world: World) -> list[Swap]:
+@replaces(versions.VersionRule, "used")
+def use_older_version(honest: Honest, self: versions.VersionRule, stage: int, microbatch: int) -> Any:
     """Every microbatch of a stage computes with the version before the one that is its."""
-    honest = versions.VersionRule.used
-
-    def used(self: versions.VersionRule, stage: int, microbatch: int) -> int:
-        return max(0, honest(self, stage, microbatch) - 1)
-
-    return [Swap(versions.VersionRule, "used", used)]
+    return max(0, honest(self, stage, microbatch) - 1)
 
 
-def miss_stash(world: World) -> list[Swap]:
+@replaces(versions.Versions, "_copy")
+def miss_stash(honest: Honest, self: versions.Versions) -> Any:
     """A version is the parameters themselves, which the optimizer writes to before the backward pass has read them."""
-
-    def copy(self: versions.Versions) -> dict[str, Tensor]:
-        return {name: parameter.data.requires_grad_() for name, parameter in self.parameters.items()}
-
-    return [Swap(versions.Versions, "_copy", copy)]
+    return {name: parameter.data.requires_grad_() for name, parameter in self.parameters.items()}
 
 
-def use_newest_on_last_stage(world: World) -> list[Swap]:
+@replaces(versions.VersionRule, "used")
+def use_newest_on_last_stage(honest: Honest, self: versions.VersionRule, stage: int, microbatch: int) -> Any:
     """Vertical sync forgotten on the last stage: it computes with its newest weights, as plain stashing does."""
-    honest = versions.VersionRule.used
-
-    def used(self: versions.VersionRule, stage: int, microbatch: int) -> int:
-        return microbatch if stage == self.num_stages - 1 else honest(self, stage, microbatch)
-
-    return [Swap(versions.VersionRule, "used", used)]
+    return microbatch if stage == self.num_stages - 1 else honest(self, stage, microbatch)
 
 
-def swap_microbatches(world: World) -> list[Swap]:
+@replaces(passes.StepFeed, "inputs")
+def swap_microbatches(honest: Honest, self: passes.StepFeed, microbatch: int) -> Any:
     """The first stage runs microbatch 1 where 0 is due, and 0 where 1 is."""
-    honest = passes.StepFeed.inputs
-
-    def inputs(self: passes.StepFeed, microbatch: int) -> Any:
-        return honest(self, microbatch ^ 1 if microbatch < 2 else microbatch)
-
-    return [Swap(passes.StepFeed, "inputs", inputs)]
+    return honest(self, microbatch ^ 1 if microbatch < 2 else microbatch)
 
 
-def keep_own_tied_sum(world: World) -> list[Swap]:
+@replaces(share.Shared, "_exchange")
+def keep_own_tied_sum(honest: Honest, self: share.Shared) -> Any:
     """Of a weight that several stages, or several ranks of one, hold, a rank takes what the others have for nothing."""
-    honest = share.Shared._exchange
-
-    def exchange(self: share.Shared) -> Any:
-        arrived = honest(self)
-        for parts in arrived.values():
-            for part in parts.values():
-                if part is not None:
-                    part.zero_()
-        return arrived
-
-    return [Swap(share.Shared, "_exchange", exchange)]
+    arrived = honest(self)
+    for parts in arrived.values():
+        for part in parts.values():
+            if part is not None:
+                part.zero_()
+    return arrived
 
 
 def lose_deferred_gradient(world: World) -> list[Swap]:

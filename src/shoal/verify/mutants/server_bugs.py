@@ -6,6 +6,7 @@ Every role of a job plants the same bug, and ``world.rank`` tells which process 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -15,25 +16,18 @@ from shoal.core.updates import UpdateRule
 from shoal.elastic.view import Chain
 from shoal.paramserver import consistency
 from shoal.paramserver.records import PushRecord, Read, Update
-from shoal.paramserver.server import replica, shard
-from shoal.paramserver.server import store as shard_store
-from shoal.paramserver.worker import client
-from shoal.paramserver.worker import flat as flatmodel
+from shoal.paramserver.server import replica, shard, store
+from shoal.paramserver.worker import client, flat
 from shoal.serverrun.server import source
-from shoal.serverrun.worker import connection as workline
-from shoal.serverrun.worker import group as scatter_collect
-from shoal.verify.mutants.planted_bugs import PlantedBug, Swap
+from shoal.serverrun.worker import connection, group
+from shoal.verify.mutants.planted_bugs import Honest, PlantedBug, Swap, replaces
 
 
-def apply_twice(world: World) -> list[Swap]:
+@replaces(shard.ShardState, "_aggregate")
+def apply_twice(honest: Honest, self: shard.ShardState, record: Update) -> Any:
     """The last push of every update is added once more."""
-    honest = shard.ShardState._aggregate
-
-    def aggregate(self: shard.ShardState, record: Update) -> Tensor:
-        last = self._gradients[record.entries[-1].identity].gradient.clone()
-        return honest(self, record).add_(last)
-
-    return [Swap(shard.ShardState, "_aggregate", aggregate)]
+    last = self._gradients[record.entries[-1].identity].gradient.clone()
+    return honest(self, record).add_(last)
 
 
 def drop_share(world: World) -> list[Swap]:
@@ -49,35 +43,27 @@ def add_in_other_order(world: World) -> list[Swap]:
 def scale_by_workers(num_workers: int) -> PlantedBug:
     """Every worker's gradient times the number of workers."""
 
-    def bug(world: World) -> list[Swap]:
-        honest = flatmodel.FlatModel.collect_gradient
+    @replaces(flat.FlatModel, "collect_gradient")
+    def scale(honest: Honest, self: flat.FlatModel) -> Any:
+        return honest(self).mul_(num_workers)
 
-        def collect(self: flatmodel.FlatModel) -> Tensor:
-            return honest(self).mul_(num_workers)
-
-        return [Swap(flatmodel.FlatModel, "collect_gradient", collect)]
-
-    return bug
+    return scale
 
 
-def use_next_rate(world: World) -> list[Swap]:
+@replaces(source.ShardSource, "rate")
+def use_next_rate(honest: Honest, self: source.ShardSource, number: int) -> Any:
     """An update is made with the learning rate of the one after it."""
-    honest = source.ShardSource.rate
-    return [Swap(source.ShardSource, "rate", lambda self, number: honest(self, number + 1))]
+    return honest(self, number + 1)
 
 
-def keep_first_weights(world: World) -> list[Swap]:
+@replaces(client.Client, "_pull")
+async def keep_first_weights(honest: Honest, self: client.Client, number: int, need: int) -> None:
     """A worker computes with the first weights that it got, and says that they are new."""
-    honest = client.Client._pull
-
-    async def pull(self: client.Client, number: int, need: int) -> None:
-        span = self._weights[self._spans[number]]
-        before = span.clone() if self.versions[number] >= 0 else None
-        await honest(self, number, need)
-        if before is not None:
-            span.copy_(before)
-
-    return [Swap(client.Client, "_pull", pull)]
+    span = self._weights[self._spans[number]]
+    before = span.clone() if self.versions[number] >= 0 else None
+    await honest(self, number, need)
+    if before is not None:
+        span.copy_(before)
 
 
 def ignore_bound(world: World) -> list[Swap]:
@@ -112,48 +98,44 @@ def forget_lateness(late_rank: int) -> PlantedBug:
 
 def promote_old_weights(world: World) -> list[Swap]:
     """A backup that takes over goes back to the weights of the version before, and does not say so."""
-    applied, promoted = replica.Replica.apply, shard_store.ShardStore._adopt_update_log
+    applied, promoted = replica.Replica.apply, store.ShardStore._adopt_update_log
     before: dict[int, Tensor] = {}
 
     async def apply(self: replica.Replica, found: Update, lr: float) -> None:
         before[id(self)] = self.state.weights.clone()
         await applied(self, found, lr)
 
-    def adopt_update_log(self: shard_store.ShardStore, chain: Chain) -> None:
+    def adopt_update_log(self: store.ShardStore, chain: Chain) -> None:
         own = self.held.replicas.get(0)
         is_taking_over = self._identity == chain.primary and self.held.log_leader is None
         if is_taking_over and own is not None and id(own) in before:
             own.state.weights.copy_(before[id(own)])
         promoted(self, chain)
 
-    return [Swap(replica.Replica, "apply", apply), Swap(shard_store.ShardStore, "_adopt_update_log", adopt_update_log)]
+    return [Swap(replica.Replica, "apply", apply), Swap(store.ShardStore, "_adopt_update_log", adopt_update_log)]
 
 
-def leave_part_behind(world: World) -> list[Swap]:
+@replaces(group.ScatterCollect, "_put")
+def leave_part_behind(honest: Honest, self: group.ScatterCollect, name: str, patch: Patch, where: Tensor) -> None:
     """Of a worker that is a group, the ranks that are not its first bring zeros."""
-    honest = scatter_collect.ScatterCollect._put
-
-    def put(self: scatter_collect.ScatterCollect, name: str, patch: Patch, where: Tensor) -> None:
-        honest(self, name, patch, where)
-        if self._channel.rank != scatter_collect.LEADER:
-            where.zero_()
-
-    return [Swap(scatter_collect.ScatterCollect, "_put", put)]
+    honest(self, name, patch, where)
+    if self._channel.rank != group.LEADER:
+        where.zero_()
 
 
 def keep_part_of_weights(world: World) -> list[Swap]:
     """Of a worker that is a group, the ranks that are not its first keep the first weights that they got."""
-    honest = scatter_collect.ScatterCollect.scatter
-    dealt: dict[str, Tensor] = {}
+    honest = group.ScatterCollect.scatter
+    scattered: dict[str, Tensor] = {}
 
-    def scatter(self: scatter_collect.ScatterCollect) -> None:
+    def scatter(self: group.ScatterCollect) -> None:
         honest(self)
-        if self._channel.rank == scatter_collect.LEADER:
+        if self._channel.rank == group.LEADER:
             return
         for name, parameter in self._parameters.items():
-            parameter.data.copy_(dealt.setdefault(name, parameter.detach().clone()))
+            parameter.data.copy_(scattered.setdefault(name, parameter.detach().clone()))
 
-    return [Swap(scatter_collect.ScatterCollect, "deal", scatter)]
+    return [Swap(group.ScatterCollect, "scatter", scatter)]
 
 
 def _aggregate(change: Callable[[Update], Update]) -> Swap:
@@ -163,14 +145,14 @@ def _aggregate(change: Callable[[Update], Update]) -> Swap:
 
 
 def _late_once() -> list[Swap]:
-    honest = workline.ServerConnection.hand_in
+    honest = connection.ServerConnection.hand_in
     seen: list[int] = []
 
-    def hand_in(self: workline.ServerConnection, gradient: Tensor, push: PushRecord, read: Read) -> "Future[bool]":
+    def hand_in(self: connection.ServerConnection, gradient: Tensor, push: PushRecord, read: Read) -> "Future[bool]":
         if not seen:
             seen.append(1)
             # Answered when the others have closed an update.
             self.pull(push.version + 1)
         return honest(self, gradient, push, read)
 
-    return [Swap(workline.ServerConnection, "hand_in", hand_in)]
+    return [Swap(connection.ServerConnection, "hand_in", hand_in)]
