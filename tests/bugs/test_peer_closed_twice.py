@@ -26,7 +26,7 @@ def test_a_search_goes_on_when_somebody_else_closed_its_connection(tmp_path):
                 await request.answer(Found(7, "center-0", ""))
 
         address = await center.listen(f"ipc://{tmp_path}/c.sock", answer)
-        seeker = Seeker(member, [address], patience=1e9, clock=lambda: now)
+        seeker = Seeker(member, [address], search_seconds=1e9, clock=lambda: now)
         try:
             seeker.start()
             async with asyncio.timeout(60.0):

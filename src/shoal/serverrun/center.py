@@ -52,7 +52,7 @@ async def _lead_cluster(spec: ProcessSpec, cluster: Cluster) -> str:
     node = open_node(spec)
     try:
         elector = _build_elector(spec, cluster, node)
-        others = [address for seat, address in enumerate(cluster.centers) if seat != cluster.seat]
+        others = [address for index, address in enumerate(cluster.centers) if index != cluster.index]
         candidate = Candidate(
             node,
             elector,
@@ -60,7 +60,7 @@ async def _lead_cluster(spec: ProcessSpec, cluster: Cluster) -> str:
             others=others,
             wanted=wanted_of(spec),
             settings=spec.settings,
-            lonely_seconds=max(_LONELY_SECONDS, cluster.patience),
+            lonely_seconds=max(_LONELY_SECONDS, cluster.search_seconds),
             tell=tell,
         )
         candidate.center.driver = build_coordinator(spec, node, candidate.center)
@@ -81,7 +81,7 @@ async def _lead_cluster(spec: ProcessSpec, cluster: Cluster) -> str:
 
 def _build_elector(spec: ProcessSpec, cluster: Cluster, node: Node) -> Voters | Sole | EtcdLease:
     ballot = ballot_file(spec.kept_dir, spec.name)
-    own = cluster.centers[cluster.seat]
+    own = cluster.centers[cluster.index]
     if cluster.etcd:
         return EtcdLease(
             cluster.etcd,

@@ -31,13 +31,13 @@ class Cluster:
     etcd: str = ""
     """Where the candidates hold their election: ``https://HOST:2379/KEY``; empty: among themselves."""
     etcd_access: EtcdAccess = field(default_factory=EtcdAccess)
-    patience: float = 120.0
+    search_seconds: float = 120.0
     """Seconds that a process looks for its first center."""
 
     @property
-    def seat(self) -> int:
+    def index(self) -> int:
         """This candidate's place in the list."""
-        return find_seat(self.centers, self.listen)
+        return find_candidate(self.centers, self.listen)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def read_cluster(
     allow: Path | None = None,
     etcd: str = "",
     etcd_access: EtcdAccess | None = None,
-    patience: float = 120.0,
+    search_seconds: float = 120.0,
 ) -> Cluster:
     """What the command line says of a cluster, checked.
 
@@ -64,7 +64,7 @@ def read_cluster(
         allow: a file or folder of public keys of those whom this process lets in; its own key alone when left out.
         etcd: see ``Cluster``; of a candidate.
         etcd_access: what etcd wants to see.
-        patience: see ``Cluster``.
+        search_seconds: see ``Cluster``.
 
     Raises:
         RequestError: no candidates, an address that is none, tcp without keys, a key that others can read.
@@ -84,7 +84,7 @@ def read_cluster(
         keys=own,
         etcd=etcd,
         etcd_access=etcd_access or EtcdAccess(),
-        patience=patience,
+        search_seconds=search_seconds,
     )
 
 
@@ -105,7 +105,7 @@ def check_candidate(cluster: Cluster) -> None:
         raise RequestError(
             f"--etcd {cluster.etcd} names no key; write https://HOST:2379/KEY, with another KEY for each run"
         )
-    listed = cluster.centers[cluster.seat]
+    listed = cluster.centers[cluster.index]
     key = parse_address(listed, has_keys=True).key
     own = cluster.keys.public_hex if cluster.keys is not None else None
     if key is not None and key != own:
@@ -115,7 +115,7 @@ def check_candidate(cluster: Cluster) -> None:
         )
 
 
-def find_seat(centers: tuple[str, ...], listen: str) -> int:
+def find_candidate(centers: tuple[str, ...], listen: str) -> int:
     """The place of an address in the list of candidates.
 
     Raises:

@@ -123,7 +123,7 @@ def open_finder(spec: ProcessSpec, node: Node) -> Callable[[], Center | None]:
     if spec.cluster is None:
         folder = spec.lease_folder
         return lambda: read_center(folder)
-    seeker = Seeker(node, spec.cluster.centers, patience=spec.cluster.patience)
+    seeker = Seeker(node, spec.cluster.centers, search_seconds=spec.cluster.search_seconds)
     seeker.start()
     return seeker.find
 

@@ -93,12 +93,12 @@ def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
         allow=request.allow,
         etcd=request.etcd,
         etcd_access=EtcdAccess.of(recipe.elastic),
-        patience=recipe.elastic.start_deadline,
+        search_seconds=recipe.elastic.start_deadline,
     )
     index = request.index
     if request.role == "center":
         check_candidate(cluster)
-        index = cluster.seat
+        index = cluster.index
     run_dir = request.run_dir
     if request.role == "server":
         assert run_dir is not None, "the command asks for it"
@@ -225,7 +225,7 @@ async def stop_run(cluster: Cluster, *, reason: str, seconds: float) -> Center:
         RunError: no center took it in time.
     """
     node = Node(instance_id=new_instance_id(), operations=CLUSTER_OPERATIONS, keys=cluster.keys)
-    seeker = Seeker(node, cluster.centers, patience=seconds)
+    seeker = Seeker(node, cluster.centers, search_seconds=seconds)
     seeker.start()
     until = time.monotonic() + seconds
     try:

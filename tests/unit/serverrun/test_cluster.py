@@ -4,7 +4,7 @@ import pytest
 
 from shoal.comm.wire.keys import make_keys
 from shoal.core.errors import RequestError
-from shoal.serverrun.cluster import check_candidate, find_seat, read_cluster
+from shoal.serverrun.cluster import check_candidate, find_candidate, read_cluster
 from shoal.serverrun.process import shared_settings
 from shoal.trainer.config import load_recipe
 
@@ -20,7 +20,7 @@ def key(tmp_path):
 def test_every_candidate_finds_its_seat(key):
     cluster = read_cluster(centers=THREE, listen="tcp://10.0.0.2:7000", keys=key)
     check_candidate(cluster)
-    assert cluster.seat == 1 and cluster.names == ("center-0", "center-1", "center-2")
+    assert cluster.index == 1 and cluster.names == ("center-0", "center-1", "center-2")
 
 
 def test_only_what_other_users_cannot_open_needs_no_key(key):
@@ -77,7 +77,7 @@ def test_a_candidate_that_the_others_do_not_know_is_refused(key):
     with pytest.raises(
         RequestError, match=r"does not contain --listen tcp://10\.0\.0\.9:7000: it has tcp://10\.0\.0\.1"
     ):
-        find_seat(tuple(THREE.split(",")), "tcp://10.0.0.9:7000")
+        find_candidate(tuple(THREE.split(",")), "tcp://10.0.0.9:7000")
     others = THREE.replace(":7000", f":7000#{'ab' * 32}", 1)
     with pytest.raises(RequestError, match="has the key abababababababab"):
         check_candidate(read_cluster(centers=others, listen="tcp://10.0.0.1:7000", keys=key))

@@ -42,16 +42,21 @@ class Seeker:
     Args:
         node: this process on the wire; its operations include those of votes.
         candidates: their addresses, each with its key.
-        patience: seconds after which a process that has never found a center gives up.
+        search_seconds: seconds after which a process that has never found a center gives up.
         clock: seconds.
     """
 
     def __init__(
-        self, node: Node, candidates: Sequence[str], *, patience: float, clock: Callable[[], float] = time.monotonic
+        self,
+        node: Node,
+        candidates: Sequence[str],
+        *,
+        search_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
         self._candidates = tuple(candidates)
-        self._patience = patience
+        self._search_seconds = search_seconds
         self._clock = clock
         self._began = clock()
         self._words = {address: _Word() for address in self._candidates}
@@ -67,7 +72,7 @@ class Seeker:
 
         Raises:
             RequestError: no center was ever found, and the candidates refuse this process's key.
-            RunError: no center was ever found, and patience is over.
+            RunError: no center was ever found, and the time for it is over.
         """
         now = self._clock()
         fresh = [word.center for word in self._words.values() if word.center and now - word.at < _FRESH_SECONDS]
@@ -76,14 +81,14 @@ class Seeker:
             self._epoch = newest.epoch
             return newest
         if not self._epoch:
-            self._check_patience(now - self._began)
+            self._check_search(now - self._began)
         return None
 
     def describe(self) -> str:
         """What each candidate said, for people."""
         return "; ".join(f"{address.partition('#')[0]} {word.trouble}" for address, word in self._words.items())
 
-    def _check_patience(self, waited: float) -> None:
+    def _check_search(self, waited: float) -> None:
         words = self._words.values()
         is_stranger = any(word.is_stranger for word in words) and all(word.at == float("-inf") for word in words)
         if is_stranger and waited > _KEY_SECONDS:
@@ -91,8 +96,8 @@ class Seeker:
                 f"no center talks to this process: {self.describe()}; use the key file of the run, or put this one's public key "
                 "(`shoal keys show FILE`) on the list of the centers and their keys behind their addresses"
             )
-        if waited > self._patience:
-            raise RunError(f"no center was found within {self._patience:g} s: {self.describe()}")
+        if waited > self._search_seconds:
+            raise RunError(f"no center was found within {self._search_seconds:g} s: {self.describe()}")
 
     async def _ask(self, address: str) -> None:
         word = self._words[address]

@@ -55,13 +55,13 @@ class LbfgsDriver:
     def __init__(
         self,
         node: Node,
-        seat: LeadingCenter,
+        center: LeadingCenter,
         view: View,
         *,
         deadline_seconds: float,
         evaluate: "Callable[[LbfgsDriver, int, Batch], Awaitable[float]]",
     ) -> None:
-        self._node, self._seat = node, seat
+        self._node, self._center = node, center
         self._history, self._num_shards = view.history, len(view.chains)
         self._deadline = deadline_seconds
         self._evaluate = evaluate
@@ -77,7 +77,7 @@ class LbfgsDriver:
         Raises:
             Over: there is none, or it is of another history.
         """
-        view = self._seat.view
+        view = self._center.view
         if view is None:
             raise Over("its center does not lead any more")
         if view.history != self._history:
@@ -239,7 +239,7 @@ class Coordinator:
 
     Args:
         node: the center's.
-        seat: the center.
+        center: the center.
         settings: of the minimisation.
         batches: how they are cut.
         deadline_seconds: the longest wait for a server.
@@ -249,14 +249,14 @@ class Coordinator:
     def __init__(
         self,
         node: Node,
-        seat: LeadingCenter,
+        center: LeadingCenter,
         *,
         settings: LbfgsSettings,
         batches: BatchSettings,
         deadline_seconds: float,
         tell: Callable[[str], None],
     ) -> None:
-        self._node, self._seat = node, seat
+        self._node, self._center = node, center
         self._settings, self._batches = settings, batches
         self._deadline = deadline_seconds
         self._tell = tell
@@ -272,11 +272,13 @@ class Coordinator:
             RunError: a server did not answer within the deadline, or the minimisation cannot go on.
         """
         while True:
-            view = self._seat.view
+            view = self._center.view
             if view is None or self._is_over:
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
-            drive = LbfgsDriver(self._node, self._seat, view, deadline_seconds=self._deadline, evaluate=self._evaluate)
+            drive = LbfgsDriver(
+                self._node, self._center, view, deadline_seconds=self._deadline, evaluate=self._evaluate
+            )
             try:
                 await self._go(drive)
                 self._is_over = True
@@ -290,7 +292,7 @@ class Coordinator:
     async def draw(self, request: Request, body: Draw) -> None:
         """Answer a free worker: with a work unit, that there is none now, or that there is none any more."""
         worker = request.sender
-        view = self._seat.view
+        view = self._center.view
         if view is None or view.find(worker) is None:
             await request.refuse("stranger", f"worker {worker} is not a member")
             return

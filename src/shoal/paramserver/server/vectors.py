@@ -248,7 +248,7 @@ class VectorServer:
             return
         gradient = _gradient(replica, part, request.payload)
         try:
-            self._look_at(replica, part, gradient, request.sender)
+            self._check_finite(replica, part, gradient, request.sender)
         except NotFinite as error:
             if not isinstance(error, _NotFiniteElsewhere):
                 self._host.take_not_finite(PushId(request.sender, part.unit), str(error))
@@ -258,7 +258,7 @@ class VectorServer:
         await self._send_on(part.shard, ReplicateProgram(done=part), request.payload)
         await request.answer(Done())
 
-    def _look_at(self, replica: Replica, part: Part, gradient: Tensor, worker: str) -> None:
+    def _check_finite(self, replica: Replica, part: Part, gradient: Tensor, worker: str) -> None:
         """Refuse a gradient that is not finite where the loss is: that worker is not to be trusted.
 
         When another worker finds the same it is the weights of this trial, and the line search has to see it: it goes back.

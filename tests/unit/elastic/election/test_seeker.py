@@ -57,7 +57,7 @@ def test_the_highest_epoch_counts_and_a_lower_one_never_again():
     async def run():
         async with candidates(0, 3, 2) as (addresses, said):
             node = make_node()
-            seeker = Seeker(node, addresses, patience=60.0)
+            seeker = Seeker(node, addresses, search_seconds=60.0)
             seeker.start()
             first = await until(seeker.find)
             # The two may have answered one after the other.
@@ -78,7 +78,7 @@ def test_the_highest_epoch_counts_and_a_lower_one_never_again():
 def test_nobody_there_is_said_by_name():
     async def run():
         clock, node = Clock(), make_node()
-        seeker = Seeker(node, ["tcp://127.0.0.1:9"], patience=60.0, clock=clock)
+        seeker = Seeker(node, ["tcp://127.0.0.1:9"], search_seconds=60.0, clock=clock)
         seeker.start()
         assert seeker.find() is None
         await until(lambda: "has not answered" in seeker.describe())
@@ -104,7 +104,7 @@ def test_a_stranger_hears_that_its_key_is_refused(tmp_path, knows_them, says):
             clock, node = Clock(), make_node(load_keys(tmp_path / "strange"))
             if not knows_them:
                 addresses = [address.partition("#")[0] for address in addresses]
-            seeker = Seeker(node, addresses, patience=600.0, clock=clock)
+            seeker = Seeker(node, addresses, search_seconds=600.0, clock=clock)
             seeker.start()
             await until(lambda: says in seeker.describe())
             assert seeker.find() is None
