@@ -35,7 +35,6 @@ class Limits:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     facts: object | None = None
     """What ``Plan.problems`` asks of the model; without it only divisibility by the chain's own numbers is looked at."""
-    allow_experts: bool = True
     most_samples: int = _MOST_SAMPLES
     """Of a microbatch."""
 
@@ -71,7 +70,7 @@ def plans_of(job: Job, limits: Limits) -> Iterator[Plan]:
                 layout = Plan(dp=data, tp=tensor, sp=has_sequence, cp=context, pp=pipeline)
                 if has_sequence and not is_legal(layout, limits):
                     layout = replace(layout, sp=False)
-                for kind, expert in product(_kinds(job, layout), _experts(job, limits, data)):
+                for kind, expert in product(_kinds(job, layout), _experts(job, data)):
                     yield from _filled(job, limits, replace(layout, cp_kind=kind, ep=expert))
 
 
@@ -95,9 +94,9 @@ def _kinds(job: Job, layout: Plan) -> tuple[str, ...]:
     return ("ring", "alltoall") if layout.cp > 1 and heads % (layout.tp * layout.cp) == 0 else ("ring",)
 
 
-def _experts(job: Job, limits: Limits, data: int) -> list[int]:
+def _experts(job: Job, data: int) -> list[int]:
     experts = job.chain.experts
-    if experts == 1 or not limits.allow_experts:
+    if experts == 1:
         return [1]
     return [degree for degree in divisors(experts) if data % degree == 0 and degree <= 64]
 

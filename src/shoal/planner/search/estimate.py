@@ -144,18 +144,13 @@ def _unlike(job: Job, plan: Plan) -> list[int]:
     return [rank for rank, own in enumerate(layers) if layers.index(own) == rank]
 
 
-def estimate_by_schedule(job: Job, plan: Plan, *, most_cells: int = _MOST_CELLS) -> Estimate:
+def estimate_by_schedule(job: Job, plan: Plan) -> Estimate:
     """The same with the pipeline's time, and its activations in flight, from the schedule that would run.
-
-    Args:
-        job: what is trained, and on what.
-        plan: how.
-        most_cells: stages times microbatches of a schedule that is worked through; a larger one keeps its closed form.
 
     Raises:
         RequestError: the schedule cannot be had in this size.
     """
-    if plan.pp == 1 or plan.pp * (plan.chunks or 1) * (plan.microbatches or 1) > most_cells:
+    if plan.pp == 1 or plan.pp * (plan.chunks or 1) * (plan.microbatches or 1) > _MOST_CELLS:
         return estimate(job, plan, places=memory_of(job, plan, every_place=True))
     parts = price_parts(job, plan)
     schedule, held = _schedule_of(plan)

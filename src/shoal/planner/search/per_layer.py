@@ -276,14 +276,9 @@ def is_uneven(chain: ModelCosts) -> bool:
     return len(set(chain.layers[first:end])) > 1
 
 
-def choose_splits(job: Job, *, num_devices: int | None = None) -> Choices | None:
-    """The fastest split of every layer that fits, redistributions included; None where no one split for all layers fits.
-
-    Args:
-        job: what is trained, and on what; one microbatch is the whole batch.
-        num_devices: of the job's cluster, when it is not all of them.
-    """
-    devices = num_devices or job.cluster.num_devices
+def choose_splits(job: Job) -> Choices | None:
+    """The fastest split of every layer that fits, redistributions included; None where no one split for all layers fits."""
+    devices = job.cluster.num_devices
     limit = job.cluster.device.free_bytes
     tables = [ways_of(job, layer, devices) for layer in job.chain.distinct]
     rows = [tables[number] for number in job.chain.numbers]

@@ -108,9 +108,6 @@ def test_experts_are_shared_out():
     shape = shape_of(experts=16, chosen_experts=2, expert_ffn=4096, is_gated=True, layers=24, hidden=4096, heads=32)
     found = search(job_of(shape, cluster="h100:4x8", global_batch=64))
     assert found.ranked[0].plan.ep > 1
-    assert all(
-        one.plan.ep == 1 for one in search(job_of(shape, cluster="h100:4x8"), Limits(allow_experts=False)).ranked
-    )
 
 
 def test_a_long_sequence_is_cut():
