@@ -10,8 +10,8 @@ from shoal.schedules.catalogue import FAMILIES, make_schedule
 from shoal.testing.ranks import run_on_ranks
 from support.pipeline.stages_on_ranks import MICROBATCHES, train_all, train_alone, train_delayed, train_in_stages
 
-SYNCHRONOUS = [name for name, family in FAMILIES.items() if not family.updates.flows]
-ASYNCHRONOUS = [name for name, family in FAMILIES.items() if family.updates.flows]
+SYNCHRONOUS = [name for name, family in FAMILIES.items() if not family.updates.are_asynchronous]
+ASYNCHRONOUS = [name for name, family in FAMILIES.items() if family.updates.are_asynchronous]
 STEPS = 5
 
 

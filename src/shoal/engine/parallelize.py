@@ -211,7 +211,7 @@ def _whole_norms(parts: _Parts, outline: Outline, reduction: Reduction) -> Whole
     """How the parts of tensors make whole norms; None where every rank holds them whole."""
     plan, placements, cut = parts.plan, parts.layout.placements, parts.cut
     # Where stages update by themselves, a norm that waits for the others would stop them all.
-    updates_alone = cut is not None and cut.schedule.updates.flows
+    updates_alone = cut is not None and cut.schedule.updates.are_asynchronous
     if updates_alone or not (placements or plan.zero > 0 or cut is not None):
         return None
     shapes = {entry.parameter: entry.shape for entry in outline.values() if entry.parameter and entry.is_trained}
@@ -240,7 +240,7 @@ def _assemble(
     assert scalars is not None, "parallelize gives the objective its scalars"
     max_norm, cut = settings.optim.clip, parts.cut
     asynchronous = None
-    if cut is not None and cut.schedule.updates.flows:
+    if cut is not None and cut.schedule.updates.are_asynchronous:
         asynchronous = AsyncPipeline(passes, cut, parts.plan, optimizer=optimizer, max_norm=max_norm, stop=scalars.stop)
     return ParallelModel(
         plan=parts.plan,

@@ -274,7 +274,7 @@ def _cut(
     """The chain, the stages that hold each parameter, and the ranks that keep each saved tensor."""
     chain = cut_chain(model, example, stages, dropout=dropout)
     holders = chain.holders()
-    if stages.schedule.updates.flows:
+    if stages.schedule.updates.are_asynchronous:
         _refuse_tied(holders, stages.schedule.name)
     return chain, holders, _find_owners(model, chain, holders, stages.schedule)
 

@@ -94,17 +94,17 @@ def make_schedule(
     for problem in _problems(family, size):
         rest = f"replicas={write_replicas(turns)}" if turns else f"chunks={chunks}"
         raise RequestError(f"{name} with pp={ranks}, microbatches={microbatches}, {rest}: {problem}")
-    if steps > 1 and not family.updates.flows:
+    if steps > 1 and not family.updates.are_asynchronous:
         raise RequestError(f"{name} ends every step with a flush; ask for one step, not for {steps}")
-    stream = Size(ranks, microbatches * steps, chunks, turns)
+    whole = Size(ranks, microbatches * steps, chunks, turns)
     schedule = Schedule(
         name=name,
-        grid=stream.grid(family.fold),
-        rows=family.rows(stream),
+        grid=whole.grid(family.fold),
+        rows=family.rows(whole),
         updates=family.updates,
         accumulate=microbatches if family.accumulates else 1,
-        activation_bound=tuple(family.activations(stream, rank) for rank in range(ranks)),
-        version_bound=tuple(family.versions(stream, rank) for rank in range(ranks)),
+        activation_bound=tuple(family.activations(whole, rank) for rank in range(ranks)),
+        version_bound=tuple(family.versions(whole, rank) for rank in range(ranks)),
     )
     # A generator is trusted no more than a user's file.
     check(schedule)
@@ -150,7 +150,7 @@ def find_schedule(
         microbatches: of one step.
         chunks: stages per rank; the family's or the file's own number when left out.
         replicas: ranks of every stage, which take turns; one each, or as the file has it, when left out.
-        steps: that follow one another without a flush, where the family flows.
+        steps: that follow one another without a flush, where the family is asynchronous.
 
     Raises:
         RequestError: there is no such schedule, it cannot be had in this size, or the file is for another size.

@@ -201,7 +201,7 @@ class Updates(StrEnum):
     """After every ``accumulate`` microbatches, without a flush; they use the version before the newest (2BW)."""
 
     @property
-    def flows(self) -> bool:
+    def are_asynchronous(self) -> bool:
         """True when the next step's microbatches enter while this step's are still on their way."""
         return self is not Updates.FLUSH
 

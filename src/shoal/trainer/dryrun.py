@@ -146,7 +146,7 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
         owners = prove_stages(whole, example_of(data), stages)
         parts = [_part_of(model, stages, owners, rank) for rank in range(plan.pp)]
         versions = [0] * plan.pp
-        if stages.schedule.updates.flows:
+        if stages.schedule.updates.are_asynchronous:
             # The weights themselves are the optimizer's; passes read copies of the versions, which begin to differ with steps.
             versions = list(schedule_of(plan, steps=3).version_bound or versions)
     found = [

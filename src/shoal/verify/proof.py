@@ -279,7 +279,7 @@ class CutModel:
     def tree(self, *, replicas: int, microbatches: int) -> Tree:
         """The order of sums."""
         schedule, count = self.stages.schedule, self.stages.schedule.grid.num_stages
-        if schedule.updates.flows:
+        if schedule.updates.are_asynchronous:
             held = [[name for name, stages in self.holders.items() if stage in stages] for stage in range(count)]
             return Tree(replicas=replicas, microbatches=microbatches, delay=schedule.name, stages=held)
         tied = {name: stages for name, stages in self.holders.items() if len(stages) > 1}

@@ -3,10 +3,10 @@
 from shoal.planner.hardware.machine import (
     CollectiveTime,
     CopyTime,
+    CoreSharing,
     Machine,
     MatmulTime,
     Provenance,
-    Sharing,
     cpu_name,
     num_cores,
     torch_version,
@@ -36,9 +36,9 @@ def build(**changes):
         "matmuls": [MatmulTime(processes=1, threads=1, rows=2, inner=2, outer=2, seconds=1e-6)],
         "copies": [CopyTime(processes=1, num_bytes=1024, seconds=1e-6)],
         "sharing": [
-            Sharing(processes=1, threads=2, slow_down=1.0),
-            Sharing(processes=2, threads=1, slow_down=1.2),
-            Sharing(processes=4, threads=1, slow_down=2.2),
+            CoreSharing(processes=1, threads=2, slow_down=1.0),
+            CoreSharing(processes=2, threads=1, slow_down=1.2),
+            CoreSharing(processes=4, threads=1, slow_down=2.2),
         ],
         "collectives": [
             collective("all_reduce", 2, 2, 1000, 1e-3),

@@ -37,8 +37,8 @@ def test_what_the_plan_knows_of_a_schedule_is_what_the_schedule_does(name):
     facts, family = SCHEDULES[name], FAMILIES[name]
     assert facts.takes_chunks == (family.chunks is None)
     assert facts.chunks == (family.default_chunks if family.chunks is None else family.chunks)
-    assert facts.is_asynchronous == family.updates.flows
-    assert facts.updates_each == (family.updates.flows and not family.accumulates)
+    assert facts.is_asynchronous == family.updates.are_asynchronous
+    assert facts.updates_each == (family.updates.are_asynchronous and not family.accumulates)
     assert facts.is_bidirectional == (family.fold is Fold.CROSS)
     assert facts.takes_replicas == family.takes_replicas
 

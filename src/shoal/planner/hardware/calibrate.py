@@ -12,12 +12,12 @@ from shoal.core.errors import RequestError
 from shoal.planner.hardware.machine import (
     CollectiveTime,
     CopyTime,
+    CoreSharing,
     Fit,
     Machine,
     MatmulTime,
     Meeting,
     Provenance,
-    Sharing,
 )
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
@@ -67,7 +67,7 @@ def build_machine(found: Iterable[Measured], provenance: Provenance, *, memory_b
         ]
         # Other processes never make a process faster; where it seems to, something else ran while the first was alone.
         slow_down = max(1.0, _median(turns))
-        sharing.append(Sharing(processes=group.processes, threads=group.threads, slow_down=slow_down))
+        sharing.append(CoreSharing(processes=group.processes, threads=group.threads, slow_down=slow_down))
         for number, timed in enumerate(first["collectives"]):
             seconds = max(answer["collectives"][number]["seconds"] for answer in group.answers)
             collectives.append(CollectiveTime(**{**timed, "processes": group.processes, "seconds": seconds}))

@@ -95,7 +95,7 @@ class CollectiveTime(Config):
     seconds: float = Field(gt=0)
 
 
-class Sharing(Config):
+class CoreSharing(Config):
     """How much longer a process takes when others compute beside it."""
 
     processes: int = Field(ge=1)
@@ -137,7 +137,7 @@ class Machine(Config):
     provenance: Provenance
     matmuls: list[MatmulTime]
     copies: list[CopyTime]
-    sharing: list[Sharing]
+    sharing: list[CoreSharing]
     collectives: list[CollectiveTime]
     """Of ranks that do nothing else."""
     meetings: list[Meeting] = Field(default_factory=list)

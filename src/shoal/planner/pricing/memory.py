@@ -116,7 +116,9 @@ def _family(plan: Plan) -> Family:
 def _size(plan: Plan, family: Family) -> Size:
     microbatches = plan.microbatches or 1
     # Without a flush the next step's microbatches follow at once.
-    return Size(plan.pp, max(microbatches, plan.pp) if family.updates.flows else microbatches, plan.chunks or 1)
+    return Size(
+        plan.pp, max(microbatches, plan.pp) if family.updates.are_asynchronous else microbatches, plan.chunks or 1
+    )
 
 
 def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies: int) -> Memory:

@@ -76,7 +76,7 @@ def time_cells(order: Order, parts: StepParts) -> CellTimes:
                 links[axis][number] += exposed * seconds / whole if whole else 0.0
     compute = np.maximum(0.0, totals - sum(links.values(), np.zeros_like(totals)))
     updates = np.zeros_like(totals)
-    if order.schedule.updates.flows:
+    if order.schedule.updates.are_asynchronous:
         exposed_sum = max(0.0, parts.reduce - parts.reduce_hidden)
         for number in _update_cells(order):
             updates[number] = parts.update

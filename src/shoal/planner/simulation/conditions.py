@@ -216,16 +216,16 @@ def split_sites(conditions: Conditions, plan: Plan, num_sites: int) -> tuple[Con
     )
 
 
-FLOWING_STEPS = 4
+ASYNCHRONOUS_STEPS = 4
 """Steps that are played of a schedule without a flush: the third has others before and behind it, and stands for all."""
 MOST_CELLS = 200_000
 """Cells of a schedule. Each takes about 0.15 ms: building it, its order, and playing it."""
 _MOST_WORK = 1e9
 """Cells times replicas times steps, at about 10 ns each where numpy plays them."""
 _STEP_WORK = 1e4
-"""What a step with draws of its own costs beside its cells, in cells: generators and the tail."""
+"""What a step with draws of its own costs beside its cells, in cells: generators and the ends."""
 _CELL_WORK = 1e4
-"""What a cell costs, in cells that numpy plays, where Python plays step by step: a schedule that flows."""
+"""What a cell costs, in cells that numpy plays, where Python plays step by step: an asynchronous schedule."""
 _STEADY_WORK = 1e3
 """What a step costs that is like the first."""
 
@@ -279,7 +279,7 @@ def most_steps(plan: Plan, microbatches: int, conditions: Conditions, *, num_sit
     cells = count_cells(plan, microbatches)
     if not conditions.varies:
         work = _STEADY_WORK
-    elif _flows(plan):
+    elif _is_asynchronous(plan):
         work = cells * _CELL_WORK
     else:
         work = cells * plan.degree(Axis.DATA) + plan.world_size + _STEP_WORK
@@ -288,8 +288,8 @@ def most_steps(plan: Plan, microbatches: int, conditions: Conditions, *, num_sit
 
 def count_cells(plan: Plan, microbatches: int) -> int:
     """Cells that are played of a plan: a forward and a backward pass of each microbatch in each stage; halves count once."""
-    return 2 * max(1, plan.num_stages) * microbatches * (FLOWING_STEPS if _flows(plan) else 1)
+    return 2 * max(1, plan.num_stages) * microbatches * (ASYNCHRONOUS_STEPS if _is_asynchronous(plan) else 1)
 
 
-def _flows(plan: Plan) -> bool:
+def _is_asynchronous(plan: Plan) -> bool:
     return plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous

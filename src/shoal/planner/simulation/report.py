@@ -42,11 +42,11 @@ def report_places(simulated: SimulatedStep) -> tuple[PlaceReport, ...]:
     """Every place of the pipeline."""
     schedule, found = simulated.order.schedule, []
     for place in range(simulated.num_places):
-        # A stream is played for several steps; one of them is told about.
+        # An asynchronous pipeline is played for several steps; one of them is reported.
         played = schedule.grid.num_microbatches // simulated.parts.microbatches
         each = [simulated.busy(place, group) / played for group in range(simulated.num_groups)]
         busy, mean = max(each), float(np.average(each, weights=[len(group) for group in simulated.folded.groups]))
-        whole = simulated.window[1] - simulated.window[0] if simulated.flows else simulated.makespan
+        whole = simulated.window[1] - simulated.window[0] if simulated.is_asynchronous else simulated.makespan
         found.append(
             PlaceReport(
                 place=place,
@@ -105,7 +105,9 @@ def describe_step(simulated: SimulatedStep, seconds: Array, *, tokens: float) ->
         "step_seconds": mean,
         "tokens_per_second": tokens / mean if mean else None,
         "steps": describe_steps(seconds),
-        "pipeline_seconds": simulated.step_seconds - simulated.parts.fixed if simulated.flows else simulated.makespan,
+        "pipeline_seconds": simulated.step_seconds - simulated.parts.fixed
+        if simulated.is_asynchronous
+        else simulated.makespan,
         "bubble": simulated.bubble,
         "breakdown": simulated.breakdown,
         "exposed": simulated.exposed,

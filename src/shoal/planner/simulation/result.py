@@ -38,7 +38,7 @@ Piece = tuple[str, str, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tail:
+class StepEnds:
     """Times from the step's begin."""
 
     begin: float
@@ -58,18 +58,20 @@ class Tail:
     """What is left of the gather after the update, by place."""
 
 
-def play_tail(parts: StepParts, plan: Plan, schedule: Schedule, last: Array, compute: Array, links: Array) -> Tail:
+def play_step_ends(
+    parts: StepParts, plan: Plan, schedule: Schedule, last: Array, compute: Array, links: Array
+) -> StepEnds:
     """The collectives and the update around a pipeline.
 
     Args:
         parts: what they take.
         plan: which of them come before the first cell.
-        schedule: one that flows has them inside its cells.
+        schedule: an asynchronous one has them inside its cells.
         last: when the last cell ends, by (place, group), counted from the first start.
         compute: how many times as long a rank takes, by (place, group).
         links: the same of its links.
     """
-    if schedule.updates.flows:
+    if schedule.updates.are_asynchronous:
         return _nothing(last)
     slowest = links.max(axis=1)
     gathers = _left_over(parts.gather * slowest, parts.gather_hidden, compute)
@@ -88,7 +90,7 @@ def play_tail(parts: StepParts, plan: Plan, schedule: Schedule, last: Array, com
     slow = int(gathered.argmax())
     done, until = float(updated[slow].max()), float(gathered[slow])
     end = until + parts.fixed
-    return Tail(
+    return StepEnds(
         begin=begin,
         end=end,
         decides=(place, group),
@@ -111,10 +113,10 @@ def _left_over(whole: Array, hidden: float, compute: Array) -> Array:
     return found
 
 
-def _nothing(last: Array) -> Tail:
+def _nothing(last: Array) -> StepEnds:
     place, group = np.unravel_index(int(last.argmax()), last.shape)
     end = float(last.max())
-    return Tail(
+    return StepEnds(
         begin=0.0,
         end=end,
         decides=(int(place), int(group)),
@@ -155,7 +157,7 @@ class SimulatedStep:
     folded: Folded
     last: Array
     """When the last cell ends, by (place, group of replicas), counted from the first start."""
-    tail: Tail
+    ends: StepEnds
     needed: StepBytes | None
     window: tuple[float, float]
     """The part of the pipeline's time that is one step: all of it, or where schedules flow, what the third step adds."""
@@ -163,12 +165,12 @@ class SimulatedStep:
     @property
     def step_seconds(self) -> float:
         """From one step to the next."""
-        return self.window[1] - self.window[0] + self.parts.fixed if self.flows else self.tail.end
+        return self.window[1] - self.window[0] + self.parts.fixed if self.is_asynchronous else self.ends.end
 
     @property
-    def flows(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """True when steps follow each other without a flush."""
-        return self.order.schedule.updates.flows
+        return self.order.schedule.updates.are_asynchronous
 
     @property
     def num_places(self) -> int:
@@ -198,12 +200,12 @@ class SimulatedStep:
     def times(self, group: int) -> tuple[Array, Array]:
         """Starts and ends of every cell, for the replicas of a group, counted from the step's begin."""
         starts, ends = self._played(group)
-        return starts + self.tail.begin, ends + self.tail.begin
+        return starts + self.ends.begin, ends + self.ends.begin
 
     @cached_property
     def bubble(self) -> float:
         """Share of all ranks' time in the pipeline in which they have nothing to do."""
-        if self.flows:
+        if self.is_asynchronous:
             first, last = self.window
             starts, ends = self.times(0)
             inside = np.clip(ends, first, last) - np.clip(starts, first, last)
@@ -224,22 +226,22 @@ class SimulatedStep:
     @cached_property
     def critical_path(self) -> tuple[Segment, ...]:
         """What the step waited for, from its begin to its end, without gaps."""
-        place, group = self.tail.decides
-        if self.flows:
+        place, group = self.ends.decides
+        if self.is_asynchronous:
             _, ends = self._played(group)
             first, last = self.window
             whole = self._chain(int(np.flatnonzero(ends == last)[0]), group)
             inside = [replace(piece, start=max(piece.start, first)) for piece in whole if piece.end > first]
             fixed = self.parts.fixed
             return (*inside, *([Segment(FIXED, "fixed", last, last + fixed, place, group)] if fixed else []))
-        begin = self.tail.begin
+        begin = self.ends.begin
         head = [Segment(GATHER, "gather", 0.0, begin, place, group)] if begin else []
         cells = [
             replace(piece, start=piece.start + begin, end=piece.end + begin)
             for piece in self._chain(self.order.rows[place][-1], group)
         ]
         # A piece that takes no time is no piece of a path.
-        after = [Segment(*piece, place, group) for piece in self.tail.pieces if piece[3] > piece[2]]
+        after = [Segment(*piece, place, group) for piece in self.ends.pieces if piece[3] > piece[2]]
         return (*head, *cells, *after)
 
     @cached_property

@@ -13,8 +13,15 @@ from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StepParts
 from shoal.planner.simulation.cells import Array, CellTimes, StepBytes, play_columns, time_cells
-from shoal.planner.simulation.conditions import FLOWING_STEPS, Conditions, Folded, check_conditions, factors_of, fold
-from shoal.planner.simulation.result import SimulatedStep, play_tail
+from shoal.planner.simulation.conditions import (
+    ASYNCHRONOUS_STEPS,
+    Conditions,
+    Folded,
+    check_conditions,
+    factors_of,
+    fold,
+)
+from shoal.planner.simulation.result import SimulatedStep, play_step_ends
 from shoal.schedules.catalogue import find_schedule, schedule_of_plan
 from shoal.schedules.player import Order, order_cells
 from shoal.schedules.schedule import Schedule
@@ -55,7 +62,7 @@ def simulate_step(
     prices = time_cells(order, parts)
     factors = factors_of(plan, conditions, step)
     folded = fold(factors, every=every_replica)
-    if schedule.updates.flows:
+    if schedule.updates.are_asynchronous:
         folded = _in_lockstep(folded)
     last = _last_ends(order, prices, parts, folded)
     return SimulatedStep(
@@ -65,7 +72,7 @@ def simulate_step(
         prices=prices,
         folded=folded,
         last=last,
-        tail=play_tail(parts, plan, schedule, last, folded.compute, folded.links),
+        ends=play_step_ends(parts, plan, schedule, last, folded.compute, folded.links),
         needed=needed,
         window=_window(order, prices, parts, folded),
     )
@@ -76,7 +83,7 @@ def step_times(
 ) -> Array:
     """Seconds of each of many steps, every one with its own draws."""
     schedule = schedule or schedule_for(plan, parts.microbatches)
-    if not conditions.varies or schedule.updates.flows:
+    if not conditions.varies or schedule.updates.are_asynchronous:
         drawn = num_steps if conditions.varies else 1
         seconds = [
             simulate_step(parts, schedule, plan=plan, conditions=conditions, step=step).step_seconds
@@ -97,7 +104,7 @@ def step_times(
         last = _last_ends(order, prices, parts, Folded(compute, links, ()))
         for index in range(len(drawn_steps)):
             own = slice(index * replicas, (index + 1) * replicas)
-            found.append(play_tail(parts, plan, schedule, last[:, own], compute[:, own], links[:, own]).end)
+            found.append(play_step_ends(parts, plan, schedule, last[:, own], compute[:, own], links[:, own]).end)
     return np.array(found)
 
 
@@ -109,13 +116,13 @@ def schedule_for(plan: Plan, microbatches: int) -> Schedule:
     """
     if plan.pp == 1:
         return find_schedule(DEFAULT_SCHEDULE, ranks=1, microbatches=microbatches)
-    steps = FLOWING_STEPS if schedule_facts(plan.schedule).is_asynchronous else 1
+    steps = ASYNCHRONOUS_STEPS if schedule_facts(plan.schedule).is_asynchronous else 1
     return schedule_of_plan(plan, microbatches=microbatches, steps=steps)
 
 
 def _check_parts(parts: StepParts, schedule: Schedule, plan: Plan) -> None:
     grid = schedule.grid
-    played = FLOWING_STEPS if schedule.updates.flows else 1
+    played = ASYNCHRONOUS_STEPS if schedule.updates.are_asynchronous else 1
     facts = (
         ("stages", len(parts.stages), grid.num_stages),
         ("microbatches", parts.microbatches * played, grid.num_microbatches),
@@ -133,7 +140,7 @@ def _check_parts(parts: StepParts, schedule: Schedule, plan: Plan) -> None:
 
 
 def _in_lockstep(folded: Folded) -> Folded:
-    """Replicas that meet at every update of a stream: each goes at the pace of the slowest."""
+    """Replicas that meet at every update of an asynchronous pipeline: each goes at the pace of the slowest."""
     everyone = tuple(sorted(replica for group in folded.groups for replica in group))
     return Folded(folded.compute.max(axis=1, keepdims=True), folded.links.max(axis=1, keepdims=True), (everyone,))
 
@@ -152,11 +159,11 @@ def _last_ends(order: Order, prices: CellTimes, parts: StepParts, folded: Folded
 
 
 def _window(order: Order, prices: CellTimes, parts: StepParts, folded: Folded) -> tuple[float, float]:
-    """What one step adds to a stream of steps: from the end of the second to the end of the third."""
-    if not order.schedule.updates.flows:
+    """What one step adds to steps without a flush: from the end of the second to the end of the third."""
+    if not order.schedule.updates.are_asynchronous:
         return 0.0, 0.0
     _, ends = play_columns(order, prices.durations(folded.compute, folded.links), parts.delay * folded.links)
-    until = [0.0] * FLOWING_STEPS
+    until = [0.0] * ASYNCHRONOUS_STEPS
     for number, each in enumerate(order.cells):
         for action in each.cell:
             index = action.microbatch // parts.microbatches

@@ -71,7 +71,7 @@ def streams_of(simulated: SimulatedStep, *, expand: bool = False, most: int = 10
         expand: a lane for every rank.
         most: lanes at most. Where there are more, the replicas that all wait for come first and the rest in their order.
     """
-    groups = [simulated.tail.decides[1]]
+    groups = [simulated.ends.decides[1]]
     groups += [group for group in range(simulated.num_groups) if group != groups[0]]
     left = most
     for group in groups:
@@ -141,14 +141,14 @@ def _cell(simulated: SimulatedStep, group: int, number: int, start: float, end: 
 
 def _after(simulated: SimulatedStep, place: int, group: int) -> Iterator[Span]:
     """The sum, the update and what follows it."""
-    tail, parts = simulated.tail, simulated.parts
-    if simulated.flows:
+    ends, parts = simulated.ends, simulated.parts
+    if simulated.is_asynchronous:
         return
     pieces = (
-        (Stream.DATA, "reduce", max(0.0, tail.reduces[place][0]), tail.reduces[place][1]),
-        (Stream.COMPUTE, "update", tail.updated_from, tail.updates[place][group]),
-        (Stream.ZERO, "gather", *tail.gathers[place]),
-        (Stream.COMPUTE, "fixed", tail.end - parts.fixed, tail.end),
+        (Stream.DATA, "reduce", max(0.0, ends.reduces[place][0]), ends.reduces[place][1]),
+        (Stream.COMPUTE, "update", ends.updated_from, ends.updates[place][group]),
+        (Stream.ZERO, "gather", *ends.gathers[place]),
+        (Stream.COMPUTE, "fixed", ends.end - parts.fixed, ends.end),
     )
     for stream, name, start, end in pieces:
         if end > start:
@@ -158,10 +158,10 @@ def _after(simulated: SimulatedStep, place: int, group: int) -> Iterator[Span]:
 def _gathers(simulated: SimulatedStep, cells: Sequence[_TimedCell]) -> Iterator[Span]:
     """What goes on of gathers before and beside the cells of a rank."""
     hidden = min(simulated.parts.gather_hidden, simulated.parts.gather)
-    begin = simulated.tail.begin
+    begin = simulated.ends.begin
     if begin:
         yield Span(Stream.ZERO, "gather", 0.0, begin)
-    if hidden <= 0 or simulated.flows:
+    if hidden <= 0 or simulated.is_asynchronous:
         return
     if simulated.plan.zero < 3:
         # What the last update changed arrives while the first passes go on.

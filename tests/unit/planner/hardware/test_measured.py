@@ -9,7 +9,7 @@ from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.costs.layers import Layer, LayerKind, Op, OpKind
 from shoal.planner.hardware.clusters import BETWEEN, measured_cluster, read_cluster
-from shoal.planner.hardware.machine import Fit, Meeting, Sharing, write_machine
+from shoal.planner.hardware.machine import CoreSharing, Fit, Meeting, write_machine
 from shoal.planner.hardware.presets import LINKS
 from shoal.planner.hardware.software import SOFTWARE, Stack
 from shoal.planner.pricing.collectives import Group, all_reduce, wire_of
@@ -58,8 +58,8 @@ def flattered():
         matmuls=[*measured().matmuls[:-2], *(time.model_copy(update={"processes": 4}) for time in two)],
         copies=[*measured().copies[:-1], copy.model_copy(update={"processes": 4})],
         sharing=[
-            Sharing(processes=2, threads=1, slow_down=1.5),
-            Sharing(processes=4, threads=1, slow_down=3.2),
+            CoreSharing(processes=2, threads=1, slow_down=1.5),
+            CoreSharing(processes=4, threads=1, slow_down=3.2),
         ],
     )
 

@@ -17,8 +17,8 @@ from shoal.schedules.catalogue import FAMILIES
 from shoal.schedules.pricing import Costs, price
 from support.planner.rank_by_rank_step import play_every_rank
 
-SYNCHRONOUS = [name for name, family in FAMILIES.items() if not family.updates.flows]
-FLOWING = [name for name, family in FAMILIES.items() if family.updates.flows]
+SYNCHRONOUS = [name for name, family in FAMILIES.items() if not family.updates.are_asynchronous]
+ASYNCHRONOUS = [name for name, family in FAMILIES.items() if family.updates.are_asynchronous]
 
 
 def parts_of(num_stages: int, microbatches: int, *, talk: float = 0.0, **rest) -> StepParts:
@@ -76,7 +76,7 @@ def test_the_bubble_of_1f1b_is_the_closed_form(pp, microbatches):
     assert played.bubble == pytest.approx((pp - 1) / (microbatches + pp - 1), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", FLOWING)
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_a_stream_of_steps_has_no_bubble_and_an_update_in_its_cells(name):
     """PipeDream's steady state: a step takes what one rank has to do in it."""
     plan = Plan(pp=4, dp=1, schedule=name)
@@ -91,7 +91,7 @@ def test_a_stream_of_steps_has_no_bubble_and_an_update_in_its_cells(name):
     assert simulate_step(parts_of(4, 8, fixed=0.25), plan=plan).step_seconds == pytest.approx(8 * 3.0 + 0.25, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", [*SYNCHRONOUS, *FLOWING])
+@pytest.mark.parametrize("name", [*SYNCHRONOUS, *ASYNCHRONOUS])
 def test_the_critical_path_has_no_gaps_and_adds_up_to_the_step(name):
     plan = Plan(pp=4, dp=2, schedule=name)
     parts = parts_of(schedule_for(plan, 8).grid.num_stages, 8, talk=0.5, transfer=0.3, **COLLECTIVES)
@@ -209,7 +209,7 @@ def test_a_straggler_puts_its_replica_in_a_group_of_its_own():
     played = simulate_step(parts_of(2, 4), plan=plan, conditions=slow)
     assert played.folded.groups == ((0, 2, 3), (1,))
     assert played.ranks(1, 1) == [10, 11] and played.ranks(0, 0) == [0, 1, 4, 5, 6, 7]
-    assert played.tail.decides == (0, 1) or played.tail.decides[1] == 1
+    assert played.ends.decides == (0, 1) or played.ends.decides[1] == 1
 
 
 def test_a_slow_pipeline_place_slows_all_replicas_alike():
