@@ -56,7 +56,7 @@ ENDINGS = [
         file="src/shoal/cli/startup.py",
         old="        if os.getpid() != owner or trace is None or is_unread or _is_ours(trace.tb_frame):",
         new="        if True:",
-        test="tests/unit/cli/test_leaving.py::test_what_the_command_runs_cannot_end_it_with_success",
+        test="tests/unit/cli/test_startup.py::test_what_the_command_runs_cannot_end_it_with_success",
         seconds=5,
     ),
     Mutation(

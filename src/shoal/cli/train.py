@@ -133,17 +133,21 @@ def train(
     if dry_run:
         _describe_only(prepared, json_file)
         return
+    if forecast and forecast_page is None and not resume:
+        forecast_page = forecast_plan(prepared.recipe, prepared.layout.plan)
+    _run(prepared, forecast_page, json_file, debug=context.obj["debug"])
+
+
+def _run(prepared: "Prepared", forecast_page: dict[str, Any] | None, json_file: Path | None, *, debug: bool) -> None:
     from shoal.trainer.launch import train_supervised
     from shoal.trainer.summary import describe_summary
 
-    if forecast and forecast_page is None and not resume:
-        forecast_page = forecast_plan(prepared.recipe, prepared.layout.plan)
     run_job = None
     if prepared.layout.plan.ps:
         from shoal.serverrun.job.run import train_with_servers
 
         run_job = train_with_servers
-    ended = train_supervised(prepared, debug=context.obj["debug"], forecast=forecast_page, run_job=run_job)
+    ended = train_supervised(prepared, debug=debug, forecast=forecast_page, run_job=run_job)
     if ended.was_orderly:
         print(describe_summary(ended.summary, prepared.run_dir))
     write_result(json_file, ended.summary)
