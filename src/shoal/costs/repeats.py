@@ -177,7 +177,7 @@ def _form(event: Event | Repeat) -> Hashable:
         return event.name, tuple((tensor.shape, tensor.dtype) for tensor in tensors)
     if isinstance(event, Saved):
         return event.tensor.shape, event.tensor.dtype, event.tensor.storage_bytes
-    return (event.start, event.end) if isinstance(event, Repeat) else type(event)
+    return (event.start, event.end) if isinstance(event, Repeat) else type(event).__name__
 
 
 def signature(block: nn.Module, place: int) -> Hashable:

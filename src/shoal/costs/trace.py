@@ -143,6 +143,11 @@ def _run(
     kwargs = {key: fake(tensor) for key, tensor in inputs.items()} if isinstance(inputs, Mapping) else {}
     targets = None if settings.targets is None else fake(settings.targets)
     tracer = Tracer(module, level=Level.OPERATIONS, first=True, saved=True, execute=partial(_execute, mode))
+
+    def then(output: Any) -> None:
+        if settings.loss is not None and targets is not None:
+            settings.loss(output, targets)
+
     with ExitStack() as stack:
         stack.enter_context(repeating(tracer, settings.blocks))
         stack.enter_context(torch.enable_grad())
@@ -150,8 +155,7 @@ def _run(
         stack.enter_context(mode)
         stack.enter_context(torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext())
         try:
-            loss = settings.loss if targets is not None else None
-            output = tracer.run(args, kwargs, then=loss and (lambda output: loss(output, targets)))
+            output = tracer.run(args, kwargs, then=then)
         # The user's code may raise anything where it meets a tensor without values.
         except Exception as error:
             raise RequestError(_refusal(module, tracer.record.running[-1], tracer.record.last, error)) from error
