@@ -7,7 +7,7 @@ the first three, is not seen.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ def _expand_event(record: Record, event: Event | Repeat, fresh: list[int]) -> It
                 return tensor
             fresh[0] -= 1
             storages[tensor.storage] = fresh[0]
-        return replace(tensor, storage=storages[tensor.storage])
+        return tensor.with_storage(storages[tensor.storage])
 
     for earlier in record.events[event.start : event.end]:
         for inner in _expand_event(record, earlier, fresh):
@@ -77,7 +77,11 @@ def _changed(event: Event, change: Callable[[TensorInfo], TensorInfo], repeat: R
 
 
 def _map(change: Callable[[TensorInfo], TensorInfo], value: Any) -> Any:
-    return tree_map_only(TensorInfo, change, value)
+    if isinstance(value, TensorInfo):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_map(change, item) for item in value)
+    return {key: _map(change, item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 @contextmanager

@@ -65,6 +65,10 @@ class TensorInfo:
         """Bytes of all elements."""
         return self.numel() * self.itemsize
 
+    def with_storage(self, storage: int) -> "TensorInfo":
+        """The same in another storage."""
+        return TensorInfo(self.number, storage, self.shape, self.dtype, self.requires_grad, self.storage_bytes)
+
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -151,7 +155,13 @@ class Record:
 
 def tensors_in(value: Any) -> list[TensorInfo]:
     """The tensors in a recorded value, in order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, TensorInfo)]
+    if isinstance(value, TensorInfo):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
 
 
 class Tracer:
