@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell ignores them for what it starts by nohup or in the background; children inherit that, and Shoal leaves it so.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+warm.remember_environment()
 forkclient.start_interpreter, forkclient.FEWEST_TO_FORK = warm.start_interpreter, 1
 
 

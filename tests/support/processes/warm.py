@@ -34,8 +34,10 @@ from shoal.launch.process import Process, Streams
 
 TESTS = Path(__file__).resolve().parents[2]
 WARM = (f"{__name__}:import_shoal", PRELOAD_OPTIMIZER)
-READ_BEFORE = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "KMP_", "LD_", "MALLOC_", "TORCH", "ATEN_")
+READ_BEFORE = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "KMP_", "LD_", "MALLOC_")
 """Variables that an interpreter or a library reads when it begins."""
+TAKEN_OVER = {"PYTHONPATH", "OPENBLAS_NUM_THREADS"}
+"""The first is read again in the fork; the second is 1 in every fork server."""
 _start_interpreter = forkclient.start_interpreter
 REFERENCE = "shoal.verify.oracle.process"
 
@@ -71,7 +73,7 @@ def can_fork(environment):
         return False
     known = _session_client().environment
     changed = {name for name in known.keys() | environment.keys() if known.get(name) != environment.get(name)}
-    return not any(name.startswith(READ_BEFORE) for name in changed - {"PYTHONPATH"})
+    return not any(name.startswith(READ_BEFORE) for name in changed - TAKEN_OVER)
 
 
 class SessionClient(ForkClient):
@@ -93,13 +95,20 @@ def make_order(module, arguments, *, folder="."):
 
 
 _client: SessionClient | None = None
+_environment: dict[str, str] = {}
+
+
+def remember_environment():
+    """Take the variables of the warm process from this one, now: a test that asks for it first may have set others."""
+    _environment.clear()
+    _environment.update(os.environ)
 
 
 def _session_client():
     global _client
     if _client is None or _client.owner != os.getpid():
-        paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
-        environment = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
+        paths = [str(TESTS), _environment.get("PYTHONPATH", "")]
+        environment = dict(_environment)
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         _client = SessionClient(environment)
         atexit.register(_client.close)
