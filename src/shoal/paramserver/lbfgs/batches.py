@@ -1,22 +1,23 @@
-"""A batch in small work units, handed to whoever is free, the last of them twice; each counted once. Pure, no torch.
+"""A batch in small work units, handed to whoever is free, the last of them twice; each counted once.
 
 A batch that is cut into one part per worker takes as long as its slowest worker. Cut into work units that are much smaller, a
 slow worker gets fewer of them; and when none is left, the ones that have been out longest are given out again to those who are
 idle, and whoever comes first counts (backup tasks: Dean et al., Large Scale Distributed Deep Networks, 2012, section 4.2).
 
 Who computes what, and who comes first, is chance; the sum must not be. So results are added in the order of the work units
-(``InOrder``), which gives the bits of one process that goes through them in turn.
+(``InOrder``), which gives the bits of one process that goes through them in turn: the losses at the coordinator, and at each
+shard its part of the gradient (``GradientSum``).
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from shoal.core.errors import RequestError
+from shoal.paramserver.log.queue import WorkQueue
 
 T = TypeVar("T")
 
@@ -24,22 +25,8 @@ PER_WORKER = 8
 """Work units that each worker would get if all were equally fast."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchUnit:
-    """A slice of the batch."""
-
-    index: int
-    start: int
-    stop: int
-
-    @property
-    def num_samples(self) -> int:
-        """How many samples it has."""
-        return self.stop - self.start
-
-
-def cut_batch(num_samples: int, num_workers: int, *, per_worker: int = PER_WORKER) -> tuple[BatchUnit, ...]:
-    """Work units of a batch, in order, whose sizes differ by at most one sample.
+def cut_batch(num_samples: int, num_workers: int, *, per_worker: int = PER_WORKER) -> tuple[range, ...]:
+    """The samples of each work unit of a batch, in order; their numbers differ by at most one.
 
     The cut depends on the plan's number of workers, and not on how many are alive: it decides the order of the sum.
 
@@ -53,73 +40,63 @@ def cut_batch(num_samples: int, num_workers: int, *, per_worker: int = PER_WORKE
         )
     count = min(num_samples, num_workers * per_worker)
     bounds = [num_samples * place // count for place in range(count + 1)]
-    return tuple(BatchUnit(index=place, start=bounds[place], stop=bounds[place + 1]) for place in range(count))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assigned:
-    """A work unit that is to be computed."""
-
-    unit: int
-    is_backup: bool
-    """Somebody else is computing it already."""
+    return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
 class BatchQueue:
-    """Who computes which work unit of one evaluation. It is told what happens and by which clock; it waits for nothing itself."""
+    """Who computes which work unit of one evaluation: a work queue of one step, whose slow units are given out twice in the end.
 
-    def __init__(self, num_units: int, *, max_copies: int = 2, max_ahead: int | None = None) -> None:
+    It is told what happens and by which clock; it waits for nothing itself.
+    """
+
+    def __init__(self, num_units: int, *, max_copies: int = 2) -> None:
         """Begin with every work unit to do.
 
         Args:
             num_units: of the batch.
             max_copies: workers that may compute one work unit at the same time.
-            max_ahead: work units that may be begun beyond the first one that is not done, because their results have to be kept
-                until it is; None for any number.
 
         Raises:
             RequestError: a number is below 1.
         """
-        for name, value in (("work units", num_units), ("copies", max_copies), ("work units ahead", max_ahead or 1)):
-            if value < 1:
-                raise RequestError(f"{value} {name}: there must be at least 1")
-        self._num_units = num_units
-        self._max_copies = max_copies
-        self._max_ahead = math.inf if max_ahead is None else max_ahead
-        self._begun: dict[int, dict[str, float]] = {}
-        """By work unit that is neither done nor untouched: who computes it, since when."""
-        self._done: set[int] = set()
-        self._first_missing = 0
-        self._next = 0
-        """No work unit from here on was ever handed out."""
-        self._returned: set[int] = set()
-        """Given out before, and nobody computes them now."""
+        if min(num_units, max_copies) < 1:
+            raise RequestError(f"{num_units} work units in {max_copies} copies: there must be at least 1 of each")
+        self._queue = WorkQueue(workers=num_units, steps=1)
+        self._num_units, self._max_copies = num_units, max_copies
+        self._num_begun = 0
+        """No work unit from here on was ever given out."""
         self.num_backups = 0
         """Work units given out a second time."""
-        self.num_wasted = 0
-        """Results that came after another of the same work unit."""
 
     @property
     def is_done(self) -> bool:
         """True when every work unit has been counted."""
-        return len(self._done) == self._num_units
+        return self._queue.is_over
 
-    def take(self, worker: str, now: float) -> Assigned | None:
+    def take(self, worker: str, now: float) -> int | None:
         """The work unit that a free worker computes next; None when there is none for it now.
 
         Args:
             worker: who asks. It may ask for several, and works on all of them.
             now: by any clock that does not go back.
         """
-        unit = self._take_untouched()
-        is_backup = False
-        if unit is None:
-            unit, is_backup = self._slowest(worker), True
-        if unit is None:
+        if self._queue.next_step is not None:
+            # The earliest first: results behind it are being kept for its sake.
+            unit = self._queue.give(worker, 0, now)
+            self._num_begun = max(self._num_begun, unit + 1)
+            return unit
+        holders = {unit: self._queue.holders(unit) for unit in self._queue.in_hand()}
+        slow = [
+            (min(workers.values()), unit)
+            for unit, workers in holders.items()
+            if worker not in workers and len(workers) < self._max_copies
+        ]
+        if not slow:
             return None
-        self.num_backups += is_backup
-        self._begun.setdefault(unit, {})[worker] = now
-        return Assigned(unit=unit, is_backup=is_backup)
+        _, unit = min(slow)
+        self._queue.share(worker, unit, now)
+        self.num_backups += 1
+        return unit
 
     def finish(self, worker: str, unit: int) -> bool:
         """Take note of a result; True when it is the one that counts.
@@ -131,49 +108,16 @@ class BatchQueue:
         """
         if not 0 <= unit < self._num_units:
             raise RequestError(f"{worker} computed work unit {unit} of a batch of {self._num_units}")
-        if unit >= self._next:
+        if unit >= self._num_begun:
             raise RequestError(f"{worker} computed work unit {unit}, which nobody was asked for")
-        if unit in self._done:
-            self.num_wasted += 1
+        if self._queue.is_done(unit):
             return False
-        self._begun.pop(unit, None)
-        self._returned.discard(unit)
-        self._done.add(unit)
-        while self._first_missing in self._done:
-            self._first_missing += 1
+        self._queue.finish(unit)
         return True
 
     def lose(self, worker: str) -> tuple[int, ...]:
         """A worker is gone: what only it computed is to do again. Returns those work units."""
-        mine = [unit for unit, workers in self._begun.items() if worker in workers]
-        alone = []
-        for unit in mine:
-            del self._begun[unit][worker]
-            if not self._begun[unit]:
-                del self._begun[unit]
-                alone.append(unit)
-        self._returned.update(alone)
-        return tuple(sorted(alone))
-
-    def _take_untouched(self) -> int | None:
-        if self._returned:
-            # The earliest first: results behind it are being kept for its sake.
-            unit = min(self._returned)
-            self._returned.discard(unit)
-            return unit
-        if self._next < self._num_units and self._next - self._first_missing < self._max_ahead:
-            self._next += 1
-            return self._next - 1
-        return None
-
-    def _slowest(self, worker: str) -> int | None:
-        """The work unit that has been out longest and may be given to this worker too."""
-        open_to_it = [
-            (min(workers.values()), unit)
-            for unit, workers in self._begun.items()
-            if worker not in workers and len(workers) < self._max_copies
-        ]
-        return min(open_to_it)[1] if open_to_it else None
+        return self._queue.release(worker, self._queue.held_by(worker))
 
 
 class InOrder(Generic[T]):

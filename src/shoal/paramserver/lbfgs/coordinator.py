@@ -18,7 +18,7 @@ from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.elastic.view import View
 from shoal.paramserver.lbfgs.algorithm import LbfgsSettings, Memory, begin, change_batch, iterate, resume, skip
-from shoal.paramserver.lbfgs.batches import BatchQueue, BatchUnit, InOrder, cut_batch
+from shoal.paramserver.lbfgs.batches import BatchQueue, InOrder, cut_batch
 from shoal.paramserver.messages import Advance, Draw, Drawn, Message, Ran, Recall, Recalled, Run, Settle
 from shoal.paramserver.programs import Program, merge_measures
 from shoal.paramserver.waiting import ATTEMPT_SECONDS, ChangeEvent
@@ -214,7 +214,7 @@ class BatchSettings:
 class Evaluation:
     """One batch at one point: who computes what, and the loss so far."""
 
-    def __init__(self, number: int, batch: Batch, units: tuple[BatchUnit, ...]) -> None:
+    def __init__(self, number: int, batch: Batch, units: tuple[range, ...]) -> None:
         self.number = number
         self.batch = batch
         self.units = units
@@ -326,16 +326,16 @@ class Coordinator:
             return None
         # Whoever asks is free: what it was given before, and does not know of, was lost on its way.
         current.batch_queue.lose(worker)
-        handed = current.batch_queue.take(worker, time.monotonic())
-        if handed is None:
+        unit = current.batch_queue.take(worker, time.monotonic())
+        if unit is None:
             return None
-        span = current.units[handed.unit]
+        samples = current.units[unit]
         return Drawn(
             evaluation=current.number,
-            unit=handed.unit,
+            unit=unit,
             step=current.batch.step,
-            start=span.start,
-            stop=span.stop,
+            start=samples.start,
+            stop=samples.stop,
         )
 
     async def _go(self, drive: LbfgsDriver) -> None:

@@ -76,8 +76,9 @@ class WorkQueue:
         return sorted(self._doing)
 
     def finish(self, unit: int) -> None:
-        """A work unit is done, for all who do it."""
-        del self._doing[unit]
+        """A work unit is done, for all who do it; also one that was given up, and whose result came after all."""
+        if self._doing.pop(unit, None) is None:
+            self._todo.remove(unit)
 
     def release(self, worker: str, units: list[int]) -> tuple[int, ...]:
         """A worker gives work units up; those that nobody else does are todo again and are returned."""

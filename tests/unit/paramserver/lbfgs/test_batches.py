@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.core.errors import RequestError
-from shoal.paramserver.lbfgs.batches import Assigned, BatchQueue, GradientSum, InOrder, cut_batch
+from shoal.paramserver.lbfgs.batches import BatchQueue, GradientSum, InOrder, cut_batch
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,7 @@ from shoal.paramserver.lbfgs.batches import Assigned, BatchQueue, GradientSum, I
 )
 def test_a_batch_is_cut_evenly_and_in_order(num_samples, num_workers, sizes):
     units = cut_batch(num_samples, num_workers)
-    assert [unit.num_samples for unit in units] == sizes
-    assert [unit.index for unit in units] == list(range(len(sizes)))
+    assert [len(unit) for unit in units] == sizes
     ends = [0, *(end for unit in units for end in (unit.start, unit.stop)), num_samples]
     assert ends[::2] == ends[1::2]
 
@@ -30,11 +29,18 @@ def test_a_batch_that_cannot_be_cut_is_refused(wrong):
 
 
 def new(unit):
-    return Assigned(unit=unit, is_backup=False)
+    return unit, False
+
+
+def take(batch_queue, worker, now):
+    """What a worker is given, and whether somebody else computes it already."""
+    before = batch_queue.num_backups
+    unit = batch_queue.take(worker, now)
+    return None if unit is None else (unit, batch_queue.num_backups > before)
 
 
 def backup(unit):
-    return Assigned(unit=unit, is_backup=True)
+    return unit, True
 
 
 # Each row: what happens, in order, and what it must answer.
@@ -71,7 +77,7 @@ def test_what_happens_and_what_it_answers(name):
     for now, (event, *rest) in enumerate(TABLE[name]):
         match event:
             case "take":
-                assert batch_queue.take(rest[0], now) == rest[1], now
+                assert take(batch_queue, rest[0], now) == rest[1], now
             case "finish":
                 assert batch_queue.finish(rest[0], rest[1]) is rest[2], now
             case "lose":
@@ -89,19 +95,10 @@ def test_results_that_nobody_asked_for_are_refused():
             batch_queue.finish("a", unit)
 
 
-@pytest.mark.parametrize("wrong", [{"num_units": 0}, {"max_copies": 0}, {"max_ahead": -1}])
+@pytest.mark.parametrize("wrong", [{"num_units": 0}, {"max_copies": 0}])
 def test_impossible_numbers_are_refused(wrong):
     with pytest.raises(RequestError, match="at least 1"):
         BatchQueue(**{"num_units": 4, **wrong})
-
-
-def test_a_limit_of_what_is_kept_gives_the_first_one_out_again():
-    batch_queue = BatchQueue(10, max_ahead=3)
-    assert [batch_queue.take("slow", 0), batch_queue.take("b", 1), batch_queue.take("c", 2)] == [new(0), new(1), new(2)]
-    batch_queue.finish("b", 1)
-    assert batch_queue.take("b", 3) == backup(0), "three are begun beyond what is done; the first holds the others up"
-    batch_queue.finish("b", 0)
-    assert batch_queue.take("b", 4) == new(3)
 
 
 def test_in_order_lets_through_in_order_and_once():
@@ -114,14 +111,14 @@ def test_in_order_lets_through_in_order_and_once():
         coming.offer(4, "e")
 
 
-def simulate(speeds, num_units, *, deaths=(), seed=0, jitter=0.0, max_copies=2, max_ahead=None):
-    """Workers with seconds per work unit; when all is done, what each work unit counted, and the largest number kept.
+def simulate(speeds, num_units, *, deaths=(), seed=0, jitter=0.0, max_copies=2):
+    """Workers with seconds per work unit; when all is done, what each work unit counted.
 
     ``deaths`` are (seconds, worker); a dead worker's result never comes.
     """
     draw = random.Random(seed)
-    batch_queue, coming = BatchQueue(num_units, max_copies=max_copies, max_ahead=max_ahead), InOrder(num_units)
-    counted, order, most_kept = [], [], 0
+    batch_queue, coming = BatchQueue(num_units, max_copies=max_copies), InOrder(num_units)
+    counted, order = [], []
     ticket = itertools.count()
     events = [(0.0, next(ticket), "free", worker, None) for worker in range(len(speeds))]
     events += [(when, next(ticket), "dies", worker, None) for when, worker in deaths]
@@ -138,16 +135,15 @@ def simulate(speeds, num_units, *, deaths=(), seed=0, jitter=0.0, max_copies=2, 
         elif unit is not None and batch_queue.finish(str(worker), unit):
             counted.append(unit)
             order += coming.offer(unit, unit)
-            most_kept = max(most_kept, coming.num_kept)
         idle.add(worker)
         for one in sorted(idle - dead):
             handed = batch_queue.take(str(one), now)
             if handed is not None:
                 idle.discard(one)
                 seconds = speeds[one] * draw.uniform(1 - jitter, 1 + jitter)
-                heapq.heappush(events, (now + seconds, next(ticket), "free", one, handed.unit))
+                heapq.heappush(events, (now + seconds, next(ticket), "free", one, handed))
     assert order == list(range(num_units))
-    return now, counted, most_kept
+    return now, counted
 
 
 def test_a_worker_four_times_as_slow_hardly_holds_up_the_batch():
@@ -156,7 +152,7 @@ def test_a_worker_four_times_as_slow_hardly_holds_up_the_batch():
     saved = []
     for num_units in range(56, 73):
         ideal = num_units / sum(1 / speed for speed in speeds)
-        seconds, counted, _ = simulate(speeds, num_units)
+        seconds, counted = simulate(speeds, num_units)
         assert sorted(counted) == list(range(num_units))
         assert seconds <= ideal + 1.0, "no more than one work unit of a fast worker above it"
         saved.append(simulate(speeds, num_units, max_copies=1)[0] - seconds)
@@ -169,18 +165,15 @@ def test_whatever_happens_each_unit_counts_once(seed):
     num_workers = draw.randint(1, 6)
     speeds = [draw.choice([0.5, 1.0, 1.0, 4.0, 30.0]) for _ in range(num_workers)]
     deaths = [(draw.uniform(0, 40), worker) for worker in range(1, num_workers) if draw.random() < 0.5]
-    max_ahead = draw.choice([None, 4])
-    _, counted, most_kept = simulate(
+    _, counted = simulate(
         speeds,
         draw.randint(1, 60),
         deaths=deaths,
         seed=seed,
         jitter=0.4,
         max_copies=draw.randint(1, 3),
-        max_ahead=max_ahead,
     )
     assert len(counted) == len(set(counted))
-    assert max_ahead is None or most_kept < max_ahead
 
 
 def test_the_sum_has_the_bits_of_one_process_whatever_the_order():
