@@ -28,7 +28,7 @@ def own_parts(monkeypatch):
 def test_a_gradient_that_ranks_alone_lack_is_their_failure(lost, status):
     model = {"build": "support.models.custom_parts:build_loser", "args": {"everywhere": lost == "everywhere"}}
     recipe = validate(Recipe, {**TABLES, "model": model}, origin="test")
-    subject, _ = build_subject(recipe)
+    subject = build_subject(recipe)
     with Prover(steps=1) as prover:
         found = [prover.prove(subject, Plan.parse(text), "float32") for text in ("dp=2", "dp=2 zero=3")]
         alone = prover.prove(subject, Plan.parse("dp=1"), "float32")

@@ -12,7 +12,7 @@ from support.pipeline.trainer_runs import recipe_of
 
 
 def test_sums_of_shared_weights_are_expected_once():
-    subject, _ = build_subject(recipe_of("gpt", {"model": {"tied": True}}))
+    subject = build_subject(recipe_of("gpt", {"model": {"tied": True}}))
     with Prover(steps=2) as prover:
         proved = prover.prove(subject, Plan.parse("dp=1 tp=2 sp=true pp=2 microbatches=4"), "float32")
     assert proved.ok and proved.prediction.ok, (proved.reason, proved.prediction)

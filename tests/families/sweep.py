@@ -42,7 +42,7 @@ def prove(cells: Sequence[tuple], steps: int = 3) -> Iterator[tuple[str, str, li
             path = Path(folder) / "recipe.toml"
             path.write_text(family.recipe)
             recipe = load_recipe(path, [])
-            subject, _ = build_subject(recipe)
+            subject = build_subject(recipe)
             for _, text in group:
                 plan = choose_plan(recipe.plan, plan_text=text, num_processes=None)
                 try:

@@ -101,7 +101,7 @@ def test_a_short_last_batch_leaves_turns_without_samples(found):
 def test_replicated_stages_are_proved_bit_for_bit_and_a_lost_sum_is_caught():
     """Tied weights, dropout and clipping; traffic and sizes as predicted; mixed precision. Then the bug, and its control."""
     recipe = recipe_of("gpt", {"model": {"tied": True}, "data": {"samples": 64}})
-    subject, _ = build_subject(recipe)
+    subject = build_subject(recipe)
     with Prover(steps=5) as prover:
         other = "dp=1 pp=3 replicas=1-2 microbatches=8"
         for text, precision in ((f"dp=1 {PLAN}", "float32"), (other, "float32"), (f"dp=1 {PLAN}", "bfloat16")):
@@ -115,7 +115,7 @@ def test_replicated_stages_are_proved_bit_for_bit_and_a_lost_sum_is_caught():
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("text", ["dp=2 pp=3 zero=1", "dp=2 pp=3 zero=3", "dp=2 pp=3"])
 def test_replicas_of_replicated_pipelines_are_proved_with_and_without_zero(text):
-    subject, _ = build_subject(recipe_of("gpt", {}))
+    subject = build_subject(recipe_of("gpt", {}))
     with Prover(steps=3) as prover:
         proved = prover.prove(subject, Plan.parse(f"{text} replicas=2-1 microbatches=4"), "float32")
     assert proved.ok and proved.bitwise, proved.first_difference
@@ -126,7 +126,7 @@ def test_replicas_of_replicated_pipelines_are_proved_with_and_without_zero(text)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_replicated_stages_in_mixed_precision_are_proved_bit_for_bit(precision):
     """Messages are of 16 bits, sums of copies of 32, and the scale of the loss is in both."""
-    subject, _ = build_subject(recipe_of("gpt", {"model": {"tied": True}, "optim": {"clip": 1.0}}))
+    subject = build_subject(recipe_of("gpt", {"model": {"tied": True}, "optim": {"clip": 1.0}}))
     plans = (PLAN, "pp=3 replicas=1-2 microbatches=4", "pp=3 schedule=gpipe replicas=2-1 microbatches=8")
     with Prover(steps=5) as prover:
         for text in plans:

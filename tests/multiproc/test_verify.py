@@ -156,7 +156,7 @@ def test_one_question_at_a_time(shoal, tiny):
 def test_planted_bugs_are_caught_and_a_failure_does_not_end_the_session(recipe):
     """Each by the comparison that should see it, in processes that are kept; then a crash, then a proof by fresh ranks."""
     own = load_recipe(recipe)
-    subject, _ = build_subject(own)
+    subject = build_subject(own)
     with Prover(steps=2) as prover:
         controls = {}
         for name in CAUGHT:
@@ -186,7 +186,7 @@ def test_classes_that_divide_by_a_gradients_size_are_proved_where_sums_are_split
     with Prover(steps=3) as prover:
         for name, args, precision in NORMALISING:
             optim = OptimConfig(name=f"torch.optim.{name}", args=args, lr=1e-3)
-            subject, _ = build_subject(own.model_copy(update={"optim": optim}))
+            subject = build_subject(own.model_copy(update={"optim": optim}))
             found = prover.prove(subject, Plan.parse("dp=1 tp=2"), precision)
             assert found.ok, (name, found.first_difference)
 

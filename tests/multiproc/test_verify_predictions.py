@@ -65,7 +65,7 @@ def test_what_ranks_keep_and_move_is_what_was_predicted(cases, monkeypatch):
         for (model, data), plan, precision in cases:
             train = {"steps": 4, "global_batch": 8, "precision": precision}
             recipe = Recipe.model_validate({"model": model, "data": data, "train": train, "optim": {"name": "sgd"}})
-            subject, _ = build_subject(recipe)
+            subject = build_subject(recipe)
             result = prover.prove(subject, Plan.parse(plan), precision)
             traffic, sizes = result.traffic, result.sizes
             is_right = sizes and traffic["counted"] == traffic["expected"] and sizes["measured"] == sizes["predicted"]

@@ -108,7 +108,7 @@ def test_servers_are_proved_bit_for_bit(shoal, recipe, tmp_path):
 
 @pytest.mark.timeout(120)
 def test_a_planted_bug_is_caught_in_the_servers(recipe):
-    subject, _ = build_subject(load_recipe(recipe))
+    subject = build_subject(load_recipe(recipe))
     with Prover(steps=2) as prover:
         found = prover.prove(subject, Plan.parse("ps=1 workers=2"), "float32", mutant="a worker's share dropped")
     assert not found.ok and found.first_difference.kind == "grad" and found.first_difference.step == 1
@@ -117,7 +117,7 @@ def test_a_planted_bug_is_caught_in_the_servers(recipe):
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_server_that_dies_changes_no_bit(recipe):
-    subject, _ = build_subject(load_recipe(recipe))
+    subject = build_subject(load_recipe(recipe))
     plan = Plan.parse("ps=2 workers=2 update=bsp backup=1")
     with Prover(steps=4) as prover:
         found = prover.prove(subject, plan, "float32", deaths=[Death("server-0", 1)])
@@ -131,7 +131,7 @@ def test_a_server_that_dies_changes_no_bit(recipe):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("plan", SOAKED)
 def test_more_plans_are_proved(recipe, plan):
-    subject, _ = build_subject(load_recipe(recipe))
+    subject = build_subject(load_recipe(recipe))
     with Prover(steps=4) as prover:
         for precision in ("float32", "float64", "bfloat16"):
             found = prover.prove(subject, Plan.parse(plan), precision)
@@ -142,7 +142,7 @@ def test_more_plans_are_proved(recipe, plan):
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", SPLIT)
 def test_workers_that_split_sums_are_proved_within_the_law(recipe, plan):
-    subject, _ = build_subject(load_recipe(recipe))
+    subject = build_subject(load_recipe(recipe))
     with Prover(steps=3) as prover:
         for precision, bound in (("float64", 1e-12), ("float32", 1e-5)):
             found = prover.prove(subject, Plan.parse(plan), precision)

@@ -128,7 +128,7 @@ def prepare_verify(
     recipe = load_recipe(path, overrides)
     if num_processes is not None:
         check_processes(num_processes)
-    subject, model = build_subject(recipe)
+    subject = build_subject(recipe)
     proposals: list[Proposal] = []
     refusals: list[Refusal] = []
     for plan in _every_plan(subject, num_processes) if takes_all else _named_plans(recipe, plans, num_processes):
@@ -154,7 +154,7 @@ def prepare_verify(
         subject=subject,
         proposals=tuple(proposals),
         refusals=tuple(refusals),
-        model_hash=hash_weights(model),
+        model_hash=hash_weights(subject.model),
         warnings=tuple(_left_out(recipe, proposals, precision)),
     )
 
@@ -164,7 +164,7 @@ def _named_plans(recipe: Recipe, plans: Sequence[str], num_processes: int | None
     return [choose_plan(recipe.plan, plan_text=text, num_processes=num_processes) for text in texts]
 
 
-def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
+def build_subject(recipe: Recipe) -> Subject:
     """The model of a recipe, and the numbers that a proof needs to know of it.
 
     Raises:
@@ -176,7 +176,7 @@ def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
     total = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
     analysis = analyse(model, data, recipe.parallel)
     facts = describe_facts(analysis, model)
-    subject = Subject(
+    return Subject(
         recipe=recipe,
         total_steps=total,
         facts=facts,
@@ -186,7 +186,6 @@ def build_subject(recipe: Recipe) -> tuple[Subject, nn.Module]:
         data=data,
         analysis=analysis,
     )
-    return subject, model
 
 
 def check_plan(subject: Subject, plan: Plan) -> None:

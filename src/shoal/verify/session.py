@@ -79,7 +79,7 @@ def verify_plans(
 
 
 def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], log: Log, save: Save) -> Certificate:
-    """PlantedBug every bug in turn and see which comparison catches it; each has a control without the bug.
+    """Plant every bug in turn and see which comparison catches it; each has a control without the bug.
 
     Raises:
         RequestError: the recipe is wrong; nothing was started.
@@ -122,14 +122,14 @@ def _mutant_subject(mutant: Mutant, plan: Plan, recipe: Recipe) -> Subject:
     own = own_recipe(mutant)
     if mutant.model is None and recipe.model.__class__ is own.model.__class__:
         try:
-            subject, _ = build_subject(with_overrides(recipe, mutant))
+            subject = build_subject(with_overrides(recipe, mutant))
             check_plan(subject, plan)
             choose_precisions(plan, mutant.precision, subject.recipe.optim)
         except RequestError:
             pass
         else:
             return subject
-    subject, _ = build_subject(own)
+    subject = build_subject(own)
     check_plan(subject, plan)
     return subject
 

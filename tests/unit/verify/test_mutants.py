@@ -80,5 +80,5 @@ def test_each_plants_in_a_line_that_exists_and_takes_it_out_again(mutant):
 )
 def test_its_own_recipe_can_run_its_plan(name):
     mutant = MUTANTS[name]
-    subject, _ = build_subject(own_recipe(mutant))
+    subject = build_subject(own_recipe(mutant))
     check_plan(subject, Plan.parse(mutant.plan))

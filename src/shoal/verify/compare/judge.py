@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +45,6 @@ class Judgement:
 
     comparison: Comparison
     difference: Difference | None
-    notes: tuple[str, ...] = field(default_factory=tuple)
 
 
 def judge_run(
