@@ -12,7 +12,7 @@ from shoal.core.axes import Axis
 from shoal.costs.tracer import ModuleCall, Tracer, preserved_state
 from shoal.pipeline.build import Stages
 from shoal.pipeline.share import SHARE, places_of
-from shoal.schedules.schedule import Grid, Kind, Schedule
+from shoal.schedules.schedule import Grid, Point, Schedule, made_by, receiver_of
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,11 @@ def expected_sends(schedule: Schedule, rank: int, microbatches: Sequence[Boundar
         microbatches: the boundaries of each.
     """
     grid, calls, num_bytes = schedule.grid, 0, 0
-    for action in schedule.actions(rank):
-        stage, microbatch = action.stage, action.microbatch
-        goes_on = action.kind is Kind.FORWARD and stage < grid.num_stages - 1
-        goes_back = action.kind in (Kind.BACKWARD, Kind.INPUT) and stage > 0
-        if not (goes_on or goes_back) or grid.rank_of(stage + (1 if goes_on else -1), microbatch) == rank:
+    for result in (result for action in schedule.actions(rank) for result in made_by(action)):
+        if receiver_of(result, grid) is None:
             continue
+        point, stage, microbatch = result
+        goes_on = point is Point.OUTPUT
         crossings = microbatches[microbatch][stage + 1 if goes_on else stage]
         sent = [crossing for crossing in crossings if goes_on or crossing.has_gradient]
         calls += len(sent)

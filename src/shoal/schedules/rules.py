@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from shoal.core.errors import RequestError
 from shoal.schedules.draw import draw_order
 from shoal.schedules.player import activation_changes, find_stuck, peak_activations
-from shoal.schedules.schedule import Action, Point, Result, Schedule, made_by, needs_of, write_cell
+from shoal.schedules.schedule import Action, Point, Result, Schedule, made_by, needs_of, receiver_of, write_cell
 from shoal.schedules.versions import held_versions, peak_versions
 
 
@@ -126,8 +126,8 @@ def _out_of_order(schedule: Schedule) -> Iterator[Problem]:
     wanted: dict[tuple[int, int, Point], list[tuple[Result, int]]] = defaultdict(list)
     for rank, index, action in _cells(schedule):
         for result in made_by(action):
-            target = _receiver(schedule, result)
-            if target is not None and target != rank:
+            target = receiver_of(result, grid)
+            if target is not None:
                 sent[rank, target, result[0]].append(result)
         for result in needs_of(action, grid.num_stages):
             source = grid.rank_of(result[1], result[2])
@@ -143,16 +143,6 @@ def _out_of_order(schedule: Schedule) -> Iterator[Problem]:
                     f"rank {target} wants the {point} of stage {result[1]}, microbatch {result[2]} from rank {source}, which "
                     f"sends that of stage {first[1]}, microbatch {first[2]} before it; give both ranks one order",
                 )
-
-
-def _receiver(schedule: Schedule, result: Result) -> int | None:
-    point, stage, microbatch = result
-    grid = schedule.grid
-    if point is Point.OUTPUT and stage + 1 < grid.num_stages:
-        return grid.rank_of(stage + 1, microbatch)
-    if point is Point.GRADIENT and stage > 0:
-        return grid.rank_of(stage - 1, microbatch)
-    return None
 
 
 def _above_bounds(schedule: Schedule) -> Iterator[Problem]:

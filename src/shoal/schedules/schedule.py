@@ -269,6 +269,16 @@ def needs_of(action: Action, num_stages: int) -> tuple[Result, ...]:
     return (own,) if stage == num_stages - 1 else (own, (Point.GRADIENT, stage + 1, microbatch))
 
 
+def receiver_of(result: Result, grid: Grid) -> int | None:
+    """The rank that a result is sent to; None where no other rank needs it."""
+    point, stage, microbatch = result
+    neighbour = {Point.OUTPUT: stage + 1, Point.GRADIENT: stage - 1}.get(point, -1)
+    if not 0 <= neighbour < grid.num_stages:
+        return None
+    receiver = grid.rank_of(neighbour, microbatch)
+    return None if receiver == grid.rank_of(stage, microbatch) else receiver
+
+
 def frees_activations(action: Action) -> bool:
     """True when the microbatch is done with on this stage."""
     return Point.WEIGHTS in _MADE[action.kind]

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.planner.pricing.cost import StageTimes, StepParts
+from shoal.planner.simulation.conditions import Array
 from shoal.schedules.player import Order, activation_changes, play
 from shoal.schedules.schedule import Kind, Schedule, frees_activations
 
-Array = NDArray[np.float64]
 COMPUTE, UPDATE, REDUCE, GATHER, TRANSFER, FIXED = "compute", "update", "dp", "zero", "pp", "fixed"
 """What a step's time goes to, beside the axes of ``StageTimes.exposed``."""
 

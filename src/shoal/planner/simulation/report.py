@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.planner.simulation.cells import Array
+from shoal.planner.simulation.conditions import Array
 from shoal.planner.simulation.goodput import (
     Failures,
     Goodput,

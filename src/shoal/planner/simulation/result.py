@@ -22,13 +22,12 @@ from shoal.planner.simulation.cells import (
     REDUCE,
     TRANSFER,
     UPDATE,
-    Array,
     CellTimes,
     StepBytes,
     peak_bytes,
     play_columns,
 )
-from shoal.planner.simulation.conditions import Folded, ranks_of
+from shoal.planner.simulation.conditions import Array, Folded, ranks_of
 from shoal.schedules.player import Order, critical_path
 from shoal.schedules.schedule import Schedule
 

@@ -11,18 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shoal.core.errors import RequestError, RunError
 from shoal.core.events import CheckpointSaved, Event, MemoryMeasured, RankFailed, RunEnded, RunStarted, StepDone
 from shoal.core.rundir import RunDir, replace_text
-from shoal.planner.simulation.conditions import place_of
+from shoal.planner.simulation.conditions import Array, place_of
 from shoal.planner.simulation.goodput import Goodput
 from shoal.planner.simulation.result import SimulatedStep
 from shoal.telemetry.lines import encode_event
 
-Array = NDArray[np.float64]
 Timed = tuple[float, Event]
 _EVENTS_AT_MOST = 5_000_000
 

@@ -12,9 +12,10 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StepParts
-from shoal.planner.simulation.cells import Array, CellTimes, StepBytes, play_columns, time_cells
+from shoal.planner.simulation.cells import CellTimes, StepBytes, play_columns, time_cells
 from shoal.planner.simulation.conditions import (
     ASYNCHRONOUS_STEPS,
+    Array,
     Conditions,
     Folded,
     check_conditions,
