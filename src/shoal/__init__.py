@@ -12,7 +12,7 @@ _HOMES = {
     "ElasticConfig": "shoal.trainer.config",
     "EvalConfig": "shoal.trainer.config",
     "OptimConfig": "shoal.optim.config",
-    "ParallelConfig": "shoal.parallel.analysis.config",
+    "ParallelConfig": "shoal.parallel.analysis.structure",
     "PipelineConfig": "shoal.pipeline.config",
     "Plan": "shoal.core.plan",
     "TelemetryConfig": "shoal.telemetry.config",

@@ -19,7 +19,7 @@ from shoal.core.plan import Plan
 from shoal.engine.objective import Scoring
 from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.apply import apply_to_model
 from shoal.parallel.requirements import describe_facts
 from shoal.randomness.dropout import apply_keyed_dropout

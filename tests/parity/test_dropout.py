@@ -19,8 +19,7 @@ from shoal.core.plan import Plan
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
+from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig, SplitKind
 from shoal.parallel.context.apply import apply_context_parallel
 from shoal.parallel.dropout import narrow_dropouts
 from shoal.parallel.recompute import apply_recompute

@@ -11,7 +11,7 @@ from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.zero.apply import apply_zero
 from shoal.pipeline.cut import StagedModule

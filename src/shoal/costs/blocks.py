@@ -1,6 +1,6 @@
 """Rows of blocks as the structure of a module shows them, and the modules around them that a chain of calls goes through.
 
-What runs may differ from what lies side by side: a forward pass decides where one was seen (``parallel/analysis/blocks.py``).
+What runs may differ from what lies side by side: a forward pass decides where one was seen (``parallel/analysis/analyse.py``).
 """
 
 import re

@@ -9,7 +9,7 @@ from shoal.core.config import Config
 from shoal.core.errors import RequestError
 from shoal.core.units import parse_duration
 from shoal.optim.config import OptimConfig
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.pipeline.config import PipelineConfig
 
 

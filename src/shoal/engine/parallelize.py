@@ -28,8 +28,7 @@ from shoal.optim.build import build_optimizer, decide_groups, initialise_state
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig
 from shoal.parallel.apply import ModelLayout, apply_to_model, apply_to_objective
 from shoal.parallel.data import Reduction
 from shoal.parallel.gradnorm import WholeNorms, build_norms
@@ -168,7 +167,7 @@ def _build_passes(
             plan=parts.plan,
             mesh=parts.mesh,
             analysis=parts.analysis,
-            laid=parts.layout,
+            layout=parts.layout,
             device=parts.world.device,
             compile_model=train.compile,
             unused_parameters=train.unused_parameters,

@@ -28,7 +28,7 @@ from shoal.randomness.dropout import DropoutKey
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayout:
-    """How a model was laid out, for whoever computes its loss, updates it or saves it."""
+    """How a model was layout out, for whoever computes its loss, updates it or saves it."""
 
     tensor: TensorLayout | None = None
     context: ContextLayout | None = None
@@ -73,7 +73,7 @@ def apply_to_objective(
     plan: Plan,
     mesh: Mesh,
     analysis: ModuleAnalysis,
-    laid: ModelLayout,
+    layout: ModelLayout,
     device: torch.device,
     compile_model: bool,
     unused_parameters: bool,
@@ -91,10 +91,10 @@ def apply_to_objective(
             mesh=mesh,
             stage=plan.zero,
             num_microbatches=plan.microbatches or 1,
-            placements=laid.placements,
+            placements=layout.placements,
         )
         return objective, sharded
     if mesh.replicas.size > 1:
         wrapped = apply_data_parallel(objective, mesh=mesh, device=device, unused_parameters=unused_parameters)
-        return wrapped, ReplicaReduction(model, wrapped, laid.placements)
-    return objective, ReplicaReduction(model, objective, laid.placements)
+        return wrapped, ReplicaReduction(model, wrapped, layout.placements)
+    return objective, ReplicaReduction(model, objective, layout.placements)

@@ -51,7 +51,7 @@ class Place:
 
 
 def cut_again(chunks: tuple[int, ...], of: int, *, rank: int, degree: int) -> tuple[tuple[int, ...], int]:
-    """Chunks laid end to end and cut into ``degree`` equal stretches: those of stretch ``rank``, in finer chunks."""
+    """Chunks laid end to end and cut into ``degree`` equal slices: those of slice ``rank``, in finer chunks."""
     finer = [chunk * degree + part for chunk in chunks for part in range(degree)]
     own = len(chunks)
     return tuple(finer[rank * own : (rank + 1) * own]), of * degree

@@ -18,7 +18,7 @@ from shoal.core.axes import Axis
 from shoal.core.placement import Placement, Shape, place_whole
 from shoal.optim.norms import square_sums, whole_norms
 
-_STRETCH = 512
+_SLICE = 512
 
 
 class WholeNorms:
@@ -56,9 +56,7 @@ class WholeNorms:
         self._names = sorted(shapes)
         rows = [shapes[name][0] if shapes[name] else 1 for name in self._names]
         *starts, self._num_rows = [0, *accumulate(rows)]
-        self._stretches = {
-            name: (start, start + num) for name, start, num in zip(self._names, starts, rows, strict=True)
-        }
+        self._slices = {name: (start, start + num) for name, start, num in zip(self._names, starts, rows, strict=True)}
         self._placements = placements
         self._tensor, self._data = mesh.channel(Axis.TENSOR), mesh.channel(Axis.DATA)
         self._split = frozenset(split)
@@ -84,9 +82,9 @@ class WholeNorms:
         device = self._device
         by_row = torch.zeros(self._num_rows, dtype=torch.float64, device=device)
         for name, tensor in self._entered(names, tensors):
-            self._enter(by_row[slice(*self._stretches[name])], tensor, self._placements[name])
+            self._enter(by_row[slice(*self._slices[name])], tensor, self._placements[name])
         self._sum_(by_row)
-        return {name: by_row[slice(*stretch)].sum() for name, stretch in self._stretches.items()}
+        return {name: by_row[slice(*bounds)].sum() for name, bounds in self._slices.items()}
 
     def _enter(self, by_row: Tensor, tensor: Tensor, placement: Placement) -> None:
         if not placement.whole_shape:
@@ -183,17 +181,17 @@ def global_norm(named_grads: Iterable[tuple[str, Tensor]], *, exact: bool, norms
 
 
 def _fast_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Float64 norms of short stretches of the tensors.
+    """Float64 norms of short slices of the tensors.
 
     torch adds squares in the tensor's own type one after another: a float32 norm of 16 million elements is short by 7 parts in
-    10,000, and that of a stretch by less than one in a million, whatever it holds.
+    10,000, and that of a slice by less than one in a million, whatever it holds.
     """
     found, rests = [], []
     for tensor in tensors:
         flat = tensor.reshape(-1)
-        end = flat.numel() - flat.numel() % _STRETCH
+        end = flat.numel() - flat.numel() % _SLICE
         if end:
-            found.append(torch.linalg.vector_norm(flat[:end].view(-1, _STRETCH), dim=1))
+            found.append(torch.linalg.vector_norm(flat[:end].view(-1, _SLICE), dim=1))
         if end < flat.numel():
             rests.append(flat[end:])
     if rests:

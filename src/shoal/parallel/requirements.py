@@ -18,8 +18,7 @@ from shoal.core.facts import ModelFacts, Width, model_facts
 from shoal.core.plan import Plan
 from shoal.costs.blocks import is_under
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind, Stack
+from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig, SplitKind, Stack
 from shoal.parallel.analysis.trace import linear_sizes
 from shoal.parallel.tensor.sequence import is_cut, why_whole
 

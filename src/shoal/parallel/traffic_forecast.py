@@ -55,7 +55,7 @@ def forecast_step_traffic(
     *,
     plan: Plan,
     mesh: Mesh,
-    laid: ModelLayout,
+    layout: ModelLayout,
     reduction: Reduction,
     microbatches: Sequence[MicrobatchShape],
     step: StepShape,
@@ -63,7 +63,7 @@ def forecast_step_traffic(
 ) -> TrafficCounts:
     """Calls and bytes by axis and operation.
 
-    Args: plan: what runs. mesh: where this rank stands. laid: what techniques made of the model; a context-parallel one has
+    Args: plan: what runs. mesh: where this rank stands. layout: what techniques made of the model; a context-parallel one has
     noted the attentions of this step. reduction: what this rank updates.
     microbatches: of this rank in this step. step: the rest. counted: what was counted. Only one number is taken from it:
     into how many buckets DDP cut the gradients. Their bytes are not.
@@ -83,13 +83,13 @@ def forecast_step_traffic(
             )
             if microbatch.gathered_scores:
                 accounts.append(_one("tp", "all_gather", microbatch.gathered_scores))
-    if laid.context is not None:
-        accounts.append(laid.context.forecast_traffic(recomputes=plan.recompute != "none"))
+    if layout.context is not None:
+        accounts.append(layout.context.forecast_traffic(recomputes=plan.recompute != "none"))
     accounts.append(_gradients(reduction, mesh, step, max(1, len(microbatches)), counted))
-    if laid.partial:
-        held = [parameter.nbytes for name, parameter in reduction.updated.items() if name in laid.partial]
+    if layout.partial:
+        held = [parameter.nbytes for name, parameter in reduction.updated.items() if name in layout.partial]
         accounts.append(_one("tp", "all_reduce", sum(held)) if held else {})
-    accounts.append(_small_sums(plan, mesh, laid, step))
+    accounts.append(_small_sums(plan, mesh, layout, step))
     return add_traffic(*accounts)
 
 
@@ -106,10 +106,10 @@ def _gradients(
     return {key: Traffic(calls=max(1, counted.get(key, Traffic()).calls), num_bytes=num_bytes)}
 
 
-def _small_sums(plan: Plan, mesh: Mesh, laid: ModelLayout, step: StepShape) -> TrafficCounts:
+def _small_sums(plan: Plan, mesh: Mesh, layout: ModelLayout, step: StepShape) -> TrafficCounts:
     """The norm, the loss with the wish to stop, and the weight of the global batch."""
     accounts: list[TrafficCounts] = []
-    cuts = bool(laid.placements) or plan.zero > 0 or mesh.has(Axis.PIPELINE)
+    cuts = bool(layout.placements) or plan.zero > 0 or mesh.has(Axis.PIPELINE)
     if cuts:
         by_row = step.num_rows * _FLOAT64
         sums = [by_row if step.exact_norm else _FLOAT64, *[by_row] * step.num_trust_norms]

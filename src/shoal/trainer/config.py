@@ -24,7 +24,7 @@ from shoal.engine.config import Settings, TrainConfig
 from shoal.launch.config import ProcessConfig
 from shoal.models.config import ModelConfig
 from shoal.optim.config import OptimConfig
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.paramserver.config import ParamServerConfig
 from shoal.pipeline.config import PipelineConfig
 from shoal.planner.config import PlannerConfig

@@ -40,7 +40,7 @@ from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.optim.config import OptimConfig
 from shoal.optim.rates import after_evaluation, rate
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.describe import describe
 from shoal.parallel.replica_check import check_replicas
 from shoal.pipeline.config import PipelineConfig

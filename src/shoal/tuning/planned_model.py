@@ -25,8 +25,7 @@ from shoal.models.config import GptConfig, Seq2SeqConfig
 from shoal.models.losses import build_loss
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
+from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig, SplitKind
 from shoal.parallel.requirements import describe_facts
 from shoal.planner.config import ShapeConfig
 from shoal.planner.hardware.software import Software, find_software

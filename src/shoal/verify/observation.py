@@ -59,7 +59,7 @@ class TrafficObserver(Hook):
         found = forecast_step_traffic(
             plan=trainer.plan,
             mesh=trainer.mesh,
-            laid=trainer.engine.layout,
+            layout=trainer.engine.layout,
             reduction=reduction,
             microbatches=[
                 self._shape(index, own) for index, own in enumerate(trainer.engine.passes.filler.fill(batch))

@@ -10,7 +10,7 @@ from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
 from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.p2p import PointToPoint
 from shoal.pipeline.runtime import Runtime

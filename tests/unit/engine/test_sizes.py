@@ -10,7 +10,7 @@ from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.state_bytes import measure_state_bytes
 from shoal.parallel.zero.apply import apply_zero
 from shoal.pipeline.build import RankPart, Stages

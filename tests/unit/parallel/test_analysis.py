@@ -9,8 +9,7 @@ from shoal.models.build import build_model
 from shoal.models.check import facts_of
 from shoal.models.config import CnnConfig, GptConfig, MlpConfig, Seq2SeqConfig
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Split, SplitKind, Stack
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, ParallelConfig, Split, SplitKind, Stack
 from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.units import find_units
 

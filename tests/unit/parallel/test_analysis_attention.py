@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig
 from shoal.parallel.requirements import describe_facts
 
 D, H, L, V = 16, 4, 6, 32

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, SplitKind, Stack
+from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, ParallelConfig, SplitKind, Stack
 from shoal.parallel.requirements import describe_facts
 
 transformers = pytest.importorskip("transformers")

@@ -9,8 +9,7 @@ from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig, MlpConfig
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,7 @@ from shoal.models.gpt import Gpt
 from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Stack
 from shoal.parallel.context.alltoall import num_copies
 from shoal.parallel.context.apply import apply_context_parallel
-from shoal.parallel.context.arguments import sequence_dim_of
-from shoal.parallel.context.positions import Positions
+from shoal.parallel.context.positions import Positions, sequence_dim_of
 
 LENGTH, HIDDEN = 8, 12
 

@@ -13,7 +13,7 @@ from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.describe import describe, shorten
 from shoal.parallel.requirements import (

@@ -12,7 +12,7 @@ from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import MlpConfig
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.units import find_units
 from support.pipeline.cut_modules import D, cut_at, gpt, run_through, tokens, units_of

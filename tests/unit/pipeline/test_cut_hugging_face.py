@@ -7,7 +7,7 @@ import torch
 
 from shoal.core.errors import RequestError
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.units import find_units
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.zero.layout import lay_out
 from shoal.pipeline.build import RankPart, Stages
 from shoal.pipeline.stand_in import Absent

@@ -5,7 +5,7 @@ import torch
 
 from shoal.models.losses import cross_entropy
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.recompute import apply_recompute
 from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.deferred import Later, deferring

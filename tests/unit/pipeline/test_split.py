@@ -15,8 +15,7 @@ from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig
 from shoal.pipeline.split import StageMemory, UnitCost, parse_starts, split, split_replicated
 from shoal.pipeline.unit_costs import measure_costs
 from shoal.pipeline.units import Unit, find_units

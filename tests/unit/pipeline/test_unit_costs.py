@@ -14,8 +14,7 @@ from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig, MlpConfig
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig
 from shoal.pipeline.unit_costs import OPERATIONS_PER_BYTE, OPERATIONS_PER_SECOND, estimate_work, measure_costs
 from shoal.pipeline.units import find_units
 from support.pipeline.stages_on_ranks import batch, build
@@ -98,7 +97,7 @@ def test_hugging_face_models_cost_what_their_blocks_cost(name):
 PRINTED = """
 import torch
 from support.pipeline.stages_on_ranks import batch, build
-from shoal.parallel.analysis.config import ParallelConfig
+from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.pipeline.unit_costs import estimate_work
 from shoal.pipeline.units import find_units

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
 from shoal.parallel.analysis.analyse import analyse_module
-from shoal.parallel.analysis.config import ParallelConfig
-from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig
 from shoal.pipeline.units import find_units
 from support.pipeline.stages_on_ranks import batch, build
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from shoal.core.errors import RequestError, nearest
-from shoal.parallel.analysis.config import ParallelConfig, SplitWord
-from shoal.parallel.analysis.structure import Split, SplitKind
+from shoal.parallel.analysis.structure import ParallelConfig, Split, SplitKind, SplitWord
 from shoal.parallel.analysis.trace import is_linear
 from shoal.parallel.analysis.vocabulary import shared_parameters
 

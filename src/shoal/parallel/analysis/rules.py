@@ -201,7 +201,7 @@ def labelled(follower: Follower, args: tuple[Any, ...]) -> tuple[TensorInfo, Lab
 
 @rule("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten")
 def follow_view(follower: Follower, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Features become heads, or heads become features again; a share must stay one stretch of one dim."""
+    """Features become heads, or heads become features again; a share must stay one slice of one dim."""
     x, label = labelled(follower, args)
     if kwargs.get("dtype") is not None or x.dtype != result.dtype:
         raise BlockedError("it reads the bytes as another type")

@@ -1,12 +1,17 @@
-"""What a module is made of, as far as parallelism cares: plain values that a finder returns and techniques act on.
+"""What a module is made of, as far as parallelism cares, and what a recipe may say about it: plain values. No torch.
 
-``find/search.py`` fills it in from any ``nn.Module``; a table in the recipe overrides it; every technique takes it and never
-looks at class names itself.
+``analysis/analyse.py`` fills them in from any ``nn.Module``; the recipe's ``[parallel]`` section overrides them; every technique
+acts on them and never looks at class names itself.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from shoal.core.config import Config
 
 
 class SplitKind(StrEnum):
@@ -82,3 +87,15 @@ class ModuleAnalysis:
     """What comes after the last stack treats each position by itself, so a context-parallel rank may keep its own positions."""
     replicated: Mapping[str, str] = field(default_factory=dict)
     """Modules with weights that stay whole on every tensor-parallel rank, and why."""
+
+
+SplitWord = Literal["column", "row", "vocabulary", "logits", "none"]
+
+
+class ParallelConfig(Config):
+    """``[parallel]`` of a recipe: where the blocks of a model are and how its layers are split, if the analysis is not enough."""
+
+    blocks: list[str] = Field(default_factory=list)
+    """Paths of blocks that run one after another, such as "encoder.layers.*"; each pattern is a stack of its own."""
+    split: dict[str, SplitWord] = Field(default_factory=dict)
+    """Path pattern to column, row, vocabulary, logits or none, such as "blocks.*.mlp.up" = "column"; the last match wins."""

@@ -111,7 +111,7 @@ def alltoall_attention(
     """Attention of this rank's queries to the keys of all ranks.
 
     Args:
-        query: (B, H, L, E), this rank's positions; rank r holds the r-th stretch of the sequence.
+        query: (B, H, L, E), this rank's positions; rank r holds the r-th slice of the sequence.
         key: (B, K, L, E), this rank's; H is a multiple of K.
         value: (B, K, L, V), this rank's.
         channel: the ranks that share the sequence.

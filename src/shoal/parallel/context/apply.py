@@ -27,9 +27,8 @@ from shoal.core.axes import Axis
 from shoal.core.errors import Refusal, RequestError
 from shoal.models.transformer import Rotary
 from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
-from shoal.parallel.context.arguments import cut_arguments
 from shoal.parallel.context.intercept import Interception, Run
-from shoal.parallel.context.positions import Positions, gather_sequence
+from shoal.parallel.context.positions import Positions, cut_arguments, gather_sequence
 from shoal.parallel.context.traffic_forecast import GatherShape, Seen, forecast_traffic
 
 
@@ -90,7 +89,7 @@ def apply_context_parallel(model: nn.Module, *, analysis: ModuleAnalysis, mesh: 
     heads = [attention.path for attention in analysis.attentions]
     for stack in stacks:
         keeps_local = stack is stacks[-1] and analysis.tail_is_pointwise
-        _apply_to_stack(model, stack, _Stretch(stack, where, channel, seen), heads, active, keeps_local)
+        _apply_to_stack(model, stack, _StackState(stack, where, channel, seen), heads, active, keeps_local)
     for module in model.modules():
         if isinstance(module, Rotary):
             module.positions = active.positions
@@ -129,7 +128,7 @@ class _Active:
 
 
 @dataclass
-class _Stretch:
+class _StackState:
     """One stack at work: lengths of the sequence that goes through it."""
 
     stack: Stack
@@ -144,7 +143,7 @@ class _Stretch:
     """The stream was cut and no block has run yet."""
     rows: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Stretch":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_StackState":
         # A process group cannot be copied, and a copy of a model talks to the same ranks.
         return self
 
@@ -162,7 +161,7 @@ class _Stretch:
 
 
 def _apply_to_stack(
-    model: nn.Module, stack: Stack, stretch: _Stretch, heads: Sequence[str], active: _Active, keeps_local: bool
+    model: nn.Module, stack: Stack, state: _StackState, heads: Sequence[str], active: _Active, keeps_local: bool
 ) -> None:
     for index, path in enumerate(stack.blocks):
         block = model.get_submodule(path)
@@ -170,18 +169,18 @@ def _apply_to_stack(
         names = tuple(inspect.signature(type(block).forward).parameters)[1:]
         # First of all hooks: sequence parallelism cuts what is already this rank's.
         block.register_forward_pre_hook(
-            functools.partial(_enter, stretch, path, names, index == 0), prepend=True, with_kwargs=True
+            functools.partial(_enter, state, path, names, index == 0), prepend=True, with_kwargs=True
         )
         attends = any(head == path or head.startswith(f"{path}.") for head in heads)
         # A partial of a bound method and not a closure, so that a copied model runs its own blocks.
-        block.forward = functools.partial(_run_block, block.forward, block, path, stretch, active, attends)
+        block.forward = functools.partial(_run_block, block.forward, block, path, state, active, attends)
     if not keeps_local:
         last = model.get_submodule(stack.blocks[-1])
-        last.register_forward_hook(functools.partial(_leave, stretch))
+        last.register_forward_hook(functools.partial(_leave, state))
 
 
 def _enter(
-    stretch: _Stretch,
+    state: _StackState,
     path: str,
     names: Sequence[str],
     is_first: bool,
@@ -191,14 +190,14 @@ def _enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cut what a block is given: the stream before the first block, and whatever else runs along the sequence."""
     stream = _stream_of(args, kwargs, path)
-    size = stream.size(stretch.dim)
+    size = stream.size(state.dim)
     if is_first:
-        stretch.whole, stretch.local = size, stretch.where.local_length(size)
-        stretch.is_fresh = True
-    elif size * stretch.num_shards != stretch.local:
+        state.whole, state.local = size, state.where.local_length(size)
+        state.is_fresh = True
+    elif size * state.num_shards != state.local:
         raise Refusal(
-            f"cp={stretch.where.degree}: block {path!r} was given {size} positions, the block before it gave "
-            f"{stretch.local // stretch.num_shards}; blocks of a stack must run one after another, or use cp=1"
+            f"cp={state.where.degree}: block {path!r} was given {size} positions, the block before it gave "
+            f"{state.local // state.num_shards}; blocks of a stack must run one after another, or use cp=1"
         )
     return cut_arguments(
         args,
@@ -207,20 +206,20 @@ def _enter(
         path=path,
         stream=stream,
         cuts_stream=is_first,
-        sequence_dim=stretch.dim,
-        whole=stretch.whole,
-        where=stretch.where,
+        sequence_dim=state.dim,
+        whole=state.whole,
+        where=state.where,
     )
 
 
-def _leave(stretch: _Stretch, block: nn.Module, args: Any, output: Any) -> Any:
+def _leave(state: _StackState, block: nn.Module, args: Any, output: Any) -> Any:
     """Put the sequence together again after the last block of a stack."""
     stream = output if isinstance(output, Tensor) else output[0]
     assert isinstance(stream, Tensor), "a block gives its stream, alone or first"
-    if stretch.channel.is_counting:
+    if state.channel.is_counting:
         trains = torch.is_grad_enabled() and stream.requires_grad
-        stretch.seen.gathers.append(GatherShape(num_bytes=stream.nbytes * stretch.where.degree, trains=trains))
-    gathered = gather_sequence(stream, stretch.dim, stretch.where, stretch.channel)
+        state.seen.gathers.append(GatherShape(num_bytes=stream.nbytes * state.where.degree, trains=trains))
+    gathered = gather_sequence(stream, state.dim, state.where, state.channel)
     return gathered if stream is output else (gathered, *output[1:])
 
 
@@ -230,7 +229,7 @@ def _run_block(
     forward: Callable[..., Any],
     block: nn.Module,
     path: str,
-    stretch: _Stretch,
+    state: _StackState,
     active: _Active,
     attends: bool,
     *args: Any,
@@ -238,19 +237,19 @@ def _run_block(
 ) -> Any:
     """A block's forward with attention over all ranks; what recompute runs again is this too."""
     stream = _stream_of(args, kwargs, path)
-    if stretch.is_fresh:
-        stretch.num_shards, stretch.is_fresh = stretch.local // stream.size(stretch.dim), False
+    if state.is_fresh:
+        state.num_shards, state.is_fresh = state.local // stream.size(state.dim), False
     # From the stream itself, because a recomputed run may come after the stack has seen another length.
-    local = stream.size(stretch.dim) * stretch.num_shards
-    whole = local * stretch.where.degree
+    local = stream.size(state.dim) * state.num_shards
+    whole = local * state.where.degree
     run = Run(
         path=path,
-        channel=stretch.channel,
-        positions=stretch.where,
+        channel=state.channel,
+        positions=state.where,
         whole=whole,
         local=local,
-        rows=stretch.rows_of(whole, stream.device),
-        seen=stretch.seen,
+        rows=state.rows_of(whole, stream.device),
+        seen=state.seen,
         arguments=[value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)],
         tables={id(tensor): name for name, tensor in (*block.named_buffers(), *block.named_parameters())},
     )

@@ -37,7 +37,7 @@ class TensorLayout:
     partial: frozenset[str] = frozenset()
     """Parameters whose gradients are those of this rank's positions only and must be summed over ``tp``."""
     splits_logits: bool = False
-    """The model's output is this rank's stretch of the scores."""
+    """The model's output is this rank's slice of the scores."""
     vocab: int | None = None
     """How many scores there are in all, without padding, where they are split."""
     notes: tuple[str, ...] = ()

@@ -48,24 +48,24 @@ def sum_out(x: Tensor, channel: Channel) -> Tensor:
 
 
 def gather_sequence(x: Tensor, channel: Channel, dim: int) -> Tensor:
-    """Every rank's stretch of ``dim``, one after another; gradients are summed over ranks, and each keeps its stretch."""
-    return x if channel.size == 1 else _apply(_Along, x, channel, dim, gather_along, scatter_sum_along)
+    """Every rank's slice of ``dim``, one after another; gradients are summed over ranks, and each keeps its slice."""
+    return x if channel.size == 1 else _apply(_Along, x, channel, dim, gather_along, reduce_scatter_along)
 
 
 def scatter_sequence(x: Tensor, channel: Channel, dim: int) -> Tensor:
-    """This rank's stretch of ``dim`` of the sum over ranks; gradients are gathered. ``x`` is not usable afterwards."""
+    """This rank's slice of ``dim`` of the sum over ranks; gradients are gathered. ``x`` is not usable afterwards."""
     if channel.size == 1:
         return x
-    return _apply(_Along, x.clone() if _is_watched() else x, channel, dim, scatter_sum_along, gather_along)
+    return _apply(_Along, x.clone() if _is_watched() else x, channel, dim, reduce_scatter_along, gather_along)
 
 
 def enter_sequence(x: Tensor, channel: Channel, dim: int) -> Tensor:
-    """This rank's stretch of ``dim`` of a tensor that is the same on every rank; gradients are gathered."""
+    """This rank's slice of ``dim`` of a tensor that is the same on every rank; gradients are gathered."""
     return x if channel.size == 1 else _apply(_Along, x, channel, dim, slice_along, gather_along)
 
 
 def leave_sequence(x: Tensor, channel: Channel, dim: int) -> Tensor:
-    """Every rank's stretch of ``dim``, one after another; each keeps its stretch of a gradient that is the same on every rank."""
+    """Every rank's slice of ``dim``, one after another; each keeps its slice of a gradient that is the same on every rank."""
     return x if channel.size == 1 else _apply(_Along, x, channel, dim, gather_along, slice_along)
 
 
@@ -119,7 +119,7 @@ class _Along(torch.autograd.Function):
 
 
 def gather_along(x: Tensor, channel: Channel, dim: int) -> Tensor:
-    """Every rank's equal stretch of ``dim``, one after another. No gradient."""
+    """Every rank's equal slice of ``dim``, one after another. No gradient."""
     dim %= x.ndim
     stacked = x.new_empty((channel.size, *x.shape))
     channel.all_gather(x.contiguous().view(-1), stacked.view(-1), [x.numel()] * channel.size)
@@ -128,8 +128,8 @@ def gather_along(x: Tensor, channel: Channel, dim: int) -> Tensor:
     return stacked.movedim(0, dim).reshape(shape)
 
 
-def scatter_sum_along(x: Tensor, channel: Channel, dim: int) -> Tensor:
-    """This rank's equal stretch of ``dim`` of the sum over ranks; ``x`` may be overwritten. No gradient."""
+def reduce_scatter_along(x: Tensor, channel: Channel, dim: int) -> Tensor:
+    """This rank's equal slice of ``dim`` of the sum over ranks; ``x`` may be overwritten. No gradient."""
     dim %= x.ndim
     own = x.shape[dim] // channel.size
     stacked = x.reshape(*x.shape[:dim], channel.size, own, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
@@ -139,9 +139,9 @@ def scatter_sum_along(x: Tensor, channel: Channel, dim: int) -> Tensor:
 
 
 def slice_along(x: Tensor, channel: Channel, dim: int) -> Tensor:
-    """This rank's equal stretch of ``dim``, in memory of its own."""
+    """This rank's equal slice of ``dim``, in memory of its own."""
     own = x.shape[dim] // channel.size
-    # A copy even where the stretch is contiguous: a block may add to its input in place.
+    # A copy even where the slice is contiguous: a block may add to its input in place.
     return x.narrow(dim, channel.rank * own, own).clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism: between the split layers each tensor-parallel rank keeps its own stretch of the sequence.
+"""Sequence parallelism: between the split layers each tensor-parallel rank keeps its own slice of the sequence.
 
 Norms, dropouts and residuals of a stack of blocks work on L / tp positions; column layers gather the sequence, row layers sum
 and scatter it, so the traffic is that of tensor parallelism alone and the rest of the block is neither computed nor kept tp times
@@ -93,7 +93,7 @@ class Region:
         return x.ndim > self.dim and x.shape[self.dim] == self.local_length
 
     def enter(self, x: Tensor) -> Tensor:
-        """This rank's stretch of the stream.
+        """This rank's slice of the stream.
 
         Raises:
             Refusal: the ranks do not divide its length.
@@ -103,7 +103,7 @@ class Region:
             below = length - length % degree
             lengths = f"{below} or {below + degree}" if below else str(degree)
             raise Refusal(
-                f"a sequence of {length} cannot be cut into tp={degree} equal stretches, as sp=true needs; "
+                f"a sequence of {length} cannot be cut into tp={degree} equal slices, as sp=true needs; "
                 f"use a sequence of {lengths}, or leave sp out"
             )
         self.whole_length = length

@@ -1,12 +1,12 @@
 """A vocabulary split over the tensor-parallel ranks: the embedding, the output layer, and the loss from split scores.
 
-Each rank holds an equal stretch of rows, so a vocabulary that tp does not divide ends in rows that stand for nothing. They are
+Each rank holds an equal slice of rows, so a vocabulary that tp does not divide ends in rows that stand for nothing. They are
 zero, no ``Patch`` covers them, their scores never enter a sum, and so their gradient is zero too::
 
     vocab 67, tp 4:   rows 0-16 | 17-33 | 34-50 | 51-66 and one of padding
 
 Scores are never gathered for training. ``torch.distributed.tensor.parallel.loss_parallel`` computes such a loss too, but only on
-DTensors of even stretches, and it needs three collectives where one is enough: every rank gives its largest score, the sum of its
+DTensors of even slices, and it needs three collectives where one is enough: every rank gives its largest score, the sum of its
 exponentials and its part of the target's score, and all of them merge these in the order of ranks.
 """
 
@@ -30,7 +30,7 @@ def rows_per_rank(vocab: int, degree: int) -> int:
 
 
 def place_rows(shape: Shape, *, degree: int, rank: int) -> Placement:
-    """Where a rank's stretch of rows lies; the rows that pad it are in no patch."""
+    """Where a rank's slice of rows lies; the rows that pad it are in no patch."""
     rows = rows_per_rank(shape[0], degree)
     real, rest = _num_real(shape[0], rows, rank), shape[1:]
     origin = (0,) * len(rest)
@@ -89,7 +89,7 @@ def apply_split_embedding(module: nn.Module, path: str, channel: Channel) -> Non
 
 
 def split_cross_entropy(scores_local: Tensor, targets: Tensor, *, channel: Channel, vocab: int) -> Tensor:
-    """The mean loss from each rank's stretch of the scores: what ``models.losses.cross_entropy`` gives from all of them.
+    """The mean loss from each rank's slice of the scores: what ``models.losses.cross_entropy`` gives from all of them.
 
     One collective of three numbers per target; the backward pass has none.
 
@@ -112,7 +112,7 @@ def split_cross_entropy(scores_local: Tensor, targets: Tensor, *, channel: Chann
 
 
 def split_count_correct(scores_local: Tensor, targets: Tensor, *, channel: Channel, vocab: int) -> Correct:
-    """How many targets have the highest score of all ranks' stretches; of equal scores the first counts."""
+    """How many targets have the highest score of all ranks' slices; of equal scores the first counts."""
     scores, flat, start = _real_scores(scores_local, targets, channel, vocab)
     # float64 holds every score and every index exactly, so one collective carries both.
     own = torch.full((2, flat.numel()), -torch.inf, dtype=torch.float64, device=flat.device)
@@ -129,7 +129,7 @@ def split_count_correct(scores_local: Tensor, targets: Tensor, *, channel: Chann
 def gather_logits(scores_local: Tensor, channel: Channel, vocab: int) -> Tensor:
     """All scores on every rank, without padding, for a loss that is the user's own: (..., vocab).
 
-    Differentiable: every rank must compute the same loss from it, and gets the gradient of its own stretch.
+    Differentiable: every rank must compute the same loss from it, and gets the gradient of its own slice.
     """
     return gather_features(scores_local, channel, -1)[..., :vocab]
 
@@ -178,7 +178,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         exps_NV = scores_NV
         if num_real:
             own[0] = scores_NV.amax(dim=1)
-            # A stretch of nothing but -inf has no largest score to subtract; its exponentials are zero either way.
+            # A slice of nothing but -inf has no largest score to subtract; its exponentials are zero either way.
             exps_NV = (scores_NV - own[0].masked_fill(own[0] == -torch.inf, 0.0).unsqueeze(1)).exp_()
             own[1] = exps_NV.sum(dim=1)
             own[2] = scores_NV.gather(1, index_N1).squeeze(1).masked_fill_(~is_here_N, 0.0)

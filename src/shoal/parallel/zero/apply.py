@@ -30,8 +30,7 @@ from shoal.core.errors import RequestError
 from shoal.core.placement import Placement, place_whole
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.zero.gradients import GradientStore, pieces_of
-from shoal.parallel.zero.layout import ZeroLayout, lay_out
-from shoal.parallel.zero.pool import Pool
+from shoal.parallel.zero.layout import Pool, ZeroLayout, lay_out
 from shoal.parallel.zero.weights import WeightStore
 
 

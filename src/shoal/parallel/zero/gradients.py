@@ -4,7 +4,7 @@ DDP and ``fully_shard`` keep a second copy of every gradient in their buckets, a
 own gradient is freed as soon as it is in its bucket, and replicas are summed, never divided, because each loss is already its
 share of the global mean.
 
-    whole   (stage 1, or several microbatches)   one buffer for all units; a rank's shard of the sum is its stretch of that buffer
+    whole   (stage 1, or several microbatches)   one buffer for all units; a rank's shard of the sum is its slice of that buffer
     shards  (stages 2 and 3, one microbatch)     one buffer for this rank's shards, and buckets for the units in flight
 
 Every rank reduces units in the same fixed order, from the last to the first, whatever order autograd finishes them in: a unit
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
-from shoal.parallel.zero.layout import Slot, Unit, ZeroLayout
-from shoal.parallel.zero.pool import Pool
+from shoal.parallel.zero.layout import Pool, Slot, Unit, ZeroLayout
 
 
 class GradientStore:

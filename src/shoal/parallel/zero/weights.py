@@ -24,8 +24,7 @@ from shoal.comm.channel import is_silent
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
-from shoal.parallel.zero.layout import ZeroLayout
-from shoal.parallel.zero.pool import Pool
+from shoal.parallel.zero.layout import Pool, ZeroLayout
 
 
 @dataclass(frozen=True, slots=True)
