@@ -1,4 +1,4 @@
-"""What the update log writes down: a push that a worker commits, and an update, which is one update of the weights.
+"""What the update log writes down: a push that a worker commits, and an update of the weights, made of pushes.
 
 Plain values that go to JSON and back without losing a bit, because a checkpoint, a new backup and every follower of the log must
 read the same ones.

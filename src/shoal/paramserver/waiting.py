@@ -1,10 +1,10 @@
-"""Something to wait for: every ``notify`` wakes all who wait. An ``asyncio.Condition`` without its lock, and with a deadline."""
+"""Waiting between processes: an event that tells of changes, the timeout of one attempt, and why a request is to go elsewhere."""
 
 import asyncio
 
 
 class ChangeEvent:
-    """Rung when something has changed; whoever waits looks again."""
+    """Tells of changes. An ``asyncio.Condition`` without its lock, and with a deadline."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
@@ -17,11 +17,11 @@ class ChangeEvent:
         self._waiting.clear()
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for the next ring, at most so long; True when it rang."""
+        """Wait for the next change, at most so long; True when there was one."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         try:
-            # Not wait_for: before Python 3.12 it forgets a cancellation that comes together with the ring.
+            # Not wait_for: before Python 3.12 it forgets a cancellation that comes together with the change.
             async with asyncio.timeout(max(seconds, 0.0)):
                 await future
         except TimeoutError:

@@ -18,7 +18,7 @@ from shoal.paramserver.programs import GRADIENT, WEIGHTS
 from shoal.paramserver.records import PushId, WorkUnit
 from shoal.paramserver.server.memory import sizes_with_servers
 from shoal.paramserver.server.replica import Replica
-from shoal.paramserver.worker import local
+from shoal.paramserver.worker import own_steps as local
 from shoal.paramserver.worker.flat import describe_model
 from shoal.serverrun.server.source import ShardSource
 from shoal.serverrun.worker.process import build_worker, way_of_working

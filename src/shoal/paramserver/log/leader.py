@@ -1,5 +1,4 @@
-"""The update log's log leader, beside shard 0's primary: inputs one after another, each at the backup before anyone sees what
-came of it.
+"""The log leader, beside shard 0's primary: it enters commands one after another, each at the backup before anyone is answered.
 
 An update is exposed to followers, and a commit is answered, only when the backup has the input that made it: what was
 acknowledged is kept. Requests that cannot be answered yet are parked here and decided again after every input. A log leader whose

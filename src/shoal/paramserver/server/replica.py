@@ -1,7 +1,7 @@
 """One shard on one server: its state, whoever waits for its next version, and the lock that keeps readers from a half update.
 
 The lock is held while the shard changes, never while anything is sent: weights are lent to whoever reads them
-(``snapshot_reads.py``).
+(``SnapshotReads``).
 
 A backup that is being made takes pushes before it has its shard: they wait here, so that nobody waits for the copy.
 """

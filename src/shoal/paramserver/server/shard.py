@@ -1,6 +1,6 @@
 """One shard of the model on a server: its weights, its optimizer, and the gradients that wait for their update.
 
-A replica is a state machine: it stores pushes in any order and applies the updates of the update log's log in their order.
+A replica is a state machine: it stores pushes in any order and applies the updates of the log in their order.
 Replicas that applied the same updates have the same bits, and so has one process that applies them to whole tensors: the
 optimizer kernels and the sums do not depend on where a tensor is cut.
 """

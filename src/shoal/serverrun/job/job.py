@@ -38,8 +38,7 @@ from shoal.launch.jobdirectory import JobDirectory, sweep_job_directories
 from shoal.launch.process import Process
 from shoal.launch.procfs import peak_resident_bytes, process_state
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt
-from shoal.serverrun.job.notifier import Notifier
-from shoal.serverrun.job.processes import Place, Spawner, describe_end, make_places
+from shoal.serverrun.job.processes import Notifier, Place, Spawner, describe_end, make_places
 from shoal.serverrun.notices import Notices
 from shoal.telemetry.progress import Display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading

@@ -1,20 +1,26 @@
-"""The processes of a job with parameter servers: one place for each rank, and how its process is started in an event loop.
+"""The processes of a job with parameter servers: a place for each rank, starting them, and telling the center of their ends.
 
 No torch. Every process is this one's own child (``launch/supervisor.py``): it is seen to die at once, with its exit code, and
 it dies with this one.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.comm.wire.errors import WireError
+from shoal.comm.wire.node import Node
 from shoal.core.clock import Deadline
 from shoal.core.errors import EXIT_DONE
+from shoal.elastic.election.elector import Center
 from shoal.launch.blame import name_signal
 from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient
 from shoal.launch.process import Process, Streams
 from shoal.launch.supervisor import KILL_SECONDS, Command, Supervisor
+from shoal.paramserver.contact import Find
+from shoal.paramserver.messages import Message
 
 _PRELOAD = ("shoal.serverrun.job.role", PRELOAD_OPTIMIZER)
 _LOOK_SECONDS = 0.01
@@ -140,3 +146,63 @@ def describe_end(code: int | None) -> str:
     if code == EXIT_DONE:
         return "it left with exit code 0 without having finished"
     return f"killed by {name_signal(-code)}" if code is not None and code < 0 else f"exit code {code}"
+
+
+_ANSWER_SECONDS = 1.0
+_FIND_SECONDS = 0.05
+_REMEMBERED = 256
+
+
+class Notifier:
+    """Tells the center of deaths, and when to stop; every new center again, because it may not have heard what the old one did.
+
+    The newest comes first: a run waits for the death of a moment ago, and hardly for one that the center before has dealt with.
+
+    Args:
+        node: on the wire.
+        find: where the center is.
+    """
+
+    def __init__(self, node: Node, *, find: Find) -> None:
+        self._node = node
+        self._find = find
+        self._news: list[Message] = []
+        self._untold: list[Message] = []
+        """What the present center has not heard, the newest last."""
+        self._address = ""
+        self._woken = asyncio.Event()
+
+    def tell(self, message: Message) -> None:
+        """To be told as soon as somebody listens. Returns at once."""
+        self._news = [*self._news, message][-_REMEMBERED:]
+        self._untold.append(message)
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            center = self._find()
+            if center is not None and center.address != self._address:
+                await self._turn_to(center)
+            if center is None or not self._untold:
+                self._woken.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_FIND_SECONDS):
+                        await self._woken.wait()
+            else:
+                await self._tell_next(center)
+
+    async def _turn_to(self, center: Center) -> None:
+        if self._address:
+            await self._node.connect(self._address).close()
+        self._address, self._untold = center.address, list(self._news)
+
+    async def _tell_next(self, center: Center) -> None:
+        message = self._untold[-1]
+        try:
+            await self._node.connect(center.address).call(message, deadline=_ANSWER_SECONDS)
+        except WireError:
+            await asyncio.sleep(_FIND_SECONDS / 2)
+            return
+        # Not by place: more may have been told of meanwhile.
+        self._untold = [other for other in self._untold if other is not message]

@@ -1,6 +1,6 @@
 """Checkpoints of a run with parameter servers: every server writes the shards that it answers for, at one version.
 
-The version is a cut of the update log's log, the same on every server, so what is written together was true together; and the
+The version is a cut of the update log, the same on every server, so what is written together was true together; and the
 copy is made between two updates, so training goes on while it is written. The files are those of every other run: they can be
 resumed under any plan, shown, verified and exported.
 """

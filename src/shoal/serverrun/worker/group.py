@@ -1,4 +1,6 @@
-"""Weights out to the ranks of a worker, and their gradients back: whole on the leader, on every rank the part that it holds.
+"""A worker that is a group of ranks: how they meet, the group leader, and scatter and collect.
+
+Weights go out to the ranks, and their gradients back: whole on the leader, on every rank the part that it holds.
 
 Placements say which boxes of a whole tensor a rank holds. At the start every rank tells the leader its own; from then on a
 message is those boxes, one after the other, and nothing else. Of a gradient that several ranks hold alike, one of them speaks.

@@ -1,4 +1,7 @@
-"""A worker that pushes and pulls while it computes, under rules that allow weights which are not the newest.
+"""The loops of a worker other than the plain one (``process.py``): with overlap, batches of L-BFGS, local steps, and Downpour.
+Downpour.
+
+With overlap a worker pushes and pulls while it computes, under rules that allow weights which are not the newest:
 
     compute p      | push p-1, commit it, pull what there is then
     compute p+1    | push p, commit it, pull            with the weights that were pulled beside p: p itself is not in them
@@ -14,8 +17,7 @@ import torch
 
 from shoal.optim.rates import rate
 from shoal.paramserver.records import PushRecord, Read, WorkUnit
-from shoal.paramserver.worker.downpour import DownpourSettings, DownpourWorker, Push
-from shoal.paramserver.worker.local import LocalSettings, train_locally
+from shoal.paramserver.worker.own_steps import DownpourSettings, DownpourWorker, LocalSettings, Push, train_locally
 from shoal.serverrun.process import ProcessSpec
 from shoal.serverrun.worker.connection import Computed, ServerConnection, Worker, describe
 from shoal.serverrun.worker.shares import ShareResult
@@ -86,7 +88,7 @@ def work_batches(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> N
 
 
 # A worker that takes several steps of its own for each work unit, and pushes one direction (FedNova,
-# ``paramserver/worker/local.py``).
+# ``paramserver/worker/own_steps.py``).
 #
 # A work unit stays what it is everywhere: one share of one step's samples, each sample once. A worker with tau local steps cuts
 # it into tau parts and takes one step on each, so a worker with more steps has smaller batches; it begins from the servers'
@@ -131,7 +133,7 @@ class LocalSteps:
 
 # A worker under Downpour: steps of its own between fetches, what it gathered pushed every so often.
 #
-# The rule itself is ``paramserver/worker/downpour.py``; here it meets the update log, the model and the wire. A step is a work
+# The rule itself is ``paramserver/worker/own_steps.py``; here it meets the update log, the model and the wire. A step is a work
 # unit: the worker keeps the work units whose gradients it has added up, and hands all of them in with one push.
 
 

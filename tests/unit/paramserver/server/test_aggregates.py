@@ -12,7 +12,7 @@ from shoal.paramserver.log.updates import UpdateLog
 from shoal.paramserver.records import PushId, PushRecord, WorkUnit
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.sharding import TensorSpec, cut_model
-from shoal.paramserver.worker.local import LocalSettings, train_locally
+from shoal.paramserver.worker.own_steps import LocalSettings, train_locally
 
 LR = 0.5
 SAMPLES = {"a": 3, "b": 5}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.core.errors import RequestError, RunError
-from shoal.paramserver.worker.downpour import DownpourSettings, DownpourWorker
+from shoal.paramserver.worker.own_steps import DownpourSettings, DownpourWorker
 
 SIZE = 33
 

@@ -6,7 +6,7 @@ import torch
 from shoal.core.errors import RequestError, RunError
 from shoal.paramserver.consistency import fednova_factors as factors
 from shoal.paramserver.server.shard import fednova
-from shoal.paramserver.worker.local import LocalSettings, effective_steps, train_locally
+from shoal.paramserver.worker.own_steps import LocalSettings, effective_steps, train_locally
 
 # Two quadratics 1/2 h (w - c)^2 of different centres and curvatures; shares of 1/4 and 3/4.
 CENTRES = torch.tensor([[1.0, -2.0, 0.5], [-3.0, 4.0, 2.0]], dtype=torch.float64)

@@ -5,7 +5,7 @@ import asyncio
 from shoal.comm.wire.node import Node, new_instance_id
 from shoal.elastic.election.elector import Center
 from shoal.paramserver.messages import OPERATIONS, Dead, Done
-from shoal.serverrun.job.notifier import Notifier
+from shoal.serverrun.job.processes import Notifier
 
 
 class Listening:
