@@ -1,4 +1,4 @@
-"""The step on shared cores: by hand where that is possible, and equal to the schedule's own price where every rank has a core."""
+"""The step on this machine, by hand: collectives as measured, and a pipeline whose ranks share the cores."""
 
 import pytest
 
@@ -6,55 +6,7 @@ from shoal.core.plan import Plan
 from shoal.planner.hardware.machine import Fit
 from shoal.planner.pricing.local import RankWork, communication, predict_step
 from shoal.schedules.catalogue import make_schedule
-from shoal.schedules.player import order_cells, play_on_shared_cores, timeline_of
-from shoal.schedules.pricing import Costs, price
 from support.planner.machines import build
-
-FAMILIES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "chimera", "dualpipev"]
-
-
-def play(schedule, costs, *, transfer, speed, waiting=0.0):
-    """Length and busy times of a schedule on shared cores."""
-    order = order_cells(schedule)
-    work = [costs.of(each.cell) for each in order.cells]
-    times = play_on_shared_cores(order, work, [waiting] * len(work), transfer=transfer, speed=speed)
-    timeline = timeline_of(order, *times)
-    return timeline.makespan, [timeline.busy(rank) for rank in range(len(order.rows))]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("transfer", [0.0, 0.25])
-def test_with_a_core_for_every_rank_it_is_the_price_of_the_schedule(name, transfer):
-    schedule = make_schedule(name, ranks=4, microbatches=8, chunks=None)
-    costs = Costs(forward=1.0, input=1.5, weight=0.7, transfer=transfer)
-    length, busy = play(schedule, costs, transfer=transfer, speed=lambda active: 1.0)
-    timeline = price(schedule, costs)
-    assert length == pytest.approx(timeline.makespan)
-    assert busy == pytest.approx([timeline.busy(rank) for rank in range(4)])
-
-
-@pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 3)])
-def test_stages_of_several_ranks_are_played_as_they_are_priced(replicas):
-    schedule = make_schedule("1f1b", ranks=4, microbatches=8, replicas=replicas)
-    costs = Costs(forward=1.0, input=1.5, weight=0.7, transfer=0.25, stages=tuple(map(float, replicas)))
-    length, busy = play(schedule, costs, transfer=0.25, speed=lambda active: 1.0)
-    timeline = price(schedule, costs)
-    assert length == pytest.approx(timeline.makespan)
-    assert busy == pytest.approx([timeline.busy(rank) for rank in range(4)])
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_on_one_core_all_the_work_is_done_one_after_another(name):
-    schedule = make_schedule(name, ranks=4, microbatches=8, chunks=None)
-    costs = Costs(forward=1.0, input=1.0, weight=1.0)
-    length, _ = play(schedule, costs, transfer=0.0, speed=lambda active: 1.0 / active)
-    assert length == pytest.approx(sum(costs.of(cell) for row in schedule.rows for cell in row))
-
-
-def test_waiting_is_not_shared():
-    schedule = make_schedule("gpipe", ranks=1, microbatches=2, chunks=None)
-    length, _ = play(schedule, Costs(weight=0.0), transfer=0.0, speed=lambda active: 0.5, waiting=0.5)
-    assert length == pytest.approx(4 * (2.0 + 0.5))
 
 
 def test_a_step_without_a_pipeline_by_hand():
