@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint.sweep import sweep
+from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.whole import newest_whole, verify
 from support.checkpoint.forged import contents, expected, make
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint.reader import newest_whole, verify
-from shoal.checkpoint.space import warn_if_short
+from shoal.checkpoint.saver import warn_if_short
 from support.checkpoint.saving_ranks import Ranks
 from support.processes.command import read_events, read_summary, wait_until
 

@@ -7,10 +7,9 @@ import signal
 import pytest
 import torch
 
-from shoal.checkpoint.commit import write_checkpoint
+from shoal.checkpoint.commit import sweep, write_checkpoint
+from shoal.checkpoint.pieces import as_blob
 from shoal.checkpoint.reader import newest_whole, read
-from shoal.checkpoint.sweep import sweep
-from shoal.checkpoint.tensors import as_blob
 from support.checkpoint.saving_ranks import Ranks
 
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")

@@ -39,7 +39,7 @@ CHECKPOINTS = [
     Mutation(
         promise=GOOD,
         what="the newest counts as good before a step was taken from it",
-        file="src/shoal/checkpoint/proven.py",
+        file="src/shoal/checkpoint/retention.py",
         old="        return max((step for step in self._committed if step < self._taken), default=None)",
         new="        return max((step for step in self._committed if step <= self._taken), default=None)",
         test="tests/bugs/test_last_good_checkpoint.py::test_the_newest_checkpoint_that_a_step_was_taken_from_is_kept_and_named[1]",
@@ -96,7 +96,7 @@ CHECKPOINTS = [
     Mutation(
         promise=HOSTILE,
         what="a file of any name may be a shard",
-        file="src/shoal/checkpoint/layout.py",
+        file="src/shoal/checkpoint/files.py",
         old='_SHARD = re.compile(r"rank-[0-9]{3,6}\\.safetensors", re.ASCII)',
         new='_SHARD = re.compile(r".*", re.ASCII)',
         test="tests/chaos/test_hostile_checkpoints.py::test_a_hostile_checkpoint_is_refused",

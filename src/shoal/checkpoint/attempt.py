@@ -1,29 +1,80 @@
-"""One save as one rank lives through it: begin, vote, settle who writes what, write, vote, commit, vote.
+"""One save as one rank goes through it: begin, vote, settle who writes what, write, vote, commit, vote.
 
 Every exit is the same on every rank. A rank that fails before a vote does not raise, it votes no, because the others are
 waiting for its ballot. Rank 0 makes the folder, writes the manifest and renames. When the ranks lose touch after that, the disk
-is the judge: the checkpoint with this save's id either has its name or has not.
+decides: the checkpoint with this save's id either has its name or has not.
+
+Who writes which piece is agreed by all ranks and kept for as long as no rank's holdings change (``Agreement``). What the others
+hold is only known by asking them, and asking must not delay the training loop: it happens in the thread that writes, between
+its votes. So the first save copies everything that this rank holds, and every later one only what this rank was given to write.
+Each save compares the sums of all listings, so that every rank sees a change on any of them.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from torch import Tensor
 
-from shoal.checkpoint.agreement import Agreement, sum_of
 from shoal.checkpoint.commit import Draft, abandon, begin, commit, write_part
-from shoal.checkpoint.cutting import blobs_of
 from shoal.checkpoint.files import NotWhole
-from shoal.checkpoint.holdings import Cut, Listing
+from shoal.checkpoint.holdings import Cut, Listing, decode_listing, divide, encode_listing
 from shoal.checkpoint.manifest import Manifest, Part, decode_part, encode_part, merge
+from shoal.checkpoint.pieces import blobs_of
 from shoal.checkpoint.shard import Blob
 from shoal.checkpoint.vote import LostTouch, Phase, SaveFailed, Votes
 from shoal.checkpoint.whole import glance
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
+
+
+def sum_of(listing: Listing | None) -> bytes:
+    """The sum by which a change of a listing is seen; empty when a rank saves whole tensors only and lists nothing."""
+    return b"" if listing is None else xxhash.xxh3_64_hexdigest(encode_listing(listing)).encode()
+
+
+class Agreement:
+    """The division of one group of ranks. Written by the thread that saves, read by the loop while that thread rests."""
+
+    def __init__(self) -> None:
+        self._sums: tuple[bytes, ...] = ()
+        self._mine: tuple[Cut, ...] = ()
+        self._rank = 0
+
+    def expect(self, listing: Listing) -> tuple[Cut, ...] | None:
+        """What this rank will have to write if nothing has changed; None when that is not known."""
+        is_known = bool(self._sums) and self._sums[self._rank] == sum_of(listing)
+        return self._mine if is_known else None
+
+    def settle(
+        self, listing: Listing, sums: Sequence[bytes], *, step: int, vote: Votes, deadline: Deadline
+    ) -> tuple[Cut, ...]:
+        """What this rank writes in this save. All ranks call it together; it asks only when some rank's sum is a new one.
+
+        Args:
+            listing: what this rank holds.
+            sums: of the listings of all ranks, by rank.
+            step: the step that is being saved.
+            vote: how to ask.
+            deadline: when to stop waiting for the others.
+
+        Raises:
+            SaveFailed: together the ranks do not hold every tensor, or one could not say what it holds; on all ranks alike.
+            LostTouch: a rank did not come.
+        """
+        if tuple(sums) == self._sums:
+            return self._mine
+        self._sums = ()
+        texts = vote.exchange(step, Phase.LIST, deadline, text=encode_listing(listing))
+        try:
+            shares = divide([decode_listing(text) for text in texts])
+        except NotWhole as error:
+            raise SaveFailed(str(error)) from error
+        self._sums, self._mine, self._rank = tuple(sums), tuple(shares[vote.rank]), vote.rank
+        return self._mine
 
 
 @dataclass(frozen=True, kw_only=True)

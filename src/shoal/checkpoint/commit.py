@@ -13,6 +13,10 @@
 
 So at every moment the newest whole checkpoint is exactly the old one or exactly the new one. The votes between the ranks stand
 between 2 and 3 and after 7 (``attempt.py``). No torch.
+
+What saves that died have left is removed at the next start (``sweep``), before anything is read or written. Only names that Shoal
+gives are touched. The caller makes sure that no other process is saving into the folder: the run directory is held by one run at
+a time.
 """
 
 import contextlib
@@ -23,9 +27,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.files import NotWhole, new_file, sync_folder
+from shoal.checkpoint.files import (
+    MANIFEST,
+    Beside,
+    NotWhole,
+    beside_name,
+    draw_id,
+    new_file,
+    parse_beside,
+    shard_name,
+    step_name,
+    sync_folder,
+)
 from shoal.checkpoint.holdings import Cut
-from shoal.checkpoint.layout import MANIFEST, Beside, beside_name, draw_id, shard_name, step_name
 from shoal.checkpoint.manifest import MAX_BYTES, Manifest, Part, Piece, TensorEntry, decode, encode, merge, whole_tensor
 from shoal.checkpoint.shard import CHUNK_BYTES, Blob, write_shard
 
@@ -196,3 +210,29 @@ def write_checkpoint(
         abandon(draft)
         raise
     return draft.final
+
+
+def is_leftover(name: str) -> bool:
+    """True for a name that a dead save leaves; not for what was set aside on purpose, which is whole."""
+    beside = parse_beside(name)
+    return beside is not None and beside.kind is not Beside.ASIDE
+
+
+def sweep(root: Path) -> list[str]:
+    """Remove leftovers and put back what a dead save had set aside; one line for each thing done."""
+    if not root.is_dir():
+        return []
+    done = []
+    for name in sorted(os.listdir(root)):
+        beside = parse_beside(name)
+        if beside is None or not is_leftover(name):
+            continue
+        final = root / step_name(beside.step)
+        if beside.kind is Beside.REPLACED and not os.path.lexists(final):
+            # The save died after it moved the older folder away and before it took the name: the older one is the checkpoint.
+            os.rename(root / name, final)
+            done.append(f"put back {final.name}, which a dead save had set aside")
+        else:
+            remove(root / name)
+            done.append(f"removed {name}, left by a dead save")
+    return done

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.commit import remove
-from shoal.checkpoint.files import new_file, sync_folder
-from shoal.checkpoint.layout import draw_id
+from shoal.checkpoint.files import draw_id, new_file, sync_folder
+from shoal.checkpoint.pieces import as_blob
 from shoal.checkpoint.reader import Checkpoint, read
 from shoal.checkpoint.shard import write_shard
-from shoal.checkpoint.tensors import as_blob
 from shoal.core.errors import RequestError, RunError
 
 WEIGHTS = "weights/"

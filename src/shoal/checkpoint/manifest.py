@@ -17,11 +17,20 @@ import xxhash
 
 from shoal.checkpoint import strictjson
 from shoal.checkpoint.boxes import Box, check_tiling, intersect
-from shoal.checkpoint.fields import MAX_NUMBER, check_object, file_name, mapping, number, shape_of, tensor_name, text
-from shoal.checkpoint.files import NotWhole
-from shoal.checkpoint.layout import MANIFEST, is_id
+from shoal.checkpoint.files import MANIFEST, NotWhole, is_id
 from shoal.checkpoint.shard import ITEM_BYTES, FileEntry, ShardLayout, lay_out
-from shoal.checkpoint.values import pack, unpack
+from shoal.checkpoint.strictjson import (
+    MAX_NUMBER,
+    check_object,
+    file_name,
+    mapping,
+    number,
+    pack,
+    shape_of,
+    tensor_name,
+    text,
+    unpack,
+)
 
 FORMAT = "shoal-checkpoint"
 VERSION = 1

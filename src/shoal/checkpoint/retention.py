@@ -1,20 +1,34 @@
-"""Which checkpoints expire, as a pure decision, and the deletion of those.
+"""Which checkpoints expire, and which one ``--resume`` takes after a value that was not finite. No torch.
 
 The checkpoint that was just committed is always kept, so something whole is there whatever the state of the others. So is the
-newest *good* one, from which a later step was taken: the state after the update that ruins the weights is saved before anybody
-knows. Where none is known to be good, the oldest that may turn out to be is kept in its place. A folder that a glance does not
-find whole neither counts nor is deleted: it may be somebody's evidence, or the only copy of a part.
+newest *good* one. A state is saved before anybody has computed with it, and is good once a step was taken from it: the step
+after the one that ruins the weights finds a loss or a gradient that is not finite, and what was saved in between is whole but
+useless. Where none is known to be good, the oldest that may turn out to be is kept in its place. A folder that a glance does
+not find whole neither counts nor is deleted: it may be somebody's evidence, or the only copy of a part.
+
+A good checkpoint's folder says so by an empty file, which lives and goes with it, so that the next process knows what this one
+found. Newer ones than the good one are set aside and not deleted, and only while a good one is there to go back to.
 """
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.checkpoint.commit import remove
-from shoal.checkpoint.files import NotWhole, sync_folder
-from shoal.checkpoint.layout import Beside, beside_name, draw_id, parse_beside, parse_step, step_name
-from shoal.checkpoint.whole import glance
-from shoal.core.errors import RequestError
+from shoal.checkpoint.files import (
+    GOOD,
+    Beside,
+    NotWhole,
+    beside_name,
+    draw_id,
+    parse_beside,
+    parse_step,
+    step_name,
+    sync_folder,
+)
+from shoal.checkpoint.whole import committed_names, glance
+from shoal.core.errors import AgreedError, RequestError
 
 
 def expired(
@@ -88,3 +102,126 @@ def is_committed(path: Path) -> bool:
     except (NotWhole, RequestError):
         return False
     return True
+
+
+def mark_good(root: Path, step: int) -> None:
+    """Say on the disk that a step was taken from this checkpoint. One that is gone needs no mark.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    folder = root / step_name(step)
+    try:
+        os.close(os.open(folder / GOOD, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
+        sync_folder(folder)
+    except FileNotFoundError:
+        return
+
+
+def newest_good(root: Path, *, until: int | None = None) -> int | None:
+    """The step of the newest whole checkpoint that is marked as good, of those up to step ``until``; None when there is none."""
+    for step, path in committed_names(root):
+        if (until is None or step <= until) and os.path.lexists(path / GOOD) and is_committed(path):
+            return step
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """What became of the checkpoints of a run that cannot go on."""
+
+    good: int | None
+    """The newest good one, from which ``--resume`` begins."""
+    newest: int | None
+    """The newest of all that have a committed name, now."""
+    first_aside: int | None = None
+    """The oldest that was set aside."""
+    last_aside: int | None = None
+    """The newest that was set aside."""
+
+    def describe(self, root: Path) -> str:
+        """What to say of it."""
+        if self.newest is None:
+            return "last good checkpoint: none"
+        if self.good is None:
+            newest = root / step_name(self.newest)
+            return (
+                f"last good checkpoint: none is known (no step was taken from {newest}, where --resume would begin; to start "
+                "over, use another --run-dir)"
+            )
+        said = f"last good checkpoint: {root / step_name(self.good)}"
+        if self.first_aside is None or self.last_aside is None:
+            return said
+        if self.first_aside == self.last_aside:
+            return f"{said} ({step_name(self.last_aside)} was set aside, because no step was taken from it)"
+        names = f"{step_name(self.first_aside)} to {step_name(self.last_aside)}"
+        return f"{said} (what was saved after it was set aside, {names}, because no step was taken from there)"
+
+
+def fall_back(root: Path, good: int | None) -> Fallback:
+    """Set aside what is newer than the good checkpoint ``good``; nothing where that is not on the disk.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    found = good if good is not None and is_committed(root / step_name(good)) else None
+    newer = (
+        [] if found is None else [step for step, path in committed_names(root) if step > found and is_committed(path)]
+    )
+    aside = set_aside(root, newer)
+    return Fallback(
+        good=found,
+        newest=max((step for step, _ in committed_names(root)), default=None),
+        first_aside=min(aside, default=None),
+        last_aside=max(aside, default=None),
+    )
+
+
+def refuse_only_aside(root: Path) -> None:
+    """Refuse to go on where every checkpoint there is was set aside: a run would begin at step 0 and leave them lying.
+
+    Raises:
+        AgreedError: names them.
+    """
+    aside = list_aside(root)
+    if not aside or any(is_committed(path) for _, path in committed_names(root)):
+        return
+    named = ", ".join(path.name for _, path in aside)
+    raise AgreedError(
+        f"{root} has no checkpoint to go on from, only what was set aside after a value that was not finite: {named}. To go on "
+        f"from one, rename it, such as to {step_name(aside[-1][0])}; to start over, use another --run-dir"
+    )
+
+
+class Proven:
+    """What one process knows of the checkpoints of its own run. One thread tells of commits, another of steps."""
+
+    def __init__(self) -> None:
+        self._committed: tuple[int, ...] = ()
+        """Of this run, oldest first, as far back as the newest good one."""
+        self._taken = 0
+
+    def begin(self, step: int, *, good: int | None) -> None:
+        """The run goes on from this checkpoint; ``good`` is the newest on the disk, up to this one, that is marked as good."""
+        self._committed = (step,) if good is None or good == step else (good, step)
+        self._taken = step + 1 if good == step else step
+
+    def commit(self, step: int) -> None:
+        """A checkpoint has got its name."""
+        known = (other for other in self._committed if other != step and other >= (self.good or 0))
+        self._committed = (*known, step)
+
+    def take(self, step: int) -> bool:
+        """All that step number ``step`` computed with and found was finite; True when that makes a newer checkpoint good."""
+        before, self._taken = self.good, max(self._taken, step)
+        return self.good != before
+
+    @property
+    def good(self) -> int | None:
+        """The step of the newest good checkpoint; None when there is none."""
+        return max((step for step in self._committed if step < self._taken), default=None)
+
+    @property
+    def anchor(self) -> int | None:
+        """The step of the checkpoint that retention must leave: the newest good one, else the oldest that may turn out to be."""
+        return self.good if self.good is not None else min(self._committed, default=None)

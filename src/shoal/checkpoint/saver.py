@@ -1,13 +1,14 @@
-"""Saves while training goes on: copies the state, returns, and lets one thread write, vote and commit.
+"""Saves while training goes on: the saver copies the state, returns, and lets one thread write, vote and commit.
 
 torch's ``async_save`` does the same with pickled metadata, no sums and an error that stays on the rank it happened on; here any
 rank's failure fails the save on all of them, each of them reports it, and the run goes on with the checkpoints it has.
 
-Every wait ends: a save that is not committed within its deadline has failed, and ``wait`` and ``close`` stop waiting soon
-after.
+Every wait ends: a save that is not committed within its deadline has failed, and ``wait`` and ``close`` stop waiting soon after.
 """
 
+import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,26 +16,84 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.checkpoint.agreement import Agreement
-from shoal.checkpoint.assign import assign
-from shoal.checkpoint.attempt import Request, attempt
+from shoal.checkpoint.attempt import Agreement, Request, attempt
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.checkpoint.copies import Copies
-from shoal.checkpoint.cutting import list_holdings, view_cuts
-from shoal.checkpoint.goodness import mark_good
-from shoal.checkpoint.holdings import Cut, Listing, cuts_of
-from shoal.checkpoint.proven import Proven
-from shoal.checkpoint.retention import expire
+from shoal.checkpoint.holdings import Cut, Listing, assign, cuts_of
+from shoal.checkpoint.pieces import as_blob, dtype_name, list_holdings, view_cuts
+from shoal.checkpoint.retention import Proven, expire, mark_good
 from shoal.checkpoint.shard import num_bytes
-from shoal.checkpoint.tensors import as_blob, dtype_name
-from shoal.checkpoint.values import pack, unpack
+from shoal.checkpoint.strictjson import pack, unpack
 from shoal.checkpoint.vote import LostTouch, SaveFailed, Vote, Votes
 from shoal.core.clock import Deadline
 from shoal.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
 from shoal.core.placement import Placement, Shape
+from shoal.core.units import format_bytes
+
+
+class Copies:
+    """Copies of the state, one buffer per tensor name, used again by every save; unchanged until the next save copies."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Contiguous CPU copies of ``tensors``; buffers of names that are no longer saved are given up."""
+        buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        # Without autograd, and not one by one for each device: one wait at the end for all copies off an accelerator.
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                buffers[name].copy_(tensor, non_blocking=tensor.is_cuda)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        self._buffers = buffers
+        return buffers
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+            return buffer
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def warn_if_short(root: Path, num_bytes: int) -> str | None:
+    """A warning when the disk under ``root`` has less free than ``num_bytes``; None when it has enough or cannot say.
+
+    Args:
+        root: the checkpoints folder; it need not exist yet.
+        num_bytes: everything that will stand there at one time: what is kept and the one being written.
+    """
+    existing = next((path for path in (root.absolute(), *root.absolute().parents) if path.exists()), None)
+    if existing is None:
+        return None
+    try:
+        free = shutil.disk_usage(existing).free
+    except OSError:
+        return None
+    already = _bytes_below(root)
+    missing = num_bytes - already - free
+    if missing <= 0:
+        return None
+    return (
+        f"checkpoints in {root} need {format_bytes(num_bytes)} and the disk has {format_bytes(free + already)} for them; "
+        f"free {format_bytes(missing)}, keep fewer (checkpoint.keep), or use another --run-dir"
+    )
+
+
+def _bytes_below(root: Path) -> int:
+    """Bytes that older checkpoints hold: they expire as new ones come."""
+    total = 0
+    for folder, _, files in os.walk(root):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
 
 Outcome = CheckpointSaved | CheckpointFailed
 

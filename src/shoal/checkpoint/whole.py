@@ -10,8 +10,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.checkpoint.files import NotWhole, existing_file, folder, read_into
-from shoal.checkpoint.layout import MANIFEST, Beside, parse_beside, parse_step, step_name
+from shoal.checkpoint.files import (
+    MANIFEST,
+    Beside,
+    NotWhole,
+    existing_file,
+    folder,
+    parse_beside,
+    parse_step,
+    read_into,
+    step_name,
+)
 from shoal.checkpoint.manifest import MAX_BYTES, Manifest, decode
 from shoal.checkpoint.shard import read_shard
 from shoal.core.errors import RequestError

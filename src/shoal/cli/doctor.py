@@ -24,7 +24,7 @@ def doctor(
 ) -> None:
     """Look at versions, machine, network and leftovers of dead runs; exit 1 if something is wrong and was not fixed."""
     # psutil and the checks load when asked for: `shoal --help` has no time for them.
-    from shoal.checkpoint.sweep import is_leftover, sweep
+    from shoal.checkpoint.commit import is_leftover, sweep
     from shoal.doctor.checks import State
     from shoal.doctor.leftovers import Saves
     from shoal.doctor.report import examine, examine_leftovers

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.goodness import fall_back, newest_good
+from shoal.checkpoint.retention import fall_back, newest_good
 from shoal.comm.wire.errors import DROPPED, EXPECTED
 from shoal.comm.wire.node import Node
 from shoal.core.events import GradientRefused, MessagesDropped, StepDone, WentBack, WorkerHung

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import torch
 
+from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.checkpoint.goodness import Fallback, fall_back, newest_good, refuse_only_aside
-from shoal.checkpoint.layout import parse_step, step_name
+from shoal.checkpoint.files import parse_step, step_name
 from shoal.checkpoint.reader import read, read_local
-from shoal.checkpoint.saver import Saver
-from shoal.checkpoint.space import warn_if_short
-from shoal.checkpoint.sweep import sweep
+from shoal.checkpoint.retention import Fallback, fall_back, newest_good, refuse_only_aside
+from shoal.checkpoint.saver import Saver, warn_if_short
 from shoal.checkpoint.whole import Found, committed_names, hash_manifest, newest_whole, verify
 from shoal.comm.world import World
 from shoal.core.errors import AgreedError, RunError, ShoalError

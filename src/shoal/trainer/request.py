@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoal.checkpoint.goodness import refuse_only_aside
-from shoal.checkpoint.layout import step_name
+from shoal.checkpoint.files import step_name
+from shoal.checkpoint.retention import refuse_only_aside
 from shoal.checkpoint.whole import newest_whole
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from shoal.checkpoint.commit import abandon, begin, write_checkpoint
-from shoal.checkpoint.sweep import sweep
+from shoal.checkpoint.commit import abandon, begin, is_leftover, sweep, write_checkpoint
+from shoal.checkpoint.files import Beside, beside_name, draw_id, step_name
 from shoal.checkpoint.whole import newest_whole, verify
 from support.checkpoint.forged import contents, expected, make, two_ranks
 
@@ -93,3 +93,15 @@ def test_what_was_set_aside_goes_when_the_name_is_taken(tmp_path):
     assert contents(newest_whole(tmp_path).path) == expected(20, seed=2)
     sweep(tmp_path)
     assert names(tmp_path) == ["step-00000020"] and contents(newest_whole(tmp_path).path) == expected(20, seed=2)
+
+
+def test_what_was_set_aside_on_purpose_is_nobodys_leftover(tmp_path):
+    """`shoal doctor` called it left by a save that never ended, and would have removed it."""
+    names = {kind: beside_name(kind, 4, draw_id()) for kind in Beside}
+    for name in names.values():
+        (tmp_path / name).mkdir()
+    (tmp_path / step_name(4)).mkdir()
+    assert {kind for kind, name in names.items() if is_leftover(name)} == set(Beside) - {Beside.ASIDE}
+    assert not is_leftover(step_name(4)) and not is_leftover("notes.txt")
+    sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([names[Beside.ASIDE], step_name(4)])

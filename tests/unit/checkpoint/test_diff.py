@@ -6,8 +6,8 @@ import torch
 
 from shoal.checkpoint.commit import write_checkpoint
 from shoal.checkpoint.diff import compare
+from shoal.checkpoint.pieces import as_blob
 from shoal.checkpoint.reader import read
-from shoal.checkpoint.tensors import as_blob
 
 torch.set_num_threads(1)
 

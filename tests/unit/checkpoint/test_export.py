@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.checkpoint.commit import write_checkpoint
 from shoal.checkpoint.export import new_folder, read_weights, write_program, write_weights
-from shoal.checkpoint.tensors import as_blob
+from shoal.checkpoint.pieces import as_blob
 from shoal.core.errors import RequestError, RunError
 
 torch.set_num_threads(1)

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.files import NotWhole
-from shoal.checkpoint.layout import draw_id
+from shoal.checkpoint.files import NotWhole, draw_id
 from shoal.checkpoint.manifest import Manifest, Part, decode, decode_part, encode, encode_part, merge, whole_tensor
 from shoal.checkpoint.shard import FileEntry, lay_out
-from shoal.checkpoint.values import pack, unpack
+from shoal.checkpoint.strictjson import pack, unpack
 from support.checkpoint.forged import forge, make, manifest_tree
 
 VALUES = st.recursive(

@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 from shoal.checkpoint.commit import begin, commit, write_checkpoint, write_part
 from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.manifest import Manifest, Piece, TensorEntry
+from shoal.checkpoint.pieces import as_blob, dtype_name, from_bytes
 from shoal.checkpoint.reader import read
 from shoal.checkpoint.shard import ITEM_BYTES
-from shoal.checkpoint.tensors import as_blob, dtype_name, from_bytes
 from shoal.core.errors import RequestError
 
 torch.set_num_threads(1)

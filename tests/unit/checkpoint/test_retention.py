@@ -6,10 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.goodness import Fallback, fall_back, mark_good, newest_good, refuse_only_aside
-from shoal.checkpoint.proven import Proven
-from shoal.checkpoint.retention import expire, expired, list_aside, set_aside
-from shoal.checkpoint.sweep import sweep
+from shoal.checkpoint.commit import sweep
+from shoal.checkpoint.retention import (
+    Fallback,
+    Proven,
+    expire,
+    expired,
+    fall_back,
+    list_aside,
+    mark_good,
+    newest_good,
+    refuse_only_aside,
+    set_aside,
+)
 from shoal.checkpoint.whole import newest_whole
 from shoal.core.errors import RequestError
 from support.checkpoint.forged import contents, expected, make

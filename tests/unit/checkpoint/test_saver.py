@@ -1,5 +1,6 @@
 """Saving from one process. Several ranks: tests/multiproc/test_background_save.py; faults: tests/chaos."""
 
+import shutil
 import threading
 
 import pytest
@@ -7,9 +8,8 @@ import torch
 
 import shoal.checkpoint.saver as saver_module
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.checkpoint.copies import Copies
 from shoal.checkpoint.reader import newest_whole, read
-from shoal.checkpoint.saver import Saver
+from shoal.checkpoint.saver import Copies, Saver, warn_if_short
 from shoal.core.events import CheckpointFailed, CheckpointSaved, Warned
 
 torch.set_num_threads(1)
@@ -206,3 +206,14 @@ def test_copies_use_their_memory_again():
     assert {name: tensor.data_ptr() for name, tensor in second.items()} == places and second["a"].tolist() == [7.0] * 3
     third = copies.take({"a": torch.ones(4), "c": torch.ones(1)})
     assert third["a"].shape == (4,) and set(third) == {"a", "c"}
+
+
+def test_enough_room_is_no_warning(tmp_path):
+    assert warn_if_short(tmp_path / "run" / "checkpoints", 1) is None
+
+
+def test_too_little_room_names_both_numbers_and_the_fix(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    warning = warn_if_short(tmp_path / "run" / "checkpoints", 10 * free)
+    assert "need" in warning and "the disk has" in warning and "checkpoint.keep" in warning
+    assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from shoal.checkpoint.commit import write_checkpoint
-from shoal.checkpoint.tensors import as_blob
+from shoal.checkpoint.pieces import as_blob
 from shoal.cli.ckpt import app
 from shoal.core.errors import RequestError, RunError
 from support.checkpoint.forged import make

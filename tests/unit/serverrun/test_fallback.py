@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.checkpoint.goodness import mark_good
+from shoal.checkpoint.retention import mark_good
 from shoal.core.events import GradientRefused, StepDone
 from shoal.core.rundir import RunDir
 from shoal.serverrun.notices import fall_back_if_refused

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.layout import parse_step
+from shoal.checkpoint.files import parse_step
 from shoal.checkpoint.whole import newest_whole
 from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST

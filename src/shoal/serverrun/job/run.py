@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from shoal.checkpoint.sweep import sweep
+from shoal.checkpoint.commit import sweep
 from shoal.core.errors import EXIT_DONE, EXIT_NO, RunError
 from shoal.core.rundir import RunDir
 from shoal.engine.resolve import default_threads

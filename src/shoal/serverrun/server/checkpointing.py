@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.checkpoint.goodness import mark_good, newest_good
-from shoal.checkpoint.proven import Proven
 from shoal.checkpoint.reader import read, read_local
+from shoal.checkpoint.retention import Proven, mark_good, newest_good
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.vote import Phase
 from shoal.checkpoint.whole import hash_manifest, newest_whole

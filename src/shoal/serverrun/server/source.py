@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shoal.checkpoint.goodness import refuse_only_aside
+from shoal.checkpoint.retention import refuse_only_aside
 from shoal.checkpoint.whole import glance
 from shoal.comm.world import Place, World
 from shoal.core.errors import AgreedError, RequestError, RunError

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.layout import (
+from shoal.checkpoint.files import (
     Beside,
     beside_name,
     draw_id,

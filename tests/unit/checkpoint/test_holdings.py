@@ -1,4 +1,4 @@
-"""Pieces from any number of ranks, in any layout, become the local tensors of any other: bit for bit."""
+"""Which rank writes which tensor."""
 
 import random
 
@@ -8,14 +8,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.checkpoint.commit import write_checkpoint
-from shoal.checkpoint.cutting import blobs_of, list_holdings, view_cuts
 from shoal.checkpoint.files import NotWhole
-from shoal.checkpoint.holdings import cuts_of, decode_listing, divide, encode_listing
+from shoal.checkpoint.holdings import assign, cuts_of, decode_listing, divide, encode_listing
+from shoal.checkpoint.pieces import blobs_of, list_holdings, view_cuts
 from shoal.checkpoint.reader import read, read_local
 from shoal.checkpoint.whole import verify
 from shoal.comm.full_tensor import take_local
 from shoal.core.errors import RequestError, RunError
 from shoal.core.placement import Patch, Placement, place_whole
+
+SIZES = st.dictionaries(st.text(min_size=1, max_size=5), st.integers(0, 10**9), max_size=60)
+
+
+@given(SIZES, st.integers(1, 9))
+def test_every_tensor_has_one_rank_and_the_load_is_balanced(sizes, num_ranks):
+    owners = assign(sizes, num_ranks)
+    assert owners.keys() == sizes.keys() and set(owners.values()) <= set(range(num_ranks))
+    loads = [sum(size for name, size in sizes.items() if owners[name] == rank) for rank in range(num_ranks)]
+    # No rank is ahead of another by more than its last, smallest tensor.
+    assert max(loads) - min(loads) <= max(sizes.values(), default=0)
+    fair = max(sum(sizes.values()) / num_ranks, max(sizes.values(), default=0))
+    assert max(loads) <= 2 * fair
+
+
+@given(SIZES, st.integers(1, 9), st.randoms())
+def test_the_order_of_the_mapping_does_not_matter(sizes, num_ranks, random):
+    names = list(sizes)
+    random.shuffle(names)
+    assert assign({name: sizes[name] for name in names}, num_ranks) == assign(sizes, num_ranks)
+
+
+def test_an_example():
+    assert assign({"a": 5, "b": 4, "c": 3, "d": 3}, 2) == {"a": 0, "b": 1, "c": 1, "d": 0}
+
 
 torch.set_num_threads(1)
 
