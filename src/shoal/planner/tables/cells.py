@@ -1,8 +1,12 @@
-"""What the words in a table's cells mean: devices, networks, software, schedules, precision, recompute.
+"""A table of runs as it is written: the rows of a CSV file, and what the words in its cells mean.
 
-Tables are written by people: a cell says "A100-80GB-SXM", "interleaved-1F1B v=3" or "1 (distributed optimizer, assumed)".
-What is not understood is no error here, but for a device: it is said to be unknown, and ``table.py`` says what it took instead,
-or ``odd_cells`` what it may be.
+Rows are read with the lines that they begin on, before any cell is. ``csv.DictReader`` would fill up a row that is too short
+and drop the end of one that is too long. In both a comma is missing or one too many, and from there on every number stands
+under another column's name.
+
+The words in cells mean devices, networks, software, schedules, precision, recompute. Tables are written by people: a cell says
+"A100-80GB-SXM", "interleaved-1F1B v=3" or "1 (distributed optimizer, assumed)". What is not understood is no error here, but
+for a device: it is said to be unknown, and ``table.py`` says what it took instead, or ``odd_cells`` what it may be.
 
 Some cells are wrong, and some are not understood. What is not known is assumed, and the row is predicted. A number or a type
 that there is not (``zero`` 9, ``bf17``) is wrong: its row would be predicted for another run than the table means, and is not.
@@ -11,15 +15,116 @@ it were not known, out of range, and the word is said. A phrase, or a word by wh
 and nothing is said of it.
 """
 
+import csv
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
 
 from shoal.core.errors import RequestError, nearest
 from shoal.core.pipelines import SCHEDULES, schedule_facts
 from shoal.planner.hardware.devices import Cluster
 from shoal.planner.hardware.presets import LINKS, PRESETS, Preset, cluster_of, unknown_device
+
+_MOST_ROWS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row, as it is written."""
+
+    number: int
+    """Counted from 0, without the header."""
+    line: int
+    """Of the file, counted from 1, on which it begins: cells in quotes may go over several."""
+    cells: dict[str, str]
+    """By column; what a short row lacks is empty."""
+    problem: str = ""
+    """Why its cells cannot be told apart, where that is so."""
+
+
+def read_rows(path: Path, *, needed: Sequence[str], optional: Sequence[str]) -> list[Row]:
+    """Every row of a CSV file; empty lines are none.
+
+    Args:
+        path: the file.
+        needed: columns that it must have.
+        optional: columns that it may have, and rows may leave out at their end.
+
+    Raises:
+        RequestError: there is no such file, it is no CSV file, a needed column is missing or there twice, or there are no rows.
+    """
+    try:
+        # Spreadsheets put a mark in front of UTF-8.
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(_rows(path, file, needed, optional))
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}; give a CSV file that is there") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not a CSV file in UTF-8: {error}; save it as UTF-8") from error
+    except csv.Error as error:
+        raise RequestError(f"{path} is not a CSV file: {error}; see that every quote is closed") from error
+    if not rows:
+        raise RequestError(f"{path} has no rows; give a table with at least one run")
+    return rows
+
+
+def _rows(path: Path, file: TextIO, needed: Sequence[str], optional: Sequence[str]) -> Iterator[Row]:
+    reader = csv.reader(file)
+    header = next((cells for cells in reader if cells), None)
+    if header is None:
+        raise RequestError(f"{path} is empty; a table of runs begins with a line of columns: {', '.join(needed)}")
+    _check_header(path, header, needed, optional)
+    number, line = 0, reader.line_num + 1
+    for cells in reader:
+        # A spreadsheet writes an empty line as commas alone.
+        if any(cell.strip() for cell in cells):
+            if number == _MOST_ROWS:
+                raise RequestError(f"{path} has more than {_MOST_ROWS:,} rows; give it in parts")
+            filled = [*cells, *[""] * (len(header) - len(cells))]
+            known = dict(zip(header, filled, strict=False))
+            yield Row(number=number, line=line, cells=known, problem=_misfit(header, cells, optional))
+            number += 1
+        line = reader.line_num + 1
+
+
+def _check_header(path: Path, header: Sequence[str], needed: Sequence[str], optional: Sequence[str]) -> None:
+    missing = [column for column in needed if column not in header]
+    separator = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), None)
+    if missing and separator is not None:
+        raise RequestError(
+            f"{path} has its columns separated by {separator!r}, and a table of runs has commas; save it with commas between them"
+        )
+    if missing:
+        others = [column for column in header if column not in needed]
+        lowered = {other.strip().lower(): other for other in others}
+        close = {column: lowered.get(nearest(column, lowered) or "") for column in missing}
+        renames = ", ".join(f"{found!r} to {column!r}" for column, found in close.items() if found)
+        fix = f"rename {renames}; " if renames else ""
+        raise RequestError(
+            f"{path} has {len(header)} columns, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not among them; "
+            f"{fix}a table of runs has {', '.join(needed)}"
+        )
+    twice = next((column for column in (*needed, *optional) if header.count(column) > 1), None)
+    if twice is not None:
+        raise RequestError(f"{path} has the column {twice} {header.count(twice)} times; keep one of them")
+
+
+def _misfit(header: Sequence[str], cells: Sequence[str], optional: Sequence[str]) -> str:
+    """What is wrong with the number of cells; empty ones at the end, and notes that were left out, move nothing."""
+    absent = [column for column in header[len(cells) :] if column not in optional]
+    extra = [cell for cell in cells[len(header) :] if cell.strip()]
+    if absent:
+        return f"it has {len(cells)} cells and the header has {len(header)}: {absent[0]} and what follows is missing; give all"
+    if extra:
+        return (
+            f"it has {len(cells)} cells and the header has {len(header)}: {extra[0]!r} is under no column; remove it, or put a "
+            f"cell that has a comma in quotes"
+        )
+    return ""
+
 
 _DEVICE = re.compile(r"(mi\d{3}[ax]|gb\d00|gh\d00|[abhvl]\d{2,3}s?)(?!\d)", re.IGNORECASE)
 _PER_NODE = re.compile(r"(?<!\d)(\d{1,2}) ?x ?(?:MI|GB|GH|V|A|H|B)\d{2,3}|(\d{1,2})-GPU nodes", re.IGNORECASE)

@@ -17,6 +17,7 @@ from shoal.costs.transformer import TransformerShape, transformer_chain
 from shoal.planner.hardware.devices import WIDE_TYPES, Cluster
 from shoal.planner.hardware.software import SOFTWARE, Software
 from shoal.planner.tables.cells import (
+    Row,
     find_device,
     is_on,
     likely_software,
@@ -25,6 +26,7 @@ from shoal.planner.tables.cells import (
     read_measured,
     read_precision,
     read_recompute,
+    read_rows,
     read_schedule,
     read_software,
     read_zero,
@@ -32,7 +34,6 @@ from shoal.planner.tables.cells import (
     wrong_cells,
 )
 from shoal.planner.tables.options import as_used, exchanges_heads
-from shoal.planner.tables.rows import Row, read_rows
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "vocab", "gpu",
