@@ -217,7 +217,7 @@ def run_rank(mesh, case, stage, mutant=None):
         with mesh.traffic.counting() as moved:
             reduction.begin_step()
             # At stage 3 replicas run equally many passes, with an empty batch where one has no sample.
-            own = [chunk for chunk in parts[rank] if len(chunk) or reduction.needs_lockstep]
+            own = [chunk for chunk in parts[rank] if len(chunk) or reduction.stage == 3]
             for index, chunk in enumerate(own):
                 with reduction.microbatch(is_last=index == len(own) - 1):
                     how = {"chunk": chunk, "step": step, "total": total}

@@ -4,10 +4,11 @@ What runs may differ from what lies side by side: a forward pass decides where o
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NUMBERED = re.compile(r"(.*?)_?\d+")
@@ -48,6 +49,29 @@ def sibling_blocks(path: str, module: nn.Module) -> Iterator[tuple[str, ...]]:
         names = [f"{path}.{name}" if path else name for name, _ in children]
         if key is not None and len(names) >= fewest:
             yield tuple(names)
+
+
+def stream_key(args: Sequence[Any], kwargs: Mapping[str, Any], kind: type = Tensor) -> int | str | None:
+    """Where a block is given the tensor that it works on: the first positional one, else ``hidden_states``, else the first.
+
+    None where it is given no tensor. In the record of a call, tensors are of another ``kind``.
+    """
+    for place, value in enumerate(args):
+        if isinstance(value, kind):
+            return place
+    names = [name for name, value in kwargs.items() if isinstance(value, kind)]
+    return "hidden_states" if "hidden_states" in names else next(iter(names), None)
+
+
+def replace_stream(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block with another stream."""
+    key = stream_key(args, kwargs)
+    if isinstance(key, int):
+        return (*args[:key], change(args[key]), *args[key + 1 :]), kwargs
+    assert key is not None, "a block is given a tensor"
+    return args, {**kwargs, key: change(kwargs[key])}
 
 
 def opened_modules(model: nn.Module, blocks: Iterable[str]) -> set[str]:

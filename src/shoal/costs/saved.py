@@ -18,18 +18,14 @@ class SavedActivations:
 
     def leave_out(self, tensor: Tensor) -> None:
         """Not counted: a parameter, an input, or what is there anyway."""
-        storage = tensor.untyped_storage()
-        self._seen[_identity(tensor)] = storage
-
-    def keep(self, value: object) -> int:
-        """Count a tensor's storage, unless it was seen before; the bytes that this added."""
-        if not isinstance(value, Tensor) or _identity(value) in self._seen:
-            return 0
         # The storage itself is held while measuring: memory that is freed and used again would count as seen.
-        storage = value.untyped_storage()
-        self._seen[_identity(value)] = storage
-        self.num_bytes += storage.nbytes()
-        return storage.nbytes()
+        self._seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+    def keep(self, value: object) -> None:
+        """Count a tensor's storage, unless it was seen before."""
+        if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self._seen:
+            self.leave_out(value)
+            self.num_bytes += value.untyped_storage().nbytes()
 
 
 _measuring: ContextVar[SavedActivations | None] = ContextVar("measuring", default=None)
@@ -38,10 +34,6 @@ _measuring: ContextVar[SavedActivations | None] = ContextVar("measuring", defaul
 def measuring() -> SavedActivations | None:
     """The count that is going on, for what keeps tensors by other ways than autograd's; None where nobody counts."""
     return _measuring.get()
-
-
-def _identity(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
@@ -65,12 +57,9 @@ def measure_saved(model: nn.Module | None = None, *inputs: Tensor) -> Iterator[S
         saved.keep(tensor)
         return tensor
 
-    def unpack(tensor: Tensor) -> Tensor:
-        return tensor
-
     token = _measuring.set(saved)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield saved
     finally:
         _measuring.reset(token)

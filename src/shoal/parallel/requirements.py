@@ -1,31 +1,18 @@
 """What a plan needs of any module: the rules of ``core/combine.py``, fed with what was found in it.
 
-Importing this file teaches ``Plan.check`` to read a ``ModuleAnalysis`` or an ``nn.Module``. Run as
-``python -m shoal.parallel.requirements docs/guides/parallelism.md`` it writes the table of combinations into that page, from
-the same rules.
+Importing this file teaches ``Plan.check`` to read a ``ModuleAnalysis`` or an ``nn.Module``.
 """
 
-import itertools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width, model_facts
-from shoal.core.plan import Plan
 from shoal.costs.blocks import is_under
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig, SplitKind, Stack
 from shoal.parallel.analysis.trace import linear_sizes
 from shoal.parallel.tensor.sequence import is_cut, why_whole
-
-TABLE_START = (
-    "<!-- combinations: written by `python -m shoal.parallel.requirements docs/guides/parallelism.md`, do not edit -->"
-)
-TABLE_END = "<!-- end of combinations -->"
 
 
 def describe_facts(
@@ -111,103 +98,3 @@ def _(model: nn.Module) -> ModelFacts | None:
     return ModelFacts(
         name=facts.name, num_blocks=max(1, facts.num_blocks), num_pairs=facts.num_pairs, heads=facts.heads
     )
-
-
-_TECHNIQUES: dict[str, dict[str, Any]] = {
-    "dp": {"dp": 2},
-    "zero=1": {"dp": 2, "zero": 1},
-    "zero=2": {"dp": 2, "zero": 2},
-    "zero=3": {"dp": 2, "zero": 3},
-    "tp": {"tp": 2},
-    "sp": {"tp": 2, "sp": True},
-    "cp ring": {"cp": 2},
-    "cp alltoall": {"cp": 2, "cp_kind": "alltoall"},
-    "pp": {"pp": 2, "schedule": "1f1b"},
-    "pp, pipedream": {"pp": 2, "schedule": "pipedream"},
-    "recompute=selective": {"recompute": "selective"},
-    "recompute=full": {"recompute": "full"},
-}
-_MODELS = {
-    "transformer": ModelFacts(
-        name="the transformer",
-        num_blocks=4,
-        num_pairs=8,
-        heads=((8, 4),),
-        has_attention=True,
-        sequence=64,
-        has_sequence=True,
-    ),
-    "transformer with attention dropout": ModelFacts(
-        name="the transformer",
-        num_blocks=4,
-        num_pairs=8,
-        heads=((8, 4),),
-        has_attention=True,
-        sequence=64,
-        has_sequence=True,
-        attention_dropout=0.1,
-    ),
-    "mlp": ModelFacts(name="the mlp", num_blocks=2, num_pairs=1, widths=(Width(name="hidden", size=64),)),
-    "cnn": ModelFacts(
-        name="the cnn",
-        num_pairs=1,
-        widths=(Width(name="hidden", size=64),),
-        has_batch_norm=True,
-        keeps_statistics=True,
-    ),
-}
-
-
-def combination_table() -> str:
-    """The table of combinations as Markdown: techniques with each other on a transformer, then each on other models."""
-    names = list(_TECHNIQUES)
-    lines = ["| with | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    refused: dict[str, int] = {}
-    for row in names:
-        cells = [_cell({**_TECHNIQUES[row], **_TECHNIQUES[column]}, row, column, refused) for column in names]
-        lines.append(f"| **{row}** | " + " | ".join(cells) + " |")
-    lines += ["", "| model | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for model, facts in _MODELS.items():
-        cells = [_verdict(Plan(**{"dp": 1, **_TECHNIQUES[name]}), facts, refused) for name in names]
-        lines.append(f"| {model} | " + " | ".join(cells) + " |")
-    notes = [f"{number}. {reason}" for reason, number in refused.items()]
-    return "\n".join([*lines, "", *notes])
-
-
-def _cell(keys: dict[str, Any], row: str, column: str, refused: dict[str, int]) -> str:
-    clashes = [
-        key
-        for key in _TECHNIQUES[row].keys() & _TECHNIQUES[column].keys()
-        if _TECHNIQUES[row][key] != _TECHNIQUES[column][key] and key != "dp"
-    ]
-    # One key has one value: zero=1 and zero=2 are not two techniques but a choice. Stage 3 includes stage 1.
-    is_choice = bool(clashes) or (row != column and row.startswith("cp") and column.startswith("cp"))
-    if is_choice:
-        return "one of them"
-    return _verdict(Plan(**{"dp": 1, **keys}), _MODELS["transformer"], refused)
-
-
-def _verdict(plan: Plan, facts: ModelFacts, refused: dict[str, int]) -> str:
-    problems = plan.problems(facts)
-    if not problems:
-        return "yes"
-    reasons = [problem.partition(";")[0] for problem in problems]
-    return "no " + ", ".join(f"[{refused.setdefault(reason, len(refused) + 1)}]" for reason in reasons)
-
-
-def write_table(page: Path) -> None:
-    """Put the table between its two marks in a page.
-
-    Raises:
-        RequestError: the page has no marks.
-    """
-    text = page.read_text()
-    if TABLE_START not in text or TABLE_END not in text:
-        raise RequestError(f"{page} has no lines {TABLE_START!r} and {TABLE_END!r}; put them where the table goes")
-    head, _, rest = text.partition(TABLE_START)
-    page.write_text(f"{head}{TABLE_START}\n\n{combination_table()}\n\n{TABLE_END}{rest.partition(TABLE_END)[2]}")
-
-
-if __name__ == "__main__":
-    for argument in itertools.islice(sys.argv, 1, None):
-        write_table(Path(argument))

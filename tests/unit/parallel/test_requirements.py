@@ -1,14 +1,12 @@
 """A plan is checked against what was found in a module; the table in the guide is what the rules say."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import RequestError
 from shoal.core.facts import model_facts
-from shoal.core.plan import EXECUTED, Plan
+from shoal.core.plan import Plan
 from shoal.data.spec import DataSpec
 from shoal.models.build import build_model
 from shoal.models.config import CnnConfig, GptConfig
@@ -16,16 +14,7 @@ from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.describe import describe, shorten
-from shoal.parallel.requirements import (
-    _TECHNIQUES,
-    TABLE_END,
-    TABLE_START,
-    combination_table,
-    describe_facts,
-    write_table,
-)
-
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "parallelism.md"
+from shoal.parallel.requirements import describe_facts
 
 
 @pytest.fixture(scope="module")
@@ -135,30 +124,3 @@ def test_paths_are_shortened_by_their_numbers():
     assert shorten(["a.0.x", "a.1.x", "a.2.x", "b"]) == "a.0-2.x, b"
     assert shorten(["a.0.x", "a.2.x"]) == "a.0+2.x"
     assert shorten(["h.0.1", "h.1.1"]) == "h.0-1.1"
-
-
-def test_the_guide_has_the_table_that_the_rules_give():
-    between = GUIDE.read_text().partition(TABLE_START)[2].partition(TABLE_END)[0]
-    assert between.strip() == combination_table(), (
-        "run `python -m shoal.parallel.requirements docs/guides/parallelism.md`"
-    )
-
-
-def test_the_table_asks_about_every_technique_that_a_plan_can_have():
-    asked = {key for keys in _TECHNIQUES.values() for key in keys}
-    # Three say how much of a pipeline, not which; servers are no way of laying a model out, and core/serving.py has their rules.
-    others = {"chunks", "replicas", "microbatches", "ps", "workers", "update", "backup"}
-    assert asked == EXECUTED - others
-
-
-def test_the_table_is_written_between_its_marks(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{TABLE_START}\nold\n{TABLE_END}\nafter\n")
-    write_table(page)
-    text = page.read_text()
-    assert (
-        text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text and combination_table() in text
-    )
-    page.write_text("no marks")
-    with pytest.raises(RequestError, match="put them where the table goes"):
-        write_table(page)

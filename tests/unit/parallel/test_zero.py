@@ -134,7 +134,7 @@ def test_at_stage_3_weights_are_there_only_while_they_are_used():
     assert [tuple(parameter.shape) for parameter in model.parameters()] == [
         tuple(p.shape) for p in build().parameters()
     ]
-    assert reduction.needs_lockstep
+    assert reduction.stage == 3
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.costs.blocks import replace_stream
 from shoal.costs.tracer import preserved_state
 from shoal.parallel.analysis.trace import scores_first
 
@@ -60,7 +61,7 @@ def _run_stack(
         raise _EnoughError
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return _change_stream(args, kwargs, change)
+        return replace_stream(args, kwargs, change)
 
     with _probing(model) as stack:
         stack.enter_context(_LocalAttention(is_silent))
@@ -96,11 +97,11 @@ def _run_tail(
 ) -> Tensor | None:
     """The scores, with what the block ``last`` puts out changed; None where the model cannot work with that."""
 
-    def replace_stream(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def change_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return _replace_first(output, change)
 
     with _probing(model) as stack:
-        stack.enter_context(_removing(model.get_submodule(last).register_forward_hook(replace_stream)))
+        stack.enter_context(_removing(model.get_submodule(last).register_forward_hook(change_output)))
         try:
             return next(scores_first(model(*example)), None)
         except Exception:  # The user's code may raise anything when it meets a length that it did not expect.
@@ -189,20 +190,6 @@ def _later_half(tensor: Tensor, dim: int) -> Tensor:
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-4)
-
-
-def _change_stream(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    for place, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return (*args[:place], change(value), *args[place + 1 :]), kwargs
-    name = (
-        "hidden_states"
-        if "hidden_states" in kwargs
-        else next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    )
-    return args, {**kwargs, name: change(kwargs[name])}
 
 
 def _replace_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:

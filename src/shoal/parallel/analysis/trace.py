@@ -173,7 +173,8 @@ def _read(record: Record, model: nn.Module, trace: Trace) -> None:
     parents = {path for path, module in modules.items() if next(module.children(), None) is not None}
     for event in record.events:
         if isinstance(event, ModuleCall) and event.path in parents:
-            trace.calls.append(BlockCall(event.path, stream_of(event.args, event.kwargs)))
+            tensors = tensors_in([event.args, event.kwargs.get("hidden_states"), event.kwargs])
+            trace.calls.append(BlockCall(event.path, tensors[0] if tensors else None))
         elif isinstance(event, ModuleReturn) and event.path in parents:
             call = next(call for call in reversed(trace.calls) if call.path == event.path)
             call.put_out = next(iter(tensors_in(event.output)), None)
@@ -196,8 +197,3 @@ def _read_known(call: Call, module: nn.Module, trace: Trace) -> None:
         trace.torch_attentions.append(path)
         if any(tensor.requires_grad for tensor in tensors[3:]):
             trace.learned_masks.add(path)
-
-
-def stream_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorInfo | None:
-    """The tensor that a block works on: its first positional one, else ``hidden_states``, else its first."""
-    return next(iter(tensors_in([args, kwargs.get("hidden_states"), kwargs])), None)

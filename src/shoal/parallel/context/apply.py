@@ -25,6 +25,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.trafficcounter import TrafficCounts
 from shoal.core.axes import Axis
 from shoal.core.errors import Refusal, RequestError
+from shoal.costs.blocks import stream_key
 from shoal.models.transformer import Rotary
 from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.context.intercept import Interception, Run
@@ -268,9 +269,9 @@ def _run_block(
 
 
 def _stream_of(args: Sequence[Any], kwargs: Mapping[str, Any], path: str) -> Tensor:
-    """The stream: the first tensor by place, else the one that Hugging Face calls hidden states, else the first by name."""
-    named = kwargs.get("hidden_states")
-    for value in (*args, named, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value
-    raise Refusal(f"cp: block {path!r} was given no tensor, so it has no stream to cut; use cp=1")
+    key = stream_key(args, kwargs)
+    if key is None:
+        raise Refusal(f"cp: block {path!r} was given no tensor, so it has no stream to cut; use cp=1")
+    stream = args[key] if isinstance(key, int) else kwargs[key]
+    assert isinstance(stream, Tensor)
+    return stream

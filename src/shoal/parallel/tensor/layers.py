@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from shoal.comm.channel import Channel
 from shoal.core.errors import Refusal, RequestError
+from shoal.costs.blocks import replace_stream
 from shoal.parallel.tensor.crossing import copy_in, gather_sequence, scatter_sequence, sum_out
-from shoal.parallel.tensor.sequence import Region, replace_stream
+from shoal.parallel.tensor.sequence import Region, check_stream
 
 
 class Entry:
@@ -56,6 +57,7 @@ class Entry:
 
     def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The parent's forward with its stream gathered."""
+        check_stream(args, kwargs)
         args, kwargs = replace_stream(args, kwargs, self._gather_before)
         try:
             return forward(*args, **kwargs)

@@ -23,11 +23,9 @@ from torch import Tensor, nn
 
 from shoal.comm.channel import Channel
 from shoal.core.errors import Refusal
-from shoal.costs.tracer import TensorInfo
+from shoal.costs.blocks import replace_stream, stream_key
 from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind, Stack
 from shoal.parallel.tensor.crossing import enter_sequence, leave_sequence
-
-_STREAM = "hidden_states"
 
 
 def is_cut(analysis: ModuleAnalysis, stack: Stack) -> bool:
@@ -115,7 +113,7 @@ class Region:
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A block's forward, which remembers what it was given beside its stream for as long as it runs."""
-        key = stream_key(args, kwargs)
+        key = check_stream(args, kwargs)
         stream = args[key] if isinstance(key, int) else kwargs[key]
         # Said again, because a recomputed run, or one of another pipeline stage, may come after another length.
         self.whole_length = stream.shape[self.dim] * self.channel.size
@@ -165,34 +163,24 @@ def find_region(regions: Mapping[str, Region], path: str) -> Region | None:
     return None
 
 
-def stream_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
-    """Where a call, or the record of one, has its stream: the first argument, or ``hidden_states``.
+def check_stream(args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: type = Tensor) -> int | str:
+    """Where a call, or the record of one, has its stream.
 
     Raises:
-        Refusal: neither is a tensor.
+        Refusal: it is neither the first argument nor the one named ``hidden_states``.
     """
-    if args and isinstance(args[0], Tensor | TensorInfo):
-        return 0
-    if isinstance(kwargs.get(_STREAM), Tensor | TensorInfo):
-        return _STREAM
-    raise Refusal(
-        f"sp=true cuts the first argument of a block, or the one named {_STREAM}, and neither is a tensor; leave sp out"
-    )
-
-
-def replace_stream(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with another stream."""
-    key = stream_key(args, kwargs)
-    if isinstance(key, int):
-        return (change(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, key: change(kwargs[key])}
+    key = stream_key(args, kwargs, kind)
+    if key not in (0, "hidden_states"):
+        raise Refusal(
+            "sp=true cuts the first argument of a block, or the one named hidden_states, and neither is a tensor; leave sp out"
+        )
+    return key
 
 
 def _enter(
     region: Region, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    check_stream(args, kwargs)
     return replace_stream(args, kwargs, region.enter)
 
 

@@ -28,7 +28,7 @@ from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.costs.tracer import ModuleCall, Record, Saved, TensorInfo, Tracer, preserved_state, tensors_in
 from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
-from shoal.parallel.tensor.sequence import is_cut, parent_of, stream_key
+from shoal.parallel.tensor.sequence import check_stream, is_cut, parent_of
 
 _SCORES_PER_TARGET = 3
 
@@ -210,7 +210,7 @@ class _CrossingReader:
 
     def _begin_block(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_cut = self._cut[path]
-        key = stream_key(args, kwargs) if self._is_cut else 0
+        key = check_stream(args, kwargs, TensorInfo) if self._is_cut else 0
         if self._is_cut and path == self._stacks[path].blocks[0]:
             self._note(CrossingKind.ENTRY, args[0] if isinstance(key, int) else kwargs[key], path=path)
         beside = tensors_in([*args[1:], *(value for name, value in kwargs.items() if name != key)])

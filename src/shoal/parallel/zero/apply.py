@@ -117,11 +117,6 @@ class ZeroReduction:
         """Where each of ``updated`` lies in its whole parameter."""
         return self._placements
 
-    @property
-    def needs_lockstep(self) -> bool:
-        """True at stage 3: every replica must run equally many forward passes, because weights are gathered in them."""
-        return self.stage == 3
-
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         self.gradients.begin_step()
