@@ -7,7 +7,6 @@ torch to ask for its version would take two seconds, and may be what does not wo
 
 import os
 import platform
-import re
 import resource
 import shutil
 import sys
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
 from shoal.core.processor import VARIABLE, WITHOUT_TILES, avoid_hidden_tiles
 from shoal.core.units import format_bytes
@@ -251,18 +252,13 @@ def installed_version(package: str) -> str | None:
 
 def requirements(lines: list[str]) -> dict[str, str]:
     """The lowest version of each requirement that is not an extra: ``torch>=2.13`` gives ``{"torch": "2.13"}``."""
-    found = {}
-    for line in lines:
-        match = re.fullmatch(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)", line)
-        if match is not None:
-            found[match[1]] = match[2]
-    return found
+    plain = [requirement for requirement in map(Requirement, lines) if requirement.marker is None]
+    return {one.name: bound.version for one in plain for bound in one.specifier if bound.operator == ">="}
 
 
-def release(text: str) -> tuple[int, ...]:
-    """The numbers of a version without what follows them, and without trailing zeros: ``2.13.0+cpu`` gives ``(2, 13)``."""
-    match = re.match(r"\d+(?:\.\d+)*", text)
-    numbers = [int(part) for part in match[0].split(".")] if match else []
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+def release(text: str) -> Version:
+    """A version without what follows its numbers: ``2.13.0rc1+cpu`` is 2.13. One that cannot be read is below every other."""
+    try:
+        return Version(Version(text).base_version)
+    except InvalidVersion:
+        return Version("0")

@@ -123,4 +123,4 @@ def test_requirements_of_extras_are_left_out():
 
 def test_releases_compare_as_numbers():
     assert release("2.13.0") == release("2.13") < release("2.13.1") < release("2.100")
-    assert release("nonsense") == ()
+    assert release("2.13.0rc1+cpu") == release("2.13") and release("nonsense") < release("0.0.1")
