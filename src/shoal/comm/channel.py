@@ -63,7 +63,7 @@ class Transport(Protocol):
         """The largest over ranks, elementwise, in place."""
 
     def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        """Add the flat ``whole`` over ranks and put this rank's stretch of it into ``own``; ``whole`` is left undefined."""
+        """Add the flat ``whole`` over ranks and put this rank's slice of it into ``own``; ``whole`` is left undefined."""
 
     def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
         """Put every rank's flat ``own`` one after another into ``whole``."""
@@ -115,12 +115,12 @@ class Channel:
         return tensor
 
     def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> Tensor:
-        """Add the flat ``whole`` over ranks and put this rank's stretch into ``own``; ``whole`` is undefined afterwards.
+        """Add the flat ``whole`` over ranks and put this rank's slice into ``own``; ``whole`` is undefined afterwards.
 
         Args:
             whole: 1-D, ``sum(counts)`` elements.
-            own: 1-D, ``counts[rank]`` elements; it may be that stretch of ``whole`` itself.
-            counts: elements of each rank's stretch, in the order of ranks; some may be zero.
+            own: 1-D, ``counts[rank]`` elements; it may be that slice of ``whole`` itself.
+            counts: elements of each rank's slice, in the order of ranks; some may be zero.
         """
         assert whole.numel() == sum(counts) and own.numel() == counts[self.rank]
         if self.transport is None:
@@ -134,7 +134,7 @@ class Channel:
         return own
 
     def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> Tensor:
-        """Put every rank's flat ``own`` one after another into ``whole``; ``own`` may be its stretch of ``whole`` itself."""
+        """Put every rank's flat ``own`` one after another into ``whole``; ``own`` may be its slice of ``whole`` itself."""
         assert whole.numel() == sum(counts) and own.numel() == counts[self.rank]
         if self.transport is None:
             if own.data_ptr() != whole.data_ptr():
@@ -262,7 +262,7 @@ class EchoTransport:
         """See ``Transport``."""
 
     def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        """See ``Transport``. Whose stretch it is cannot be told from here; that of the first of its size will do."""
+        """See ``Transport``. Whose slice it is cannot be told from here; that of the first of its size will do."""
         with self._timed():
             first = next(part for part in torch.split(whole, list(counts)) if part.numel() == own.numel())
             if own.numel() and own.data_ptr() != first.data_ptr() and not _overlap(own, whole):

@@ -33,7 +33,7 @@ SLOT_BYTES = 512 * 1024
 WHOLE_BYTES = 32 * 1024
 """Up to this size everyone adds everything, which saves the second meeting. Chosen, not measured."""
 _ALIGN = 64
-"""Sections and stretches begin at a multiple of this many elements, so that ranks write to different cache lines."""
+"""Sections and slices begin at a multiple of this many elements, so that ranks write to different cache lines."""
 
 _Combine: TypeAlias = Callable[..., Tensor]
 _OPERATIONS = ("all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "all_to_all", "ring_shift", "broadcast")
@@ -193,7 +193,7 @@ class SharedTransport:
         self._enter(operation, flat.dtype, num_bytes)
         # Two ranks add everything twice: that is no more work than handing one's half of the result to the other.
         one_round = self.size == 2 or num_bytes <= WHOLE_BYTES
-        step = self._combine_whole if one_round else self._combine_stretches
+        step = self._combine_whole if one_round else self._combine_slices
         for piece in (flat,) if num_bytes <= SLOT_BYTES else torch.split(flat, SLOT_BYTES // flat.itemsize):
             step(piece, combine)
 
@@ -206,15 +206,15 @@ class SharedTransport:
         slots[self.rank] = piece
         self._fold(slots, combine, piece)
 
-    def _combine_stretches(self, piece: Tensor, combine: _Combine) -> None:
-        """Each rank adds up a stretch, into its own slot, and all copy the results: two meetings, 1/n of the additions."""
+    def _combine_slices(self, piece: Tensor, combine: _Combine) -> None:
+        """Each rank adds up a slice, into its own slot, and all copy the results: two meetings, 1/n of the additions."""
         num = piece.numel()
         width = -(-num // (self.size * _ALIGN)) * _ALIGN
         starts = [min(place * width, num) for place in range(self.size + 1)]
-        stretches = [(starts[place], starts[place + 1] - starts[place]) for place in range(self.size)]
+        slices = [(starts[place], starts[place + 1] - starts[place]) for place in range(self.size)]
         slots = self._next_slots(piece.dtype)
-        start, length = stretches[self.rank]
-        # Its own stretch a rank reads from the tensor; that part of its slot is kept for the result.
+        start, length = slices[self.rank]
+        # Its own slice a rank reads from the tensor; that part of its slot is kept for the result.
         for begin, end in ((0, start), (start + length, num)):
             if end > begin:
                 slots[self.rank].narrow(0, begin, end - begin).copy_(piece.narrow(0, begin, end - begin))
@@ -225,7 +225,7 @@ class SharedTransport:
             ]
             self._fold(parts, combine, slots[self.rank].narrow(0, start, length))
         self._meet()
-        for place, (start, length) in enumerate(stretches):
+        for place, (start, length) in enumerate(slices):
             if length:
                 piece.narrow(0, start, length).copy_(slots[place].narrow(0, start, length))
 

@@ -296,10 +296,10 @@ class _Keyed(nn.Module):
         call = self._count_call()
         layout = self.layouts[call % len(self.layouts)] if self.layouts else self.layout
         if not torch.compiler.is_compiling() and like.shape[0] != len(draws) - 1:
-            self._look_at(like, len(draws) - 1)
+            self._inspect(like, len(draws) - 1)
         return draw(like, draws, self.site, call, p=p, scale=scale, channels=channels, layout=layout)
 
-    def _look_at(self, like: Tensor, num_samples: int) -> None:
+    def _inspect(self, like: Tensor, num_samples: int) -> None:
         if read_shape(like.shape, num_samples, self.layout.batch_dim).is_guess:
             self.__dict__["odd_shape"] = tuple(like.shape)
 

@@ -120,15 +120,15 @@ def _score(
 ) -> _Scores | None:
     """Score all samples, and those before and after a cut; None where a part has no item."""
     size = len(items.targets)
-    stretches = [(0, size), (0, cut), (cut, size)]
-    weights = [_weight(items.targets[start:stop], uniform) for start, stop in stretches]
+    slices = [(0, size), (0, cut), (cut, size)]
+    weights = [_weight(items.targets[start:stop], uniform) for start, stop in slices]
     if min(weights) == 0 or weights[0] != items.weight:
         return None
     try:
-        found = _losses(loss, items.targets, output_of, stretches, torch.float64)
+        found = _losses(loss, items.targets, output_of, slices, torch.float64)
     except RuntimeError:
         # A loss with numbers of its own, such as weights of classes, may take its own type only.
-        found = _losses(loss, items.targets, output_of, stretches, torch.float32)
+        found = _losses(loss, items.targets, output_of, slices, torch.float32)
     (whole, first, second), largest, eps = found
     if not all(math.isfinite(value) for value in (whole, first, second)):
         return None
@@ -146,13 +146,13 @@ def _losses(
     loss: Loss,
     targets: Tensor,
     output_of: Callable[[int, int], Any],
-    stretches: list[tuple[int, int]],
+    slices: list[tuple[int, int]],
     dtype: torch.dtype,
 ) -> tuple[list[float], float, float]:
-    """The loss of each stretch of samples, the largest number among what was scored, and how finely the loss computes."""
+    """The loss of each slice of samples, the largest number among what was scored, and how finely the loss computes."""
     scored = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
     values, largest, eps = [], 0.0, torch.finfo(dtype).eps
-    for start, stop in stretches:
+    for start, stop in slices:
         output = tree_map(lambda leaf: _cast(leaf, dtype), output_of(start, stop))
         value = scored(output, _cast(targets[start:stop], dtype))
         values.append(float(value))

@@ -106,7 +106,7 @@ def _watching(model: nn.Module, names: Sequence[str], clock: Callable[[], int] |
         seen.clock += 1
         return seen.clock if clock is None else clock()
 
-    def look_at_gradient(name: str) -> Callable[[torch.Tensor], None]:
+    def check_gradient(name: str) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
             when = now()
             if not seen.name and not bool(torch.isfinite(gradient).all()):
@@ -114,7 +114,7 @@ def _watching(model: nn.Module, names: Sequence[str], clock: Callable[[], int] |
 
         return hook
 
-    def look_at_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def check_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if is_silent():
             return  # A unit of another stage, which is only asked for its shapes.
         when = now()
@@ -122,10 +122,10 @@ def _watching(model: nn.Module, names: Sequence[str], clock: Callable[[], int] |
             seen.first_output = when
 
     handles: list[Any] = [
-        parameter.register_hook(look_at_gradient(name))  # type: ignore[no-untyped-call]
+        parameter.register_hook(check_gradient(name))  # type: ignore[no-untyped-call]
         for name, parameter in parameters.items()
     ]
-    handles += [module.register_forward_hook(look_at_output) for module in model.modules()]
+    handles += [module.register_forward_hook(check_output) for module in model.modules()]
     try:
         yield seen
         # What a split backward pass put off came past no hook.

@@ -76,9 +76,11 @@ class TrafficObserver(Hook):
         trainer = self._trainer
         precision = trainer.engine.precision
         compute = precision.compute_dtype or precision.weight_dtype
-        laid, outline = trainer.engine.layout, trainer.engine.outline
+        layout, outline = trainer.engine.layout, trainer.engine.outline
         trained = {entry.parameter: entry.shape for entry in outline.values() if entry.parameter and entry.is_trained}
-        whole = [laid.placements[name].whole_shape if name in laid.placements else trained[name] for name in trained]
+        whole = [
+            layout.placements[name].whole_shape if name in layout.placements else trained[name] for name in trained
+        ]
         return StepShape(
             has_piggyback=trainer.engine.scalars.carrier is not None,
             exact_norm=trainer.settings.optim.clip is not None,

@@ -65,7 +65,7 @@ def predict_activations(
     mesh = pretend_mesh(plan, rank)
     own = copy.deepcopy(model).to(dtype=precision.weight_dtype).train()
     dropout = apply_keyed_dropout(own, 0)
-    laid = apply_to_model(own, plan=plan, mesh=mesh, analysis=analysis, dropout=dropout, batch_norm="local")
+    layout = apply_to_model(own, plan=plan, mesh=mesh, analysis=analysis, dropout=dropout, batch_norm="local")
     if batchnorm.is_applied(own):
         batchnorm.begin_microbatch(own, 0)
     # A first forward pass finds out whether the model draws functionally, from generators that only real tensors move.
@@ -73,7 +73,7 @@ def predict_activations(
     with torch.no_grad(), dropout.drawing(), precision.autocast("cpu"):
         own(*(precision.cast_input(tensor[:2]) for tensor in microbatch.inputs))
     dropout.begin(0, microbatch.sample_ids)
-    scoring = Scoring(loss, layout=laid, mesh=mesh)
+    scoring = Scoring(loss, layout=layout, mesh=mesh)
     targets, _ = scoring.own_part(microbatch.targets, microbatch.weight)
     # Outside the fake tensors: on its way in and out it reads generators, which have real states.
     with dropout.drawing(), faked(own) as mode, mode:

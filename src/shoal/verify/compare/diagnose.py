@@ -127,7 +127,7 @@ def describe_shares(reference: Tensor, pieces: Sequence[RankPiece], layout: Rank
 
 
 def describe_rows(reference: Tensor, found: Tensor) -> str | None:
-    """The rows (dim 0) that are wrong, when they are one stretch and not all."""
+    """The rows (dim 0) that are wrong, when they are one range and not all."""
     if reference.ndim == 0 or reference.shape[0] < 2:
         return None
     apart = (found.double() - reference.double()).reshape(reference.shape[0], -1).norm(dim=1)

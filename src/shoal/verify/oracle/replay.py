@@ -154,7 +154,7 @@ class Replay:
         return mean, own, {name: found.get(name, torch.zeros_like(value)) for name, value in parts.named}
 
     def _put_together(self, versions: Sequence[int]) -> Weights:
-        """The weights as a worker had them, each shard's stretches in the version that it read of that shard."""
+        """The weights as a worker had them, each shard's slices in the version that it read of that shard."""
         if len(set(versions)) == 1:
             return self._versions[versions[0]]
         mixed = {name: torch.empty_like(tensor) for name, tensor in self._versions[versions[0]].items()}

@@ -105,7 +105,7 @@ class RecordedSource(ShardSource):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-class RecordedLine(ServerConnection):
+class RecordedConnection(ServerConnection):
     """A worker's connection that says which versions of the shards every gradient was computed from."""
 
     def __init__(self, spec: ProcessSpec, worker: Worker, landing: Tensor | None, job: ServerJob) -> None:
@@ -181,7 +181,7 @@ def run_recorded(role: str, spec: ProcessSpec) -> None:
         if role == "server":
             asyncio.run(serve(spec, make_source=lambda own: RecordedSource(own, job)))
         else:
-            work(spec, lambda own, worker, landing: RecordedLine(own, worker, landing, job))
+            work(spec, lambda own, worker, landing: RecordedConnection(own, worker, landing, job))
 
 
 def _write_whole(path: Path, page: Mapping[str, Any]) -> None:
