@@ -257,7 +257,7 @@ class Server(Participant):
             reached = leader.confirmed.get(other, -1)
             body: dict[str, Any] = {"stream": leader.stream, "position": leader.position, "history": self.history}
             if reached < 0:
-                body["book"] = leader.update_log.export()
+                body["update_log"] = leader.update_log.export()
             else:
                 body |= {"since": reached, "inputs": tuple(leader.inputs[reached:])}
             answer = yield Call(other, "note", body, timeout=0.2)
@@ -274,8 +274,8 @@ class Server(Participant):
         if self.fenced(message) or self.id not in self._chain(0).replicas or self._chain(0).primary == self.id:
             return
         leader = self.leader
-        if "book" in body and (leader.stream != body["stream"] or leader.position < body["position"]):
-            leader.update_log = UpdateLog.restore(body["book"])
+        if "update_log" in body and (leader.stream != body["stream"] or leader.position < body["position"]):
+            leader.update_log = UpdateLog.restore(body["update_log"])
             leader.stream, leader.position = body["stream"], body["position"]
         elif "inputs" in body and leader.stream == body["stream"] and leader.position >= body["since"]:
             for what, arguments in body["inputs"][leader.position - body["since"] :]:
@@ -347,7 +347,7 @@ class Server(Participant):
             answer = yield Call(self._chain(0).primary, "log", {"since": since}, timeout=0.3)
             if answer is None or self.epoch != epoch:
                 continue
-            for record in answer.body["rounds"]:
+            for record in answer.body["updates"]:
                 for shard, replica in self.replicas.items():
                     if replica.is_whole and len(replica.applied) == record.number:
                         self._apply(shard, replica, record)

@@ -71,7 +71,7 @@ class UpdateApplied(Event):
     lr: float
     """The schedule's rate of this update."""
     workers: tuple[str, ...]
-    units: tuple[tuple[int, ...], ...]
+    units: tuple[tuple[int, ...], ...] = ()
     """Which work units of the run: share ``p % workers`` of step ``p // workers``."""
     read: tuple[int, ...]
     """The version of the weights that each was computed with."""
@@ -206,7 +206,7 @@ class GradientRefused(Event):
     step: int
     """Steps that were done then."""
     worker: str
-    push: str
+    push: str = ""
     """Names the gradient: a worker's push is refused by every server that has a part of it which is not finite."""
     reason: str
 

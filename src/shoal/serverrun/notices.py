@@ -8,7 +8,7 @@ import asyncio
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,12 @@ from shoal.core.rundir import RunDir
 from shoal.telemetry.lines import append_event, decode_events
 
 _COUNTED = {"not_finite": GradientRefused.kind, "went_back": WentBack.kind, "hung": WorkerHung.kind}
-_MARKS = tuple(f'"{kind}"'.encode() for kind in _COUNTED.values())
+
+
+def read_events(run_dir: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """The events of these kinds that the processes of a run have written, file by file."""
+    for path in _event_files(run_dir):
+        yield from _parse(path.read_bytes(), kinds)
 
 
 def describe_refusal(event: Mapping[str, Any]) -> str:
@@ -53,8 +58,8 @@ class Notices:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._folder = RunDir(run_dir).events(0).parent
-        self._read = {path: path.stat().st_size for path in self._paths()}
+        self._run_dir = run_dir
+        self._read = {path: path.stat().st_size for path in _event_files(run_dir)}
         self._told: set[Any] = set()
 
     def look(self) -> list[str]:
@@ -69,32 +74,32 @@ class Notices:
 
     def _news(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        for path in self._paths():
+        for path in _event_files(self._run_dir):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 text = file.read()
             # The last line may be half of one.
             whole = text[: text.rfind(b"\n") + 1]
             self._read[path] = self._read.get(path, 0) + len(whole)
-            found += _parse(whole)
+            found += _parse(whole, _COUNTED.values())
         return sorted(found, key=lambda event: float(event["t"]))
-
-    def _paths(self) -> list[Path]:
-        return sorted(self._folder.glob("rank-*.jsonl"))
 
 
 def count_notices(run_dir: Path) -> dict[str, int]:
     """For the summary: refused gradients, returns to a checkpoint, and workers that hung, since the run began."""
-    events: list[dict[str, Any]] = []
-    for path in sorted(RunDir(run_dir).events(0).parent.glob("rank-*.jsonl")):
-        events += _parse(path.read_bytes())
-    keys = {_key(event) for event in events}
+    keys = {_key(event) for event in read_events(run_dir, *_COUNTED.values())}
     return {name: sum(key[0] == kind for key in keys) for name, kind in _COUNTED.items()}
 
 
-def _parse(text: bytes) -> list[dict[str, Any]]:
-    marked = (line for line in text.splitlines() if any(mark in line for mark in _MARKS))
-    return [event for event in decode_events(marked) if event.get("kind") in _COUNTED.values()]
+def _event_files(run_dir: Path) -> list[Path]:
+    return sorted(RunDir(run_dir).events(0).parent.glob("rank-*.jsonl"))
+
+
+def _parse(text: bytes, kinds: Collection[str]) -> list[dict[str, Any]]:
+    # Most lines are of other kinds, and are not worth decoding.
+    marks = [f'"{kind}"'.encode() for kind in kinds]
+    marked = (line for line in text.splitlines() if any(mark in line for mark in marks))
+    return [event for event in decode_events(marked) if event.get("kind") in kinds]
 
 
 def _key(event: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -120,7 +125,6 @@ _DESCRIBE: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 # must not end by what strangers send. But people should see that somebody does. What happens without any fault is left out.
 
 _LOOK_SECONDS = 5.0
-_MARK = f'"{MessagesDropped.kind}"'.encode()
 
 
 class DroppedMessages:
@@ -167,15 +171,10 @@ class DroppedMessages:
 
 def count_dropped(run_dir: Path) -> dict[str, int]:
     """For the summary: messages that were dropped, by reason, over all processes of a run that could write it down."""
-    newest: dict[str, Mapping[str, int]] = {}
-    for path in sorted(RunDir(run_dir).events(0).parent.glob("rank-*.jsonl")):
-        marked = (line for line in path.read_bytes().splitlines() if _MARK in line)
-        # Each tells all since its start, so its last word counts.
-        newest |= {
-            event["instance_id"]: event["counts"]
-            for event in decode_events(marked)
-            if event.get("kind") == MessagesDropped.kind
-        }
+    # Each tells all since its start, so its last word counts.
+    newest: dict[str, Mapping[str, int]] = {
+        event["instance_id"]: event["counts"] for event in read_events(run_dir, MessagesDropped.kind)
+    }
     total: Counter[str] = Counter()
     for counts in newest.values():
         total.update(counts)
@@ -202,12 +201,11 @@ def fall_back_if_refused(run_dir: Path, *, since: float) -> str:
     """
     root = RunDir(run_dir).checkpoints
     refused = taken = since
-    for path in sorted(RunDir(run_dir).events(0).parent.glob("rank-*.jsonl")):
-        for event in decode_events(path.read_bytes().splitlines()):
-            if event.get("kind") == GradientRefused.kind:
-                refused = max(refused, event["t"])
-            elif event.get("kind") == StepDone.kind and math.isfinite(float(event["loss"] or 0.0)):
-                taken = max(taken, event["t"])
+    for event in read_events(run_dir, GradientRefused.kind, StepDone.kind):
+        if event["kind"] == GradientRefused.kind:
+            refused = max(refused, event["t"])
+        elif math.isfinite(float(event["loss"] or 0.0)):
+            taken = max(taken, event["t"])
     if refused <= taken:
         return ""
     return f"{fall_back(root, newest_good(root)).describe(root)}. Resume with a lower optim.lr"

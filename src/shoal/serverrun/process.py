@@ -10,8 +10,9 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +26,11 @@ from shoal.core.updates import UpdateRule
 from shoal.elastic.election.elector import Center
 from shoal.elastic.election.filelease import read_center
 from shoal.elastic.election.seeker import Seeker
+from shoal.elastic.view import Role
 from shoal.engine.resolve import default_threads
 from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS
-from shoal.paramserver.messages import OPERATIONS
+from shoal.paramserver.messages import OPERATIONS, Join
+from shoal.paramserver.sharding import Model
 from shoal.serverrun.cluster import Cluster
 from shoal.serverrun.notices import DroppedMessages
 from shoal.telemetry.statusboard import RankStatus, StatusBoard
@@ -116,6 +119,27 @@ def open_node(spec: ProcessSpec) -> Node:
         node = Node(instance_id=spec.instance_id, operations=CLUSTER_OPERATIONS, keys=spec.cluster.keys)
     node.spawn(DroppedMessages(node, name=spec.name, run_dir=spec.run_dir, rank=spec.rank).keep())
     return node
+
+
+def introduction(spec: ProcessSpec, *, role: Role, model: Model, data: Mapping[str, str]) -> Join:
+    """What a server or a worker says to each center that it meets, without its address and the view that it has by then.
+
+    Args:
+        spec: this process.
+        role: what it is.
+        model: the trained parameters as it has them.
+        data: the data as it has it.
+    """
+    return Join(
+        name=spec.name,
+        role=role,
+        address="",
+        model={name: (tensor.shape, tensor.dtype) for name, tensor in model.items()},
+        settings=spec.settings,
+        data=dict(data),
+        origin=spec.origin,
+        started=time.time(),
+    )
 
 
 def open_finder(spec: ProcessSpec, node: Node) -> Callable[[], Center | None]:

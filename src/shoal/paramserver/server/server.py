@@ -30,7 +30,6 @@ from shoal.paramserver.messages import (
     Fetch,
     Fetched,
     Follow,
-    Message,
     Part,
     Pull,
     Pulled,
@@ -130,9 +129,7 @@ class Server:
             contact, self._replication, self._shard_store, identity=node.instance_id, rate=rate, on_update=tell
         )
         self._tasks: set[asyncio.Task[None]] = set()
-        self.vectors = VectorServer(
-            self, require=self._shard_store.require, require_copy=self._require_copy, replicate=self._send_on
-        )
+        self.vectors = VectorServer(self._shard_store, contact, on_not_finite=self.take_not_finite)
         """Programs of a coordinator on the shards here, under lbfgs."""
         self._on_not_finite = on_not_finite
         self.num_not_finite = 0
@@ -250,7 +247,7 @@ class Server:
 
     async def _push(self, request: Request, push: Push) -> None:
         replica = self._shard_store.require(push.shard)
-        held, view = self._shard_store.held, self.contact.view
+        view = self.contact.view
         assert view is not None
         if not any(member.id == request.sender for member in view.workers):
             await request.refuse("stranger", f"worker {request.sender} is not in epoch {view.epoch}")
@@ -263,13 +260,11 @@ class Server:
         if not await self._store(request, replica, request.sender, push):
             return
         forward = ReplicatePush(worker=request.sender, push=push)
-        await self._replication.replicate(
-            push.shard, forward, payload=request.payload, is_current=lambda: self._shard_store.held is held
-        )
+        await self._shard_store.replicate(push.shard, forward, request.payload)
         await request.answer(Done())
 
     async def _forward(self, request: Request, forward: ReplicatePush) -> None:
-        replica = self._require_copy(request, forward.push.shard)
+        replica = self._shard_store.require_copy(request.sender, forward.push.shard)
         if await self._store(request, replica, forward.worker, forward.push, is_copy=True):
             await request.answer(Done())
 
@@ -365,7 +360,7 @@ class Server:
                 await request.answer(Committed(is_kept=False, reason=reason, closed=log_leader.exposed))
 
     async def _note(self, request: Request, note: ReplicateCommand) -> None:
-        self._require_copy(request, LOG_SHARD)
+        self._shard_store.require_copy(request.sender, LOG_SHARD)
         held = self._shard_store.held
         if held.command_log is None:
             # It is on its way; the copy may have been made before this input or after it.
@@ -379,26 +374,6 @@ class Server:
                 f"input {note.place} of the update log came, and {held.command_log.place} are here: one was lost"
             )
         await request.answer(Done())
-
-    async def _send_on(self, shard: int, message: Message, payload: memoryview | None) -> None:
-        held = self._shard_store.held
-        await self._replication.replicate(
-            shard, message, is_current=lambda: self._shard_store.held is held, payload=payload
-        )
-
-    def _require_copy(self, request: Request, shard: int) -> Replica:
-        """The copy of a shard here, if it is its primary that sends.
-
-        Raises:
-            NotPrimary: it is not, or this server has no copy of the shard in the present view.
-        """
-        view, held = self.contact.view, self._shard_store.held
-        if view is None or not 0 <= shard < len(view.chains) or view.chains[shard].primary != request.sender:
-            raise NotPrimary(f"{request.sender} does not answer for shard {shard} in epoch {self.node.epoch}")
-        replica = held.replicas.get(shard)
-        if replica is None or view.history != held.history or (held.log_leader is not None and shard == LOG_SHARD):
-            raise NotPrimary(f"this server has no copy of shard {shard} yet")
-        return replica
 
     # -- life -------------------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from shoal.elastic.view import Chain, Member, View
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.log.commands import Command, CommandLog
 from shoal.paramserver.log.leader import PARK_SECONDS, LogLeader
-from shoal.paramserver.messages import Fetch, Fetched, ReplicateCommand, Synced
+from shoal.paramserver.messages import Fetch, Fetched, Message, ReplicateCommand, Synced
 from shoal.paramserver.server.replica import Replica, unpack
 from shoal.paramserver.server.replication import Replication, require_primary
 from shoal.paramserver.server.shard import ShardState
@@ -115,6 +115,25 @@ class ShardStore:
         if view.history != self.held.history or replica is None or not replica.ready.is_set():
             raise NotPrimary(f"shard {shard} is not here yet")
         return replica
+
+    def require_copy(self, sender: str, shard: int) -> Replica:
+        """The copy of a shard here, if it is its primary that sends.
+
+        Raises:
+            NotPrimary: it is not, or this server has no copy of the shard in the present view.
+        """
+        view, held = self._contact.view, self.held
+        if view is None or not 0 <= shard < len(view.chains) or view.chains[shard].primary != sender:
+            raise NotPrimary(f"{sender} does not answer for shard {shard} in epoch {0 if view is None else view.epoch}")
+        replica = held.replicas.get(shard)
+        if replica is None or view.history != held.history or (held.log_leader is not None and shard == LOG_SHARD):
+            raise NotPrimary(f"this server has no copy of shard {shard} yet")
+        return replica
+
+    async def replicate(self, shard: int, message: Message, payload: memoryview | None = None) -> None:
+        """Bring something of this history to every other replica of a shard; see ``Replication.replicate``."""
+        held = self.held
+        await self._replication.replicate(shard, message, is_current=lambda: self.held is held, payload=payload)
 
     def require_log_leader(self) -> LogLeader:
         """The update log, if this server keeps it.

@@ -7,8 +7,8 @@ last whole iteration left, and with it the pairs that the next one needs.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from shoal.paramserver.contact import Contact
 from shoal.paramserver.lbfgs.algorithm import pair_names, start_name
 from shoal.paramserver.lbfgs.batches import GradientSum
 from shoal.paramserver.lbfgs.vectors import ShardVectors
-from shoal.paramserver.log.leader import PARK_SECONDS, LogLeader
+from shoal.paramserver.log.leader import PARK_SECONDS
 from shoal.paramserver.messages import (
     Advance,
     Done,
-    Message,
     Part,
     Ran,
     Recall,
@@ -40,8 +39,8 @@ from shoal.paramserver.records import PushId, PushRecord, Update
 from shoal.paramserver.server.gradients import NotFinite, refuse_nonfinite
 from shoal.paramserver.server.replica import Replica, as_tensor
 from shoal.paramserver.server.shard import ShardState
+from shoal.paramserver.server.store import ShardStore
 from shoal.paramserver.sharding import Model, Shard
-from shoal.paramserver.waiting import NotPrimary
 
 _VECTOR, _SUM = "vector/", "sum/"
 
@@ -167,48 +166,23 @@ class LbfgsShard(ShardState):
 _READY_SECONDS = 60.0
 
 
-Require = Callable[[int], Replica]
-"""Finds a shard that this server answers for; raises ``NotPrimary``."""
-RequireCopy = Callable[[Request, int], Replica]
-"""Finds a copy of a shard whose primary has sent a request; raises ``NotPrimary``."""
-SendOn = Callable[[int, Message, memoryview | None], Awaitable[None]]
-"""Brings something to every other replica of a shard; raises ``NotPrimary``."""
-
-
-class Host(Protocol):
-    """What a server is to this."""
-
-    contact: Contact
-
-    @property
-    def log_leader(self) -> LogLeader | None:
-        """The update log, where this server keeps it."""
-        ...
-
-    def take_not_finite(self, identity: PushId, reason: str) -> None:
-        """Count a gradient that is refused because of NaN or infinity."""
-        ...
-
-
 class _NotFiniteElsewhere(NotFinite):
     """This shard's part is finite; the one that has NaN counts it. All refuse it, or the sums would be of two workers."""
 
 
 class VectorServer:
-    """See the module.
+    """See the comment above.
 
     Args:
-        host: the server.
-        require: a shard that the server answers for.
-        require_copy: a copy of a shard here, if its primary asks.
-        send_on: to the shard's backups.
+        store: the shards of the server.
+        contact: to the center.
+        on_not_finite: told of a gradient that is refused because of NaN or infinity.
     """
 
-    def __init__(self, host: Host, *, require: Require, require_copy: RequireCopy, replicate: SendOn) -> None:
-        self._host = host
-        self._require = require
-        self._require_copy = require_copy
-        self._send_on = replicate
+    def __init__(self, store: ShardStore, contact: Contact, *, on_not_finite: Callable[[PushId, str], None]) -> None:
+        self._store = store
+        self._contact = contact
+        self._on_not_finite = on_not_finite
         self._refused: dict[tuple[int, int], tuple[int, str]] = {}
         """By shard and work unit: the evaluation in which its gradient was not finite, and whose it was."""
 
@@ -221,9 +195,9 @@ class VectorServer:
         try:
             match body:
                 case Run():
-                    replica = self._require(body.shard)
+                    replica = self._store.require(body.shard)
                     measures = await _run(replica, body)
-                    await self._send_on(body.shard, ReplicateProgram(done=body), None)
+                    await self._store.replicate(body.shard, ReplicateProgram(done=body))
                     await request.answer(Ran(measures=measures))
                 case Part():
                     await self._take_part(request, body)
@@ -237,8 +211,8 @@ class VectorServer:
             await request.refuse("turn", str(error))
 
     async def _take_part(self, request: Request, part: Part) -> None:
-        replica = self._require(part.shard)
-        view = self._host.contact.view
+        replica = self._store.require(part.shard)
+        view = self._contact.view
         if view is None or not any(member.id == request.sender for member in view.workers):
             await request.refuse("stranger", f"worker {request.sender} is not a member")
             return
@@ -251,11 +225,11 @@ class VectorServer:
             self._check_finite(replica, part, gradient, request.sender)
         except NotFinite as error:
             if not isinstance(error, _NotFiniteElsewhere):
-                self._host.take_not_finite(PushId(request.sender, part.unit), str(error))
+                self._on_not_finite(PushId(request.sender, part.unit), str(error))
             await request.refuse("not-finite", str(error))
             return
         await _add(replica, part, gradient)
-        await self._send_on(part.shard, ReplicateProgram(done=part), request.payload)
+        await self._store.replicate(part.shard, ReplicateProgram(done=part), request.payload)
         await request.answer(Done())
 
     def _check_finite(self, replica: Replica, part: Part, gradient: Tensor, worker: str) -> None:
@@ -282,7 +256,7 @@ class VectorServer:
             raise
 
     async def _mirror(self, request: Request, done: Run | Part) -> None:
-        replica = self._require_copy(request, done.shard)
+        replica = self._store.require_copy(request.sender, done.shard)
         async with asyncio.timeout(_READY_SECONDS):
             await replica.ready.wait()
         if isinstance(done, Run):
@@ -292,10 +266,7 @@ class VectorServer:
         await request.answer(Done())
 
     async def _keep_memory(self, request: Request, body: Recall | Advance) -> None:
-        self._require(0)
-        log_leader = self._host.log_leader
-        if log_leader is None:
-            raise NotPrimary("this server does not lead the log")
+        log_leader = self._store.require_log_leader()
         if isinstance(body, Recall):
             update_log = log_leader.command_log.update_log
             await request.answer(Recalled(memory=update_log.memory, closed=update_log.closed, steps=update_log.steps))
@@ -316,7 +287,7 @@ class VectorServer:
             await request.refuse("halting", "the run is being stopped")
 
     async def _settle(self, request: Request, settle: Settle) -> None:
-        replica = self._require(settle.shard)
+        replica = self._store.require(settle.shard)
         limit = Deadline(seconds=PARK_SECONDS)
         while replica.version < settle.version:
             if limit.is_over:
@@ -324,7 +295,7 @@ class VectorServer:
                 await request.refuse("late", text)
                 return
             await replica.changed.wait(limit.remaining)
-            self._require(settle.shard)
+            self._store.require(settle.shard)
         await request.answer(Done())
 
 

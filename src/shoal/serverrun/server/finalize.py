@@ -16,15 +16,15 @@ import torch
 
 from shoal.comm.mesh import build_mesh
 from shoal.comm.world import Place, World
+from shoal.core.events import StepDone
 from shoal.core.plan import Plan
-from shoal.core.rundir import RunDir, replace_text
+from shoal.core.rundir import replace_text
 from shoal.engine.evaluate import evaluate
 from shoal.engine.resolve import default_threads
 from shoal.engine.state import hash_weights
 from shoal.launch.procfs import peak_resident_bytes
-from shoal.serverrun.notices import count_dropped, count_notices
+from shoal.serverrun.notices import count_dropped, count_notices, read_events
 from shoal.serverrun.process import ProcessSpec
-from shoal.telemetry.lines import decode_events
 from shoal.trainer.build import load_run
 from shoal.trainer.summary import summarise_servers, write_summary
 
@@ -90,20 +90,17 @@ def finalize_run(spec: ProcessSpec, halt: str, *, total_steps: int, started: flo
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     """The step events of all servers in the order of steps; of a step that was told twice, the later telling."""
     by_step: dict[int, dict[str, Any]] = {}
-    for path in sorted(RunDir(run_dir).events(0).parent.glob("rank-*.jsonl")):
-        for event in decode_events(path.read_bytes().splitlines()):
-            if event.get("kind") != "step" or (
-                event.get("loss") is not None and not math.isfinite(float(event["loss"]))
-            ):
-                continue
-            known = by_step.get(event["step"])
-            if known is None or known["t"] < event["t"]:
-                by_step[event["step"]] = event
+    for event in read_events(run_dir, StepDone.kind):
+        if event.get("loss") is not None and not math.isfinite(float(event["loss"])):
+            continue
+        known = by_step.get(event["step"])
+        if known is None or known["t"] < event["t"]:
+            by_step[event["step"]] = event
     return [by_step[step] for step in sorted(by_step)]
 
 
 def main() -> None:
-    """Entry point: ``shoal.serverrun.closing RUN_DIR OUT [--evaluate]``."""
+    """Entry point: ``shoal.serverrun.server.finalize RUN_DIR OUT [--evaluate]``."""
     run_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
     found = evaluate_last_checkpoint(run_dir, with_evaluation="--evaluate" in sys.argv[3:])
     replace_text(out, json.dumps(found))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 
 from shoal.comm.wire.node import Node, new_instance_id
@@ -21,11 +22,10 @@ from shoal.core.events import (
     RunStarted,
 )
 from shoal.core.rundir import make_run_dir, withhold
-from shoal.elastic.view import View
 from shoal.paramserver.contact import Contact, Evicted
-from shoal.paramserver.messages import FINISHED, Join
+from shoal.paramserver.messages import FINISHED
 from shoal.paramserver.server.server import Server
-from shoal.serverrun.process import ProcessSpec, attach_status, open_finder, open_node
+from shoal.serverrun.process import ProcessSpec, attach_status, introduction, open_finder, open_node
 from shoal.serverrun.server.finalize import finalize_run
 from shoal.serverrun.server.recorder import ServerRecorder
 from shoal.serverrun.server.source import ShardSource
@@ -95,24 +95,12 @@ async def serve(
 async def _serve(
     spec: ProcessSpec, source: "ShardSource", reporter: Reporter, node: Node, conclude: Conclude | None
 ) -> str:
-    model = {name: (spec.shape, spec.dtype) for name, spec in source.model.items()}
-
-    started = time.time()
-
-    def introduce(view: View | None) -> Join:
-        return Join(
-            name=spec.name,
-            role="server",
-            address=address,
-            model=model,
-            view=view,
-            settings=spec.settings,
-            data=source.same_data.fingerprint.as_settings(),
-            origin=spec.origin,
-            started=started,
-        )
-
-    contact = Contact(node, find=open_finder(spec, node), introduce=introduce)
+    join = introduction(spec, role="server", model=source.model, data=source.same_data.fingerprint.as_settings())
+    contact = Contact(
+        node,
+        find=open_finder(spec, node),
+        introduce=lambda view: msgspec.structs.replace(join, view=view, address=address),
+    )
     recorder = ServerRecorder(spec, source, reporter)
     server = Server(
         node,

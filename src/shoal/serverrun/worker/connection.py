@@ -13,16 +13,15 @@ import torch
 
 from shoal.core.errors import RunError
 from shoal.core.events import WorkerTraffic
-from shoal.elastic.view import View
 from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.consistency import wait_seconds
 from shoal.paramserver.contact import Contact
-from shoal.paramserver.messages import FINISHED, Draw, Drawn, Join
+from shoal.paramserver.messages import FINISHED, Draw, Drawn
 from shoal.paramserver.records import PushRecord, Read, WorkUnit
 from shoal.paramserver.sparse import RowPacker
 from shoal.paramserver.worker.client import Client, LoopThread, RunOver
 from shoal.paramserver.worker.flat import FlatParameters
-from shoal.serverrun.process import ProcessSpec, open_finder, open_node
+from shoal.serverrun.process import ProcessSpec, introduction, open_finder, open_node
 from shoal.serverrun.worker.shares import ShareResult
 from shoal.telemetry.writer import EventLog
 
@@ -93,26 +92,13 @@ class ServerConnection:
     async def _open(self) -> Client:
         spec, config = self._spec, self._spec.recipe.paramserver
         self._node = open_node(spec)
-        flat, specs = self._worker.flat, self._worker.flat.model
-        model = {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
-
-        began = time.time()
-
-        def introduce(view: View | None) -> Join:
-            return Join(
-                name=spec.name,
-                role="worker",
-                address="",
-                model=model,
-                view=view,
-                settings=spec.settings,
-                data=dict(self._worker.data),
-                origin=spec.origin,
-                started=began,
-            )
-
+        flat = self._worker.flat
+        join = introduction(spec, role="worker", model=flat.model, data=self._worker.data)
         self._contact = Contact(
-            self._node, find=open_finder(spec, self._node), introduce=introduce, ends_with_history=True
+            self._node,
+            find=open_finder(spec, self._node),
+            introduce=lambda view: msgspec.structs.replace(join, view=view),
+            ends_with_history=True,
         )
         self._contact.start()
         started = time.monotonic()

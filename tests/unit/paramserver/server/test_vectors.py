@@ -45,17 +45,17 @@ class Desk:
         self.refused, self.mirrored = [], []
         replica = Replica(self.state)
         view = SimpleNamespace(workers=[SimpleNamespace(id=worker) for worker in WORKERS])
-        host = SimpleNamespace(
-            contact=SimpleNamespace(view=view),
-            log_leader=None,
-            take_not_finite=lambda identity, reason: self.refused.append((*identity, reason)),
-        )
 
-        async def replicate(shard, message, payload):
+        async def replicate(shard, message, payload=None):
             self.mirrored.append(message)
 
+        store = SimpleNamespace(
+            require=lambda shard: replica, require_copy=lambda sender, shard: replica, replicate=replicate
+        )
         self.server = VectorServer(
-            host, require=lambda shard: replica, require_copy=lambda request, shard: replica, replicate=replicate
+            store,
+            SimpleNamespace(view=view),
+            on_not_finite=lambda identity, reason: self.refused.append((*identity, reason)),
         )
 
     def bring(self, worker, unit, gradient, loss=0.5, evaluation=0, is_finite=True):
