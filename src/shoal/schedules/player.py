@@ -69,7 +69,7 @@ def _stuck(order: Order) -> dict[int, int]:
 
 def _walk(schedule: Schedule) -> Order:
     """Every cell that some rank comes to, each after everything that it needs."""
-    grid = schedule.grid
+    num_stages = schedule.grid.num_stages
     made: dict[Result, int] = {}
     cells: list[OrderedCell] = []
     rows: list[list[int]] = [[] for _ in schedule.rows]
@@ -79,18 +79,15 @@ def _walk(schedule: Schedule) -> Order:
         for rank, row in enumerate(schedule.rows):
             while len(rows[rank]) < len(row):
                 cell = row[len(rows[rank])]
-                wanted = [
-                    (result, grid.rank_of(action.stage, action.microbatch))
-                    for action in cell
-                    for result in needs_of(action, grid.num_stages)
-                ]
-                if any(result not in made for result, _ in wanted):
+                makers = [made.get(result) for action in cell for result in needs_of(action, num_stages)]
+                if None in makers:
                     break
-                needs = tuple(Need(made[result], grid.rank_of(result[1], result[2]) != own) for result, own in wanted)
+                needs = tuple(Need(maker, cells[maker].rank != rank) for maker in makers if maker is not None)
                 number = len(cells)
                 cells.append(OrderedCell(rank, cell, rows[rank][-1] if rows[rank] else None, needs))
                 rows[rank].append(number)
-                made.update((result, number) for action in cell for result in made_by(action))
+                for action in cell:
+                    made.update(dict.fromkeys(made_by(action), number))
                 moved = True
     return Order(schedule, tuple(cells), tuple(map(tuple, rows)))
 
