@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from shoal.comm.world import join_world
-from shoal.core.plan import Plan
 from shoal.trainer.build import build_trainer
 from shoal.trainer.config import load_recipe
 from support.processes.command import read_events
@@ -103,9 +102,8 @@ def train_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("NOTES", str(folder / "alone-notes"))
     recipe, world = load_recipe(folder / "own.toml"), join_world({}, deadline_seconds=60.0)
-    with build_trainer(
-        recipe, plan=Plan(dp=1), run_dir=folder / "alone", resume=False, world=world, rank_status=None
-    ) as trainer:
+    # One process needs nobody to decide its setup: dp is 1.
+    with build_trainer(recipe, run_dir=folder / "alone", resume=False, world=world, rank_status=None) as trainer:
         trainer.train()
     monkeypatch.delenv("NOTES")
     return read_notes(folder / "alone-notes-before")

@@ -134,7 +134,7 @@ def train(
         _describe_only(prepared, json_file)
         return
     if forecast and forecast_page is None and not resume:
-        forecast_page = forecast_plan(prepared.recipe, prepared.layout.plan)
+        forecast_page = forecast_plan(prepared.recipe, prepared.setup.plan)
     _run(prepared, forecast_page, json_file, debug=context.obj["debug"])
 
 
@@ -143,7 +143,7 @@ def _run(prepared: "Prepared", forecast_page: dict[str, Any] | None, json_file: 
     from shoal.trainer.summary import describe_summary
 
     run_job = None
-    if prepared.layout.plan.ps:
+    if prepared.setup.plan.ps:
         from shoal.serverrun.job.run import train_with_servers
 
         run_job = train_with_servers

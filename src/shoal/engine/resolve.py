@@ -40,6 +40,35 @@ class ResolvedPlan:
         return self.plan.world_size
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSetup(ResolvedPlan):
+    """What a run does: decided once, before any process starts, and handed down to all of them."""
+
+    train_samples: int
+    """Of the training split."""
+    total_steps: int
+    """Optimizer steps that the configured length comes to."""
+
+    def as_dict(self) -> dict[str, int]:
+        """What stands beside the plan in ``plan.json``."""
+        return {"micro_batch": self.micro_batch, "train_samples": self.train_samples, "total_steps": self.total_steps}
+
+
+def resolve_run(train: TrainConfig, resolved: ResolvedPlan, *, num_samples: int, tokens_per_sample: int) -> RunSetup:
+    """The setup of a run on so many training samples.
+
+    Raises:
+        RequestError: there are more replicas than samples.
+    """
+    check_samples(num_samples=num_samples, replicas=resolved.plan.num_shares)
+    return RunSetup(
+        plan=resolved.plan,
+        micro_batch=resolved.micro_batch,
+        train_samples=num_samples,
+        total_steps=count_steps(train, num_samples=num_samples, tokens_per_sample=tokens_per_sample),
+    )
+
+
 def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int | None) -> Plan:
     """The plan to run. The command line wins over the recipe; ``dp`` takes up the processes that are left over.
 

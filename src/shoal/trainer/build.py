@@ -12,13 +12,13 @@ from shoal.checkpoint.whole import newest_whole
 from shoal.comm.world import World
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import RequestError, RunError
-from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.data.build import build_splits
 from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
 from shoal.engine.objective import Objective, Scoring
 from shoal.engine.parallelize import example_of
+from shoal.engine.resolve import RunSetup
 from shoal.engine.state import import_weights, seed_for_build
 from shoal.engine.stop import StopRequest
 from shoal.models.build import build_model
@@ -65,7 +65,7 @@ def build_without_memory(config: AnyModelConfig, spec: DataSpec) -> nn.Module:
 def build_trainer(
     recipe: Recipe,
     *,
-    plan: Plan,
+    setup: RunSetup | None = None,
     run_dir: Path,
     resume: bool,
     world: World,
@@ -86,7 +86,7 @@ def build_trainer(
         elastic=recipe.elastic,
         parallel=recipe.parallel,
         pipeline=recipe.pipeline,
-        plan=plan,
+        setup=setup,
         run_dir=run_dir,
         resume=resume,
         prefetch=recipe.data.prefetch,

@@ -12,6 +12,7 @@ from shoal.core.errors import RequestError, offer
 from shoal.core.plan import Plan
 from shoal.core.rundir import Readers, RunDir, make_run_dir, replace_text
 from shoal.core.runlock import read_holder, release_lock, take_lock
+from shoal.engine.resolve import RunSetup
 from shoal.trainer.config import Recipe, dump_recipe
 
 # What may change when a run is taken up again: how long it lasts, how it is laid out, what it records. The rest decides the
@@ -217,12 +218,13 @@ class Claim:
         self._fd = held
         self._before: dict[Path, bytes] = {}
 
-    def write(self, recipe: Recipe, plan: Plan) -> None:
-        """Put down the resolved recipe and the plan that runs, and take away the summary of what ran here before."""
+    def write(self, recipe: Recipe, plan: Plan, setup: RunSetup | None = None) -> None:
+        """Put down the resolved recipe, the plan and setup that run, and take away the summary of what ran here before."""
         written = (self.run.recipe, self.run.plan, self.run.summary)
         self._before = {path: path.read_bytes() for path in written if path.exists()}
+        values = {"plan": str(plan), **plan.as_dict(), **(setup.as_dict() if setup is not None else {})}
         replace_text(self.run.recipe, dump_recipe(recipe))
-        replace_text(self.run.plan, json.dumps({"plan": str(plan), **plan.as_dict()}, indent=2) + "\n")
+        replace_text(self.run.plan, json.dumps(values, indent=2) + "\n")
         self.run.summary.unlink(missing_ok=True)
 
     def put_back(self) -> None:
@@ -242,13 +244,32 @@ def read_plan(run_dir: Path) -> str:
     Raises:
         RequestError: it holds none.
     """
+    return str(_read_plan_file(run_dir, {"plan": str})["plan"])
+
+
+def read_setup(run_dir: Path) -> RunSetup:
+    """What was decided of the run in a directory before its processes started.
+
+    Raises:
+        RequestError: it does not say.
+    """
+    found = _read_plan_file(run_dir, {"plan": str, "micro_batch": int, "train_samples": int, "total_steps": int})
+    return RunSetup(
+        plan=Plan.parse(found["plan"]),
+        micro_batch=found["micro_batch"],
+        train_samples=found["train_samples"],
+        total_steps=found["total_steps"],
+    )
+
+
+def _read_plan_file(run_dir: Path, wanted: Mapping[str, type]) -> dict[str, Any]:
     path = RunDir(run_dir).plan
     try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict) or not isinstance(found.get("plan"), str):
-            raise ValueError("it is not an object with a plan")
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        if not isinstance(found, dict) or any(type(found.get(key)) is not kind for key, kind in wanted.items()):
+            raise ValueError(f"it is not an object with {', '.join(wanted)}")
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(
             f"{path} does not hold a plan ({error}); remove it, and name the plan with --plan"
         ) from error
-    return str(found["plan"])
+    return found

@@ -54,13 +54,13 @@ class DryRun:
 
 def dry_run_result(prepared: Prepared) -> DryRun:
     """Describe a prepared request."""
-    recipe, layout = prepared.recipe, prepared.layout
+    recipe, setup = prepared.recipe, prepared.setup
     model = build_without_memory(recipe.model, prepared.spec).to(
         dtype=Precision.named(recipe.train.precision).weight_dtype
     )
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    plan = layout.plan
+    plan = setup.plan
     if plan.ps:
         part: dict[str, int] = {}
         lines: list[str] = []
@@ -81,13 +81,13 @@ def dry_run_result(prepared: Prepared) -> DryRun:
         sizes, found = _sizes_of_rank(model, prepared)
         by_role = {}
     return DryRun(
-        plan=str(layout.plan),
-        world_size=layout.world_size,
-        steps=prepared.total_steps,
+        plan=str(setup.plan),
+        world_size=setup.world_size,
+        steps=setup.total_steps,
         global_batch=recipe.train.global_batch,
-        micro_batch=layout.micro_batch,
-        microbatches=layout.plan.microbatches or 1,
-        train_samples=prepared.train_samples,
+        micro_batch=setup.micro_batch,
+        microbatches=setup.plan.microbatches or 1,
+        train_samples=setup.train_samples,
         run_dir=str(prepared.run_dir),
         parameters=num_parameters,
         shapes=shapes,
@@ -105,10 +105,10 @@ def _fixed_bytes(model: nn.Module) -> int:
 
 def _one_worker(prepared: Prepared) -> Prepared:
     """What one worker does of a run with parameter servers."""
-    recipe, layout = prepared.recipe, prepared.layout
-    train = recipe.train.model_copy(update={"global_batch": recipe.train.global_batch // layout.plan.num_shares})
-    layout = replace(layout, plan=group_plan(layout.plan))
-    return replace(prepared, recipe=recipe.model_copy(update={"train": train}), layout=layout)
+    recipe, setup = prepared.recipe, prepared.setup
+    train = recipe.train.model_copy(update={"global_batch": recipe.train.global_batch // setup.plan.num_shares})
+    setup = replace(setup, plan=group_plan(setup.plan))
+    return replace(prepared, recipe=recipe.model_copy(update={"train": train}), setup=setup)
 
 
 def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int], list[str]]:
@@ -116,7 +116,7 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
 
     Along ``dp`` and ``tp`` that is the first, which has the largest shards; along ``pp`` it depends on the stages.
     """
-    recipe, plan = prepared.recipe, prepared.layout.plan
+    recipe, plan = prepared.recipe, prepared.setup.plan
     analysis, lines = ModuleAnalysis(), []
     parts = [model]
     versions = [0]
@@ -139,7 +139,7 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
                     example_of(data),
                     num_ranks=plan.pp,
                     num_microbatches=plan.microbatches or 1,
-                    samples=prepared.layout.micro_batch,
+                    samples=prepared.setup.micro_batch,
                     config=recipe.pipeline,
                 )
             )
@@ -165,7 +165,7 @@ def _part_of(model: nn.Module, stages: Stages, owners: Mapping[str, tuple[int, .
 
 def _sizes_of_part(model: nn.Module, prepared: Prepared, analysis: ModuleAnalysis, num_copies: int) -> dict[str, int]:
     """Bytes by what they are for, and their total."""
-    plan, mesh = prepared.layout.plan, pretend_mesh(prepared.layout.plan)
+    plan, mesh = prepared.setup.plan, pretend_mesh(prepared.setup.plan)
     parameters = {id(parameter) for parameter in model.parameters()}
     saved = model.state_dict(keep_vars=True).values()
     # Tables that are not saved are made of the sizes, and not counted as weights.

@@ -52,11 +52,11 @@ def train_supervised(
     Raises:
         RequestError: the plan has more ranks than this machine runs.
     """
-    check_processes(prepared.layout.world_size)
+    check_processes(prepared.setup.world_size)
     run_dir = prepared.run_dir
     finished = already_finished(prepared)
     if finished is not None:
-        print(say_finished(run_dir, finished["steps"], prepared.total_steps), file=sys.stderr)
+        print(say_finished(run_dir, finished["steps"], prepared.setup.total_steps), file=sys.stderr)
         return Ended(exit_code=EXIT_DONE, summary=finished)
     with withheld(prepared.recipe.run.readable_by):
         return _train_in(prepared, debug=debug, forecast=forecast, run_job=run_job)
@@ -69,7 +69,7 @@ def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | 
     claim = Claim(run_dir, readers=prepared.recipe.run.readable_by)
     before = read_summary(run_dir)
     try:
-        claim.write(prepared.recipe, prepared.layout.plan)
+        claim.write(prepared.recipe, prepared.setup.plan, prepared.setup)
         page = keep_forecast(run_dir, forecast, resume=prepared.resume)
         ended = run_job(prepared, before) if run_job is not None else _supervise(prepared, before, debug=debug)
         # A restart may find the data changed; what was trained before it stays.
@@ -85,11 +85,11 @@ def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | 
 
 
 def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool) -> Ended:
-    run_dir, started, plan = prepared.run_dir, time.time(), str(prepared.layout.plan)
-    world_size = prepared.layout.world_size
+    run_dir, started, plan = prepared.run_dir, time.time(), str(prepared.setup.plan)
+    world_size = prepared.setup.world_size
     threads = prepared.recipe.train.threads or default_threads(world_size)
     print(
-        f"shoal: {plan} on {world_size} process(es), {prepared.total_steps} steps, run directory {run_dir}",
+        f"shoal: {plan} on {world_size} process(es), {prepared.setup.total_steps} steps, run directory {run_dir}",
         file=sys.stderr,
     )
     for warning in prepared.warnings:
@@ -101,7 +101,7 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
             num_ranks=world_size,
             run_dir=run_dir,
             run_id=run_dir.name,
-            last_step=prepared.total_steps,
+            last_step=prepared.setup.total_steps,
             threads=threads,
             # Threads that spin while they wait make a step thirty times slower when anything else wants the core.
             env={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},

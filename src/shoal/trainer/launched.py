@@ -126,19 +126,19 @@ def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
     """Check the request, take its directory and tell the others; they must hear of a refusal too, or they would wait."""
     try:
         prepared = prepare(request, own=OwnPartsHere())
-        if prepared.layout.plan.ps:
+        if prepared.setup.plan.ps:
             raise RequestError(
-                f"plan {str(prepared.layout.plan)!r}: parameter servers are not ranks of a launcher; start `shoal train` by "
+                f"plan {str(prepared.setup.plan)!r}: parameter servers are not ranks of a launcher; start `shoal train` by "
                 "itself, or each role with `shoal role`"
             )
         finished = already_finished(prepared)
         if finished is not None:
-            print(say_finished(prepared.run_dir, finished["steps"], prepared.total_steps), file=sys.stderr)
+            print(say_finished(prepared.run_dir, finished["steps"], prepared.setup.total_steps), file=sys.stderr)
             store.set(_START_KEY, json.dumps({"finished": True}))
             return None
         withhold(prepared.recipe.run.readable_by)
         claim = Claim(prepared.run_dir, readers=prepared.recipe.run.readable_by)
-        claim.write(prepared.recipe, prepared.layout.plan)
+        claim.write(prepared.recipe, prepared.setup.plan, prepared.setup)
         clear_reports(prepared.run_dir)
     except Exception as error:
         refusal = {"error": f"{error}", "request": isinstance(error, RequestError)}

@@ -34,7 +34,7 @@ from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult
 from shoal.engine.parallelize import parallelize
-from shoal.engine.resolve import asks_the_model, check_samples, count_steps, resolve_plan, updates_per_step
+from shoal.engine.resolve import RunSetup, asks_the_model, resolve_plan, resolve_run, updates_per_step
 from shoal.engine.state import RankState, seed_process
 from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
@@ -74,6 +74,7 @@ class Trainer:
         parallel: ParallelConfig | None = None,
         pipeline: PipelineConfig | None = None,
         plan: Plan | None = None,
+        setup: RunSetup | None = None,
         run_dir: Path | str | None = None,
         resume: bool = False,
         prefetch: int = 2,
@@ -102,16 +103,10 @@ class Trainer:
         self.data = data
         self.prefetch, self.workers = prefetch, workers
         self.world = world or join_world(environment, deadline_seconds=self.elastic_config.collective_deadline)
-        plan = plan or Plan()
-        plan = replace(plan, dp=self.world.size // plan.ranks_per_replica) if plan.dp is None else plan
-        plan.check(world_size=self.world.size)
-        layout = resolve_plan(train, plan)
-        self.plan, self.micro_batch = layout.plan, layout.micro_batch
         self.same_data = SameData(self.world, data)
-        check_samples(num_samples=len(data.train), replicas=self.plan.degree(Axis.DATA))
-        self.total_steps = count_steps(
-            train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample
-        )
+        self.setup = setup or _resolve(train, plan or Plan(), data, self.world.size)
+        self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
+        self.plan.check(world_size=self.world.size)
         self.rank_status = rank_status
         self.reporter = Reporter(
             run_dir, world=self.world, config=telemetry, rank_status=rank_status, total_steps=self.total_steps
@@ -261,7 +256,7 @@ class Trainer:
         found = self.engine.evaluate(
             source,
             split=split,
-            batch=self.eval_config.batch or self.micro_batch,
+            batch=self.eval_config.batch or self.setup.micro_batch,
             limit=self.eval_config.samples if limit is None else limit,
             step=step,
         )
@@ -301,7 +296,7 @@ class Trainer:
         return Loader(
             self.data.train,
             global_batch=self.settings.train.global_batch,
-            micro_batch=self.micro_batch,
+            micro_batch=self.setup.micro_batch,
             replica=self.engine.mesh.coordinate(Axis.DATA),
             num_replicas=self.engine.mesh.degree(Axis.DATA),
             seed=self.settings.train.seed,
@@ -492,3 +487,11 @@ class Trainer:
         else:
             # The peers wait for this process to go: neither a save in flight nor a broken group may hold it.
             self.reporter.close()
+
+
+def _resolve(train: TrainConfig, plan: Plan, data: Splits, world_size: int) -> RunSetup:
+    """The setup of a run that a script starts, without a launcher that has decided it before."""
+    plan = replace(plan, dp=world_size // plan.ranks_per_replica) if plan.dp is None else plan
+    plan.check(world_size=world_size)
+    resolved = resolve_plan(train, plan)
+    return resolve_run(train, resolved, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)

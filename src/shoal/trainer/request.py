@@ -21,13 +21,13 @@ from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
 from shoal.engine.resolve import (
     ResolvedPlan,
+    RunSetup,
     asks_the_model,
-    check_samples,
     check_settings,
     choose_plan,
-    count_steps,
     count_updates,
     resolve_plan,
+    resolve_run,
     server_settings,
 )
 from shoal.models.check import check_model, facts_of
@@ -59,10 +59,8 @@ class Prepared:
     """A request that was checked: what will run, where, for how long."""
 
     recipe: Recipe
-    layout: ResolvedPlan
+    setup: RunSetup
     spec: DataSpec
-    train_samples: int
-    total_steps: int
     run_dir: Path
     resume: bool
     warnings: tuple[str, ...] = ()
@@ -98,14 +96,14 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     Raises:
         RequestError: one message with the numbers and the fix.
     """
-    recipe, plan, layout = read_request(request)
+    recipe, plan, resolved = read_request(request)
     run_dir = choose_run_dir(request.recipe.stem, given=request.run_dir, resume=request.resume)
     if request.resume and not request.may_start:
         require_run_dir(run_dir)
     if request.resume:
         refuse_only_aside(RunDir(run_dir).checkpoints)
     check_claim(run_dir, recipe, resume=request.resume)
-    prepared = check_parts(recipe, plan, layout, run_dir=run_dir, resume=request.resume, own=own, tries=True)
+    prepared = check_parts(recipe, plan, resolved, run_dir=run_dir, resume=request.resume, own=own, tries=True)
     is_own = isinstance(recipe.data, OwnDataConfig)
     if is_own and request.resume and not recipe.checkpoint.other_data and already_finished(prepared) is None:
         own.check_same_data(recipe, RunDir(run_dir).checkpoints)
@@ -119,7 +117,9 @@ def already_finished(prepared: Prepared) -> dict[str, Any] | None:
     if not prepared.resume:
         return None
     summary = read_summary(prepared.run_dir)
-    is_done = summary is not None and summary["status"] == "completed" and summary["steps"] >= prepared.total_steps
+    is_done = (
+        summary is not None and summary["status"] == "completed" and summary["steps"] >= prepared.setup.total_steps
+    )
     if summary is None or not is_done:
         return None
     # Done is done only if its last checkpoint can still be read; otherwise the steps since the one before are done again.
@@ -134,14 +134,21 @@ def say_finished(run_dir: Path, steps: int, wanted: int) -> str:
 
 
 def check_parts(
-    recipe: Recipe, plan: Plan, layout: ResolvedPlan, *, run_dir: Path, resume: bool, own: OwnParts, tries: bool = False
+    recipe: Recipe,
+    plan: Plan,
+    resolved: ResolvedPlan,
+    *,
+    run_dir: Path,
+    resume: bool,
+    own: OwnParts,
+    tries: bool = False,
 ) -> Prepared:
     """Check the data, the model and the settings of a request that was read.
 
     Args:
         recipe: with the derived plan.
         plan: as it was chosen.
-        layout: derived from it.
+        resolved: what follows from it.
         run_dir: where it will run.
         resume: whether it goes on there.
         own: builds the user's own data and module where the recipe names them.
@@ -160,13 +167,13 @@ def check_parts(
     if recipe.optim.is_torch_class:
         own.check_optimizer(recipe)
     # Before the plan is held to the module: one that cannot run has nothing that a plan could split.
-    tried = try_own_parts(recipe, layout.plan, own=own) if tries else ()
+    tried = try_own_parts(recipe, resolved.plan, own=own) if tries else ()
     facts = facts_of(recipe.model, data.spec)
     if facts is not None:
         plan.check(facts)
     if _asks_the_module(recipe, plan, facts):
-        own.check_plan(recipe, layout.plan)
-    check_samples(num_samples=data.train, replicas=plan.num_shares)
+        own.check_plan(recipe, resolved.plan)
+    setup = resolve_run(recipe.train, resolved, num_samples=data.train, tokens_per_sample=data.spec.tokens_per_sample)
     if recipe.optim.schedule == "plateau" and recipe.eval.every == 0:
         raise RequestError(
             "optim.schedule plateau lowers the rate after evaluations, and eval.every is 0: there would be none; set eval.every"
@@ -176,26 +183,23 @@ def check_parts(
             f"train.rollback_after {recipe.train.rollback_after} goes back to a checkpoint, and checkpoint.every is 0: "
             "there would be none; set checkpoint.every"
         )
-    total = count_steps(recipe.train, num_samples=data.train, tokens_per_sample=data.spec.tokens_per_sample)
     return Prepared(
         recipe=recipe,
-        layout=layout,
+        setup=setup,
         spec=data.spec,
-        train_samples=data.train,
-        total_steps=total,
         run_dir=run_dir,
         resume=resume,
         warnings=(
-            *_warnings(recipe, total, count_updates(layout.plan, total)),
-            *_server_warnings(recipe, layout.plan),
-            *_idle_warnings(recipe, layout.plan),
+            *_warnings(recipe, setup.total_steps, count_updates(setup.plan, setup.total_steps)),
+            *_server_warnings(recipe, setup.plan),
+            *_idle_warnings(recipe, setup.plan),
             *tried,
         ),
     )
 
 
 def read_request(request: TrainRequest) -> tuple[Recipe, Plan, ResolvedPlan]:
-    """The recipe of a request with its plan filled in, the plan as it was chosen, and the layout that is derived from it.
+    """The recipe of a request with its plan filled in, the plan as it was chosen, and what is resolved from it.
 
     Raises:
         RequestError: the recipe or the plan is wrong.
@@ -203,8 +207,8 @@ def read_request(request: TrainRequest) -> tuple[Recipe, Plan, ResolvedPlan]:
     recipe = load_recipe(request.recipe, request.overrides)
     plan = choose_plan(recipe.plan, plan_text=request.plan, num_processes=request.num_processes)
     sizes = recipe.paramserver.unit_sizes(plan.num_shares)
-    layout = resolve_plan(recipe.train, plan, sizes=sizes)
-    return recipe.model_copy(update={"plan": str(layout.plan)}), plan, layout
+    resolved = resolve_plan(recipe.train, plan, sizes=sizes)
+    return recipe.model_copy(update={"plan": str(resolved.plan)}), plan, resolved
 
 
 def refuse_settings(recipe: Recipe, plan: Plan) -> None:

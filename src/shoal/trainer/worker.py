@@ -26,7 +26,6 @@ from shoal.comm.world import Place, join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
 from shoal.core.functions import place_of
-from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, withhold
 from shoal.engine.resolve import default_threads
 from shoal.engine.stop import StopRequest
@@ -35,7 +34,7 @@ from shoal.launch.errorreport import ErrorReport, write_report
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, peak_rss_bytes, table
 from shoal.telemetry.statusboard import Heartbeat, RankStatus, StatusBoard, StatusReading
 from shoal.trainer.build import build_trainer
-from shoal.trainer.claim import read_plan
+from shoal.trainer.claim import read_setup
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.trainer.profiler import RunProfiler
@@ -59,7 +58,7 @@ def run_rank(
     stop = hear_stop_signals(listen_to_ctrl_c="SHOAL_SUPERVISOR_PID" not in environment)
     run = RunDir(run_dir)
     recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
-    plan = Plan.parse(read_plan(run_dir))
+    setup = read_setup(run_dir)
     withhold(recipe.run.readable_by)
     place = Place.read(environment)
     torch.set_num_threads(recipe.train.threads or default_threads(place.world_size))
@@ -73,7 +72,7 @@ def run_rank(
             rank_status.enter("building model and data", 0)
         resume = resume or place.generation > 0
         trainer = build_trainer(
-            recipe, plan=plan, run_dir=run_dir, resume=resume, world=world, rank_status=rank_status, stop=stop
+            recipe, setup=setup, run_dir=run_dir, resume=resume, world=world, rank_status=rank_status, stop=stop
         )
         stack.enter_context(trainer)
         is_profiled = run.forecast.exists() and trainer.engine.asynchronous is None

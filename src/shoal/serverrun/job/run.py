@@ -22,13 +22,13 @@ from shoal.trainer.summary import Ended, summarise_death, summarise_servers, wri
 
 def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> Ended:
     """Run a prepared request whose plan has parameter servers."""
-    plan, recipe, run_dir = prepared.layout.plan, prepared.recipe, prepared.run_dir
+    plan, recipe, run_dir = prepared.setup.plan, prepared.recipe, prepared.run_dir
     started = time.time()
     config = recipe.paramserver
     each = f" of {plan.ranks_per_replica} ranks" if plan.ranks_per_replica > 1 else ""
     print(
         f"shoal: {plan} on {plan.ps} server(s), {plan.workers} worker(s){each} and {config.centers} center(s), "
-        f"{prepared.total_steps} steps, run directory {run_dir}",
+        f"{prepared.setup.total_steps} steps, run directory {run_dir}",
         file=sys.stderr,
     )
     for warning in prepared.warnings:
@@ -76,8 +76,8 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
 def _summarise(prepared: Prepared, end: JobResult, found: dict[str, Any], *, wall_seconds: float) -> dict[str, Any]:
     return summarise_servers(
         found,
-        plan=prepared.layout.plan,
-        total_steps=prepared.total_steps,
+        plan=prepared.setup.plan,
+        total_steps=prepared.setup.total_steps,
         stopped_by=None if end.signal is None else signal.Signals(end.signal).name,
         wall_seconds=wall_seconds,
         peak_rss_bytes=end.peak_rss_bytes,
@@ -89,8 +89,8 @@ def _summarise(prepared: Prepared, end: JobResult, found: dict[str, Any], *, wal
 def _failed(prepared: Prepared, end: JobResult, before: dict[str, Any] | None, *, started: float) -> Ended:
     summary = summarise_death(
         status="failed" if end.signal is None else "interrupted",
-        plan=str(prepared.layout.plan),
-        world_size=prepared.layout.world_size,
+        plan=str(prepared.setup.plan),
+        world_size=prepared.setup.world_size,
         step=end.step,
         cause=end.cause.splitlines()[0] if end.cause else "unknown",
         wall_seconds=time.time() - started,

@@ -178,7 +178,7 @@ def run_server(spec: ProcessSpec, prepared: Prepared) -> tuple[int, dict[str, An
     started, written = time.time(), list[dict[str, Any]]()
 
     def conclude(halt: str) -> None:
-        written.append(finalize_run(spec, halt, total_steps=prepared.total_steps, started=started))
+        written.append(finalize_run(spec, halt, total_steps=prepared.setup.total_steps, started=started))
 
     board = StatusBoard.create(spec.num_ranks)
     seen = replace(spec, board_fd=board.fd)
