@@ -1,61 +1,128 @@
-"""State of one rank, weights, gradients and optimizer: bytes predicted from shapes and a plan, and bytes really held.
+"""What one rank keeps, in bytes: predicted from shapes and a plan, and measured on a parallel model.
 
-Both must agree to the byte; ``shoal verify`` compares them, and a forecast says them before a run.
+Both must agree to the byte; ``shoal verify`` compares them, a forecast and a dry run say them before a run. A prediction lays a
+copy of the plain model out as on one rank of the plan, with a mesh that has no peers. State is then counted from shapes;
+activations by running one microbatch's forward pass on tensors without data.
 """
 
 import copy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
+import torch
 from torch import nn
 
-from shoal.comm.mesh import pretend_mesh
+from shoal.comm.mesh import Mesh, pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
+from shoal.costs.fake import faked
+from shoal.costs.saved import measure_saved
+from shoal.data.loader import Microbatch
 from shoal.engine.model import ParallelModel
+from shoal.engine.objective import Scoring
+from shoal.engine.piggyback import NUM_SCALARS
+from shoal.models.losses import Loss
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
+from shoal.parallel import batchnorm
 from shoal.parallel.analysis.structure import ModuleAnalysis
-from shoal.parallel.apply import apply_to_model
-from shoal.parallel.state_bytes import measure_state_bytes, predict_state_bytes
+from shoal.parallel.apply import ModelLayout, apply_to_model
+from shoal.parallel.state_bytes import StateBytes, measure_state_bytes, predict_state_bytes
 from shoal.pipeline.build import RankPart
 from shoal.pipeline.reduction import StageReduction
-from shoal.randomness.dropout import apply_keyed_dropout
+from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 
 STATE = ("weights", "gradients", "optimizer")
 
 
-def predict_state(
-    model: nn.Module,
-    *,
-    analysis: ModuleAnalysis,
-    plan: Plan,
-    rank: int,
-    optim: OptimConfig,
-    precision: Precision,
-    part: RankPart | None = None,
-) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer state of one rank, from the plain model and the plan.
+@dataclass(frozen=True, kw_only=True)
+class RankPreview:
+    """A copy of a plain model laid out as on one rank of a plan, without its peers."""
 
-    ``part`` is what the rank's pipeline stages keep; None where it has all.
-    """
-    mesh = pretend_mesh(plan, rank)
-    # In memory, not on the meta device: moving there would untie tied weights.
-    own = copy.deepcopy(model).to(dtype=precision.weight_dtype)
-    dropout = apply_keyed_dropout(own, 0)
-    apply_to_model(own, plan=plan, mesh=mesh, analysis=analysis, dropout=dropout, batch_norm="local")
-    if part is not None:
-        part.cut(own)
-    sizes = predict_state_bytes(
-        own,
-        analysis=analysis,
-        stage=plan.zero,
-        num_data_ranks=plan.dp or 1,
-        data_rank=mesh.coordinate(Axis.DATA),
-        # A pipeline keeps gradients whole until its step is over.
-        num_microbatches=max(2, plan.microbatches or 1) if plan.pp > 1 else plan.microbatches or 1,
-        optim=optim,
-    )
-    return {name: value for name, value in asdict(sizes).items() if name in STATE}
+    model: nn.Module
+    plan: Plan
+    mesh: Mesh
+    analysis: ModuleAnalysis
+    layout: ModelLayout
+    dropout: DropoutKey
+    precision: Precision
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module,
+        *,
+        analysis: ModuleAnalysis,
+        plan: Plan,
+        rank: int,
+        precision: Precision,
+        part: RankPart | None = None,
+    ) -> "RankPreview":
+        """Lay a copy out.
+
+        Args:
+            model: as one process builds it, in memory or on the meta device. Moving it there would untie tied weights.
+            analysis: what was found in it.
+            plan: resolved.
+            rank: whose part.
+            precision: of the run.
+            part: what the rank's pipeline stages keep; None where it has all.
+        """
+        mesh = pretend_mesh(plan, rank)
+        own = copy.deepcopy(model).to(dtype=precision.weight_dtype)
+        dropout = apply_keyed_dropout(own, 0)
+        layout = apply_to_model(own, plan=plan, mesh=mesh, analysis=analysis, dropout=dropout, batch_norm="local")
+        if part is not None:
+            part.cut(own)
+        return cls(
+            model=own,
+            plan=plan,
+            mesh=mesh,
+            analysis=analysis,
+            layout=layout,
+            dropout=dropout,
+            precision=precision,
+        )
+
+    def state_bytes(self, optim: OptimConfig) -> StateBytes:
+        """What this rank keeps of trained parameters from step to step, and what it works with."""
+        plan = self.plan
+        return predict_state_bytes(
+            self.model,
+            analysis=self.analysis,
+            stage=plan.zero,
+            num_data_ranks=self.mesh.degree(Axis.DATA),
+            data_rank=self.mesh.coordinate(Axis.DATA),
+            # A pipeline keeps gradients whole until the last cell of a step, also of a step of one microbatch.
+            num_microbatches=max(2, plan.microbatches or 1) if plan.pp > 1 else plan.microbatches or 1,
+            optim=optim,
+        )
+
+    def activation_bytes(self, loss: Loss, microbatch: Microbatch, *, has_piggyback: bool = False) -> int:
+        """What one microbatch's forward pass keeps, counted on tensors without data.
+
+        ``has_piggyback`` says that the loss and the request to stop travel with the gradients, for which they are kept too.
+        """
+        own, precision, dropout = self.model.train(), self.precision, self.dropout
+        if batchnorm.is_applied(own):
+            batchnorm.begin_microbatch(own, 0)
+        # A first forward pass finds out whether the model draws functionally, from generators that only real tensors move.
+        dropout.begin(0, microbatch.sample_ids[:2])
+        with torch.no_grad(), dropout.drawing(), precision.autocast("cpu"):
+            own(*(precision.cast_input(tensor[:2]) for tensor in microbatch.inputs))
+        dropout.begin(0, microbatch.sample_ids)
+        scoring = Scoring(loss, layout=self.layout, mesh=self.mesh)
+        targets, _ = scoring.own_part(microbatch.targets, microbatch.weight)
+        # Outside the fake tensors: on its way in and out it reads generators, which have real states.
+        with dropout.drawing(), faked(own) as mode, mode:
+            given = [mode.from_tensor(tensor) for tensor in microbatch.inputs]
+            fake_targets = mode.from_tensor(targets)
+            # A rank that scores its own positions only has made a tensor of their targets.
+            there = [*given, fake_targets] if targets is microbatch.targets else given
+            with measure_saved(own, *there) as saved, precision.autocast("cpu"):
+                output = own(*(precision.cast_input(tensor) for tensor in given))
+                loss_of = scoring.loss(output, precision.cast_input(fake_targets))
+        del loss_of
+        return saved.num_bytes + (NUM_SCALARS * precision.weight_dtype.itemsize if has_piggyback else 0)
 
 
 def measure_state(model: ParallelModel) -> dict[str, int]:

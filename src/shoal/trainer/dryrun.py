@@ -4,23 +4,20 @@ The model is built without memory (on torch's meta device) where it allows that,
 can still be described on it.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from shoal.comm.mesh import pretend_mesh
-from shoal.core.axes import Axis
 from shoal.core.units import format_bytes, format_count
 from shoal.engine.parallelize import analyse, example_of, resolve_stages
 from shoal.engine.resolve import asks_the_model, schedule_of
+from shoal.engine.sizes import RankPreview
 from shoal.models.embeddings import make_dense
+from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.describe import describe
-from shoal.parallel.state_bytes import predict_state_bytes
-from shoal.parallel.tensor.apply import apply_tensor_parallel
 from shoal.paramserver.config import group_plan
 from shoal.paramserver.server.memory import sizes_with_servers
 from shoal.paramserver.worker.flat import describe_model
@@ -65,7 +62,7 @@ def dry_run_result(prepared: Prepared) -> DryRun:
         part: dict[str, int] = {}
         lines: list[str] = []
         if plan.ranks_per_replica > 1:
-            part, lines = _sizes_of_rank(copy.deepcopy(model), _one_worker(prepared))
+            part, lines = _sizes_of_rank(model, _one_worker(prepared))
         held = sizes_with_servers(
             describe_model(model),
             plan,
@@ -118,17 +115,14 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     """
     recipe, plan = prepared.recipe, prepared.setup.plan
     analysis, lines = ModuleAnalysis(), []
-    parts = [model]
+    parts: list[RankPart | None] = [None]
     versions = [0]
     if asks_the_model(plan):
         whole, _, data = build_parts(recipe)
         make_dense(whole)
         analysis = analyse(whole, data, recipe.parallel)
         lines = describe(analysis, plan)
-    mesh = pretend_mesh(plan)
-    if mesh.has(Axis.TENSOR):
-        apply_tensor_parallel(model, analysis=analysis, mesh=mesh, sequence_parallel=plan.sp)
-    if mesh.has(Axis.PIPELINE):
+    if plan.pp > 1:
         stages = resolve_stages(whole, data, analysis, plan=plan, settings=recipe.settings)
         lines += stages.describe()
         if recipe.pipeline.network is not None:
@@ -144,42 +138,33 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
                 )
             )
         owners = prove_stages(whole, example_of(data), stages)
-        parts = [_part_of(model, stages, owners, rank) for rank in range(plan.pp)]
+        parts = [_part_of(stages, owners, rank) for rank in range(plan.pp)]
         versions = [0] * plan.pp
         if stages.schedule.updates.are_asynchronous:
             # The weights themselves are the optimizer's; passes read copies of the versions, which begin to differ with steps.
             versions = list(schedule_of(plan, steps=3).version_bound or versions)
-    found = [
-        _sizes_of_part(part, prepared, analysis, num_copies) for part, num_copies in zip(parts, versions, strict=True)
-    ]
+    precision = Precision.named(recipe.train.precision)
+    found = []
+    for place, (part, num_copies) in enumerate(zip(parts, versions, strict=True)):
+        rank = place * (plan.world_size // plan.pp)
+        preview = RankPreview.build(model, analysis=analysis, plan=plan, rank=rank, precision=precision, part=part)
+        found.append(_sizes_of(preview, recipe.optim, num_copies))
     return max(found, key=lambda sizes: sizes["total"]), lines
 
 
-def _part_of(model: nn.Module, stages: Stages, owners: Mapping[str, tuple[int, ...]], rank: int) -> nn.Module:
-    """A copy of a model without memory, cut as on a rank of a pipeline."""
-    own = copy.deepcopy(model)
+def _part_of(stages: Stages, owners: Mapping[str, tuple[int, ...]], rank: int) -> RankPart:
+    """What a rank of a pipeline keeps of the model."""
     names = frozenset(name for name, ranks in owners.items() if rank in ranks)
-    RankPart(elsewhere=stages.elsewhere(rank), names=names).cut(own)
-    return own
+    return RankPart(elsewhere=stages.elsewhere(rank), names=names)
 
 
-def _sizes_of_part(model: nn.Module, prepared: Prepared, analysis: ModuleAnalysis, num_copies: int) -> dict[str, int]:
-    """Bytes by what they are for, and their total."""
-    plan, mesh = prepared.setup.plan, pretend_mesh(prepared.setup.plan)
-    parameters = {id(parameter) for parameter in model.parameters()}
-    saved = model.state_dict(keep_vars=True).values()
+def _sizes_of(preview: RankPreview, optim: OptimConfig, num_copies: int) -> dict[str, int]:
+    """Bytes of a rank by what they are for, and their total; ``num_copies`` are the versions of weights beside the newest."""
+    parameters = {id(parameter) for parameter in preview.model.parameters()}
+    saved = preview.model.state_dict(keep_vars=True).values()
     # Tables that are not saved are made of the sizes, and not counted as weights.
     buffers = sum(tensor.nbytes for tensor in saved if id(tensor) not in parameters)
-    sizes = predict_state_bytes(
-        model,
-        analysis=analysis,
-        stage=plan.zero,
-        num_data_ranks=mesh.degree(Axis.DATA),
-        data_rank=0,
-        # A pipeline keeps gradients whole until the last cell of a step, also of a step of one microbatch.
-        num_microbatches=plan.microbatches or 1 if plan.pp == 1 else 2,
-        optim=prepared.recipe.optim,
-    )
+    sizes = preview.state_bytes(optim)
     parts = {
         "weights": sizes.weights * (1 + num_copies) + buffers,
         "gradients": sizes.gradients,

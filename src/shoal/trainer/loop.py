@@ -126,16 +126,7 @@ class Trainer:
             hooks=hooks,
             stop=stop,
         )
-        self.persistence = Persistence(
-            run_dir,
-            config=checkpoint or CheckpointConfig(),
-            world=self.world,
-            reporter=self.reporter,
-            plan=str(self.plan),
-            replica=self.mesh.coordinate(Axis.DATA),
-            seed=train.seed,
-            data=self.same_data.fingerprint,
-        )
+        self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
         self.setbacks = Setbacks(train, self.engine, self.persistence)
         self.progress = self._signed(Progress(position=Position(), loss_scale=self.engine.precision.first_loss_scale))
         self.status: FinalStatus = "completed"
@@ -147,6 +138,18 @@ class Trainer:
         except BaseException:
             self.reporter.close()  # Its thread is nobody else's to end: there is no trainer to close.
             raise
+
+    def _open_persistence(self, run_dir: Path | None, config: CheckpointConfig) -> Persistence:
+        return Persistence(
+            run_dir,
+            config=config,
+            world=self.world,
+            reporter=self.reporter,
+            plan=str(self.plan),
+            replica=self.mesh.coordinate(Axis.DATA),
+            seed=self.settings.train.seed,
+            data=self.same_data.fingerprint,
+        )
 
     def _begin(self, run_dir: Path | None, *, resume: bool) -> None:
         """Go on from a checkpoint, or make sure that there is none."""

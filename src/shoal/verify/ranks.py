@@ -9,10 +9,12 @@ are predicted in ``engine/sizes.py``.
 """
 
 import copy
+import functools
 import itertools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,72 +22,24 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch types this name only there
 
-from shoal.comm.mesh import GRID, pretend_mesh
+from shoal.comm.mesh import GRID
 from shoal.comm.shared import SharedTransport
 from shoal.comm.trafficcounter import TrafficCounts, traffic_rows
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
-from shoal.costs.fake import faked
 from shoal.costs.saved import SavedActivations, measure_saved
 from shoal.data.loader import Microbatch
 from shoal.engine.hooks import Hook
-from shoal.engine.objective import Objective, Scoring
-from shoal.engine.piggyback import NUM_SCALARS
-from shoal.engine.sizes import measure_state, predict_state
+from shoal.engine.objective import Objective
+from shoal.engine.sizes import RankPreview, measure_state
 from shoal.launch.pool import serve
 from shoal.models.losses import Loss
-from shoal.optim.precision import Precision
-from shoal.parallel import batchnorm
-from shoal.parallel.analysis.structure import ModuleAnalysis
-from shoal.parallel.apply import apply_to_model
-from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.verify.mutants.catalogue import MUTANTS, planted
 from shoal.verify.observation import TrafficObserver
 from shoal.verify.reference.recording import Recorder, model_tensors, placement_values, saved_buffers
-
-
-def predict_activations(
-    model: nn.Module,
-    loss: Loss,
-    microbatch: Microbatch,
-    *,
-    analysis: ModuleAnalysis,
-    plan: Plan,
-    rank: int,
-    precision: Precision,
-    has_piggyback: bool = False,
-) -> int:
-    """Bytes that one microbatch's forward pass keeps on one rank, counted on tensors without data.
-
-    ``has_piggyback`` says that the loss and the request to stop are piggybacked on the gradients, for which they are kept too.
-    """
-    mesh = pretend_mesh(plan, rank)
-    own = copy.deepcopy(model).to(dtype=precision.weight_dtype).train()
-    dropout = apply_keyed_dropout(own, 0)
-    layout = apply_to_model(own, plan=plan, mesh=mesh, analysis=analysis, dropout=dropout, batch_norm="local")
-    if batchnorm.is_applied(own):
-        batchnorm.begin_microbatch(own, 0)
-    # A first forward pass finds out whether the model draws functionally, from generators that only real tensors move.
-    dropout.begin(0, microbatch.sample_ids[:2])
-    with torch.no_grad(), dropout.drawing(), precision.autocast("cpu"):
-        own(*(precision.cast_input(tensor[:2]) for tensor in microbatch.inputs))
-    dropout.begin(0, microbatch.sample_ids)
-    scoring = Scoring(loss, layout=layout, mesh=mesh)
-    targets, _ = scoring.own_part(microbatch.targets, microbatch.weight)
-    # Outside the fake tensors: on its way in and out it reads generators, which have real states.
-    with dropout.drawing(), faked(own) as mode, mode:
-        given = [mode.from_tensor(tensor) for tensor in microbatch.inputs]
-        fake_targets = mode.from_tensor(targets)
-        # A rank that scores its own positions only has made a tensor of their targets.
-        there = [*given, fake_targets] if targets is microbatch.targets else given
-        with measure_saved(own, *there) as saved, precision.autocast("cpu"):
-            output = own(*(precision.cast_input(tensor) for tensor in given))
-            loss_of = scoring.loss(output, precision.cast_input(fake_targets))
-    del loss_of
-    return saved.num_bytes + (NUM_SCALARS * precision.weight_dtype.itemsize if has_piggyback else 0)
 
 
 class ActivationMeter:
@@ -207,15 +161,11 @@ def _sizes(
     """Predicted and measured bytes of this rank, and why some were not predicted."""
     analysis, plan, rank = trainer.engine.analysis, trainer.plan, trainer.world.rank
     cut = trainer.engine.pipeline
-    predicted = predict_state(
-        plain,
-        analysis=analysis,
-        plan=plan,
-        rank=rank,
-        optim=trainer.settings.optim,
-        precision=trainer.engine.precision,
-        part=None if cut is None else cut.part,
+    preview = functools.partial(
+        RankPreview.build, plain, analysis=analysis, plan=plan, rank=rank, precision=trainer.engine.precision
     )
+    part = None if cut is None else cut.part
+    predicted = asdict(preview(part=part).state_bytes(trainer.settings.optim))
     missing: dict[str, str] = {}
     measured = measure_state(trainer.engine)
     predicted = {what: size for what, size in predicted.items() if what in measured}
@@ -227,16 +177,8 @@ def _sizes(
     if meter.microbatch is not None and meter.num_bytes is not None and plan.zero < 3:
         measured["activations"] = meter.num_bytes
         try:
-            predicted["activations"] = predict_activations(
-                plain,
-                loss,
-                meter.microbatch,
-                analysis=analysis,
-                plan=plan,
-                rank=rank,
-                precision=trainer.engine.precision,
-                has_piggyback=trainer.engine.scalars.carrier is not None,
-            )
+            has_piggyback = trainer.engine.scalars.carrier is not None
+            predicted["activations"] = preview().activation_bytes(loss, meter.microbatch, has_piggyback=has_piggyback)
         except Exception as error:
             # A forward pass that looks at values cannot run without them, and may raise anything; the certificate says what.
             missing["activations"] = f"{type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ import pytest
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
-from shoal.engine.sizes import predict_state
+from shoal.engine.sizes import RankPreview
 from shoal.optim.build import build_optimizer, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
@@ -48,14 +48,8 @@ def test_bytes_of_a_stage_with_a_tied_weight_are_those_of_the_real_stage(zero, r
     initialise_state(optimizer)
     reduction.begin_step()
     measured = measure_state_bytes(stage, reduction, optimizer)
-    predicted = predict_state(
-        whole,
-        analysis=analysis,
-        plan=plan,
-        rank=rank,
-        optim=OptimConfig(name="adamw"),
-        precision=Precision.named("float32"),
-        part=part,
-    )
-    assert (predicted["weights"], predicted["optimizer"]) == (measured.weights, measured.optimizer)
+    precision = Precision.named("float32")
+    preview = RankPreview.build(whole, analysis=analysis, plan=plan, rank=rank, precision=precision, part=part)
+    predicted = preview.state_bytes(OptimConfig(name="adamw"))
+    assert (predicted.weights, predicted.optimizer) == (measured.weights, measured.optimizer)
     assert "embedding.weight" in part.names and whole.head.weight is whole.embedding.weight
