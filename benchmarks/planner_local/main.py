@@ -114,7 +114,7 @@ def take(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.machine is None:
         say("measuring the machine")
     machine = (
-        measure_machine(counts=sorted({1, 2, count}), tell=say)
+        measure_machine(counts=sorted({1, 2, count}), log=say)
         if arguments.machine is None
         else read_machine(arguments.machine)
     )

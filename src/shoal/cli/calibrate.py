@@ -41,7 +41,7 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
         ]
         print_table(("run", "measured ms", "predicted before", "after"), rows)
     else:
-        machine = measure_machine(quick=quick, tell=log)
+        machine = measure_machine(quick=quick, log=log)
     write_machine(path, machine)
     _show(machine, path)
     print(f"written to {path}")

@@ -42,11 +42,11 @@ _DEADLINE = 120.0
 _FEWEST = 5
 _WARM = 2
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def measure_machine(
-    *, counts: Sequence[int] = COUNTS, quick: bool = False, threads: int | None = None, tell: Tell | None = None
+    *, counts: Sequence[int] = COUNTS, quick: bool = False, threads: int | None = None, log: Log | None = None
 ) -> Machine:
     """Time matrix products, copies, sharing of cores and every collective.
 
@@ -54,7 +54,7 @@ def measure_machine(
         counts: numbers of processes at once.
         quick: fewer sizes and shorter times, for a run that waits for it.
         threads: of every process; as ranks would have them when left out.
-        tell: told what is being done.
+        log: given a line about what is being done.
 
     Raises:
         RunError: a process died or did not answer.
@@ -63,8 +63,8 @@ def measure_machine(
     found = []
     for count in counts:
         own_threads = threads or default_threads(count)
-        if tell is not None:
-            tell(f"timing {count} process{'' if count == 1 else 'es'} with {own_threads} thread(s) each")
+        if log is not None:
+            log(f"timing {count} process{'' if count == 1 else 'es'} with {own_threads} thread(s) each")
         found.append(_measure_group(count, own_threads, quick=quick))
     listed = ", ".join(map(str, counts))
     provenance = Provenance(
@@ -102,7 +102,7 @@ def _pool(count: int, threads: int) -> Pool:
 
 
 def find_machine(
-    path: Path | None, *, num_processes: int, tell: Tell, before: Callable[[], None] | None = None
+    path: Path | None, *, num_processes: int, log: Log, before: Callable[[], None] | None = None
 ) -> tuple[Machine, str]:
     """The machine to predict with, and where its numbers are from, in words.
 
@@ -112,7 +112,7 @@ def find_machine(
     Args:
         path: the machine file; the user's own when left out.
         num_processes: of the runs that are to be predicted.
-        tell: told why it takes a while.
+        log: given a line about why it takes a while.
         before: called before anything is timed; what it raises spares the wait.
 
     Raises:
@@ -123,7 +123,7 @@ def find_machine(
         try:
             machine = read_machine(where)
             for doubt in doubts(machine, where):
-                tell(f"warning: {doubt}")
+                log(f"warning: {doubt}")
             return machine, f"{where}, measured {machine.provenance.date}"
         except RequestError as refusal:
             if path is not None:
@@ -133,11 +133,11 @@ def find_machine(
         why = f"there is no {where}: timing this machine shortly; `shoal calibrate` does it thoroughly"
     if before is not None:
         before()
-    tell(why)
+    log(why)
     machine = measure_machine(counts=sorted({1, 2, num_processes}), quick=True)
     write_machine(where, machine)
     for doubt in doubts(machine, where):
-        tell(f"warning: {doubt}")
+        log(f"warning: {doubt}")
     return machine, f"timed shortly just now, kept in {where}"
 
 

@@ -44,7 +44,7 @@ def open_pool(
     """
     count = num_processes or num_cores()
     check_processes(count)
-    found, origin = find_machine(machine, num_processes=count, tell=log, before=partial(_require_plans, recipe, count))
+    found, origin = find_machine(machine, num_processes=count, log=log, before=partial(_require_plans, recipe, count))
     with RehearsalPool(recipe, count) as pool:
         yield pool, found, origin
 
@@ -56,7 +56,7 @@ def forecast_plan(recipe: Recipe, plan: Plan) -> Page:
         RequestError: the plan does not fit, or the machine file is wrong.
         RunError: a process that rehearses died.
     """
-    machine, origin = find_machine(None, num_processes=plan.world_size, tell=_log)
+    machine, origin = find_machine(None, num_processes=plan.world_size, log=_log)
     return {**rehearse_plan(recipe, plan, machine), "machine": origin, "runner_up": None}
 
 
