@@ -6,6 +6,7 @@ such a worker was taken for one that found no work left, and the run stood still
 them, and the command exited with 0. Now a process has done its work when it has said so on the board, and not before.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -106,7 +107,7 @@ def test_sys_exit_of_the_only_rank_is_told_with_its_place(shoal, plant):
     assert "rank 0 failed at step 3 in phase 'forward': it left: something that it runs called sys.exit(0)" in story_of(
         done
     )
-    assert 'mine.py", line 13, in forward' in story_of(done)
+    assert "mine.py:13" in story_of(done)
 
 
 def test_sigterm_to_one_rank_alone_is_no_success(shoal, tiny):
@@ -177,7 +178,10 @@ def test_a_server_that_is_stopped_and_has_no_backup_is_replaced(shoal, plant):
     process = shoal.start("train", "own.toml", "--plan", "ps=1 workers=1", "--run-dir", "run", *long)
 
     def servers():
-        return [child for child in psutil.Process(process.pid).children() if "server-0" in child.cmdline()]
+        alive = [child for child in psutil.Process(process.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+        with contextlib.suppress(psutil.Error):
+            return [child for child in alive if "server-0" in child.cmdline()]
+        return []  # One ended meanwhile.
 
     wait_for_step(shoal.folder / "run", 2)
     (stopped,) = servers()
