@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.world import World, join_world
+from shoal.core.place import Place
 from shoal.data.build import build_splits
 from shoal.data.config import SyntheticConfig
 from shoal.engine.config import TrainConfig
@@ -161,7 +162,7 @@ def main() -> None:
         "cpu": platform.processor() or "unknown",
     }
     with tempfile.TemporaryDirectory() as folder:
-        alone = measure(join_world({}, deadline_seconds=60), options.rounds, options.steps, folder)
+        alone = measure(join_world(Place(), deadline_seconds=60), options.rounds, options.steps, folder)
         results["one process"] = summarise(alone)
     with tempfile.TemporaryDirectory() as folder:
         both = run_on_ranks(measure_on_rank, 2, options.rounds, options.steps, folder, deadline_seconds=600.0)

@@ -12,6 +12,7 @@ import torch
 from contenders import WORKLOADS, steps_of
 
 from shoal.comm.world import join_world
+from shoal.launch.environments import read_place
 
 
 def resident_bytes(field: str) -> int:
@@ -26,7 +27,7 @@ def main() -> None:
     # What libraries print must not get between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    world = join_world(os.environ, deadline_seconds=120)
+    world = join_world(read_place(os.environ), deadline_seconds=120)
     if name.startswith("deepspeed"):
         os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed  # noqa: F401  # before memory is first read, like all other imports

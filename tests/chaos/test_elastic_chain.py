@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shoal.comm.world import join_world
+from shoal.core.place import Place
 from shoal.trainer.build import build_trainer
 from shoal.trainer.config import load_recipe
 from support.processes.command import read_events
@@ -101,7 +102,7 @@ def train_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("NOTES", str(folder / "alone-notes"))
-    recipe, world = load_recipe(folder / "own.toml"), join_world({}, deadline_seconds=60.0)
+    recipe, world = load_recipe(folder / "own.toml"), join_world(Place(), deadline_seconds=60.0)
     # One process needs nobody to decide its setup: dp is 1.
     with build_trainer(recipe, run_dir=folder / "alone", resume=False, world=world, rank_status=None) as trainer:
         trainer.train()

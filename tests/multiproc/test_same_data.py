@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import join_world
 from shoal.core.errors import AgreedError, RequestError, RunError
+from shoal.core.place import Place
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.config import TokensConfig
@@ -104,7 +105,7 @@ def test_ranks_with_other_data_are_refused_together():
 
 
 def alone():
-    return join_world({}, deadline_seconds=60.0)
+    return join_world(Place(), deadline_seconds=60.0)
 
 
 def token_data(path):

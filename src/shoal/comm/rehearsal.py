@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend; torch has no public way
 
-from shoal.comm.world import Place, World
+from shoal.comm.world import World
 from shoal.core.errors import RunError
+from shoal.core.place import Place
 
 
 @contextmanager

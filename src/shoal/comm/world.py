@@ -1,15 +1,13 @@
 """A process's place among the others: who it is, whom it can reach, and how long it will wait for them.
 
 The environment is torchrun's contract, so the same worker runs under Shoal's supervisor, ``torchrun``, SLURM or Kubeflow.
-Under the supervisor the ranks meet in a file that only this user can open (``launch/spawn.py``): torch's ``TCPStore`` asks
+Under the supervisor the ranks meet in a file that only this user can open (``launch/ranks.py``): torch's ``TCPStore`` asks
 nobody who he is, and every user of the machine could read, change and fill it. What gloo listens on is sealed as soon as a group
 is connected (``sealing.py``).
 """
 
 import functools
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -18,42 +16,9 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store  # torch ty
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.sealing import sealed_listeners
-from shoal.core.errors import RequestError
+from shoal.core.place import Place
 
 _JOINED = itertools.count()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """What the launcher told this process about itself."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    generation: int = 0
-    """How often the launcher has restarted the group."""
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str]) -> "Place":
-        """The place that torchrun's variables give; a process that nobody launched is alone.
-
-        Raises:
-            RequestError: the variables are there but make no sense.
-        """
-        if "RANK" not in environment:
-            return cls()
-        try:
-            place = cls(
-                rank=int(environment["RANK"]),
-                world_size=int(environment["WORLD_SIZE"]),
-                local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
-                generation=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            )
-        except (KeyError, ValueError) as error:
-            raise RequestError(f"the launcher set RANK but not a whole WORLD_SIZE beside it: {error}") from error
-        if not 0 <= place.rank < place.world_size:
-            raise RequestError(f"the launcher gave RANK={place.rank} of WORLD_SIZE={place.world_size}")
-        return place
 
 
 class World:
@@ -102,7 +67,7 @@ class World:
 
 
 def join_world(
-    environment: Mapping[str, str],
+    place: Place,
     *,
     deadline_seconds: float,
     store: Store | None = None,
@@ -111,16 +76,15 @@ def join_world(
     """Join the other processes of this run, or be alone.
 
     Args:
-        environment: the launcher's variables, usually ``os.environ``.
+        place: what the launcher told this process (``launch/environments.py`` reads it).
         deadline_seconds: how long a collective waits before it gives up.
-        store: where the processes meet; made from the environment when left out.
+        store: where the processes meet; the place's file or the launcher's own when left out.
         device: where tensors are; left out, this process's GPU where there is one.
     """
-    place = Place.read(environment)
     if device is None:
         device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     world = World(place, device=device, deadline_seconds=deadline_seconds)
-    if "RANK" not in environment:
+    if not place.is_launched:
         return world
     timeout = timedelta(seconds=deadline_seconds)
     if device.type == "cuda":
@@ -132,8 +96,8 @@ def join_world(
         with sealed_listeners():
             world.save_group = dist.new_group(backend="gloo", timeout=timeout)
         return world
-    if store is None and "SHOAL_STORE" in environment:
-        store = FileStore(environment["SHOAL_STORE"], place.world_size)
+    if store is None and place.store:
+        store = FileStore(place.store, place.world_size)
     elif store is None:
         # A prefix for every time that this process joins: a second group must not find the addresses of the first.
         store = PrefixStore(f"join-{next(_JOINED)}", _launchers_store(timeout))

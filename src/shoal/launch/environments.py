@@ -1,4 +1,4 @@
-"""The variables by which a launcher tells a process its place: torchrun's contract, written for the ranks of this supervisor.
+"""The variables by which a launcher tells a process its place: torchrun's contract, read and, for our own ranks, written.
 
 The same worker therefore runs under torchrun, SLURM and Kubeflow, but for the address of a store: the supervisor's ranks meet
 in a file. What only Shoal's supervisor gives is named ``SHOAL_*``.
@@ -9,8 +9,35 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal.core.errors import RequestError
+from shoal.core.place import Place
+
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _OURS = "SHOAL_"
+
+
+def read_place(environment: Mapping[str, str]) -> Place:
+    """The place that a launcher's variables give; a process that nobody launched is alone. Pure.
+
+    Raises:
+        RequestError: the variables are there but make no sense.
+    """
+    if "RANK" not in environment:
+        return Place()
+    try:
+        place = Place(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
+            generation=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            is_launched=True,
+            store=environment.get("SHOAL_STORE", ""),
+        )
+    except (KeyError, ValueError) as error:
+        raise RequestError(f"the launcher set RANK but not a whole WORLD_SIZE beside it: {error}") from error
+    if not 0 <= place.rank < place.world_size:
+        raise RequestError(f"the launcher gave RANK={place.rank} of WORLD_SIZE={place.world_size}")
+    return place
 
 
 def inherited(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -24,7 +24,7 @@ from shoal.comm.parentdeath import die_with_parent
 from shoal.comm.world import join_world
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
-from shoal.launch.environments import LOOPBACK
+from shoal.launch.environments import LOOPBACK, read_place
 from shoal.launch.forkclient import ForkClient
 from shoal.launch.process import Process, Streams
 from shoal.launch.supervisor import Command, Supervisor
@@ -175,7 +175,7 @@ def main() -> None:
     folder = Path(os.environ["SHOAL_TEST_FOLDER"])
     function = getattr(_load(Path(path)), name)
     arguments = torch.load(folder / "arguments.pt", weights_only=True)
-    world = join_world(os.environ, deadline_seconds=float(os.environ["SHOAL_TEST_DEADLINE"]))
+    world = join_world(read_place(os.environ), deadline_seconds=float(os.environ["SHOAL_TEST_DEADLINE"]))
     result = function(world, *arguments)
     torch.save(result, folder / f"result-{world.rank}.pt")
     # Nobody leaves before everybody has arrived: a peer that is still in a collective would see a closed connection.

@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch types these n
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.parentdeath import end_if_forked
-from shoal.comm.world import Place
 from shoal.core.errors import (
     EXIT_DONE,
     EXIT_NO,
@@ -33,6 +32,7 @@ from shoal.core.errors import (
     ShoalError,
 )
 from shoal.core.rundir import withhold
+from shoal.launch.environments import read_place
 from shoal.launch.errorreport import clear_reports
 from shoal.telemetry.live import build_display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading
@@ -59,7 +59,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
         RequestError: the request is wrong.
         RunError: this rank failed; says where, with its traceback.
     """
-    place, owner = Place.read(os.environ), os.getpid()
+    place, owner = read_place(os.environ), os.getpid()
     store, _, _ = next(iter(rendezvous("env://", timeout=_START_DEADLINE)))
     if place.generation > 0:
         # The ranks before may have died before there was a directory.

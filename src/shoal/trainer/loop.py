@@ -38,6 +38,7 @@ from shoal.engine.resolve import RunSetup, asks_the_model, resolve_plan, resolve
 from shoal.engine.state import RankState, seed_process
 from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
+from shoal.launch.environments import read_place
 from shoal.optim.config import OptimConfig
 from shoal.optim.rates import after_evaluation, rate
 from shoal.parallel.analysis.structure import ParallelConfig
@@ -102,7 +103,9 @@ class Trainer:
         telemetry = telemetry or TelemetryConfig()
         self.data = data
         self.prefetch, self.workers = prefetch, workers
-        self.world = world or join_world(environment, deadline_seconds=self.elastic_config.collective_deadline)
+        self.world = world or join_world(
+            read_place(environment), deadline_seconds=self.elastic_config.collective_deadline
+        )
         self.same_data = SameData(self.world, data)
         self.setup = setup or _resolve(train, plan or Plan(), data, self.world.size)
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store  # torch types this name only there
 
 from shoal.comm.channel import PeerLost
 from shoal.comm.parentdeath import end_if_forked
-from shoal.comm.world import Place, join_world
+from shoal.comm.world import join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
 from shoal.core.functions import place_of
@@ -30,6 +30,7 @@ from shoal.core.rundir import RunDir, withhold
 from shoal.engine.resolve import default_threads
 from shoal.engine.stop import StopRequest
 from shoal.launch.blame import EXIT_INTERRUPTED
+from shoal.launch.environments import read_place
 from shoal.launch.errorreport import ErrorReport, write_report
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, peak_rss_bytes, table
 from shoal.telemetry.statusboard import Heartbeat, RankStatus, StatusBoard, StatusReading
@@ -60,14 +61,14 @@ def run_rank(
     recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
     setup = read_setup(run_dir)
     withhold(recipe.run.readable_by)
-    place = Place.read(environment)
+    place = read_place(environment)
     torch.set_num_threads(recipe.train.threads or default_threads(place.world_size))
     rank_status = rank_status or attach_status(environment)
     with contextlib.ExitStack() as stack:
         if rank_status is not None:
             stack.enter_context(Heartbeat(rank_status))
             rank_status.enter("wait: joining the other ranks", 0)
-        world = join_world(environment, deadline_seconds=recipe.elastic.collective_deadline, store=store)
+        world = join_world(place, deadline_seconds=recipe.elastic.collective_deadline, store=store)
         if rank_status is not None:
             rank_status.enter("building model and data", 0)
         resume = resume or place.generation > 0
@@ -112,7 +113,7 @@ def attach_status(environment: Mapping[str, str]) -> RankStatus | None:
     """This rank's status on the supervisor's board; None when nobody supervises."""
     if "SHOAL_BOARD_FD" not in environment:
         return None
-    place = Place.read(environment)
+    place = read_place(environment)
     rank_status = StatusBoard.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).of_rank(place.rank)
     rank_status.claim()
     return rank_status
@@ -123,7 +124,7 @@ def report_failure(
 ) -> None:
     """Put down what this rank knows of its failure, where the supervisor looks for it."""
     error = explain_exit(error)
-    place = Place.read(environment)
+    place = read_place(environment)
     if state is None and "SHOAL_BOARD_FD" in environment:
         state = StatusBoard.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).of_rank(place.rank).read()
     step, phase = (state.step, state.phase) if state is not None else (0, "")

@@ -23,6 +23,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.comm.world import World, join_world
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
+from shoal.launch.environments import read_place
 from shoal.launch.pool import serve
 from shoal.planner.hardware.calibrate import MEETING_SIZES, SHAPES
 from shoal.telemetry.memory import rss_bytes
@@ -42,7 +43,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(job["threads"])
     size = int(os.environ["WORLD_SIZE"])
     store = FileStore(str(Path(job["folder"]) / "store"), size)
-    world = join_world(os.environ, deadline_seconds=job["deadline_seconds"], store=store)
+    world = join_world(read_place(os.environ), deadline_seconds=job["deadline_seconds"], store=store)
     try:
         work = _step_of_a_block()
         # Once, before memory is looked at: torch loads its kernels when they are first used, and every rank has them.

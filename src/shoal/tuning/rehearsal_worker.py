@@ -20,6 +20,7 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
 from shoal.engine.resolve import check_samples, check_settings, resolve_plan
+from shoal.launch.environments import read_place
 from shoal.launch.pool import serve
 from shoal.models.check import facts_of
 from shoal.parallel.requirements import describe_facts
@@ -65,7 +66,8 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _do(job: Mapping[str, Any]) -> dict[str, Any]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = read_place(os.environ)
+    rank, size = place.rank, place.world_size
     with limited_growth(job["most_bytes"]):
         subject, loaded = _subject(Recipe.model_validate(job["recipe"]).model_dump_json())
         if job["kind"] == "legal":
@@ -80,7 +82,7 @@ def _do(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _play(subject: Subject, plan: Plan, store: FileStore, job: Mapping[str, Any]) -> dict[str, Any]:
     """Real steps of a plan, with the peers."""
-    world = join_world(os.environ, deadline_seconds=job["deadline_seconds"], store=store)
+    world = join_world(read_place(os.environ), deadline_seconds=job["deadline_seconds"], store=store)
     try:
         world.barrier()
         trace = trace_rank(subject, plan, world=world, num_steps=job["steps"])

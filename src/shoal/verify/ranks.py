@@ -32,6 +32,7 @@ from shoal.data.loader import Microbatch
 from shoal.engine.hooks import Hook
 from shoal.engine.objective import Objective
 from shoal.engine.sizes import RankPreview, measure_state
+from shoal.launch.environments import read_place
 from shoal.launch.pool import serve
 from shoal.models.losses import Loss
 from shoal.trainer.build import build_parts
@@ -93,7 +94,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     folder = Path(job["folder"])
     recipe = Recipe.model_validate(job["recipe"])
     store = FileStore(str(folder / "store"), int(os.environ["WORLD_SIZE"]))
-    world = join_world(os.environ, deadline_seconds=job["deadline_seconds"], store=store)
+    world = join_world(read_place(os.environ), deadline_seconds=job["deadline_seconds"], store=store)
     mutant = MUTANTS[job["mutant"]] if job["mutant"] else None
     with planted(mutant, world):
         model, loss, data = build_parts(recipe)

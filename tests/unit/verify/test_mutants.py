@@ -3,7 +3,8 @@ line."""
 
 import pytest
 
-from shoal.comm.world import Place, World
+from shoal.comm.world import World
+from shoal.core.place import Place
 from shoal.core.plan import Plan
 from shoal.verify.mutants.catalogue import MUTANTS, PREDICTION, own_recipe, planted
 from shoal.verify.reference.recording import KINDS

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from shoal.comm.mesh import build_mesh
-from shoal.comm.world import Place, World
+from shoal.comm.world import World
 from shoal.core.events import StepDone
+from shoal.core.place import Place
 from shoal.core.plan import Plan
 from shoal.core.rundir import replace_text
 from shoal.engine.evaluate import evaluate

@@ -16,11 +16,12 @@ import msgspec
 import torch
 
 from shoal.comm.wire.node import Node, new_instance_id
-from shoal.comm.world import Place, World
+from shoal.comm.world import World
 from shoal.core.errors import EXIT_DONE
 from shoal.core.events import (
     RunStarted,
 )
+from shoal.core.place import Place
 from shoal.core.rundir import make_run_dir, withhold
 from shoal.paramserver.contact import Contact, Evicted
 from shoal.paramserver.messages import FINISHED

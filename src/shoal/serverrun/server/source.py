@@ -11,8 +11,9 @@ from torch import nn
 
 from shoal.checkpoint.retention import refuse_only_aside
 from shoal.checkpoint.whole import glance
-from shoal.comm.world import Place, World
+from shoal.comm.world import World
 from shoal.core.errors import AgreedError, RequestError, RunError
+from shoal.core.place import Place
 from shoal.core.rundir import RunDir
 from shoal.data.source import Splits
 from shoal.engine.resolve import count_steps, count_updates, updates_per_step

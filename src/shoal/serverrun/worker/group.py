@@ -24,8 +24,9 @@ from torch._C._distributed_c10d import FileStore  # torch types this name only t
 
 from shoal.comm.channel import Channel
 from shoal.comm.full_tensor import box, is_spokesman
-from shoal.comm.world import Place, World, join_world
+from shoal.comm.world import World, join_world
 from shoal.core.errors import RunError
+from shoal.core.place import Place
 from shoal.core.placement import Patch, Placement
 from shoal.engine.model import ParallelModel
 from shoal.paramserver.worker.flat import FlatParameters
@@ -348,8 +349,8 @@ def join_group(spec: ProcessSpec) -> World:
         return World(Place(), device=cpu, deadline_seconds=deadline)
     store = FileStore(str(spec.group_store), size)
     _meet(store, spec, size, seconds=spec.recipe.elastic.start_deadline)
-    environment = {"RANK": str(spec.group_rank), "WORLD_SIZE": str(size)}
-    return join_world(environment, deadline_seconds=deadline, store=store, device=cpu)
+    place = Place(rank=spec.group_rank, world_size=size, local_rank=spec.group_rank, is_launched=True)
+    return join_world(place, deadline_seconds=deadline, store=store, device=cpu)
 
 
 def _meet(store: FileStore, spec: ProcessSpec, size: int, *, seconds: float) -> None:

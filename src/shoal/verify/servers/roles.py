@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shoal.comm.world import Place, World
+from shoal.comm.world import World
 from shoal.core.errors import RunError
+from shoal.core.place import Place
 from shoal.paramserver.records import PushRecord, Read, Update, WorkUnit
 from shoal.paramserver.server.shard import ShardState
 from shoal.serverrun.process import ProcessSpec, run_process
