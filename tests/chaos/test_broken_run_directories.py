@@ -9,7 +9,7 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.serverrun.notices import count_notices
 from shoal.serverrun.server.finalize import read_steps
-from shoal.telemetry.lines import decode_events
+from shoal.telemetry.eventlog import decode_events
 from shoal.trainer import summary
 from shoal.trainer.claim import check_claim, read_plan
 from shoal.trainer.config import load_recipe

@@ -15,7 +15,7 @@ from pathlib import Path
 from shoal.launch.config import ProcessConfig
 from shoal.launch.ranks import LaunchRequest
 from shoal.launch.ranks import supervise
-from shoal.telemetry.progress import PlainDisplay
+from shoal.telemetry.display import PlainDisplay
 import threading
 folder = Path(sys.argv[1])
 request = LaunchRequest(argv=[sys.executable, str(folder / "worker.py")], num_ranks=2, run_dir=folder / "run", run_id="t",

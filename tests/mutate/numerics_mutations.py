@@ -357,7 +357,7 @@ NUMERICS = [
     Mutation(
         promise=RESUME,
         what="a look at another stage's units moves Python's generator",
-        file="src/shoal/telemetry/draws.py",
+        file="src/shoal/telemetry/rngstate.py",
         old="        random.setstate(of_python)\n",
         new="        pass\n",
         test=f"{RESUMED}[pp=2 microbatches=2]",

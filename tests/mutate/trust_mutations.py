@@ -20,7 +20,7 @@ TRUST = [
     Mutation(
         promise=OTHER_USERS,
         what="gloo's ports stay open",
-        file="src/shoal/comm/sealing.py",
+        file="src/shoal/comm/packetfilter.py",
         old="            drop_everybody(descriptor)",
         new="            pass",
         test="tests/multiproc/test_other_users.py::test_no_other_user_reaches_anything_of_a_run[dp=2]",

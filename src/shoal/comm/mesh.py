@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shoal.comm.channel import Channel, EchoTransport, SilentTransport, TorchTransport, Transport
-from shoal.comm.sealing import sealed_listeners
+from shoal.comm.packetfilter import sealed_listeners
 from shoal.comm.shared import SharedTransport, build_shared_transport
 from shoal.comm.trafficcounter import TrafficCounter
 from shoal.comm.world import World

@@ -2,7 +2,7 @@
 
 gloo moves bytes between processes of one machine through sockets and threads (``benchmarks/collectives`` compares the two).
 It also adds in an order that depends on the size of the tensor. Here bytes are copied through slots of the group's memory
-(``memory.py``) that are small enough to stay in the cache, in rounds (``rounds.py``), and sums are always
+(``sharedmemory.py``) that are small enough to stay in the cache, in rounds, and sums are always
 ``rank 0 + rank 1 + ...`` in the tensor's own dtype, so that every rank has the same bits, and the bits of one process that adds
 in that order.
 
@@ -24,8 +24,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.memory import NUM_TURNS, CannotShare, GroupMemory, announce, memory_bytes, open_memory, tell
-from shoal.comm.rounds import SPIN_SECONDS, Member, Rounds, Watch
+from shoal.comm.sharedmemory import (
+    NUM_TURNS,
+    SPIN_SECONDS,
+    CannotShare,
+    GroupMemory,
+    Member,
+    Rounds,
+    Watch,
+    announce,
+    memory_bytes,
+    open_memory,
+    tell,
+)
 from shoal.core.errors import RunError
 
 SLOT_BYTES = 512 * 1024

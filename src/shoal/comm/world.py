@@ -3,7 +3,7 @@
 The environment is torchrun's contract, so the same worker runs under Shoal's supervisor, ``torchrun``, SLURM or Kubeflow.
 Under the supervisor the ranks meet in a file that only this user can open (``launch/ranks.py``): torch's ``TCPStore`` asks
 nobody who he is, and every user of the machine could read, change and fill it. What gloo listens on is sealed as soon as a group
-is connected (``sealing.py``).
+is connected (``packetfilter.py``).
 """
 
 import functools
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store  # torch types these names only there
 from torch.distributed.rendezvous import rendezvous
 
-from shoal.comm.sealing import sealed_listeners
+from shoal.comm.packetfilter import sealed_listeners
 from shoal.core.place import Place
 
 _JOINED = itertools.count()

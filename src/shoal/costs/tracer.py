@@ -29,7 +29,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.costs.operations import Attention, Product, products_of
-from shoal.telemetry.draws import keeping_draws
+from shoal.telemetry.rngstate import keeping_draws
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,8 +19,8 @@ from shoal.core.clock import Deadline
 from shoal.core.functions import call_own
 from shoal.data.order import permute
 from shoal.data.source import Items, Source, Splits
-from shoal.telemetry.draws import keeping_draws, random_states
 from shoal.telemetry.memory import is_out_of_memory
+from shoal.telemetry.rngstate import keeping_draws, random_states
 
 READS = 3
 """How often a sample is read to see whether it stays the same."""

@@ -27,7 +27,7 @@ from shoal.core.seeding import derive_key
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
 from shoal.data.sharedmemory import SharedBatch, SharedBatchWriter
 from shoal.data.source import Items, Source
-from shoal.telemetry.draws import random_states
+from shoal.telemetry.rngstate import random_states
 
 _ORDER_AHEAD = 4096
 _LOOK_SECONDS = 2.0

@@ -43,8 +43,8 @@ from shoal.launch.output import Log, RankStream
 from shoal.launch.process import Process, Streams
 from shoal.launch.procfs import catches_signal, count_oom_kills, process_state, resident_bytes
 from shoal.launch.supervisor import KILL_SECONDS, Command, SignalInbox, Supervisor
-from shoal.telemetry.lines import append_event
-from shoal.telemetry.progress import Display
+from shoal.telemetry.display import Display
+from shoal.telemetry.eventlog import append_event
 from shoal.telemetry.statusboard import StatusBoard
 
 COLLECT_S = 1.0

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from shoal.comm.channel import silent
 from shoal.costs.fake import every_type
 from shoal.randomness.dropout import Calls, DropoutKey
-from shoal.telemetry.draws import keeping_draws
+from shoal.telemetry.rngstate import keeping_draws
 
 Received = Sequence[Tensor]
 """What the stage before gave."""

@@ -17,7 +17,7 @@ from shoal.comm.wire.errors import DROPPED, EXPECTED
 from shoal.comm.wire.node import Node
 from shoal.core.events import GradientRefused, MessagesDropped, StepDone, WentBack, WorkerHung
 from shoal.core.rundir import RunDir
-from shoal.telemetry.lines import append_event, decode_events
+from shoal.telemetry.eventlog import append_event, decode_events
 
 _COUNTED = {"not_finite": GradientRefused.kind, "went_back": WentBack.kind, "hung": WorkerHung.kind}
 

@@ -11,7 +11,7 @@ import torch
 
 from shoal.core.rundir import RunDir
 from shoal.telemetry.config import parse_window
-from shoal.telemetry.writer import warn_on_stderr
+from shoal.telemetry.eventlog import warn_on_stderr
 
 
 class Tracer:

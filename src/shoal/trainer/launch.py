@@ -18,7 +18,7 @@ from shoal.core.rundir import RunDir, withheld
 from shoal.engine.resolve import check_processes, default_threads
 from shoal.launch.failurereport import describe, headline
 from shoal.launch.ranks import LaunchRequest, supervise
-from shoal.telemetry.live import build_display
+from shoal.telemetry.display import build_display
 from shoal.trainer.claim import Claim
 from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.summary import (

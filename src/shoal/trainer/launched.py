@@ -34,7 +34,7 @@ from shoal.core.errors import (
 from shoal.core.rundir import withhold
 from shoal.launch.environments import read_place
 from shoal.launch.errorreport import clear_reports
-from shoal.telemetry.live import build_display
+from shoal.telemetry.display import build_display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading
 from shoal.trainer.claim import Claim, read_plan
 from shoal.trainer.own_parts import OwnPartsHere

@@ -19,10 +19,10 @@ from shoal.core.rundir import RunDir
 from shoal.data.loader import Loader
 from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.eventlog import EventLog
 from shoal.telemetry.memory import breakdown, rss_bytes
 from shoal.telemetry.statusboard import RankStatus
 from shoal.telemetry.tensorboard import TensorBoardSink, wants_curves
-from shoal.telemetry.writer import EventLog
 
 _PUBLISH_EVERY_SECONDS = 0.2
 _RATE_WINDOW_STEPS = 20

@@ -28,8 +28,8 @@ from shoal.planner.hardware.machine import (
     torch_version,
     write_machine,
 )
-from shoal.telemetry.headroom import free_bytes
-from shoal.telemetry.lines import decode_events
+from shoal.telemetry.eventlog import decode_events
+from shoal.telemetry.memory import free_bytes
 from shoal.trainer.claim import read_plan
 from shoal.trainer.config import Recipe
 

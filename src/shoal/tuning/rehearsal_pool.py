@@ -19,8 +19,7 @@ from shoal.launch.pool import Pool
 from shoal.planner.hardware.machine import Machine
 from shoal.planner.pricing.local import RankWork, predict_step
 from shoal.schedules.schedule import parse_action
-from shoal.telemetry.headroom import free_bytes
-from shoal.telemetry.memory import tells_of_memory
+from shoal.telemetry.memory import free_bytes, tells_of_memory
 from shoal.trainer.config import Recipe
 
 Page = dict[str, Any]

@@ -24,8 +24,7 @@ from shoal.launch.environments import read_place
 from shoal.launch.pool import serve
 from shoal.models.check import facts_of
 from shoal.parallel.requirements import describe_facts
-from shoal.telemetry.headroom import limited_growth, offer_to_the_kernel
-from shoal.telemetry.memory import rss_bytes
+from shoal.telemetry.memory import limited_growth, offer_to_the_kernel, rss_bytes
 from shoal.trainer.config import Recipe
 from shoal.tuning.joint_rehearsal import JointRehearsal
 from shoal.tuning.rehearsal import Subject, build_subject, trace_rank

@@ -15,7 +15,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.core.units import format_bytes
 from shoal.planner.hardware.machine import Machine
-from shoal.telemetry.headroom import free_bytes
+from shoal.telemetry.memory import free_bytes
 from shoal.tuning.rehearsal_pool import MEMORY_SHARE, NoRoom, Page, held_bytes
 
 _BEST_FAMILIES = 2

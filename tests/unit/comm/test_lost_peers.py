@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from shoal.comm.memory import Announcement, memory_bytes
 from shoal.comm.shared import SLOT_BYTES
+from shoal.comm.sharedmemory import Announcement, memory_bytes
 
 DEADLINE_SECONDS = 2.0
 NUM_RANKS = 3
@@ -22,8 +22,8 @@ RANK = """
 import json, os, sys, time
 import torch
 from shoal.comm.channel import PeerLost
-from shoal.comm.memory import Announcement, open_memory
-from shoal.comm.rounds import Member, Rounds, Watch
+from shoal.comm.sharedmemory import Announcement, open_memory
+from shoal.comm.sharedmemory import Member, Rounds, Watch
 from shoal.comm.shared import SLOT_BYTES, SharedTransport
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.costs.repeats import expand, repeating
 from shoal.costs.tracer import Call, Level, ModuleReturn, Saved, Tracer, preserved_state, tensors_in
-from shoal.telemetry.draws import keeping_draws
+from shoal.telemetry.rngstate import keeping_draws
 
 
 def draws():

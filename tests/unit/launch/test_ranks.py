@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from shoal.launch.ranks import LaunchRequest, StoreFile
-from shoal.telemetry.progress import Display, PlainDisplay
+from shoal.telemetry.display import Display, PlainDisplay
 from shoal.telemetry.statusboard import StatusBoard
 
 

@@ -12,7 +12,7 @@ from shoal.core.rundir import RunDir
 from shoal.paramserver.messages import OPERATIONS, Ask, Told
 from shoal.serverrun.notices import DroppedMessages, count_dropped
 from shoal.serverrun.process import ProcessSpec, open_node
-from shoal.telemetry.lines import append_event, decode_events
+from shoal.telemetry.eventlog import append_event, decode_events
 from shoal.trainer.summary import describe_summary
 
 

@@ -6,7 +6,7 @@ from shoal.checkpoint.retention import mark_good
 from shoal.core.events import GradientRefused, StepDone
 from shoal.core.rundir import RunDir
 from shoal.serverrun.notices import fall_back_if_refused
-from shoal.telemetry.lines import encode_event
+from shoal.telemetry.eventlog import encode_event
 from support.checkpoint.forged import make
 
 STARTED = 100.0

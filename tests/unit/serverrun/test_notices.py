@@ -5,7 +5,7 @@ import pytest
 from shoal.core.events import GradientRefused, RunEnded, WentBack, WorkerHung
 from shoal.core.rundir import RunDir
 from shoal.serverrun.notices import Notices, count_notices, describe_rollback
-from shoal.telemetry.lines import append_event
+from shoal.telemetry.eventlog import append_event
 
 
 def write(run_dir, rank, *events):

@@ -1,9 +1,24 @@
 """Memory is counted by what holds it, once per storage."""
 
+import resource
+import sys
+
+import psutil
+import pytest
 import torch
 from torch import nn
 
-from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, peak_rss_bytes, rss_bytes, table
+from shoal.telemetry.memory import (
+    breakdown,
+    free_bytes,
+    free_in_group,
+    is_out_of_memory,
+    largest_tensors,
+    limited_growth,
+    peak_rss_bytes,
+    rss_bytes,
+    table,
+)
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -74,3 +89,38 @@ def test_out_of_memory_is_recognised() -> None:
 
 def test_resident_memory() -> None:
     assert 1 << 20 < rss_bytes() <= peak_rss_bytes() * 2
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts all private memory on Linux only")
+
+
+def test_more_than_the_limit_is_refused_and_less_is_not():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with limited_growth(256 << 20):
+        assert torch.ones(16 << 20, dtype=torch.uint8).sum() == 16 << 20
+        with pytest.raises(RuntimeError) as refused:
+            torch.empty(1 << 30, dtype=torch.uint8)
+        assert is_out_of_memory(refused.value)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert torch.empty(1 << 30, dtype=torch.uint8).numel() == 1 << 30
+
+
+def test_the_limit_goes_with_an_error_too():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(KeyError), limited_growth(256 << 20):
+        raise KeyError
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_a_control_group_counts_without_files_that_can_be_dropped(tmp_path):
+    assert free_in_group(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("990\n")
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 600\nactive_file 90\n")
+    assert free_in_group(tmp_path) == 610
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_in_group(tmp_path) is None
+
+
+def test_what_is_free_is_not_more_than_there_is():
+    assert 0 < free_bytes() <= psutil.virtual_memory().total

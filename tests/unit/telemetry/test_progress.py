@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.telemetry.progress import PlainDisplay, describe_metrics, describe_ranks
+from shoal.telemetry.display import PlainDisplay, describe_metrics, describe_ranks
 from shoal.telemetry.statusboard import StatusReading
 
 USUAL = {

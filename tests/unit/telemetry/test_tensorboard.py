@@ -9,8 +9,8 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.core.events import Evaluated, Event, StepDone, Warned
 from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.eventlog import EventLog
 from shoal.telemetry.tensorboard import TensorBoardSink, scalars, wants_curves
-from shoal.telemetry.writer import EventLog
 
 
 def step_done(step: int, loss: float = 2.5, seconds: float = 0.5) -> StepDone:

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.paramserver.worker.client import Client
 from shoal.serverrun.worker.connection import ServerConnection
-from shoal.telemetry.lines import decode_events
+from shoal.telemetry.eventlog import decode_events
 from support.paramserver.run_in_process import recipe_of, run_inside
 
 STEPS = 12

@@ -19,8 +19,8 @@ from shoal.data.config import OwnDataConfig, load_build
 from shoal.data.order import permute, split_positions
 from shoal.data.source import Items, SampleIds, Splits
 from shoal.data.spec import IGNORED, DataSpec
-from shoal.telemetry.draws import keeping_draws, seeded
 from shoal.telemetry.memory import is_out_of_memory
+from shoal.telemetry.rngstate import keeping_draws, seeded
 
 _NAMES = ("train", "validation", "test")
 _SPLIT_SEED = 0

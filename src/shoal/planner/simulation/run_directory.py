@@ -17,7 +17,7 @@ from shoal.core.rundir import RunDir, replace_text
 from shoal.planner.simulation.conditions import Array, place_of
 from shoal.planner.simulation.goodput import Goodput
 from shoal.planner.simulation.result import SimulatedStep
-from shoal.telemetry.lines import encode_event
+from shoal.telemetry.eventlog import encode_event
 
 Timed = tuple[float, Event]
 _EVENTS_AT_MOST = 5_000_000

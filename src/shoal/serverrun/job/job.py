@@ -40,7 +40,7 @@ from shoal.launch.procfs import peak_resident_bytes, process_state
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt
 from shoal.serverrun.job.processes import Notifier, Place, Spawner, describe_end, make_places
 from shoal.serverrun.notices import Notices
-from shoal.telemetry.progress import Display
+from shoal.telemetry.display import Display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading
 
 _LOOK_SECONDS = 0.1

@@ -31,8 +31,7 @@ from shoal.serverrun.server.finalize import finalize_run
 from shoal.serverrun.server.recorder import ServerRecorder
 from shoal.serverrun.server.source import ShardSource
 from shoal.serverrun.standalone import run_async
-from shoal.telemetry.live import build_display
-from shoal.telemetry.progress import Display
+from shoal.telemetry.display import Display, build_display
 from shoal.telemetry.statusboard import Heartbeat, StatusBoard
 from shoal.trainer.claim import Claim
 from shoal.trainer.reporting import Reporter

@@ -23,7 +23,7 @@ from shoal.paramserver.worker.client import Client, LoopThread, RunOver
 from shoal.paramserver.worker.flat import FlatParameters
 from shoal.serverrun.process import ProcessSpec, introduction, open_finder, open_node
 from shoal.serverrun.worker.shares import ShareResult
-from shoal.telemetry.writer import EventLog
+from shoal.telemetry.eventlog import EventLog
 
 
 class Shares(Protocol):

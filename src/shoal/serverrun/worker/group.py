@@ -333,8 +333,7 @@ def _broadcast(channel: Channel, command: tuple[int, ...]) -> list[int]:
 # How the ranks of a worker meet: a worker may be a group of processes that computes one gradient by a synchronous plan.
 #
 # They meet in a file of the job's folder and have a torch group of their own, of which no other worker is a part. A rank that
-# does not come is named; one that dies later is seen at once by whoever waits for it (``comm/rounds.py``), and is its worker's
-# death.
+# does not come is named; one that dies later is seen at once by the others (``comm/sharedmemory.py``), and is its worker's death.
 
 
 def join_group(spec: ProcessSpec) -> World:

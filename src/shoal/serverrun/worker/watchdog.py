@@ -29,7 +29,7 @@ from shoal.serverrun.notices import describe_hang
 from shoal.serverrun.process import ProcessSpec
 from shoal.serverrun.worker.connection import Shares
 from shoal.serverrun.worker.shares import ShareResult
-from shoal.telemetry.lines import append_event
+from shoal.telemetry.eventlog import append_event
 
 _KNOWN_UNITS = 3
 """Work units after which a worker knows what is usual."""
