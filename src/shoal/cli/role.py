@@ -4,8 +4,9 @@ Every process is given the same recipe, plan and list of centers; what differs i
 """
 
 import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -171,40 +172,14 @@ def stop(
 
 
 def _prepare(
-    role: Literal["center", "server", "worker"],
-    recipe: Path,
-    *,
-    centers: str,
-    plan: str | None,
-    overrides: list[str] | None,
-    keys: Path | None,
-    listen: str = "",
-    index: int = 0,
-    allow: Path | None = None,
-    etcd: str = "",
-    run_dir: Path | None = None,
-    resume: bool = False,
+    role: Literal["center", "server", "worker"], recipe: Path, *, overrides: list[str] | None, **options: Any
 ) -> "PreparedRole":
+    """The role of this process, checked; ``options`` are those of ``RoleRequest``."""
     # Verbs import what they need when they run: see cli/main.py.
-    import sys
-
     from shoal.cli.train import OwnParts
     from shoal.serverrun.standalone import RoleRequest, prepare_role
 
-    request = RoleRequest(
-        role=role,
-        recipe=recipe,
-        centers=centers,
-        plan=plan,
-        overrides=tuple(overrides or ()),
-        index=index,
-        listen=listen,
-        keys=keys,
-        allow=allow,
-        etcd=etcd,
-        run_dir=run_dir,
-        resume=resume,
-    )
+    request = RoleRequest(role=role, recipe=recipe, overrides=tuple(overrides or ()), **options)
     prepared = prepare_role(request, own=OwnParts())
     print(f"shoal: {prepared.spec.name} of {prepared.spec.plan}", file=sys.stderr)
     if role == "server" and prepared.prepared is not None:

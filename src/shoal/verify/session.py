@@ -145,14 +145,14 @@ def try_mutant(prover: Prover, mutant: Mutant, recipe: Recipe, controls: dict[st
     found = prover.prove(subject, plan, mutant.precision, mutant=mutant.name, deaths=mutant.deaths)
     by, detail = _seen(found)
     # What a prediction is to catch is caught only where the prediction holds without it.
-    is_clean = control.ok and (control.prediction.ok is not False or PREDICTION not in mutant.by)
+    is_clean = control.ok and (control.prediction.ok is not False or mutant.by != PREDICTION)
     return MutantResult(
         name=mutant.name,
         plan=mutant.plan,
         dtype=mutant.precision,
-        caught=by in mutant.by,
+        caught=by in mutant.by.split(" or "),
         by=by,
-        expected=" or ".join(mutant.by),
+        expected=mutant.by,
         control_ok=is_clean,
         detail=detail if is_clean else f"control: {_seen(control)[1]}; {detail}",
     )
