@@ -11,7 +11,7 @@ import pytest
 
 from shoal.comm.wire.errors import Refused
 from shoal.comm.wire.node import Node, new_instance_id
-from shoal.elastic.election.sole import Sole
+from shoal.elastic.election.voters import Sole
 from shoal.elastic.membership import Wanted
 from shoal.paramserver.center.center import Center
 from shoal.paramserver.messages import OPERATIONS, Join, Joined

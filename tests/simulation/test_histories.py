@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from shoal.elastic import membership
-from shoal.elastic.chains import drop
-from shoal.elastic.view import Chain
+from shoal.elastic.view import Chain, drop
 from simulation.histories import play
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from shoal.elastic.chains import admit, drop, even_out, fill, lay_out, remove
 from shoal.elastic.changes import (
     Ask,
     Collect,
@@ -38,7 +37,7 @@ from shoal.elastic.changes import (
     Synced,
     Ticked,
 )
-from shoal.elastic.view import Chain, Member, View
+from shoal.elastic.view import Chain, Member, View, admit, drop, even_out, fill, lay_out, remove
 
 _MAX_DEPARTED = 1024
 """How many of those that left are remembered by id; earlier ones are told by the view they hold."""

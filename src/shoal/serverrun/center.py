@@ -10,8 +10,7 @@ from shoal.comm.wire.node import Node
 from shoal.core.rundir import RunDir
 from shoal.elastic.election.etcd import EtcdLease
 from shoal.elastic.election.filelease import FileLease
-from shoal.elastic.election.sole import Sole
-from shoal.elastic.election.voters import Voters
+from shoal.elastic.election.voters import Sole, Voters
 from shoal.elastic.membership import Wanted
 from shoal.paramserver.center.candidate import Candidate
 from shoal.paramserver.center.center import Center

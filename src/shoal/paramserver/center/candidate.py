@@ -16,8 +16,7 @@ from shoal.elastic.election.etcd import EtcdLease
 from shoal.elastic.election.filelease import boot_seconds
 from shoal.elastic.election.majority import OPERATIONS as VOTES
 from shoal.elastic.election.majority import Poll, Renew, Resigned, Seek
-from shoal.elastic.election.sole import Sole
-from shoal.elastic.election.voters import Voters
+from shoal.elastic.election.voters import Sole, Voters
 from shoal.elastic.membership import Wanted
 from shoal.paramserver.center.center import Center, find_setting_difference
 from shoal.paramserver.messages import OPERATIONS, Done, Greet, Greeted, Over

@@ -10,8 +10,7 @@ from shoal.comm.wire.errors import Refused
 from shoal.comm.wire.node import Node, new_instance_id
 from shoal.core.errors import RequestError
 from shoal.elastic.election.elector import Center
-from shoal.elastic.election.sole import Sole
-from shoal.elastic.election.voters import Voters
+from shoal.elastic.election.voters import Sole, Voters
 from shoal.elastic.membership import Wanted
 from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS, Candidate
 from shoal.paramserver.contact import Contact

@@ -2,8 +2,7 @@
 
 import pytest
 
-from shoal.elastic.chains import admit, drop, even_out, fill, lay_out, remove
-from shoal.elastic.view import Chain, Joining
+from shoal.elastic.view import Chain, Joining, admit, drop, even_out, fill, lay_out, remove
 
 
 def chains(text: str) -> tuple[Chain, ...]:
