@@ -12,7 +12,7 @@ TRUST = [
         promise=ELSEWHERE,
         what="ranks meet in torch's store, which listens on every address",
         file="src/shoal/comm/world.py",
-        old='        store = FileStore(place.store, place.world_size)',
+        old="        store = FileStore(place.store, place.world_size)",
         new='        store = dist.TCPStore("127.0.0.1", 29517, place.world_size, place.rank == 0)',
         test="tests/chaos/test_port_scan.py::test_nothing_is_open_by_default[False-dp=2]",
         seconds=10,

@@ -34,7 +34,7 @@ def examine(runs: Path, *, quick: bool = False) -> list[Check]:
 def examine_leftovers(runs: Path, saves: Saves, *, fix: bool = False, whole_machine: bool = False) -> list[Check]:
     """One check for each thing that a dead run left behind, mended where ``fix`` is set; one that is fine when there is none.
 
-    Processes and shared memory of runs elsewhere are looked at, and ended, with ``whole_machine`` only: whoever names a folder
+    Processes and shared memory of runs elsewhere are looked at, and ended, with ``whole_machine`` only: a user who names a folder
     means that folder, and others who share the account may be in the middle of something.
     """
     found = _find(runs, saves, whole_machine=whole_machine)

@@ -43,7 +43,7 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """A member ended: it said so itself, or whoever started it saw it end."""
+    """A member ended: it said so itself, or the process that started it saw it end."""
 
     id: str
     reason: str
@@ -119,7 +119,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """No synced replica of these shards is left: every shard and the book go back to the last checkpoint."""
+    """No synced replica of these shards is left: every shard and the update log go back to the last checkpoint."""
 
     shards: tuple[int, ...]
     history: int

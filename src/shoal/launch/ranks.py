@@ -5,7 +5,7 @@ workers behind when it is killed itself, not to notice a stopped rank, and to li
 environment, has no thread, listens on nothing, and imports no torch: a process that only waits must be small and quick.
 
 One start of all ranks is a generation. Its loop reads the ranks' output, notices their ends, takes signals and looks at the
-status board, and it never waits for any single one of these. What it does changes in four modes, and only downwards:
+status board, and it never waits for a single rank. What it does changes in four modes, and only downwards:
 
     RUNNING    watch; the end of one rank that has not said that it is done leads to FAILING, a signal to us to STOPPING
     STOPPING   ranks were asked to finish their step and save; they have ``stop_grace``

@@ -1,4 +1,4 @@
-"""A wish to stop that comes before a new process can listen: held back by the cradle, heard by whoever listens by itself."""
+"""A stop request that comes before a new process can listen is held back by the fork server, and heard once it listens."""
 
 import subprocess
 import sys

@@ -3,7 +3,7 @@
 A leader holds a lease: until it runs out nobody else leads, and a leader that cannot renew in time must take itself for deposed,
 by its own clock, before anybody else begins. A clock cannot stop a process between its last look and its send, so the lease is
 only half of the promise. The other half is the epoch: no two leaders ever have the same, a later leader has a higher one, and
-whoever takes instructions keeps the highest epoch it has seen and refuses what comes with a lower one.
+a member that takes instructions keeps the highest epoch it has seen and refuses what comes with a lower one.
 """
 
 from dataclasses import dataclass

@@ -282,7 +282,7 @@ def _poll(state: State, poll: Poll, now: float) -> Step:
 
 
 def _renew(state: State, renew: Renew, now: float) -> Step:
-    # Whoever renews was elected by a majority whose promises to others were over; so ours to another is worth nothing any more.
+    # A leader that renews was elected by a majority whose promises to others were over, so ours to another is worth nothing now.
     is_granted = renew.term >= state.ballot.term
     if is_granted:
         state = _promise(state, renew.leader, renew.address, renew.term, now)
