@@ -191,11 +191,11 @@ def _caveats(answer: "Answer", rows: list["Estimate"]) -> Iterator[str]:
 
 def _commands(answer: "Answer", rows: list["Estimate"], request: "PlanRequest") -> Iterator[str]:
     """How to run the best plan, and the best in each other precision, of those that Shoal executes."""
-    told: set[str] = set()
+    printed: set[str] = set()
     for number, one in enumerate(rows, start=1):
         command = train_command(answer, one, request)
-        if command is not None and one.precision not in told:
-            told.add(one.precision)
+        if command is not None and one.precision not in printed:
+            printed.add(one.precision)
             yield f"run {number} with: {command}"
 
 

@@ -91,10 +91,10 @@ def _prediction(row: "Predicted") -> tuple[object, ...]:
     )
 
 
-def _print_reasons(what: str, told: list[tuple["Predicted", str]], table: Path, rest: str) -> None:
-    reasons = list(dict.fromkeys(reason for _, reason in told))
+def _print_reasons(what: str, reasoned: list[tuple["Predicted", str]], table: Path, rest: str) -> None:
+    reasons = list(dict.fromkeys(reason for _, reason in reasoned))
     for reason in reasons[:_SHOWN]:
-        alike = [row for row, other in told if other == reason]
+        alike = [row for row, other in reasoned if other == reason]
         print(
             f"{what}: {len(alike)} row(s), the first is row {alike[0].row}, counted from 0, line {alike[0].line} of "
             f"{table}: {reason}"

@@ -106,7 +106,7 @@ def only_when_done() -> Iterator[None]:
         trace = asked.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        # rich leaves like this when whoever read its output has gone.
+        # rich leaves like this when the reader of its output has gone.
         is_unread = isinstance(asked.__context__, BrokenPipeError)
         if os.getpid() != owner or trace is None or is_unread or _is_ours(trace.tb_frame):
             raise

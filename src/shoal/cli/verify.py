@@ -128,7 +128,7 @@ def _show(certificate: "Certificate") -> None:
     if certificate.plans:
         print_table(PLAN_COLUMNS, [plan_row(plan) for plan in certificate.plans])
         warnings: dict[str, list[str]] = {}
-        # Where nothing but refusals came of it the error says them.
+        # Where all plans were refused the error says why.
         is_error = not certificate.pending and len(certificate.refused) == len(certificate.plans)
         for plan in () if is_error else certificate.plans:
             for warning in notes_of(plan):

@@ -226,8 +226,8 @@ def _alternate(
         wholes.append(time.perf_counter() - begin)
         owns.append(middle - begin if spent is None else spent[0])
     world.barrier()
-    told = torch.tensor([_mean(wholes), _mean(owns)], dtype=torch.float64)
-    pages = [tensor.tolist() for tensor in world.all_gather(told)]
+    means = torch.tensor([_mean(wholes), _mean(owns)], dtype=torch.float64)
+    pages = [tensor.tolist() for tensor in world.all_gather(means)]
     return [page[0] for page in pages], [page[1] for page in pages]
 
 

@@ -84,7 +84,7 @@ class JointRehearsal:
             trace = trace_rank(subject, plan, world=world, num_steps=_WARM + self.num_timed, go_on=pace.go_on)
         grown = meter.read()
         if self._rank > 0:
-            # Only now: whoever is timed alone must not have the others' tidying beside it.
+            # Only now: the rank that is timed alone must not have the others' tidying beside it.
             self.arrive("still")
         timed = trace.steps[_WARM : _WARM + self.num_timed]
         cells = _smooth(timed)

@@ -146,8 +146,8 @@ def pick_from(pool: RehearsalPool, choice: PlanChoice) -> PlanChoice:
     rest += [page for page in finalists if page["plan"] in failed]
     warnings = (*choice.warnings, *(f"{plan} was tried and failed: {problem}" for plan, problem in failed.items()))
     rounds = f"{halving.num_rounds} round{'' if halving.num_rounds == 1 else 's'}"
-    told = f"tried for {rounds} of {_STEPS} real steps in {halving.seconds:.0f} s, until {halving.why}"
-    return replace(choice, ranked=(*tried, *rest), tried=told, warnings=warnings)
+    summary = f"tried for {rounds} of {_STEPS} real steps in {halving.seconds:.0f} s, until {halving.why}"
+    return replace(choice, ranked=(*tried, *rest), tried=summary, warnings=warnings)
 
 
 def asks_auto(path: Path, plan: str | None, overrides: Sequence[str]) -> bool:

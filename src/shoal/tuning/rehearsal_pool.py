@@ -155,13 +155,13 @@ class RehearsalPool:
                 f"plan {str(plan)!r} has {plan.world_size} ranks, and {self.num_processes} processes rehearse"
             )
         answers = self._run(f"plan {plan}", kind="rehearse", plan=plan, steps=steps)
-        if told := _told(answers, "no_memory"):
-            raise NoRoom(f"plan {plan} does not fit: {told}")
-        if told := _told(answers, "refused"):
-            raise RequestError(told)
+        if problem := _first_answer(answers, "no_memory"):
+            raise NoRoom(f"plan {plan} does not fit: {problem}")
+        if problem := _first_answer(answers, "refused"):
+            raise RequestError(problem)
         # Who only left because another did is not the one to listen to.
-        if told := _told(answers, "failed") or _told(answers, "left"):
-            raise RunError(told)
+        if problem := _first_answer(answers, "failed") or _first_answer(answers, "left"):
+            raise RunError(problem)
         return price_plan(plan, answers, machine, threads=self.threads)
 
     def play(self, plan: Plan, *, steps: int) -> tuple[float, ...]:
@@ -214,5 +214,5 @@ class RehearsalPool:
         self._folder.cleanup()
 
 
-def _told(answers: Sequence[dict[str, Any]], kind: str) -> str:
+def _first_answer(answers: Sequence[dict[str, Any]], kind: str) -> str:
     return next((str(answer[kind]) for answer in answers if kind in answer), "")

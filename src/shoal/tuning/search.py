@@ -141,13 +141,13 @@ def search_plans(
         warnings.append(f"{num_tight} plans do not fit this machine's memory: {_first_of(refused)}")
     if len(refused) > num_tight:
         warnings.append(f"{len(refused) - num_tight} plans could not be rehearsed")
-    ranked, told = _within_memory(sorted(found.values(), key=lambda page: float(page["seconds"])), machine)
+    ranked, tight = _within_memory(sorted(found.values(), key=lambda page: float(page["seconds"])), machine)
     return PlanChoice(
         ranked=tuple(ranked),
         num_legal=len(plans),
         seconds=time.monotonic() - started,
         machine=origin,
-        warnings=(*warnings, *told),
+        warnings=(*warnings, *tight),
         refused=refused,
     )
 
@@ -215,8 +215,8 @@ def _within_memory(ranked: list[Page], machine: Machine) -> tuple[list[Page], li
     if not rest:
         return ranked, []
     smallest = min(map(further, rest))
-    told = f"{len(rest)} plans need {format_bytes(smallest)} or more, and {format_bytes(limit)} are free"
-    return [page for page in ranked if page not in rest] + rest, [told]
+    warning = f"{len(rest)} plans need {format_bytes(smallest)} or more, and {format_bytes(limit)} are free"
+    return [page for page in ranked if page not in rest] + rest, [warning]
 
 
 def _first_of(refused: dict[str, str]) -> str:

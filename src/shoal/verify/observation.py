@@ -103,9 +103,13 @@ class TrafficObserver(Hook):
         if (trainer.plan.sp or trainer.plan.cp > 1) and key in sent and key in counted:
             # The plain model's sequence is whole; how much of it a rank has at a boundary is its own affair.
             sent[key] = replace(sent[key], num_bytes=counted[key].num_bytes)
-        told = trainer.engine.reduction.num_flag_bytes if isinstance(trainer.engine.reduction, StageReduction) else 0
+        flag_bytes = (
+            trainer.engine.reduction.num_flag_bytes if isinstance(trainer.engine.reduction, StageReduction) else 0
+        )
         # In the last bucket of gradients: no message of their own.
-        flags = {(trainer.mesh.replicas.axis, "all_reduce"): Traffic(calls=0, num_bytes=told)} if told else {}
+        flags = (
+            {(trainer.mesh.replicas.axis, "all_reduce"): Traffic(calls=0, num_bytes=flag_bytes)} if flag_bytes else {}
+        )
         return add_traffic(sent, shared, flags)
 
     def _boundary(self, cut: Pipeline, microbatch: Microbatch) -> Boundaries:

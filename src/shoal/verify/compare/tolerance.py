@@ -120,7 +120,7 @@ class Tolerance:
 
     @property
     def narrow_eps(self) -> float:
-        """As ``eps``, of these."""
+        """As ``eps``, of weights that the model reads in float32 by itself."""
         return _NARROW_EPS
 
     def eps_of(self, parameter: str) -> float:

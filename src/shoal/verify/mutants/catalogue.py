@@ -236,13 +236,13 @@ _ALL: Sequence[Mutant] = (
         bugs.lose_deferred_gradient,
     ),
     Mutant("a redundant collective", "dp=2 zero=1", PREDICTION, bugs.sum_once_more),
-    Mutant("a contribution applied twice", "ps=1 workers=2 update=bsp", "grad", server_bugs.apply_twice),
+    Mutant("a push applied twice", "ps=1 workers=2 update=bsp", "grad", server_bugs.apply_twice),
     Mutant("a worker's share dropped", "ps=1 workers=2 update=bsp", "grad", server_bugs.drop_share),
     Mutant(
         "gradient scaled by the number of workers", "ps=1 workers=2 update=bsp", "grad", server_bugs.scale_by_workers(2)
     ),
     Mutant(
-        "a server uses the learning rate of another round",
+        "a server uses the learning rate of another update",
         "ps=1 workers=2 update=bsp",
         "weight",
         server_bugs.use_next_rate,

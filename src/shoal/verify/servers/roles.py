@@ -1,6 +1,6 @@
-"""One server or worker of a proof: the real role, with what it computes put down on the way.
+"""One server or worker of a proof: the real role, with a recording of what it computes.
 
-``python -m shoal.verify.servers.roles`` takes the place of ``shoal.serverrun.job.role`` in a job. Servers put down every update
+``python -m shoal.verify.servers.roles`` takes the place of ``shoal.serverrun.job.role`` in a job. Servers record every update
 of every replica, workers say what each of their gradients was computed from; nothing of either is replaced, except by a mutant.
 What the proof wants of them is in a file of the run directory.
 """
@@ -64,7 +64,7 @@ class ServerJob:
 
 
 class RecordedSource(ShardSource):
-    """Shards that put down each of their updates, in a run that ends after the proof's steps."""
+    """Shards that record each of their updates, in a run that ends after the proof's steps."""
 
     def __init__(self, spec: ProcessSpec, job: ServerJob) -> None:
         super().__init__(spec)
@@ -74,10 +74,10 @@ class RecordedSource(ShardSource):
     def make_copy(self, number: int) -> ShardState:
         """As the run makes it, with an eye on it."""
         state = super().make_copy(number)
-        state.on_update = lambda record, gradients: self._put_down(state, record, gradients)
+        state.on_update = lambda record, gradients: self._record(state, record, gradients)
         return state
 
-    def _put_down(self, state: ShardState, record: Update, gradients: Mapping[str, Tensor]) -> None:
+    def _record(self, state: ShardState, record: Update, gradients: Mapping[str, Tensor]) -> None:
         tensors = {f"grad/{name}": gradient for name, gradient in gradients.items()}
         tensors |= {f"weight/{name}": tensor for name, tensor in state.parameters().items()}
         tensors |= {f"optimizer/{path}": tensor for path, tensor in state.optimizer_state().items()}
@@ -158,7 +158,7 @@ class RecordedConnection(ServerConnection):
             self._works[-1]["read"] = list(self.client.versions)
 
     def hand_in(self, gradient: Tensor, push: PushRecord, read: Read) -> "Future[bool]":
-        """As the run does it, after it is put down what the gradient was computed from."""
+        """As the run does it, after recording what the gradient was computed from."""
         number, self._num_handed_in = self._num_handed_in, self._num_handed_in + 1
         works, self._works = self._works, []
         page = {

@@ -1,4 +1,4 @@
-"""A run of parameter servers for a proof: the job that runs it, and what its servers and workers put down, read back.
+"""A run of parameter servers for a proof: the job that runs it, and the recordings of its servers and workers, read back.
 
 Every replica of a shard recorded every update that it made, backups too, and replicas that came later from where they came in. A
 update is put together from all of them: each shard from the first that has it, every other copy compared with that one.
@@ -35,7 +35,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaRecording:
-    """What one copy of one shard put down."""
+    """The recording of one copy of one shard."""
 
     server: str
     instance_id: str
@@ -100,7 +100,7 @@ class ServerRun:
 
 
 class Quiet:
-    """A display that shows nothing and keeps what it was told."""
+    """A display that shows nothing and keeps the lines that it is given."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -197,7 +197,7 @@ def _run(request: JobRequest, deadline_seconds: float) -> JobResult:
 
 
 def read_run(folder: Path, *, num_shards: int) -> ServerRun:
-    """What servers and workers put down in a folder.
+    """The recordings of servers and workers in a folder.
 
     Raises:
         RunError: two servers applied different records, one was not recorded, or a gradient has no worker who computed it.
