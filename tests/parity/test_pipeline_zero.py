@@ -15,7 +15,7 @@ from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.zero.apply import apply_zero
 from shoal.pipeline.cut import StagedModule
-from shoal.pipeline.deferred import Later, deferring
+from shoal.pipeline.deferred import DeferredGradients, defer_weight_gradients
 from shoal.pipeline.units import find_units
 from shoal.randomness.dropout import apply_keyed_dropout
 from shoal.testing.ranks import run_on_ranks
@@ -84,10 +84,10 @@ def run_stages(mesh, numbers, zero, recompute, is_apart):
         microbatch = int(action[1])
         inputs, targets = batch("gpt", numbers[microbatch])
         if action[0] == "F":
-            received, later[microbatch] = (), Later()
+            received, later[microbatch] = (), DeferredGradients()
             for stage in range(2):
                 home = homes[stage if is_apart else 0]
-                with begin(home.key, numbers[microbatch]), deferring(later[microbatch]):
+                with begin(home.key, numbers[microbatch]), defer_weight_gradients(later[microbatch]):
                     output = home.chain.run(stage, inputs, received)
                 outputs = list(output) if stage == 0 else [cross_entropy(output, targets)]
                 ends[microbatch, stage] = (received, outputs)

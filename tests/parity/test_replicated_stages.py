@@ -77,12 +77,12 @@ def train_with_bugs(world):
     found["another order"] = train_in_turns(world, "tied gpt", case, 1)
     share.places_of = honest
     found["others' microbatches"] = train_in_turns(world, "gpt", case, 2, plant=take_the_others_microbatch)
-    pack = share.Shared._pack
-    share.Shared._pack = lambda self, keys: torch.cat(
+    pack = share.SharedGradients._pack
+    share.SharedGradients._pack = lambda self, keys: torch.cat(
         [(own := pack(self, keys))[: -len(keys)], own.new_ones(len(keys))]
     )
     found["zeros for nothing"] = train_in_turns(world, "spare gpt", case, 1)
-    share.Shared._pack = pack
+    share.SharedGradients._pack = pack
     found["none"] = train_in_turns(world, "tied gpt", case, 1)
     return {bug: difference["1f1b-2-1"] for bug, difference in found.items()}
 

@@ -49,12 +49,12 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
 
 
 def _show(machine: "Machine", path: Path) -> None:
-    from shoal.planner.hardware.machine import doubts
+    from shoal.planner.hardware.machine import measurement_warnings
 
     origin = machine.provenance
     print(f"{origin.cpu}, {origin.cores} core(s), torch {origin.torch}; measured in {origin.seconds:.0f} s")
-    for doubt in doubts(machine, path):
-        print(f"warning: {doubt}", file=sys.stderr)
+    for warning in measurement_warnings(machine, path):
+        print(f"warning: {warning}", file=sys.stderr)
     for point in machine.sharing:
         best = max(
             2.0 * time.rows * time.inner * time.outer / time.seconds

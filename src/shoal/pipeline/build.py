@@ -19,7 +19,7 @@ from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.config import PipelineConfig
 from shoal.pipeline.cut import IllegalCut, StagedModule
 from shoal.pipeline.p2p import Endpoint, Message, MessageMeta, PointToPoint, TensorMeta
-from shoal.pipeline.share import Shared, places_of
+from shoal.pipeline.share import SharedGradients, places_of
 from shoal.pipeline.stages import Agree, choose_starts, name_legal
 from shoal.pipeline.stand_in import keep_part
 from shoal.pipeline.units import Unit, find_units
@@ -197,7 +197,7 @@ class Pipeline:
     stages: Stages
     chain: StagedModule
     p2p: PointToPoint
-    shared: Shared
+    shared: SharedGradients
     rank: int
     """Along ``pp``."""
     own: Mapping[str, nn.Parameter]
@@ -262,7 +262,7 @@ def build_pipeline(
     if world.is_rehearsed:
         p2p = RehearsedPointToPoint(p2p, metas)
     trained = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
-    shared = Shared(trained, holders, grid=grid, rank=rank, p2p=p2p)
+    shared = SharedGradients(trained, holders, grid=grid, rank=rank, p2p=p2p)
     return Pipeline(
         stages=stages, chain=chain, p2p=p2p, shared=shared, rank=rank, own=own, holders=holders, owners=owners
     )

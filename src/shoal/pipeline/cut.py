@@ -29,7 +29,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.costs.tracer import preserved_state
 from shoal.parallel.recompute import surrounding
 from shoal.pipeline.p2p import message_problem
-from shoal.pipeline.stand_in import Gone, Left, Pass, Received, StandIns, are_same, has_no_value, keep_part
+from shoal.pipeline.stand_in import LeavePass, LeftOutput, Pass, Received, StandIns, are_same, has_no_value, keep_part
 from shoal.pipeline.units import Unit
 from shoal.randomness.dropout import DropoutKey
 
@@ -46,7 +46,7 @@ class IllegalCut(RequestError):
         """The index of that unit, whatever the other stages begin with."""
 
 
-class OtherWay(RunError):
+class PassChanged(RunError):
     """A forward pass calls other units than on the example: by the module's own code, or by a mistake of the stages'."""
 
 
@@ -143,7 +143,7 @@ class StagedModule:
             return tuple(arguments[place] for place in self.messages[stage + 1])
         if stage != self.num_stages - 1:
             unit = self.units[self.starts[stage + 1]].path
-            raise OtherWay(
+            raise PassChanged(
                 f"the forward pass ended before it called {unit!r}, where stage {stage + 1} begins; "
                 "a module that is cut must take the same way for every batch"
             )
@@ -226,7 +226,7 @@ class StagedModule:
             arguments = self._filled(value, lambda this=this: self._forward(this, example)[0])  # type: ignore[misc]
             if arguments is None:
                 unit = self.units[self.starts[stage]].path
-                raise OtherWay(f"the forward pass ended before it called {unit!r}")
+                raise PassChanged(f"the forward pass ended before it called {unit!r}")
             found |= {place for place, given in enumerate(arguments) if has_no_value(given, this.stood_in)}
             seen.append(arguments)
         # NaN does not come through a comparison or a rounding; that two values give two results shows it.
@@ -320,14 +320,14 @@ class StagedModule:
                     output = self.model(*inputs)
         finally:
             self._pass = None
-        return (output.arguments, None) if isinstance(output, Gone) else (None, output)
+        return (output.arguments, None) if isinstance(output, LeftOutput) else (None, output)
 
     def _run_model(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
-        except Left as left:
+        except LeavePass as left:
             # Returned and not raised further: torch calls no hook, not even one that is always called, when this is raised.
-            return Gone(left.arguments)
+            return LeftOutput(left.arguments)
 
     def _surround(self, module: nn.Module) -> None:
         # torch's own name for a call with its hooks; there is no public way to be outside of hooks that are added later.
@@ -353,7 +353,7 @@ class StagedModule:
         call, this.call = this.call, this.call + 1
         if call >= len(self.units) or self.units[call].path != path:
             expected = self.units[call].path if call < len(self.units) else "nothing more"
-            raise OtherWay(
+            raise PassChanged(
                 f"the forward pass calls {path!r} where it called {expected!r} on the example; "
                 "a module that is cut must take the same way for every batch"
             )
@@ -365,7 +365,7 @@ class StagedModule:
                 this.stood_in += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
                 return output
             if stage > this.stage or (call == self.starts[stage] and this.received is None and stage > 0):
-                raise Left(tree_leaves((args, kwargs)))
+                raise LeavePass(tree_leaves((args, kwargs)))
             if 0 < stage == this.stage:
                 args, kwargs = self._receive(this, call, args, kwargs)
             return original(*args, **kwargs)
@@ -404,7 +404,7 @@ def _is_final(error: Exception) -> bool:
     that fails in a line of these files is a mistake of ours, and must not pass for a cut that cannot be.
     """
     if isinstance(error, RequestError | RunError):
-        return not isinstance(error, OtherWay)
+        return not isinstance(error, PassChanged)
     *_, (last, _) = traceback.walk_tb(error.__traceback__)
     is_here = Path(last.f_code.co_filename).parent == Path(__file__).parent
     return is_here and isinstance(error, AssertionError | LookupError | AttributeError | NameError)

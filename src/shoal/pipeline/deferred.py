@@ -1,10 +1,10 @@
 """A backward pass in two parts: the gradient of a stage's input now, the gradients of its matrices later.
 
 The part that others wait for goes first (Qi et al., 2023, arXiv 2401.10241). Linear layers are where it pays: their backward
-pass is two matrix products, and only one of them is for the input. So while a forward pass runs under ``deferring``, each
-linear layer notes what its second product needs, and ``Later.run`` makes it. The products are those that autograd makes, of the
-same shapes, so the bits are the same. Everything else (norms, embeddings, biases, convolutions) gets its gradient in the first
-part.
+pass is two matrix products, and only one of them is for the input. So while a forward pass runs under
+``defer_weight_gradients``, each linear layer notes what its second product needs, and ``DeferredGradients.run`` makes it. The
+products are those that autograd makes, of the same shapes, so the bits are the same. Everything else (norms, embeddings,
+biases, convolutions) gets its gradient in the first part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.parallel.recompute import surrounding
 
 
-class Later:
+class DeferredGradients:
     """The weights' part of one stage's backward pass of one microbatch."""
 
     def __init__(self) -> None:
@@ -58,7 +58,9 @@ class Later:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cast: Tensor, bias: Tensor | None, later: DeferredGradients
+    ) -> Tensor:
         ctx.save_for_backward(x, cast)
         ctx.weight, ctx.later, ctx.has_bias = weight, later, bias is not None
         with torch.autocast(x.device.type, enabled=False):
@@ -76,19 +78,19 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, None, grad_bias, None
 
 
-class deferring(TorchFunctionMode):
+class defer_weight_gradients(TorchFunctionMode):
     """Linear layers under it leave their weights' gradient to ``later``."""
 
-    def __init__(self, later: Later) -> None:
+    def __init__(self, later: DeferredGradients) -> None:
         super().__init__()
         self.later = later
         self._again: AbstractContextManager[None] | None = None
         self._casts: dict[Tensor, Tensor] = {}
         """Under autocast, as it does: one per parameter and pass, at which the gradients of all uses meet."""
 
-    def __enter__(self) -> "deferring":
+    def __enter__(self) -> "defer_weight_gradients":
         # A block that is recomputed in the backward pass must do what it did here: autograd matches what the two runs save.
-        self._again = surrounding(lambda: deferring(self.later))
+        self._again = surrounding(lambda: defer_weight_gradients(self.later))
         self._again.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -156,7 +156,7 @@ class PointToPoint:
             tensors: one message.
             endpoint: where to.
             kind: tells microbatches of different shapes apart, the same on both sides.
-            needed_at: when the other rank will need it, by a count of its own (``let_go``).
+            needed_at: when the other rank will need it, by a count of its own (``release``).
             called: the traffic counter's name for it.
         """
         if (endpoint, kind) not in self._told:
@@ -169,7 +169,7 @@ class PointToPoint:
             in_memory = tensor.detach().permute(part.order) if part.order else tensor.detach()
             self._post(in_memory.contiguous(), endpoint, needed_at)
 
-    def let_go(self, peer: int, reached: int) -> None:
+    def release(self, peer: int, reached: int) -> None:
         """Give back what the other rank has taken, known from how far it has come.
 
         A send is never waited for otherwise before ``flush``: where both ranks are ahead of each other, as in a breadth-first

@@ -18,7 +18,7 @@ from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.apply import ModelLayout
 from shoal.parallel.zero.apply import ZeroReduction, apply_zero
 from shoal.pipeline.build import Pipeline
-from shoal.pipeline.share import Shared
+from shoal.pipeline.share import SharedGradients
 
 _BUCKET_BYTES = 32 << 20
 """A message is as large as this or one tensor: what is packed is held twice."""
@@ -40,7 +40,7 @@ class StageReduction:
     def __init__(
         self,
         own: Mapping[str, nn.Parameter],
-        shared: Shared,
+        shared: SharedGradients,
         *,
         replicas: Channel,
         placements: Mapping[str, Placement],

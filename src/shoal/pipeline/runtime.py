@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.pipeline.cut import StagedModule
-from shoal.pipeline.deferred import Later, deferring
+from shoal.pipeline.deferred import DeferredGradients, defer_weight_gradients
 from shoal.pipeline.p2p import Endpoint, Message, MessageMeta, PointToPoint, TensorMeta
 from shoal.pipeline.versions import Versions
 from shoal.schedules.schedule import Action, Kind, Point, Result, Schedule, made_by, needs_of
@@ -60,7 +60,7 @@ class _Kept:
 
     received: list[Tensor]
     outputs: list[Tensor]
-    later: Later | None = None
+    later: DeferredGradients | None = None
 
 
 @dataclass
@@ -206,8 +206,8 @@ class Runtime:
     def _forward(self, state: _StepState, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         received = [] if stage == 0 else self._take(state, (Point.OUTPUT, stage - 1, microbatch))
-        later = Later() if (stage, microbatch) in self._split else None
-        with state.feed.drawing(microbatch), deferring(later) if later is not None else nullcontext():
+        later = DeferredGradients() if (stage, microbatch) in self._split else None
+        with state.feed.drawing(microbatch), defer_weight_gradients(later) if later is not None else nullcontext():
             weights = None if self.versions is None else self.versions.use(self._first + microbatch)
             output = self.chain.run(stage, state.feed.inputs(microbatch), received, weights)
         if stage == self._grid.num_stages - 1:
@@ -278,7 +278,7 @@ class Runtime:
         """A message of another rank, which by sending it shows how far it has come."""
         found = state.expected.pop(result).open()
         assert self.p2p is not None
-        self.p2p.let_go(self._grid.rank_of(result[1], result[2]), self._made[result])
+        self.p2p.release(self._grid.rank_of(result[1], result[2]), self._made[result])
         return found
 
     def _give(self, state: _StepState, result: Result, tensors: Sequence[Tensor], target: int) -> None:

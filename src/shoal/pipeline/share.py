@@ -23,7 +23,7 @@ Place = tuple[int, int, int]
 """Which copy of the stage (of two directions 0 is down and 1 up), the stage, and the rank where they are."""
 
 
-class Shared:
+class SharedGradients:
     """One rank's part in it.
 
     Args:

@@ -24,7 +24,7 @@ Received = Sequence[Tensor]
 """What the stage before gave."""
 
 
-class Left(BaseException):
+class LeavePass(BaseException):
     """The pass has come to its end here. Not an ``Exception``: a module's own ``except Exception`` must not catch it."""
 
     def __init__(self, arguments: list[Any]) -> None:
@@ -32,7 +32,7 @@ class Left(BaseException):
 
 
 @dataclass(frozen=True)
-class Gone:
+class LeftOutput:
     """The output of a module whose pass was left: the flat arguments of the unit at which it was."""
 
     arguments: list[Any]
@@ -198,13 +198,13 @@ class Absent(nn.Module):
 
 def keep_part(model: nn.Module, *, elsewhere: Collection[str], kept: Collection[nn.Parameter]) -> list[Absent]:
     """Let go of the units at some paths and of every parameter that is not kept; what took the units' places."""
-    absent = [let_go(model, path, kept=kept) for path in elsewhere]
+    absent = [release_unit(model, path, kept=kept) for path in elsewhere]
     # What is left now and not kept is in no unit.
-    let_go_of_others(model, kept=kept)
+    release_others(model, kept=kept)
     return absent
 
 
-def let_go(model: nn.Module, path: str, *, kept: Collection[nn.Parameter]) -> Absent:
+def release_unit(model: nn.Module, path: str, *, kept: Collection[nn.Parameter]) -> Absent:
     """Put an ``Absent`` in a unit's place and free its weights, but for those that are kept elsewhere on this rank."""
     unit = model.get_submodule(path)
     stay = {id(parameter) for parameter in kept}
@@ -222,7 +222,7 @@ def let_go(model: nn.Module, path: str, *, kept: Collection[nn.Parameter]) -> Ab
     return absent
 
 
-def let_go_of_others(model: nn.Module, *, kept: Collection[nn.Parameter]) -> None:
+def release_others(model: nn.Module, *, kept: Collection[nn.Parameter]) -> None:
     """Free parameters that are in no unit; code that reads them on the way to this rank's stages still finds their shape."""
     stay = {id(parameter) for parameter in kept}
     for module in model.modules():

@@ -22,7 +22,7 @@ from shoal.planner.hardware.machine import (
     Provenance,
     cpu_name,
     default_path,
-    doubts,
+    measurement_warnings,
     num_cores,
     read_machine,
     torch_version,
@@ -122,8 +122,8 @@ def find_machine(
     if path is not None or where.exists():
         try:
             machine = read_machine(where)
-            for doubt in doubts(machine, where):
-                log(f"warning: {doubt}")
+            for warning in measurement_warnings(machine, where):
+                log(f"warning: {warning}")
             return machine, f"{where}, measured {machine.provenance.date}"
         except RequestError as refusal:
             if path is not None:
@@ -136,8 +136,8 @@ def find_machine(
     log(why)
     machine = measure_machine(counts=sorted({1, 2, num_processes}), quick=True)
     write_machine(where, machine)
-    for doubt in doubts(machine, where):
-        log(f"warning: {doubt}")
+    for warning in measurement_warnings(machine, where):
+        log(f"warning: {warning}")
     return machine, f"timed shortly just now, kept in {where}"
 
 

@@ -14,7 +14,7 @@ from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.pipeline.cut import StagedModule
 from shoal.pipeline.p2p import PointToPoint
 from shoal.pipeline.runtime import Runtime
-from shoal.pipeline.share import Shared
+from shoal.pipeline.share import SharedGradients
 from shoal.pipeline.units import find_units
 from shoal.pipeline.versions import VersionRule, Versions
 from shoal.randomness.dropout import apply_keyed_dropout
@@ -175,7 +175,7 @@ def train_in_stages(world, kind, schedule, references, *, steps, plant=None):
     holders = chain.holders()
     own = chain.keep(grid.stages_of(world.rank))
     p2p = PointToPoint(world.group, traffic=TrafficCounter(), device=world.device, deadline_seconds=30.0)
-    shared = Shared(own, holders, grid=grid, rank=world.rank, p2p=p2p)
+    shared = SharedGradients(own, holders, grid=grid, rank=world.rank, p2p=p2p)
     runtime = Runtime(chain, schedule, rank=world.rank, p2p=p2p, sums=shared)
     if plant is not None:
         plant(runtime, world.rank)

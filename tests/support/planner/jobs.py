@@ -9,7 +9,7 @@ from shoal.planner.hardware.presets import build_cluster
 from shoal.planner.hardware.software import SOFTWARE, Constants, Stack
 from shoal.planner.pricing.cost import StepParts
 from shoal.planner.pricing.job import Job
-from shoal.planner.search.per_layer import Lying, Split, redistribute, ways_of
+from shoal.planner.search.per_layer import ActivationLayout, Split, price_splits, redistribute
 
 PLAIN = TransformerShape(
     layers=8, hidden=1024, heads=16, vocab=51200, sequence=1024, fused_attention=True, dropout=False, tied=False
@@ -49,19 +49,24 @@ def whole(parts: StepParts) -> float:
 def all_assignments(job: Job) -> Iterator[tuple[list[Split], float, float]]:
     """Every assignment of ways to layers: its splits, seconds and bytes."""
     layers = job.chain.layers
-    known: dict[tuple[float, Lying, Lying], float] = {}
+    known: dict[tuple[float, ActivationLayout, ActivationLayout], float] = {}
 
-    def move(num_bytes: float, old: Lying, new: Lying) -> float:
+    def move(num_bytes: float, old: ActivationLayout, new: ActivationLayout) -> float:
         if (num_bytes, old, new) not in known:
             known[num_bytes, old, new] = redistribute(job, num_bytes, old, new)
         return known[num_bytes, old, new]
 
-    for ways in itertools.product(*(ways_of(job, layer, job.cluster.num_devices) for layer in layers)):
+    for ways in itertools.product(*(price_splits(job, layer, job.cluster.num_devices) for layer in layers)):
         seconds = sum(way.seconds for way in ways)
         for layer, (old, new) in zip(layers, itertools.pairwise(ways), strict=False):
-            old_lying, new_lying = Lying(old.split, old.gives_shards), Lying(new.split, new.takes_shards)
+            old_lying, new_lying = (
+                ActivationLayout(old.split, old.gives_shards),
+                ActivationLayout(new.split, new.takes_shards),
+            )
             seconds += move(layer.output_bytes, old_lying, new_lying)
         last = ways[-1]
         if last.gives_shards:
-            seconds += move(layers[-1].output_bytes, Lying(last.split, True), Lying(last.split, False))
+            seconds += move(
+                layers[-1].output_bytes, ActivationLayout(last.split, True), ActivationLayout(last.split, False)
+            )
         yield [way.split for way in ways], seconds, sum(way.num_bytes for way in ways)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.pipeline.deferred import Later, deferring
+from shoal.pipeline.deferred import DeferredGradients, defer_weight_gradients
 
 SHAPES = {"2-D": (5, 8), "3-D": (2, 5, 8), "4-D": (2, 3, 2, 8)}
 
@@ -40,8 +40,8 @@ def both(model, shape, *, microbatches=1, context=contextlib.nullcontext, wanted
         with context():
             loss = plain(theirs)
         loss.backward()
-        later = Later()
-        with context(), deferring(later):
+        later = DeferredGradients()
+        with context(), defer_weight_gradients(later):
             mine = split(ours)
         assert torch.equal(mine, loss)
         before = split.second.weight.grad.clone() if number else None
@@ -103,8 +103,8 @@ def test_what_is_frozen_is_left_alone(part):
     torch.manual_seed(0)
     model = Net(bias=True)
     getattr(model.first, part).requires_grad_(False)
-    x, later = torch.randn(5, 8), Later()
-    with deferring(later):
+    x, later = torch.randn(5, 8), DeferredGradients()
+    with defer_weight_gradients(later):
         loss = model(x)
     loss.backward()
     later.run()
@@ -117,8 +117,8 @@ def test_what_is_frozen_is_left_alone(part):
 
 
 def test_nothing_is_noted_without_grad_mode():
-    model, later, x = Net(bias=True), Later(), torch.randn(5, 8)
-    with torch.no_grad(), deferring(later):
+    model, later, x = Net(bias=True), DeferredGradients(), torch.randn(5, 8)
+    with torch.no_grad(), defer_weight_gradients(later):
         found = model(x)
     assert not found.requires_grad and torch.equal(found, model(x))
     later.run()
@@ -126,8 +126,8 @@ def test_nothing_is_noted_without_grad_mode():
 
 
 def test_what_was_run_is_not_run_again():
-    model, later = Net(bias=False), Later()
-    with deferring(later):
+    model, later = Net(bias=False), DeferredGradients()
+    with defer_weight_gradients(later):
         loss = model(torch.randn(5, 8))
     loss.backward()
     later.run()
@@ -137,17 +137,17 @@ def test_what_was_run_is_not_run_again():
 
 
 def test_layers_outside_are_autograds_own():
-    model, later = Net(bias=False), Later()
-    with deferring(later):
+    model, later = Net(bias=False), DeferredGradients()
+    with defer_weight_gradients(later):
         pass
     model(torch.randn(5, 8)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_what_is_put_off_does_not_hold_the_input_of_the_stage():
-    model, later = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), Later()
+    model, later = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), DeferredGradients()
     x = torch.randn(2, 8, requires_grad=True)
-    with deferring(later):
+    with defer_weight_gradients(later):
         model(x).sum().backward()
     held = weakref.ref(x)
     del x

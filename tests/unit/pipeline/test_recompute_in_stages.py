@@ -8,7 +8,7 @@ from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.recompute import apply_recompute
 from shoal.pipeline.cut import StagedModule
-from shoal.pipeline.deferred import Later, deferring
+from shoal.pipeline.deferred import DeferredGradients, defer_weight_gradients
 from shoal.pipeline.units import find_units
 from shoal.randomness.dropout import apply_keyed_dropout
 from support.pipeline.stages_on_ranks import SEED, batch, build
@@ -58,9 +58,9 @@ class Rank:
     def forward(self, microbatch, dtype, weights=None):
         inputs, targets = batch("gpt", microbatch)
         received = ()
-        self.later[microbatch] = later = Later()
+        self.later[microbatch] = later = DeferredGradients()
         for stage in range(2):
-            with begin(self.key, microbatch), autocast(dtype), deferring(later):
+            with begin(self.key, microbatch), autocast(dtype), defer_weight_gradients(later):
                 output = self.chain.run(stage, inputs, received, weights)
             if stage == 0:
                 self.ends[microbatch, 0] = (received, list(output))

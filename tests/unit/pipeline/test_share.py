@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.pipeline.share import Shared
+from shoal.pipeline.share import SharedGradients
 from shoal.schedules.catalogue import make_schedule
 
 
@@ -12,7 +12,7 @@ def shared_by_two_stages():
     """The first rank of a V has the first stage and the last, which share a weight."""
     weight = nn.Parameter(torch.ones(2))
     grid = make_schedule("zbv", ranks=2, microbatches=4).grid
-    return weight, Shared({"tied": weight}, {"tied": frozenset({0, 3})}, grid=grid, rank=0, p2p=None)
+    return weight, SharedGradients({"tied": weight}, {"tied": frozenset({0, 3})}, grid=grid, rank=0, p2p=None)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shoal.core.errors import RequestError, offer
 from shoal.planner.hardware.devices import Cluster, Device, DeviceConfig, Tier, parse_cluster
-from shoal.planner.hardware.machine import CopyTime, Machine, MatmulTime, doubts, read_machine
+from shoal.planner.hardware.machine import CopyTime, Machine, MatmulTime, measurement_warnings, read_machine
 from shoal.planner.hardware.presets import LINKS, build_cluster
 from shoal.planner.hardware.software import Constants
 
@@ -138,8 +138,10 @@ def measured_cluster(machine: Machine, *, path: str, num_nodes: int = 1, num_pro
     )
     reached = Constants(matmul=1.0, memory=1.0, link=1.0, launch=launch, attention=1.0, sync=0.0, reserve=0.0)
     if num_nodes == 1:
-        return Cluster(device=device, tiers=(inner,), beyond=outer, reached=reached, warnings=doubts(machine, path))
-    return Cluster(device=device, tiers=(inner, outer), reached=reached, warnings=doubts(machine, path))
+        return Cluster(
+            device=device, tiers=(inner,), beyond=outer, reached=reached, warnings=measurement_warnings(machine, path)
+        )
+    return Cluster(device=device, tiers=(inner, outer), reached=reached, warnings=measurement_warnings(machine, path))
 
 
 def _source(machine: Machine) -> str:

@@ -201,7 +201,7 @@ def _line(points: Sequence[tuple[float, float]], at: float) -> float:
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
-def doubts(machine: Machine, path: Path | str) -> tuple[str, ...]:
+def measurement_warnings(machine: Machine, path: Path | str) -> tuple[str, ...]:
     """What there is to say against the numbers of a machine file: others' work beside them, and times that cannot be."""
     found, origin = [], machine.provenance
     if origin.load > _QUIET:

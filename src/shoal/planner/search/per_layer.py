@@ -77,7 +77,7 @@ def half_of(layer: Layer) -> Half:
 
 
 @dataclass(frozen=True)
-class Way:
+class PricedSplit:
     """One way to compute a layer."""
 
     split: Split
@@ -90,7 +90,7 @@ class Way:
     """On one device: weights, gradients, the optimizer's state, and what is kept for the backward pass."""
 
 
-def ways_of(job: Job, layer: Layer, num_devices: int) -> list[Way]:
+def price_splits(job: Job, layer: Layer, num_devices: int) -> list[PricedSplit]:
     """Every way to compute a layer."""
     half = half_of(layer)
     shards = {
@@ -101,7 +101,7 @@ def ways_of(job: Job, layer: Layer, num_devices: int) -> list[Way]:
         Half.SECOND: [(True, False)],
     }[half]
     return [
-        Way(split, *shared, _seconds(job, layer, split, half), _bytes(job, layer, split))
+        PricedSplit(split, *shared, _seconds(job, layer, split, half), _bytes(job, layer, split))
         for split in possible_splits(job, layer, num_devices)
         for shared in (shards if split.parameters > 1 else [(False, False)])
     ]
@@ -189,7 +189,7 @@ def _bytes(job: Job, layer: Layer, split: Split) -> float:
 
 
 @dataclass(frozen=True)
-class Lying:
+class ActivationLayout:
     """How an activation lies on the devices."""
 
     split: Split
@@ -201,7 +201,7 @@ class Lying:
         return self.split.samples * self.split.positions * (self.split.parameters if self.is_sharded else 1)
 
 
-def redistribute(job: Job, num_bytes: float, old: Lying, new: Lying) -> float:
+def redistribute(job: Job, num_bytes: float, old: ActivationLayout, new: ActivationLayout) -> float:
     """Seconds until an activation, and its gradient on the way back, lies as the next layer wants it.
 
     Args:
@@ -280,7 +280,7 @@ def choose_splits(job: Job) -> Choices | None:
     """The fastest split of every layer that fits, redistributions included; None where no one split for all layers fits."""
     devices = job.cluster.num_devices
     limit = job.cluster.device.free_bytes
-    tables = [ways_of(job, layer, devices) for layer in job.chain.distinct]
+    tables = [price_splits(job, layer, devices) for layer in job.chain.distinct]
     rows = [tables[number] for number in job.chain.numbers]
     moves = _Moves(job)
     # What fits without being asked to is the answer, and far quicker to find.
@@ -304,9 +304,9 @@ class _Moves:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._known: dict[tuple[float, Lying, Lying], float] = {}
+        self._known: dict[tuple[float, ActivationLayout, ActivationLayout], float] = {}
 
-    def seconds(self, num_bytes: float, old: Lying, new: Lying) -> float:
+    def seconds(self, num_bytes: float, old: ActivationLayout, new: ActivationLayout) -> float:
         if old == new:
             return 0.0
         key = (num_bytes, old, new)
@@ -315,7 +315,9 @@ class _Moves:
         return self._known[key]
 
 
-def _best_uniform(layers: Sequence[Layer], rows: Sequence[Sequence[Way]], moves: _Moves, limit: float) -> _Path | None:
+def _best_uniform(
+    layers: Sequence[Layer], rows: Sequence[Sequence[PricedSplit]], moves: _Moves, limit: float
+) -> _Path | None:
     shared = set.intersection(*({way.split for way in row} for row in rows))
     found = []
     for split in sorted(shared):
@@ -326,24 +328,24 @@ def _best_uniform(layers: Sequence[Layer], rows: Sequence[Sequence[Way]], moves:
 
 
 def _shortest(
-    layers: Sequence[Layer], rows: Sequence[Sequence[Way]], moves: _Moves, *, limit: float | None
+    layers: Sequence[Layer], rows: Sequence[Sequence[PricedSplit]], moves: _Moves, *, limit: float | None
 ) -> _Path | None:
     """The fastest of all assignments, or of those that fit."""
-    first: dict[Lying, list[_Path]] = {}
+    first: dict[ActivationLayout, list[_Path]] = {}
     for way in rows[0]:
         path = _Path(way.seconds, way.num_bytes, way.split, None)
-        first.setdefault(Lying(way.split, way.gives_shards), []).append(path)
+        first.setdefault(ActivationLayout(way.split, way.gives_shards), []).append(path)
     best = _pruned(first, limit)
     for at in range(1, len(rows)):
         moved = layers[at - 1].output_bytes
         # Ways that want their input alike share the look at where it may come from.
-        arrived: dict[Lying, list[_Path]] = {}
-        further: dict[Lying, list[_Path]] = {}
+        arrived: dict[ActivationLayout, list[_Path]] = {}
+        further: dict[ActivationLayout, list[_Path]] = {}
         for way in rows[at]:
-            wanted = Lying(way.split, way.takes_shards)
+            wanted = ActivationLayout(way.split, way.takes_shards)
             if wanted not in arrived:
                 arrived[wanted] = _arrive(best, wanted, moved, moves, limit)
-            further.setdefault(Lying(way.split, way.gives_shards), []).extend(
+            further.setdefault(ActivationLayout(way.split, way.gives_shards), []).extend(
                 _Path(path.seconds + way.seconds, path.num_bytes + way.num_bytes, way.split, path.before)
                 for path in arrived[wanted]
             )
@@ -351,13 +353,21 @@ def _shortest(
     ended = []
     for lying, paths in best.items():
         # What comes out of the last layer is whole.
-        extra = moves.seconds(layers[-1].output_bytes, lying, Lying(lying.split, False)) if lying.is_sharded else 0.0
+        extra = (
+            moves.seconds(layers[-1].output_bytes, lying, ActivationLayout(lying.split, False))
+            if lying.is_sharded
+            else 0.0
+        )
         ended += [_Path(path.seconds + extra, path.num_bytes, path.split, path.before) for path in paths]
     return min(ended, key=lambda path: path.seconds, default=None)
 
 
 def _arrive(
-    best: Mapping[Lying, list[_Path]], wanted: Lying, moved: float, moves: _Moves, limit: float | None
+    best: Mapping[ActivationLayout, list[_Path]],
+    wanted: ActivationLayout,
+    moved: float,
+    moves: _Moves,
+    limit: float | None,
 ) -> list[_Path]:
     """What can lie before a layer: each of these paths has the one that it comes from as ``before``."""
     paths = [
@@ -369,11 +379,11 @@ def _arrive(
     return _pruned({wanted: paths}, limit).get(wanted, [])
 
 
-def _pruned(groups: Mapping[Lying, list[_Path]], limit: float | None) -> dict[Lying, list[_Path]]:
+def _pruned(groups: Mapping[ActivationLayout, list[_Path]], limit: float | None) -> dict[ActivationLayout, list[_Path]]:
     """Of each group the fastest; where memory counts, those that fit and of which none is both faster and leaner."""
     if limit is None:
         return {lying: [min(paths, key=lambda path: path.seconds)] for lying, paths in groups.items() if paths}
-    kept: dict[Lying, list[_Path]] = {}
+    kept: dict[ActivationLayout, list[_Path]] = {}
     for lying, paths in groups.items():
         front: list[_Path] = []
         for path in sorted(paths, key=lambda path: (path.seconds, path.num_bytes)):

@@ -73,34 +73,34 @@ def search(job: Job, limits: Limits | None = None, *, top: int = 5) -> Found:
     limits = limits or Limits()
     start = time.perf_counter()
     known: Known = {}
-    looks = [_look(job, limits, top, known)]
-    if not looks[0].fitting and limits.schedules is None:
+    passes = [_price_all(job, limits, top, known)]
+    if not passes[0].fitting and limits.schedules is None:
         # Schedules that hold least are not tried with every layout; now they are the last resort.
-        looks.append(_look(job, replace(limits, schedules=_LEAN), top, known))
-    last = looks[-1]
+        passes.append(_price_all(job, replace(limits, schedules=_LEAN), top, known))
+    last = passes[-1]
     fitting = [one for _, one in sorted(last.fitting, key=lambda pair: (_time(pair[1]), pair[0]))]
     refined = _refine(job, limits, fitting, top, known)
     ranked = sorted((one for one in refined if one.fits), key=_time)
     # A simpler plan may be as good as the best, and where none of the best fits by its schedule, who asks wants to hear what
     # needs least of all.
-    fitting += _look_again(job, limits, last, ranked[0].seconds * AS_GOOD if ranked else math.inf, known)
+    fitting += _price_left_out(job, limits, last, ranked[0].seconds * AS_GOOD if ranked else math.inf, known)
     simpler = _simpler(job, ranked, fitting)
     ranked = _simplest_first(ranked, [one for one in simpler if one.fits])
-    refused = [one for look in looks for one in _refine_refused(job, look)]
+    refused = [one for each in passes for one in _refine_refused(job, each)]
     refused += [one for one in (*refined, *simpler) if not one.fits]
-    needs = [look.least for look in looks if look.least is not None]
+    needs = [each.least for each in passes if each.least is not None]
     return _found(
         ranked,
         min(refused, key=lambda one: one.seconds, default=None),
         estimate(job, min(needs, key=lambda one: one[0])[2], known) if needs else None,
         top=top,
-        num_plans=sum(look.num_plans for look in looks),
+        num_plans=sum(each.num_plans for each in passes),
         seconds=time.perf_counter() - start,
     )
 
 
 @dataclass(kw_only=True)
-class _Looked:
+class _Priced:
     """What the arithmetic found. Places are those among all plans: the first of equals counts."""
 
     fitting: list[tuple[int, Estimate]] = field(default_factory=list)
@@ -119,9 +119,9 @@ class _Looked:
         return self.refused[-1][0] if len(self.refused) == _REFUSED else math.inf
 
 
-def _look(job: Job, limits: Limits, top: int, known: Known) -> _Looked:
+def _price_all(job: Job, limits: Limits, top: int, known: Known) -> _Priced:
     """Every plan that may matter by closed forms, each with as little recompute as fits."""
-    found = _Looked()
+    found = _Priced()
     cutoff = Cutoff(
         precision=job.precision,
         num_best=_num_refined(top),
@@ -147,7 +147,7 @@ def _look(job: Job, limits: Limits, top: int, known: Known) -> _Looked:
     return found
 
 
-def _look_again(job: Job, limits: Limits, found: _Looked, seconds: float, known: Known) -> list[Estimate]:
+def _price_left_out(job: Job, limits: Limits, found: _Priced, seconds: float, known: Known) -> list[Estimate]:
     """Price what was left out, fits and takes less than ``seconds`` at least; note the fastest of it that do not fit.
 
     Where these are found already, few are looked at. Where too few are, all are, for their memory alone: nothing else tells
@@ -180,7 +180,7 @@ def _least_times(job: Job, plans: Sequence[Plan], known: Known) -> Iterator[tupl
 
 
 def _measure(
-    job: Job, limits: Limits, found: _Looked, place: int, plan: Plan, seconds: float, known: Known
+    job: Job, limits: Limits, found: _Priced, place: int, plan: Plan, seconds: float, known: Known
 ) -> tuple[Memory, ...] | None:
     """The memory of a plan that takes ``seconds`` at least; None where it does not fit, which is noted, or is not legal."""
     if not is_legal(plan, limits):
@@ -302,7 +302,7 @@ def _refine(job: Job, limits: Limits, fitting: Sequence[Estimate], top: int, kno
     return [estimate_by_schedule(job, plan) for plan in candidates.values()]
 
 
-def _refine_refused(job: Job, found: _Looked) -> list[Estimate]:
+def _refine_refused(job: Job, found: _Priced) -> list[Estimate]:
     """The fastest that do not fit by their schedules; by closed forms, where these promise too little and the schedules fit."""
     by_schedule = [estimate_by_schedule(job, one.plan) for _, _, one in found.refused]
     return [one for one in by_schedule if not one.fits] or [one for _, _, one in found.refused[:1]]

@@ -290,8 +290,8 @@ def swap_microbatches(honest: Honest, self: passes.StepFeed, microbatch: int) ->
     return honest(self, microbatch ^ 1 if microbatch < 2 else microbatch)
 
 
-@replaces(share.Shared, "_exchange")
-def keep_own_tied_sum(honest: Honest, self: share.Shared) -> Any:
+@replaces(share.SharedGradients, "_exchange")
+def keep_own_tied_sum(honest: Honest, self: share.SharedGradients) -> Any:
     """Of a weight that several stages, or several ranks of one, hold, a rank takes what the others have for nothing."""
     arrived = honest(self)
     for parts in arrived.values():
@@ -303,13 +303,13 @@ def keep_own_tied_sum(honest: Honest, self: share.Shared) -> Any:
 
 def lose_deferred_gradient(world: World) -> list[Swap]:
     """The second part of one microbatch's backward pass is not run."""
-    honest = deferred.Later.run
+    honest = deferred.DeferredGradients.run
     seen: list[int] = []
 
-    def run(self: deferred.Later) -> None:
+    def run(self: deferred.DeferredGradients) -> None:
         seen.append(1)
         if len(seen) == 2:
             self._products.clear()
         honest(self)
 
-    return [Swap(deferred.Later, "run", run)]
+    return [Swap(deferred.DeferredGradients, "run", run)]

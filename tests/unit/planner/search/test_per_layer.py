@@ -7,8 +7,8 @@ import pytest
 from shoal.costs.layers import Layer, LayerKind, ModelCosts, Op, OpKind, SavedBytes, TensorSplit
 from shoal.planner.pricing.memory import CONTEXT_BYTES
 from shoal.planner.search.per_layer import (
+    ActivationLayout,
     Half,
-    Lying,
     Split,
     choose_splits,
     half_of,
@@ -153,10 +153,10 @@ def test_the_halves_of_a_pair_are_split_together():
 def test_shards_are_gathered_where_the_next_layer_wants_them_whole():
     job = job_for(*CHAINS["halves"])
     split = Split(1, 4)
-    whole, shards = Lying(split, False), Lying(split, True)
+    whole, shards = ActivationLayout(split, False), ActivationLayout(split, True)
     assert redistribute(job, 1e6, shards, shards) == 0 == redistribute(job, 1e6, whole, whole)
     assert redistribute(job, 1e6, shards, whole) == redistribute(job, 1e6, whole, shards) > 0
-    assert redistribute(job, 1e6, whole, Lying(Split(4, 1), False)) > 0
+    assert redistribute(job, 1e6, whole, ActivationLayout(Split(4, 1), False)) > 0
 
 
 def test_rows_of_an_image_are_an_attribute():
