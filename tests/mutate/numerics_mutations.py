@@ -298,10 +298,10 @@ NUMERICS = [
         promise=CHAIN,
         what="under another plan the data begins its epoch again",
         file="src/shoal/trainer/persist.py",
-        old="        held = held_at(progress)\n",
+        old="        state = state_at(progress)\n",
         new="        if checkpoint.manifest.plan != self.plan:\n"
         "            progress = replace(progress, position=Position(epoch=progress.position.epoch))\n"
-        "        held = held_at(progress)\n",
+        "        state = state_at(progress)\n",
         test="tests/chaos/test_elastic_chain.py::test_two_three_one_two[float64-1e-12]",
         seconds=30,
     ),

@@ -120,7 +120,8 @@ class AsyncPipeline:
         """
         hooks = self._passes.hooks
         for place, batch in enumerate(batches):
-            hooks.on_step_start(step + place, batch)
+            for hook in hooks:
+                hook.on_step_start(step + place, batch)
         microbatches = [microbatch for batch in batches for microbatch in self._passes.filler.fill(batch)]
         count, own = len(microbatches), self._microbatches
         totals = self._total_weights(microbatches)
@@ -136,7 +137,8 @@ class AsyncPipeline:
         self._first = (step - self.start) * own
         self._runtime(len(batches)).step(feed, first=self._first)
         for place in range(count):
-            hooks.on_microbatch(step + place // own, place % own, feed.losses.get(place))
+            for hook in hooks:
+                hook.on_microbatch(step + place // own, place % own, feed.losses.get(place))
         if self._passes.has_batch_norm:
             # As one process goes through them: update by update, and of each the replicas in turn.
             each = own // self._updates
@@ -144,7 +146,8 @@ class AsyncPipeline:
                 batchnorm.fold(self._passes.objective.model, rows=range(first, first + each))
         results = self._results(feed, by_step, weights)
         for place, result in enumerate(results):
-            hooks.on_update(step + place, result)
+            for hook in hooks:
+                hook.on_update(step + place, result)
         return results
 
     def _runtime(self, steps: int) -> Runtime:
@@ -174,7 +177,8 @@ class AsyncPipeline:
         trained = self.versions.parameters
         update = (microbatch - self._first + 1) * self._updates // self._microbatches - 1
         sum_gradients_(trained, self._mesh.replicas)
-        self._passes.hooks.on_gradients(window.step + update // self._updates, trained, 1.0)
+        for hook in self._passes.hooks:
+            hook.on_gradients(window.step + update // self._updates, trained, 1.0)
         gradients = {name: value.grad for name, value in trained.items() if value.grad is not None}
         norm = global_norm(gradients.items(), exact=self._max_norm is not None)
         window.squares[update] = norm * norm
@@ -227,7 +231,7 @@ class AsyncPipeline:
 
     # --- what a checkpoint keeps of it
 
-    def add_versions(self, held: RankState, step: int) -> RankState:
+    def add_versions(self, state: RankState, step: int) -> RankState:
         """What a rank holds after ``step`` steps, with the older versions that later microbatches will use."""
         first = (step - self.start) * self._microbatches
         newest = self.versions.newest_at(first)
@@ -237,7 +241,7 @@ class AsyncPipeline:
             for name, tensor in self.versions.sets[version].items()
         }
         placements = {name: place_whole(tensor.shape) for name, tensor in older.items()}
-        return replace(held, tensors={**held.tensors, **older}, placements={**held.placements, **placements})
+        return replace(state, tensors={**state.tensors, **older}, placements={**state.placements, **placements})
 
     def resume_at(self, step: int, *, signature: str, start: int) -> None:
         """Make room for the versions of a checkpoint after ``step`` steps, whose history has this signature and start.

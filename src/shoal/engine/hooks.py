@@ -11,7 +11,7 @@ which every rank must then do alike. Nothing that a hook raises is caught: it en
 with it the run, because a rank that goes away ends its peers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -67,61 +67,25 @@ class Hook:
         """Training is over in an orderly way: ``completed`` or ``interrupted``, after so many steps."""
 
 
-class Hooks(Hook):
-    """Some hooks as one: each is called in the order in which it was added."""
+class Hooks:
+    """Some hooks, each of which is called in the order in which it was added."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
         self._hooks = list(hooks)
 
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self._hooks)
+
     def add(self, hook: Hook) -> None:
         """Call a hook from now on."""
         self._hooks.append(hook)
-
-    def remove(self, hook: Hook) -> None:
-        """Call a hook no more."""
-        self._hooks.remove(hook)
 
     @property
     def times_actions(self) -> bool:
         """True where a hook wants to be told of every cell of a schedule, which has to be timed for it."""
         return any(type(hook).on_action is not Hook.on_action for hook in self._hooks)
 
-    def on_step_start(self, step: int, batch: StepBatch) -> None:
-        """See ``Hook``."""
-        for hook in self._hooks:
-            hook.on_step_start(step, batch)
-
-    def on_microbatch(self, step: int, index: int, loss: Tensor | None) -> None:
-        """See ``Hook``."""
-        for hook in self._hooks:
-            hook.on_microbatch(step, index, loss)
-
     def on_action(self, action: Action, begin: float, waited: float, end: float) -> None:
-        """See ``Hook``."""
+        """Tell them of a cell, as the pipeline's runtime does."""
         for hook in self._hooks:
             hook.on_action(action, begin, waited, end)
-
-    def on_gradients(self, step: int, parameters: Mapping[str, nn.Parameter], loss_scale: float) -> None:
-        """See ``Hook``."""
-        for hook in self._hooks:
-            hook.on_gradients(step, parameters, loss_scale)
-
-    def on_update(self, step: int, result: StepResult) -> None:
-        """See ``Hook``."""
-        for hook in self._hooks:
-            hook.on_update(step, result)
-
-    def on_evaluation(self, step: int, found: Evaluation) -> None:
-        """See ``Hook``."""
-        for hook in self._hooks:
-            hook.on_evaluation(step, found)
-
-    def on_save(self, step: int) -> None:
-        """See ``Hook``."""
-        for hook in self._hooks:
-            hook.on_save(step)
-
-    def on_end(self, step: int, status: str) -> None:
-        """See ``Hook``."""
-        for hook in self._hooks:
-            hook.on_end(step, status)

@@ -125,7 +125,8 @@ class ParallelModel:
             self.passes.enter("wait: batch norm statistics", step)
         self.end_step(is_taken=is_taken)
         result = StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_taken)
-        self.hooks.on_update(step, result)
+        for hook in self.hooks:
+            hook.on_update(step, result)
         return result
 
     def forward_backward(self, batch: StepBatch, *, step: int, loss_scale: float = 1.0) -> float:
@@ -138,14 +139,16 @@ class ParallelModel:
             step: its number, from 0; dropout is drawn by it.
             loss_scale: what the loss is multiplied by for the backward pass; ``clip`` takes it out of the gradients again.
         """
-        self.hooks.on_step_start(step, batch)
+        for hook in self.hooks:
+            hook.on_step_start(step, batch)
         self._loss_scale = loss_scale
         self.reduction.begin_step()
         self.scalars.begin_step()
         local_loss = self.passes.accumulate(batch, step=step, scale=loss_scale)
         self._sum_gradients(step)
         loss = self.scalars.reduce(local_loss, scale=loss_scale)
-        self.hooks.on_gradients(step, self.reduction.updated, loss_scale)
+        for hook in self.hooks:
+            hook.on_gradients(step, self.reduction.updated, loss_scale)
         return loss
 
     def clip(self) -> float:
@@ -214,7 +217,8 @@ class ParallelModel:
             before_batch=lambda: self.passes.enter("evaluate", step - 1),
             runtime=self.runtime,
         )
-        self.hooks.on_evaluation(step, found)
+        for hook in self.hooks:
+            hook.on_evaluation(step, found)
         return found
 
     # --- its state

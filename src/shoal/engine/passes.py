@@ -74,7 +74,8 @@ class Passes:
                 (loss if scale == 1.0 else loss * scale).backward()
             local_loss = local_loss + loss.detach()
             if reduce:
-                self.hooks.on_microbatch(step, index, loss.detach())
+                for hook in self.hooks:
+                    hook.on_microbatch(step, index, loss.detach())
         return local_loss
 
     def _run_pipeline(
@@ -87,7 +88,8 @@ class Passes:
         runtime.step(feed)
         if is_told:
             for index in range(count):
-                self.hooks.on_microbatch(step, index, feed.losses.get(index))
+                for hook in self.hooks:
+                    hook.on_microbatch(step, index, feed.losses.get(index))
         return feed.total(range(count))
 
     def feed(

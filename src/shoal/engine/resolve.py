@@ -69,6 +69,19 @@ def resolve_run(train: TrainConfig, resolved: ResolvedPlan, *, num_samples: int,
     )
 
 
+def resolve_alone(
+    train: TrainConfig, plan: Plan, *, world_size: int, num_samples: int, tokens_per_sample: int
+) -> RunSetup:
+    """The setup of a run that a script starts, without a launcher that has decided it before.
+
+    Raises:
+        RequestError: the plan does not fit so many processes, or the data.
+    """
+    plan = replace(plan, dp=world_size // plan.ranks_per_replica) if plan.dp is None else plan
+    plan.check(world_size=world_size)
+    return resolve_run(train, resolve_plan(train, plan), num_samples=num_samples, tokens_per_sample=tokens_per_sample)
+
+
 def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int | None) -> Plan:
     """The plan to run. The command line wins over the recipe; ``dp`` takes up the processes that are left over.
 

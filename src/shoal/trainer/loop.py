@@ -34,7 +34,7 @@ from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult
 from shoal.engine.parallelize import parallelize
-from shoal.engine.resolve import RunSetup, asks_the_model, resolve_plan, resolve_run, updates_per_step
+from shoal.engine.resolve import RunSetup, asks_the_model, resolve_alone, updates_per_step
 from shoal.engine.state import RankState, seed_process
 from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
@@ -88,9 +88,7 @@ class Trainer:
         stop: StopRequest | None = None,
     ) -> None:
         if run_dir is not None:
-            run_dir = Path(run_dir)
-            make_run_dir(run_dir)
-        environment = os.environ if environment is None else environment
+            make_run_dir(run_dir := Path(run_dir))
         avoid_hidden_tiles(os.environ)
         self.settings = Settings(
             train=train,
@@ -99,22 +97,23 @@ class Trainer:
             pipeline=pipeline or PipelineConfig(),
         )
         self.eval_config = evaluation or EvalConfig()
-        self.elastic_config = elastic or ProcessConfig()
+        deadline = (elastic or ProcessConfig()).collective_deadline
         telemetry = telemetry or TelemetryConfig()
         self.data = data
-        self.prefetch, self.workers = prefetch, workers
+        self.prefetch, self.workers, self.memory_every = prefetch, workers, telemetry.memory_every
         self.world = world or join_world(
-            read_place(environment), deadline_seconds=self.elastic_config.collective_deadline
+            read_place(os.environ if environment is None else environment), deadline_seconds=deadline
         )
         self.same_data = SameData(self.world, data)
-        self.setup = setup or _resolve(train, plan or Plan(), data, self.world.size)
+        samples, tokens = len(data.train), data.spec.tokens_per_sample
+        self.setup = setup or resolve_alone(
+            train, plan or Plan(), world_size=self.world.size, num_samples=samples, tokens_per_sample=tokens
+        )
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
         self.plan.check(world_size=self.world.size)
-        self.rank_status = rank_status
         self.reporter = Reporter(
             run_dir, world=self.world, config=telemetry, rank_status=rank_status, total_steps=self.total_steps
         )
-        self.memory_every = telemetry.memory_every
         self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
         if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
             self.reporter.warn(warning)
@@ -428,7 +427,8 @@ class Trainer:
     def _save(self) -> None:
         self.reporter.enter("checkpoint", self.progress.step)
         if self.persistence.save(self.engine.state(self.progress.step), self.progress):
-            self.engine.hooks.on_save(self.progress.step)
+            for hook in self.engine.hooks:
+                hook.on_save(self.progress.step)
 
     def _compare_replicas(self) -> None:
         """Stop the run if replicas have drifted apart, or their data has changed, before a checkpoint could keep that."""
@@ -473,7 +473,8 @@ class Trainer:
         self.reporter.event(
             RunEnded(status=self.status, step=self.progress.step, seconds=self.progress.trained_seconds)
         )
-        self.engine.hooks.on_end(self.progress.step, self.status)
+        for hook in self.engine.hooks:
+            hook.on_end(self.progress.step, self.status)
 
     def close(self) -> None:
         """Stop threads, flush files, leave the group."""
@@ -493,11 +494,3 @@ class Trainer:
         else:
             # The peers wait for this process to go: neither a save in flight nor a broken group may hold it.
             self.reporter.close()
-
-
-def _resolve(train: TrainConfig, plan: Plan, data: Splits, world_size: int) -> RunSetup:
-    """The setup of a run that a script starts, without a launcher that has decided it before."""
-    plan = replace(plan, dp=world_size // plan.ranks_per_replica) if plan.dp is None else plan
-    plan.check(world_size=world_size)
-    resolved = resolve_plan(train, plan)
-    return resolve_run(train, resolved, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)

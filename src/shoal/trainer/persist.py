@@ -99,7 +99,7 @@ class Persistence:
         else:
             self.failure = None
 
-    def warn_if_disk_is_short(self, held: RankState, *, num_parts: int = 1) -> None:
+    def warn_if_disk_is_short(self, state: RankState, *, num_parts: int = 1) -> None:
         """Say before the first step that the disk cannot hold the checkpoints that the recipe keeps.
 
         A pipeline rank holds one of ``num_parts`` parts of the model, which are taken to be of one size.
@@ -107,8 +107,8 @@ class Persistence:
         if self.root is None or not self.world.is_first:
             return
         num_bytes = sum(
-            math.prod(held.placements[name].whole_shape) * tensor.element_size()
-            for name, tensor in held.tensors.items()
+            math.prod(state.placements[name].whole_shape) * tensor.element_size()
+            for name, tensor in state.tensors.items()
         )
         num_bytes *= num_parts
         # Those that are kept, the newest good one, and the one that is being written.
@@ -130,7 +130,7 @@ class Persistence:
         """True when the recipe wants a checkpoint after this step."""
         return self.every > 0 and step % self.every == 0
 
-    def save(self, held: RankState, progress: Progress) -> bool:
+    def save(self, state: RankState, progress: Progress) -> bool:
         """Copy the state and begin to write it; returns as soon as the copy is made. False where there is nothing to write."""
         if self.saver is None or progress.step == self.saved_step:
             return False
@@ -138,10 +138,10 @@ class Persistence:
         self.saved_step = progress.step
         self.saver.save(
             progress.step,
-            held.tensors,
+            state.tensors,
             {"progress": progress.as_values(), **data_values(self.data)},
             export_random_state(self.world.rank),
-            placements=held.placements,
+            placements=state.placements,
         )
         return True
 
@@ -195,20 +195,20 @@ class Persistence:
         if self.saver is not None:
             self.saver.close()
 
-    def roll_back(self, held_at: Callable[[Progress], RankState]) -> Restored | None:
+    def roll_back(self, state_at: Callable[[Progress], RankState]) -> Restored | None:
         """Go back to the newest good checkpoint, as ``restore`` does; None when there is none."""
         self.fall_back()
         good = self.saver.proven.good if self.saver is not None else None
-        return self.restore(held_at, step=-1 if good is None else good)
+        return self.restore(state_at, step=-1 if good is None else good)
 
-    def restore(self, held_at: Callable[[Progress], RankState], *, step: int | None = None) -> Restored | None:
+    def restore(self, state_at: Callable[[Progress], RankState], *, step: int | None = None) -> Restored | None:
         """Load the newest whole checkpoint; None when there is none to load. Refused ones are named.
 
         The first rank chooses, and all agree on that one's manifest before any of them loads: if each chose, or somebody
         replaced it meanwhile, ranks would be set to work on different weights.
 
         Args:
-            held_at: what this rank holds of a run that is so far, to be written to.
+            state_at: this rank's state in a run that is so far, to be written to.
             step: load the checkpoint of this step and no other.
 
         Raises:
@@ -227,7 +227,7 @@ class Persistence:
         restored, problem = None, ""
         refusal: type[ShoalError] = RunError
         try:
-            restored = self._load(path, manifest, held_at)
+            restored = self._load(path, manifest, state_at)
             if self.saver is not None:
                 self.saver.proven.begin(restored.progress.step, good=good)
         except AgreedError as error:
@@ -275,7 +275,7 @@ class Persistence:
             self.reporter.warn(f"checkpoint {path.name} is not whole and is passed over: {reason}")
         return found.path
 
-    def _load(self, path: Path, manifest: str, held_at: Callable[[Progress], RankState]) -> Restored:
+    def _load(self, path: Path, manifest: str, state_at: Callable[[Progress], RankState]) -> Restored:
         prefix = f"rng/rank-{self.world.rank:03d}/"
         checkpoint = read(path, wanted=lambda name: name.startswith(prefix), expect=manifest)
         progress = Progress.from_values(checkpoint.values.get("progress"), origin=str(path))
@@ -286,9 +286,9 @@ class Persistence:
             self.reporter.warn(warning)
             if progress.position.offset >= self.data.splits["train"].samples:
                 progress = replace(progress, position=Position(epoch=progress.position.epoch + 1))
-        held = held_at(progress)
-        refuse_other_state(held, checkpoint.manifest.tensors, origin=str(path))
-        load_rank_state(held, read_local(path, held.placements, expect=manifest), origin=str(path))
+        state = state_at(progress)
+        refuse_other_state(state, checkpoint.manifest.tensors, origin=str(path))
+        load_rank_state(state, read_local(path, state.placements, expect=manifest), origin=str(path))
         # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.
         is_same_plan = checkpoint.manifest.plan == self.plan
         if not (is_same_plan and import_random_state(checkpoint.tensors, self.world.rank)):

@@ -195,12 +195,12 @@ class Setbacks:
         if progress.skipped < _SKIPS_SAID:
             self._reporter.warn(f"{what}; the step is skipped on all ranks")
 
-    def roll_back(self, progress: Progress, held_at: Callable[[Progress], RankState]) -> Progress:
+    def roll_back(self, progress: Progress, state_at: Callable[[Progress], RankState]) -> Progress:
         """Load the last good checkpoint, and go on from it with a lower rate: too many steps in a row were left out.
 
         Args:
             progress: of the run as it is.
-            held_at: what this rank holds of a run that is so far, to be written to.
+            state_at: this rank's state in a run that is so far, to be written to.
 
         Raises:
             FinalError: there is no good checkpoint, or the run has gone back often enough.
@@ -213,7 +213,7 @@ class Setbacks:
                 "Look at the data and the loss of these steps: going on with --resume meets them again. Where they were only "
                 "above train.spike and finite, raise it; where they were not finite, lower optim.lr or set optim.clip"
             )
-        restored = self._persistence.roll_back(held_at)
+        restored = self._persistence.roll_back(state_at)
         if restored is None:
             raise FinalError(
                 f"{where}, and there is no good checkpoint to go back to; lower optim.lr, or set checkpoint.every so that "
