@@ -13,7 +13,7 @@ from shoal.optim.rates import rate
 from shoal.verify.oracle.delayed import DelayedTraining, run_delayed
 from shoal.verify.proof import Prover
 from shoal.verify.reference.case import Tree
-from shoal.verify.reference.model import build_parts, global_batches
+from shoal.verify.reference.model import build_reference, global_batches
 from shoal.verify.reference.recording import Recording, model_tensors
 from shoal.verify.reference.train import tree_gradients
 from support.training.replay_cases import GPT, REVERSE, SEQ2SEQ, case_of, run_here
@@ -22,7 +22,7 @@ COSINE = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "schedule": "cosine"
 
 
 def names_of(case):
-    return [name for name, _ in build_parts(case).named]
+    return [name for name, _ in build_reference(case).named]
 
 
 def halves_of(case):
@@ -40,7 +40,7 @@ def test_one_stage_is_plain_training_with_a_step_per_microbatch(tmp_path, delay)
     """Dropout is on, the rate falls with every microbatch, and every bit is the same."""
     case = case_of(optim=COSINE)
     run_here(run_delayed, case, Tree(replicas=1, microbatches=4, delay=delay, stages=[names_of(case)]), tmp_path)
-    parts, ticks = build_parts(case), 0
+    parts, ticks = build_reference(case), 0
     for found, ids in zip(steps_of(tmp_path), list(global_batches(parts)), strict=True):
         losses = []
         for own in ids.reshape(4, 2):
@@ -70,7 +70,7 @@ def test_two_stages_of_two_replicas_by_hand(tmp_path):
     case = case_of(model=SEQ2SEQ, data=REVERSE, optim=optim, global_batch=12)
     stages = halves_of(case)
     run_here(run_delayed, case, Tree(replicas=2, microbatches=3, delay="pipedream", stages=stages), tmp_path)
-    parts = build_parts(case)
+    parts = build_reference(case)
     scratch, named = copy.deepcopy(parts.model).requires_grad_(), dict(parts.named)
     optimizers = [
         torch.optim.SGD([named[name] for name in names], lr=0.05, momentum=0.9, fused=True) for names in stages
@@ -114,7 +114,7 @@ def test_double_buffering_meets_the_first_weights_twice(tmp_path):
     case = case_of()
     tree = Tree(replicas=2, microbatches=2, delay="pipedream-2bw", stages=halves_of(case))
     run_here(run_delayed, case, tree, tmp_path)
-    parts = build_parts(case)
+    parts = build_reference(case)
     for step, (found, ids) in enumerate(zip(steps_of(tmp_path), list(global_batches(parts)), strict=True)):
         loss, gradients = tree_gradients(parts, step, ids, Tree(replicas=2, microbatches=2), 1.0)
         assert found.loss == loss
@@ -126,7 +126,7 @@ def test_a_microbatch_that_nobody_has_is_an_update_by_nothing():
     """Two samples on two replicas of three microbatches: replica 0 has two of them, and nobody has a third one."""
     case = case_of()
     training = DelayedTraining(
-        build_parts(case), Tree(replicas=2, microbatches=3, delay="pipedream", stages=[names_of(case)])
+        build_reference(case), Tree(replicas=2, microbatches=3, delay="pipedream", stages=[names_of(case)])
     )
     loss = training.step(0, np.arange(2))
     assert math.isfinite(loss) and training.norms == [0.0]

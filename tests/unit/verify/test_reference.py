@@ -12,7 +12,7 @@ from torch import nn
 from shoal.core.errors import RequestError
 from shoal.verify.reference import train as reference
 from shoal.verify.reference.case import Tree
-from shoal.verify.reference.model import build_parts
+from shoal.verify.reference.model import build_reference
 from shoal.verify.reference.recording import Recording
 from shoal.verify.reference.train import narrow_weights, run_reference, tree_gradients
 from support.training.replay_cases import REVERSE, SEQ2SEQ, case_of, run_here
@@ -43,7 +43,7 @@ def test_the_tree_decides_the_bits_and_not_the_value():
     ids = np.arange(8)
     found = []
     for tree in (Tree(replicas=1, microbatches=1), Tree(replicas=2, microbatches=2), Tree(replicas=4, microbatches=1)):
-        found.append(tree_gradients(build_parts(case_of()), 0, ids, tree, 1.0)[1])
+        found.append(tree_gradients(build_reference(case_of()), 0, ids, tree, 1.0)[1])
     for other in found[1:]:
         assert any(not torch.equal(found[0][name], other[name]) for name in other)
         for name in other:
@@ -53,8 +53,8 @@ def test_the_tree_decides_the_bits_and_not_the_value():
 def test_unequal_replicas_are_weighed():
     """Lengths vary, so a mean of means would be another number than the flat mean."""
     case = case_of(model=SEQ2SEQ, data=REVERSE)
-    whole, _ = tree_gradients(build_parts(case), 0, np.arange(8), Tree(replicas=1, microbatches=1), 1.0)
-    cut, _ = tree_gradients(build_parts(case), 0, np.arange(8), Tree(replicas=4, microbatches=1), 1.0)
+    whole, _ = tree_gradients(build_reference(case), 0, np.arange(8), Tree(replicas=1, microbatches=1), 1.0)
+    cut, _ = tree_gradients(build_reference(case), 0, np.arange(8), Tree(replicas=4, microbatches=1), 1.0)
     assert cut == pytest.approx(whole, rel=1e-5)
 
 
@@ -108,7 +108,7 @@ def test_narrow_weights_are_looked_for_in_microbatches_as_a_step_runs_them(monke
     """In one pass of the whole global batch, divided by the number of its targets, of which there may be none."""
     monkeypatch.setattr("shoal.verify.reference.model.build_model", lambda config, spec: Narrow())
     classes = {"source": "synthetic", "kind": "classes", "samples": 64}
-    parts = build_parts(
+    parts = build_reference(
         case_of(
             model={"name": "mlp", "layers": 1, "hidden": 16}, data=classes, precision="float64", batch_norm=batch_norm
         )
@@ -307,6 +307,6 @@ def test_true_zeros_are_told_by_float64_for_16_bits(tmp_path, precision):
         assert zeros == []
         return
     trained = {name.removeprefix("grad/") for name in recording.step(0).tensors if name.startswith("grad/")}
-    norms = {name for name, module in build_parts(case).model.named_modules() if isinstance(module, nn.BatchNorm1d)}
+    norms = {name for name, module in build_reference(case).model.named_modules() if isinstance(module, nn.BatchNorm1d)}
     assert zeros and set(zeros) < trained
     assert all(name.endswith(".bias") and name.rpartition(".")[0] not in norms for name in zeros)

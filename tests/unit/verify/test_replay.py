@@ -10,7 +10,7 @@ from shoal.optim.config import OptimConfig
 from shoal.optim.rates import rate
 from shoal.verify.oracle.replay import run_replay
 from shoal.verify.reference.case import Tree, UpdateLog
-from shoal.verify.reference.model import build_parts, global_batches
+from shoal.verify.reference.model import build_reference, global_batches
 from shoal.verify.reference.recording import Recording, model_tensors
 from shoal.verify.reference.train import run_reference
 from support.training.replay_cases import REVERSE, SEQ2SEQ, case_of, run_here
@@ -58,9 +58,9 @@ def test_new_reads_of_every_share_are_the_plain_reference(tmp_path):
 def test_late_reads_of_two_shards_by_hand(tmp_path):
     """Each gradient is the mean over its own samples; the second update has an old one, whose shards are of two versions."""
     case = case_of(optim=LINEAR)
-    names = [name for name, _ in build_parts(case).named]
+    names = [name for name, _ in build_reference(case).named]
     half = len(names) // 2
-    numel = {name: value.numel() for name, value in build_parts(case).named}
+    numel = {name: value.numel() for name, value in build_reference(case).named}
     # One tensor lies on both shards.
     cut = names[half]
     pieces = [(name, 0, numel[name], int(names.index(name) > half)) for name in names if name != cut]
@@ -69,7 +69,7 @@ def test_late_reads_of_two_shards_by_hand(tmp_path):
     log = log_of(updates, adds_to_steps=False, total_updates=16, pieces=pieces)
     run_here(run_replay, case, log, tmp_path)
 
-    parts, versions = build_parts(case), []
+    parts, versions = build_reference(case), []
     batches = list(global_batches(parts))
     for number, (found, own) in enumerate(zip(steps_of(tmp_path), updates, strict=True)):
         versions.append({name: value.detach().clone() for name, value in parts.named})
@@ -103,7 +103,7 @@ def test_late_reads_of_two_shards_by_hand(tmp_path):
 def test_own_steps_between_reads_by_hand(tmp_path, rates):
     """Two workers: each reads once and goes on by itself, one of them pushes two gradients together."""
     case = case_of(optim=LINEAR)
-    numel = {name: value.numel() for name, value in build_parts(case).named}
+    numel = {name: value.numel() for name, value in build_reference(case).named}
     pieces = [(name, 0, count, 0) for name, count in numel.items()]
     log = log_of([], adds_to_steps=False, total_updates=6, pieces=pieces, takes_own_steps=True, own_rates=rates)
     parts = [
@@ -114,7 +114,7 @@ def test_own_steps_between_reads_by_hand(tmp_path, rates):
     log = replace(log, updates=[{"parts": [one]} for one in parts])
     run_here(run_replay, case, log, tmp_path)
 
-    plain = build_parts(case)
+    plain = build_reference(case)
     batches = list(global_batches(plain))
     server = {name: value.detach().clone() for name, value in plain.named}
     own = {"a": server}

@@ -12,7 +12,7 @@ from shoal.core.errors import RequestError
 from shoal.data.order import own_microbatches
 from shoal.verify.proof import Prover
 from shoal.verify.reference.case import Tree
-from shoal.verify.reference.model import build_parts, cut_batch
+from shoal.verify.reference.model import build_reference, cut_batch
 from shoal.verify.reference.train import tree_gradients
 from shoal.verify.reference.weight_uses import split_uses
 from support.training.replay_cases import GPT, case_of
@@ -39,7 +39,9 @@ def test_a_batch_is_cut_as_the_loader_cuts_it(num_samples):
 
 def test_directions_decide_the_bits_and_not_the_value():
     one, two = (
-        tree_gradients(build_parts(case_of()), 0, np.arange(8), Tree(replicas=2, microbatches=4, directions=ways), 1.0)
+        tree_gradients(
+            build_reference(case_of()), 0, np.arange(8), Tree(replicas=2, microbatches=4, directions=ways), 1.0
+        )
         for ways in (1, 2)
     )
     assert any(not torch.equal(one[1][name], two[1][name]) for name in one[1])
@@ -62,7 +64,7 @@ def use_gradients(parts, cuts, total):
 
 def test_a_tied_weight_is_the_fold_of_its_directions_and_stages():
     """Three microbatches: two go down and one goes up."""
-    parts, ids = build_parts(case_of(model=TIED)), np.arange(12)
+    parts, ids = build_reference(case_of(model=TIED)), np.arange(12)
     _, found = tree_gradients(parts, 0, ids, Tree(replicas=2, microbatches=3, directions=2, **TWO), 1.0)
     total, cuts = float(parts.train.collate(ids).weight), ids.reshape(6, 2)
     replicas = []
@@ -84,7 +86,7 @@ def test_a_tied_weight_is_the_fold_of_its_directions_and_stages():
 
 def test_a_stage_of_several_ranks_has_a_sum_for_each_in_turn():
     """Five microbatches on two ranks: 0, 2, 4 and 1, 3. The tied weight is used by one rank at its other end."""
-    parts, ids = build_parts(case_of(model=TIED)), np.arange(10)
+    parts, ids = build_reference(case_of(model=TIED)), np.arange(10)
     down = "blocks.0.feed_forward.down.weight"
     turned = {"embedding.weight": [2, 1], down: [2]}
     assert set(turned) <= dict(parts.named).keys()
@@ -103,7 +105,7 @@ def test_a_stage_of_several_ranks_has_a_sum_for_each_in_turn():
 
 
 def test_a_rank_without_a_microbatch_adds_nothing():
-    parts = build_parts(case_of())
+    parts = build_reference(case_of())
     turned = {name: [2] for name, _ in parts.named}
     loss, found = tree_gradients(parts, 0, np.arange(1), Tree(replicas=1, microbatches=4, turns=turned), 1.0)
     plain_loss, plain = tree_gradients(parts, 0, np.arange(1), Tree(replicas=1, microbatches=1), 1.0)
@@ -111,7 +113,7 @@ def test_a_rank_without_a_microbatch_adds_nothing():
 
 
 def test_a_step_leaves_tied_weights_tied():
-    parts = build_parts(case_of(model=TIED))
+    parts = build_reference(case_of(model=TIED))
     weight = parts.model.embedding.weight
     tree_gradients(parts, 0, np.arange(4), Tree(replicas=1, microbatches=2, **TWO), 1.0)
     assert parts.model.embedding.weight is weight and parts.model.head.weight is weight
@@ -122,7 +124,7 @@ def test_a_step_leaves_tied_weights_tied():
 
 
 def test_a_short_batch_leaves_a_direction_without_samples():
-    parts = build_parts(case_of(model=TIED))
+    parts = build_reference(case_of(model=TIED))
     tree = Tree(replicas=1, microbatches=4, directions=2, **TWO)
     loss, found = tree_gradients(parts, 0, np.arange(2), tree, 1.0)
     plain_loss, plain = tree_gradients(parts, 0, np.arange(2), Tree(replicas=1, microbatches=2, **TWO), 1.0)

@@ -37,7 +37,7 @@ from shoal.verify.reference.model import (
     ReferenceModel,
     assert_alone,
     batch_loss,
-    build_parts,
+    build_reference,
     cut_batch,
     global_batches,
     measure_movement,
@@ -144,7 +144,7 @@ def run_delayed(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     Raises:
         RequestError: the model draws random numbers of its own, or its loss is not finite even here.
     """
-    parts = build_parts(case)
+    parts = build_reference(case)
     training = DelayedTraining(parts, tree)
     recorder = Recorder(folder, "reference")
     initial = {name: parameter.detach().clone() for name, parameter in parts.named}

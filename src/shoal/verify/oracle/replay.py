@@ -23,7 +23,7 @@ from shoal.verify.reference.case import Case, UpdateLog
 from shoal.verify.reference.model import (
     ReferenceModel,
     assert_alone,
-    build_parts,
+    build_reference,
     cut_batch,
     global_batches,
     measure_movement,
@@ -43,7 +43,7 @@ def run_replay(case: Case, log: UpdateLog, folder: Path) -> dict[str, Any]:
     Raises:
         RequestError: the model draws random numbers of its own, or its loss is not finite even here.
     """
-    parts = build_parts(case)
+    parts = build_reference(case)
     training = Replay(parts, log)
     recorder = Recorder(folder, "reference")
     initial = {name: parameter.detach().clone() for name, parameter in parts.named}

@@ -69,7 +69,7 @@ class ReferenceModel:
         return any(isinstance(module, _BatchNorm) for module in self.model.modules())
 
 
-def build_parts(case: Case) -> ReferenceModel:
+def build_reference(case: Case) -> ReferenceModel:
     """Model, data and optimizer, with the initial weights that the seed gives in one process."""
     model_config: Any = TypeAdapter(ModelConfig).validate_python(dict(case.model))
     data_config: Any = TypeAdapter(DataConfig).validate_python(dict(case.data))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.verify.reference.case import NOISE_EPS
-from shoal.verify.reference.model import Ids, ReferenceModel, build_parts, global_batches, norm_of
+from shoal.verify.reference.model import Ids, ReferenceModel, build_reference, global_batches, norm_of
 
 _CAST = "ToCopyBackward0"
 # What may lie between a weight and its cast: nothing that sums over samples or positions.
@@ -73,7 +73,7 @@ def find_zeros(
         return []
     batches = list(global_batches(parts))
     try:
-        precise = build_parts(replace(parts.case, precision="float64"))
+        precise = build_reference(replace(parts.case, precision="float64"))
         found = _small(gradients_at(precise, 0, batches[0]))
         precise.model.load_state_dict(parts.model.state_dict())
         return sorted(found & _small(gradients_at(precise, len(batches) - 1, batches[-1])))

@@ -27,7 +27,7 @@ from shoal.verify.reference.model import (
     ReferenceModel,
     assert_alone,
     batch_loss,
-    build_parts,
+    build_reference,
     cut_batch,
     global_batches,
     gradients_of,
@@ -128,7 +128,7 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
         RequestError: the model draws random numbers of its own or by no sample, or its loss is not finite even here, or
             it leaves a parameter without a gradient where the plan needs one.
     """
-    parts = build_parts(case)
+    parts = build_reference(case)
     recorder = Recorder(folder, "reference")
     scale, flat_errors = parts.precision.first_loss_scale, []
     initial = {name: parameter.detach().clone() for name, parameter in parts.named}
