@@ -2,10 +2,10 @@
 
 import asyncio
 import random
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from shoal.comm.wire import message as wire_header
 from shoal.comm.wire.errors import Refused
