@@ -21,7 +21,7 @@ from shoal.paramserver.server.replica import Replica
 from shoal.paramserver.worker import own_steps as local
 from shoal.paramserver.worker.flat import describe_model
 from shoal.serverrun.server.source import ShardSource
-from shoal.serverrun.worker.process import build_worker, way_of_working
+from shoal.serverrun.worker.process import build_worker, choose_loop
 from shoal.trainer.build import build_parts
 from shoal.trainer.dryrun import describe_dry_run, dry_run_result
 from shoal.trainer.own_parts import OwnPartsHere
@@ -257,7 +257,7 @@ def test_a_worker_holds_what_is_said(tmp_path, monkeypatch, name):
         # Most is held when the steps are done and the direction is made of them.
         is_finite = torch.isfinite
         monkeypatch.setattr(local.torch, "isfinite", lambda one: (line.seen.append(live_bytes()), is_finite(one))[1])
-    way_of_working(place)(line, worker, place)
+    choose_loop(place)(line, worker, place)
     held, foretold = max(line.seen) - before, sum(said.worker.values())
     assert 0 <= held - foretold < SMALL * worker.flat.weights.nbytes, held / worker.flat.weights.nbytes
 

@@ -1,4 +1,4 @@
-"""What every way of working has in common: what computes, its line to the servers, and what the update log is told of a
+"""What every loop of a worker has in common: what computes, its connection to the servers, and what the update log is told of a
 gradient."""
 
 import asyncio

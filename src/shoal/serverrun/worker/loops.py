@@ -23,7 +23,7 @@ from shoal.serverrun.worker.connection import Computed, ServerConnection, Worker
 from shoal.serverrun.worker.shares import ShareResult
 
 
-def work_ahead(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
+def run_overlapped_loop(connection: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
     """Work units, one after the other, with everything that crosses the wire beside them.
 
     Raises:
@@ -34,29 +34,29 @@ def work_ahead(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> Non
     handed_in: Future[bool] | None = None
     gradient = torch.empty_like(flat.gradient)
     read: Read | None = None
-    asked = line.ask()
-    while (unit := line.given(asked)) is not None:
+    asked = connection.ask()
+    while (unit := connection.given(asked)) is not None:
         pulling: Future[Read] | None = None
-        if read is None or not line.client.is_enough(read, unit.need, unit.bound):
+        if read is None or not connection.client.is_enough(read, unit.need, unit.bound):
             if handed_in is not None:
                 handed_in.result()
-            read = line.pull(unit.need, unit.bound)
-            flat.weights.copy_(line.landing)
+            read = connection.pull(unit.need, unit.bound)
+            flat.weights.copy_(connection.landing)
         else:
-            line.use(read)
+            connection.use(read)
             # Begun only now that there is a work unit to be computed beside it: the last gradient of a run has none after it.
-            pulling = None if handed_in is None else line.pull_after(handed_in)
+            pulling = None if handed_in is None else connection.pull_after(handed_in)
         computed = worker.compute(unit)
         pulled = pulling.result() if pulling is not None else None
         if pulled is not None:
             # Before the next ones land there.
-            flat.weights.copy_(line.landing)
-        push = describe(line.identity, unit, computed, read=read, waited=0.0)
+            flat.weights.copy_(connection.landing)
+        push = describe(connection.identity, unit, computed, read=read, waited=0.0)
         # Asked before the work unit is handed in, so that it is answered by what was made until here: were the commit there
         # first, its own update would be needed, and the weights that were pulled beside it would have been pulled for nothing.
         # Until the commit is answered it is in this worker's hands, or the update log would take it for lost and give it again.
-        asked = line.ask(push.units)
-        handed_in = line.hand_in(gradient.copy_(computed.gradient), push, read)
+        asked = connection.ask(push.units)
+        handed_in = connection.hand_in(gradient.copy_(computed.gradient), push, read)
         # Where nothing was under way the same weights serve once more, and from then on something is.
         read = read if pulled is None else pulled
     if handed_in is not None:
@@ -69,7 +69,7 @@ def work_ahead(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> Non
 # same work unit, the shards pass its gradient over.
 
 
-def work_batches(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
+def run_batch_loop(connection: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
     """Work units of batches until the last step is done.
 
     Raises:
@@ -78,12 +78,12 @@ def work_batches(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> N
     """
     done: tuple[int, int, float] | None = None
     evaluation = -1
-    while (given := line.draw(worker.shares.num_samples, done)) is not None:
+    while (given := connection.draw(worker.shares.num_samples, done)) is not None:
         if given.evaluation != evaluation:
-            line.pull_now()
+            connection.pull_now()
             evaluation = given.evaluation
         loss = worker.shares.run_span(given.step, given.start, given.stop)
-        line.add_part(worker.flat.collect_gradient(), evaluation, given.unit, loss)
+        connection.add_part(worker.flat.collect_gradient(), evaluation, given.unit, loss)
         done = (evaluation, given.unit, loss)
 
 
@@ -100,14 +100,14 @@ class LocalSteps:
     """Computes work units by local steps.
 
     Args:
-        line: lands the servers' weights beside the model's.
+        connection: lands the servers' weights beside the model's.
         worker: what computes.
         spec: whose settings.
     """
 
-    def __init__(self, line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
+    def __init__(self, connection: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
         config = spec.recipe.paramserver
-        self._line, self._worker, self._optim = line, worker, spec.recipe.optim
+        self._connection, self._worker, self._optim = connection, worker, spec.recipe.optim
         self._steps = config.own_steps(spec.index)
         self._own_rate = config.own_rate(spec.index)
 
@@ -127,7 +127,7 @@ class LocalSteps:
             return flat.collect_gradient()
 
         lr = self._own_rate or rate(self._optim, unit.step, self._worker.total_steps)
-        found = train_locally(self._line.landing, gradient_at, LocalSettings(steps=self._steps, lr=lr))
+        found = train_locally(self._connection.landing, gradient_at, LocalSettings(steps=self._steps, lr=lr))
         return Computed(result=ShareResult.joined(results), gradient=found.direction, steps=found.steps)
 
 
@@ -174,14 +174,14 @@ class Downpour:
     """One worker's work under one name.
 
     Args:
-        line: lands what it fetches beside the model's weights, not in them.
+        connection: lands what it fetches beside the model's weights, not in them.
         worker: what computes.
         place: rule and recipe.
     """
 
-    def __init__(self, line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
+    def __init__(self, connection: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
         rule, recipe = spec.rule, spec.recipe
-        self._line, self._worker, self._optim = line, worker, recipe.optim
+        self._connection, self._worker, self._optim = connection, worker, recipe.optim
         self._own_rate = recipe.paramserver.own_rate(spec.index)
         settings = DownpourSettings(push_every=rule.push_every, fetch_every=rule.fetch_every, lr=recipe.optim.lr)
         self._rule = DownpourWorker(worker.flat.weights, settings)
@@ -194,7 +194,7 @@ class Downpour:
     def run(self) -> None:
         """Until there is nothing left to do."""
         while True:
-            unit = self._line.take(self._gathered.units + self._pushed)
+            unit = self._connection.take(self._gathered.units + self._pushed)
             if unit is not None:
                 self._step(unit)
                 continue
@@ -219,7 +219,7 @@ class Downpour:
         if self._fetching is not None:
             # One at a time: they land in one place. What it brought is taken up by the step that begins now.
             self._fetching.result()
-        self._fetching = self._line.fetch(unit, self._rule.land)
+        self._fetching = self._connection.fetch(unit, self._rule.land)
         if is_first or not self._overlap:
             self._fetching.result()
 
@@ -227,8 +227,8 @@ class Downpour:
         if gathered is None:
             return
         self._wait_for_push()
-        push = self._gathered.describe(self._line.identity, gathered)
-        self._pushing = self._line.hand_in(gathered.gradient, push, gathered.read)
+        push = self._gathered.describe(self._connection.identity, gathered)
+        self._pushing = self._connection.hand_in(gathered.gradient, push, gathered.read)
         self._pushed = push.units
         if not self._overlap:
             self._wait_for_push()
@@ -239,11 +239,11 @@ class Downpour:
             self._pushing, self._pushed = None, ()
 
 
-def work_downpour(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
+def run_downpour_loop(connection: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
     """Work units by the rule of Downpour.
 
     Raises:
         RunOver: the run ended meanwhile.
         Evicted: others do what this worker was doing.
     """
-    Downpour(line, worker, spec).run()
+    Downpour(connection, worker, spec).run()

@@ -35,7 +35,7 @@ from shoal.paramserver.worker.flat import (
 from shoal.serverrun.process import ProcessSpec, attach_status
 from shoal.serverrun.worker.connection import Pace, ServerConnection, Worker, describe
 from shoal.serverrun.worker.group import GroupLeader, ScatterCollect, follow, join_group
-from shoal.serverrun.worker.loops import LocalSteps, work_ahead, work_batches, work_downpour
+from shoal.serverrun.worker.loops import LocalSteps, run_batch_loop, run_downpour_loop, run_overlapped_loop
 from shoal.serverrun.worker.shares import ShareRunner
 from shoal.serverrun.worker.watchdog import watch_shares
 from shoal.telemetry.statusboard import Heartbeat, RankStatus
@@ -44,13 +44,13 @@ from shoal.trainer.samedata import SameData
 
 
 def work(
-    spec: ProcessSpec, open_line: Callable[[ProcessSpec, Worker, torch.Tensor | None], ServerConnection] | None = None
+    spec: ProcessSpec, connect: Callable[[ProcessSpec, Worker, torch.Tensor | None], ServerConnection] | None = None
 ) -> str:
     """A worker's life; why the run was stopped, and nothing when it was finished.
 
     Args:
         spec: this process.
-        open_line: makes its connection under one name; left out, ``ServerConnection``.
+        connect: makes its connection under one name; left out, ``ServerConnection``.
     """
     torch.set_num_threads(spec.threads)
     rank_status = attach_status(spec)
@@ -60,15 +60,15 @@ def work(
             return ""
         worker = build_worker(spec, rank_status)
         worker = replace(worker, shares=watch_shares(worker.shares, spec))
-        halt = _work_under_names(spec, worker, open_line or ServerConnection)
+        halt = _work_until_over(spec, worker, connect or ServerConnection)
         worker.shares.end()
         return halt
 
 
-def _work_under_names(
+def _work_until_over(
     spec: ProcessSpec,
     worker: Worker,
-    open_line: Callable[[ProcessSpec, Worker, torch.Tensor | None], ServerConnection],
+    connect: Callable[[ProcessSpec, Worker, torch.Tensor | None], ServerConnection],
 ) -> str:
     """Work under one name, and under another each time that the last is taken for dead."""
     # A worker with steps of its own, or that pulls while it computes, has weights of its own; the servers' are beside them.
@@ -78,20 +78,20 @@ def _work_under_names(
     instance_id, owner = spec.instance_id, os.getpid()
     while True:
         try:
-            line = open_line(replace(spec, instance_id=instance_id), worker, landing)
+            connection = connect(replace(spec, instance_id=instance_id), worker, landing)
         except RunOver:
             return ""
         try:
-            way_of_working(spec)(line, worker, spec)
-            return line.halt
+            choose_loop(spec)(connection, worker, spec)
+            return connection.halt
         except RunOver:
-            return line.halt
+            return connection.halt
         except Evicted as error:
             print(f"taken for dead: {error}; coming back under a new name", file=sys.stderr, flush=True)
             instance_id = new_instance_id()
         finally:
             end_if_forked(owner)
-            line.close()
+            connection.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class WorkerParts:
     """The data as this process has it, for admission."""
 
 
-def build_bench(spec: ProcessSpec, rank_status: RankStatus | None) -> WorkerParts:
+def build_worker_parts(spec: ProcessSpec, rank_status: RankStatus | None) -> WorkerParts:
     """Lay the model out as the plan wants it on this process; the ranks of a worker call it together."""
     recipe = spec.recipe
     model, loss, data = build_parts(recipe)
@@ -163,37 +163,37 @@ def build_bench(spec: ProcessSpec, rank_status: RankStatus | None) -> WorkerPart
 
 def build_worker(spec: ProcessSpec, rank_status: RankStatus | None) -> Worker:
     """What computes: this process alone, or this one at the head of its group."""
-    bench, recipe = build_bench(spec, rank_status), spec.recipe
-    parallel = bench.parallel
-    shard_map = cut_for(bench.model, spec.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
+    parts, recipe = build_worker_parts(spec, rank_status), spec.recipe
+    parallel = parts.parallel
+    shard_map = cut_for(parts.model, spec.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
     if parallel.mesh.everyone.size == 1:
-        flat = FlatModel(parallel.model, shard_map, bench.sparse)
-        return Worker(flat=flat, shares=bench.shares, total_steps=bench.total_steps, data=bench.data)
-    row = FlatParameters(bench.model, shard_map, bench.sparse)
+        flat = FlatModel(parallel.model, shard_map, parts.sparse)
+        return Worker(flat=flat, shares=parts.shares, total_steps=parts.total_steps, data=parts.data)
+    row = FlatParameters(parts.model, shard_map, parts.sparse)
     deadline = recipe.elastic.collective_deadline
     leader = GroupLeader(
-        bench.shares, ScatterCollect(parallel, bench.dtype, row), parallel.mesh.everyone, deadline_seconds=deadline
+        parts.shares, ScatterCollect(parallel, parts.dtype, row), parallel.mesh.everyone, deadline_seconds=deadline
     )
-    return Worker(flat=row, shares=leader, total_steps=bench.total_steps, data=bench.data)
+    return Worker(flat=row, shares=leader, total_steps=parts.total_steps, data=parts.data)
 
 
 def serve_group(spec: ProcessSpec, rank_status: RankStatus | None) -> None:
     """The life of a rank of a worker that is not its first."""
-    bench = build_bench(spec, rank_status)
-    follow(bench.shares, ScatterCollect(bench.parallel, bench.dtype, None), bench.parallel.mesh.everyone)
+    parts = build_worker_parts(spec, rank_status)
+    follow(parts.shares, ScatterCollect(parts.parallel, parts.dtype, None), parts.parallel.mesh.everyone)
 
 
-def way_of_working(spec: ProcessSpec) -> Callable[[ServerConnection, Worker, ProcessSpec], None]:
+def choose_loop(spec: ProcessSpec) -> Callable[[ServerConnection, Worker, ProcessSpec], None]:
     """How the plan's update rule wants work units worked off."""
     match spec.rule.kind:
         case "downpour":
-            return work_downpour
+            return run_downpour_loop
         case "lbfgs":
-            return work_batches
-    return work_ahead if pulls_ahead(spec.recipe.paramserver, spec.rule) else work_off
+            return run_batch_loop
+    return run_overlapped_loop if pulls_ahead(spec.recipe.paramserver, spec.rule) else run_plain_loop
 
 
-def work_off(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
+def run_plain_loop(connection: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
     """Work units, one after the other.
 
     Raises:
@@ -205,17 +205,17 @@ def work_off(line: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:
     held: tuple[int, ...] = ()
     spare = torch.empty_like(worker.flat.gradient) if config.overlap else None
     pace = Pace(spec)
-    compute = LocalSteps(line, worker, spec) if config.local_steps else worker.compute
-    while (unit := line.take(held)) is not None:
-        read = line.pull(unit.need, unit.bound)
+    compute = LocalSteps(connection, worker, spec) if config.local_steps else worker.compute
+    while (unit := connection.take(held)) is not None:
+        read = connection.pull(unit.need, unit.bound)
         pace.begin()
         computed = compute(unit)
         waited = pace.wait()
         if under_way is not None:
             under_way.result()
         gradient = computed.gradient if spare is None else spare.copy_(computed.gradient)
-        push = describe(line.identity, unit, computed, read=read, waited=waited)
-        under_way = line.hand_in(gradient, push, read)
+        push = describe(connection.identity, unit, computed, read=read, waited=waited)
+        under_way = connection.hand_in(gradient, push, read)
         # Until its commit is answered it is in this worker's hands, or the update log would take it for lost and give it again.
         held = push.units
         if not config.overlap:
