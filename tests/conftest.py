@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from shoal.core.processor import avoid_hidden_tiles
 from shoal.launch import forkclient
+from shoal.launch.processor import avoid_hidden_tiles
 from support.processes import warm
 from support.processes.command import TINY, Shoal
 from support.session.leaks import descendants, left_behind

@@ -11,7 +11,7 @@ def test_the_guide_has_the_table_that_the_rules_give():
 
 def test_the_table_asks_about_every_technique_that_a_plan_can_have():
     asked = {key for keys in TECHNIQUES.values() for key in keys}
-    # Three say how much of a pipeline, not which; servers are no way of laying a model out, and core/serving.py has their rules.
+    # Three say how much of a pipeline, not which; servers are no way of laying a model out, with rules of their own.
     others = {"chunks", "replicas", "microbatches", "ps", "workers", "update", "backup"}
     assert asked == EXECUTED - others
 

@@ -30,8 +30,8 @@ from shoal.cli.train import TrainCommand, train
 from shoal.cli.tune import tune
 from shoal.cli.verify import verify
 from shoal.core.errors import EXIT_NO, EXIT_SIGINT, EXIT_WRONG_REQUEST, ShoalError
-from shoal.core.processor import avoid_hidden_tiles
 from shoal.core.rundir import lies_in_run
+from shoal.launch.processor import avoid_hidden_tiles
 
 _PROGRAM = "shoal"
 

@@ -6,12 +6,11 @@ The trainer obeys it, verify proves it and a checkpoint names it, so it is pure 
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from shoal.core.axes import Axis
-from shoal.core.combine import divisors, model_problems, plan_problems
 from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.facts import ModelFacts, model_facts
 from shoal.core.pipelines import (
@@ -24,13 +23,30 @@ from shoal.core.pipelines import (
     unreadable_replicas,
     write_replicas,
 )
-from shoal.core.serving import server_problems
+from shoal.core.units import divisors
 
 # What this version executes. A field that is not here is understood, printed and refused, never ignored.
 EXECUTED = frozenset(
     {"dp", "tp", "sp", "cp", "cp_kind", "pp", "schedule", "chunks", "replicas", "zero", "recompute", "microbatches"}
     | {"ps", "workers", "update", "backup"}
 )
+
+PlanRule = Callable[["Plan"], Iterator[str]]
+ModelRule = Callable[["Plan", ModelFacts], Iterator[str]]
+_PLAN_RULES: list[PlanRule] = []
+_MODEL_RULES: list[ModelRule] = []
+
+
+def plan_rule(rule: PlanRule) -> PlanRule:
+    """Register what a room knows to be wrong with plans, whatever the model; ``shoal/__init__.py`` imports every such room."""
+    _PLAN_RULES.append(rule)
+    return rule
+
+
+def model_rule(rule: ModelRule) -> ModelRule:
+    """Register what a room knows to be wrong with a plan for a model."""
+    _MODEL_RULES.append(rule)
+    return rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +174,10 @@ class Plan:
         """
         wrong_values = list(self._value_problems())
         # A degree of 0 makes every question after this one meaningless.
-        found = wrong_values + ([] if wrong_values else [*plan_problems(self), *server_problems(self)])
+        found = wrong_values or [problem for rule in _PLAN_RULES for problem in rule(self)]
         facts = model_facts(model) if model is not None and not wrong_values else None
         if facts is not None:
-            found += model_problems(self, facts)
+            found += [problem for rule in _MODEL_RULES for problem in rule(self, facts)]
         if world_size is not None and self.ps and self.world_size != world_size:
             each = f" x {self.ranks_per_replica} ranks each" if self.ranks_per_replica > 1 else ""
             found.append(
@@ -282,8 +298,8 @@ def _works(plan: Plan, facts: ModelFacts | None, world_size: int | None) -> bool
     """Whether ``plan.problems`` is empty; asked for thousands of plans, so the cheapest questions come first."""
     if world_size is not None and plan.world_size != world_size:
         return False
-    rules = itertools.chain(
-        plan_problems(plan), server_problems(plan), model_problems(plan, facts) if facts is not None else ()
+    rules = itertools.chain.from_iterable(
+        [*(rule(plan) for rule in _PLAN_RULES), *(rule(plan, facts) for rule in _MODEL_RULES if facts is not None)]
     )
     # A degree of 0 makes the rules meaningless, and there are none of 0 among the options.
     is_whole = all(getattr(plan, key) != 0 for key in ("dp", "tp", "cp", "pp"))

@@ -1,5 +1,6 @@
 """Numbers as people read them: bytes, durations and counts, printed and parsed in one place."""
 
+import math
 import re
 from fractions import Fraction
 
@@ -86,3 +87,9 @@ def parse_rate(text: str) -> int:
         return parse_bytes(amount)
     except RequestError:
         raise RequestError(f"{text!r} is not bytes per second; write such as 10 GiB/s") from None
+
+
+def divisors(number: int) -> list[int]:
+    """The whole numbers that divide ``number``, smallest first."""
+    low = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*low, *(number // candidate for candidate in low)})

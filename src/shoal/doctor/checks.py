@@ -21,8 +21,8 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from shoal.core.processor import VARIABLE, WITHOUT_TILES, avoid_hidden_tiles
 from shoal.core.units import format_bytes
+from shoal.launch.processor import VARIABLE, WITHOUT_TILES, avoid_hidden_tiles
 
 
 class State(StrEnum):

@@ -19,10 +19,10 @@ import psutil
 
 from shoal.core.clock import Deadline
 from shoal.core.rundir import RunDir
-from shoal.core.runlock import release_lock, take_lock
 from shoal.core.units import format_bytes
 from shoal.doctor.processes import OurProcess, is_alive, our_processes, same_user_processes
 from shoal.launch.jobdirectory import dead_job_directories, is_dead
+from shoal.launch.runlock import release_lock, take_lock
 
 END_DEADLINE_SECONDS = 5.0
 SHARED_MEMORY = Path("/dev/shm")

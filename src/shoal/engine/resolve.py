@@ -8,14 +8,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.combine import setting_problems
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
-from shoal.core.updates import UpdateRule
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
+from shoal.parallel.planrules import setting_problems
 from shoal.paramserver.config import unit_samples
+from shoal.paramserver.updaterule import UpdateRule
 from shoal.schedules.catalogue import fitting_microbatches, schedule_of_plan
 from shoal.schedules.schedule import Schedule
 

@@ -11,8 +11,8 @@ from shoal.core.config import read_toml, validate
 from shoal.core.errors import RequestError, offer
 from shoal.core.plan import Plan
 from shoal.core.rundir import Readers, RunDir, make_run_dir, replace_text
-from shoal.core.runlock import read_holder, release_lock, take_lock
 from shoal.engine.resolve import RunSetup
+from shoal.launch.runlock import read_holder, release_lock, take_lock
 from shoal.trainer.config import Recipe, dump_recipe
 
 # What may change when a run is taken up again: how long it lasts, how it is laid out, what it records. The rest decides the

@@ -23,7 +23,6 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError, RunError
 from shoal.core.events import Evaluated, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
-from shoal.core.processor import avoid_hidden_tiles
 from shoal.core.rundir import make_run_dir
 from shoal.core.units import parse_duration
 from shoal.data.loader import Loader, StepBatch
@@ -39,6 +38,7 @@ from shoal.engine.state import RankState, seed_process
 from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import read_place
+from shoal.launch.processor import avoid_hidden_tiles
 from shoal.optim.config import OptimConfig
 from shoal.optim.rates import after_evaluation, rate
 from shoal.parallel.analysis.structure import ParallelConfig

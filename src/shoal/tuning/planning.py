@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.core.combine import divisors
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
+from shoal.core.units import divisors
 from shoal.costs.layers import ModelCosts
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec

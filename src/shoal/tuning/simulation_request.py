@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.core.axes import Axis
-from shoal.core.combine import divisors
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import Plan
+from shoal.core.units import divisors
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
 from shoal.engine.config import TrainConfig

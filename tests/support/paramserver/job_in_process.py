@@ -18,7 +18,6 @@ from torch import nn
 
 from shoal.comm.wire import sockets as sockets_module
 from shoal.comm.wire.node import Node, new_instance_id
-from shoal.core.updates import UpdateRule
 from shoal.elastic.election.filelease import FileLease, read_center
 from shoal.elastic.membership import Wanted
 from shoal.optim.build import decide_groups
@@ -38,6 +37,7 @@ from shoal.paramserver.server import store as shard_store
 from shoal.paramserver.server.server import Server
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.sharding import TensorSpec, cut_model
+from shoal.paramserver.updaterule import UpdateRule
 from shoal.paramserver.worker import client as client_module
 from shoal.paramserver.worker.client import Client, RunOver
 

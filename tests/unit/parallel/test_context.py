@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.comm.mesh import pretend_mesh
-from shoal.core.combine import sequence_multiple
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.models.config import GptConfig
@@ -17,6 +16,7 @@ from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Stack
 from shoal.parallel.context.alltoall import num_copies
 from shoal.parallel.context.apply import apply_context_parallel
 from shoal.parallel.context.positions import Positions, sequence_dim_of
+from shoal.parallel.planrules import sequence_multiple
 
 LENGTH, HIDDEN = 8, 12
 

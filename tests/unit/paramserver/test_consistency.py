@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.updates import UpdateRule
 from shoal.paramserver.consistency import (
     Lateness,
     age,
@@ -18,6 +17,7 @@ from shoal.paramserver.consistency import (
     waits_for_update,
 )
 from shoal.paramserver.records import PushRecord
+from shoal.paramserver.updaterule import UpdateRule
 
 ON_TIME = Lateness()
 

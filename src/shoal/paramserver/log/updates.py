@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from shoal.core.errors import RunError
-from shoal.core.updates import UpdateRule
 from shoal.paramserver import consistency
 from shoal.paramserver.consistency import Aggregate, Lateness
 from shoal.paramserver.log import queue as members
@@ -40,6 +39,7 @@ from shoal.paramserver.records import (
     Wait,
     WorkUnit,
 )
+from shoal.paramserver.updaterule import UpdateRule
 
 
 class LogTrimmed(RunError):

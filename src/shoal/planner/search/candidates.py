@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product, takewhile
 
-from shoal.core.combine import divisors
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
+from shoal.core.units import divisors
 from shoal.planner.pricing.job import Job
 from shoal.schedules.catalogue import find_family
 from shoal.schedules.families.family import Size

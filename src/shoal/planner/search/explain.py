@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, takewhile
 
-from shoal.core.combine import divisors
 from shoal.core.errors import RequestError
+from shoal.core.units import divisors
 from shoal.planner.hardware.presets import GIB
 from shoal.planner.pricing.cost import Known
 from shoal.planner.pricing.job import Job

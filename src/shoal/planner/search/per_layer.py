@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from shoal.core.combine import divisors
 from shoal.core.plan import Plan
+from shoal.core.units import divisors
 from shoal.costs.layers import Layer, LayerKind, ModelCosts, OpKind, TensorSplit
 from shoal.planner.pricing.collectives import Group, all_gather, all_reduce, all_to_all, all_to_all_wire, send, wire_of
 from shoal.planner.pricing.cost import time_one_layer

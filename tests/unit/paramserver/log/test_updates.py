@@ -6,7 +6,6 @@ import math
 import msgspec
 import pytest
 
-from shoal.core.updates import UpdateRule
 from shoal.paramserver.consistency import Lateness
 from shoal.paramserver.log.queue import GONE_KEPT, REMEMBERED
 from shoal.paramserver.log.updates import LogTrimmed, UpdateLog
@@ -21,6 +20,7 @@ from shoal.paramserver.records import (
     Wait,
     WorkUnit,
 )
+from shoal.paramserver.updaterule import UpdateRule
 
 
 class Desk:

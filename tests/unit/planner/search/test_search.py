@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.core.combine import divisors
 from shoal.core.facts import ModelFacts, Width
 from shoal.core.plan import Plan
+from shoal.core.units import divisors
 from shoal.planner.hardware.clusters import read_cluster
 from shoal.planner.hardware.presets import GIB
 from shoal.planner.pricing.memory import CONTEXT_BYTES

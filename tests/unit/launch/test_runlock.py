@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from shoal.core import runlock
-from shoal.core.runlock import read_holder, release_lock, take_lock
+from shoal.launch import runlock
+from shoal.launch.runlock import read_holder, release_lock, take_lock
 
 
 def test_a_second_taker_is_refused_until_the_first_lets_go(tmp_path):

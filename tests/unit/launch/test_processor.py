@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shoal.core.processor import VARIABLE, WITHOUT_TILES, avoid_hidden_tiles, hides_tiles
+from shoal.launch.processor import VARIABLE, WITHOUT_TILES, avoid_hidden_tiles, hides_tiles
 
 INFO = "processor\t: 0\nmodel name\t: Some Processor\ncpuid level\t: {level}\nflags\t\t: fpu sse {flag}avx2\n\nprocessor\t: 1\n"
 
@@ -33,6 +33,6 @@ def test_what_the_user_has_set_stays_and_a_system_that_says_nothing_is_left_alon
 def test_a_product_in_bfloat16_does_not_end_the_process():
     """Whatever the processor says of itself: the environment is as ``shoal`` and a ``Trainer`` make it."""
     product = "torch.nn.Linear(64, 64, dtype=torch.bfloat16)(torch.ones(4, 64, dtype=torch.bfloat16))"
-    code = f"import os, torch; from shoal.core.processor import avoid_hidden_tiles; avoid_hidden_tiles(os.environ); {product}"
+    code = f"import os, torch; from shoal.launch.processor import avoid_hidden_tiles; avoid_hidden_tiles(os.environ); {product}"
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)

@@ -1,12 +1,11 @@
 """Which techniques can be combined, with each other and with a model: pure functions over numbers that return what is wrong.
 
-``Plan.check()`` asks them, the table of combinations in the documentation is printed from them, and ``verify --all`` proves what
-they allow. Every sentence has both numbers and the fix.
+They are registered as rules of a plan: ``Plan.check()`` asks them, the table of combinations in the documentation is printed
+from them, and ``verify --all`` proves what they allow. Every sentence has both numbers and the fix.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Protocol
 
 from shoal.core.errors import did_you_mean
 from shoal.core.facts import ModelFacts
@@ -19,65 +18,12 @@ from shoal.core.pipelines import (
     schedule_facts,
     unreadable_replicas,
 )
+from shoal.core.plan import Plan, model_rule, plan_rule
+from shoal.core.units import divisors
 
 
-class Degrees(Protocol):
-    """What the rules read of a plan (``core/plan.py`` has the value; it imports this file)."""
-
-    @property
-    def dp(self) -> int | None:
-        """Replicas; None when not derived yet."""
-
-    @property
-    def tp(self) -> int:
-        """Ranks that share each split matrix."""
-
-    @property
-    def sp(self) -> bool:
-        """Sequence parallel."""
-
-    @property
-    def cp(self) -> int:
-        """Ranks that share one sequence."""
-
-    @property
-    def cp_kind(self) -> str:
-        """ring or alltoall."""
-
-    @property
-    def pp(self) -> int:
-        """Pipeline ranks."""
-
-    @property
-    def schedule(self) -> str | None:
-        """Name of the pipeline schedule."""
-
-    @property
-    def chunks(self) -> int | None:
-        """Stages per pipeline rank."""
-
-    @property
-    def replicas(self) -> str | None:
-        """Pipeline ranks of every stage where some have several."""
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the pipeline."""
-
-    @property
-    def zero(self) -> int:
-        """What is sharded along dp."""
-
-    @property
-    def recompute(self) -> str:
-        """none, selective or full."""
-
-    @property
-    def ps(self) -> int:
-        """Parameter servers."""
-
-
-def plan_problems(plan: Degrees) -> Iterator[str]:
+@plan_rule
+def plan_problems(plan: Plan) -> Iterator[str]:
     """What is wrong with a combination whatever the model."""
     if plan.sp and plan.tp == 1:
         yield "sp=true shares the sequence over the tp ranks, and tp is 1; set tp to 2 or more, or leave sp out"
@@ -88,7 +34,7 @@ def plan_problems(plan: Degrees) -> Iterator[str]:
     yield from _pipeline_problems(plan)
 
 
-def _pipeline_problems(plan: Degrees) -> Iterator[str]:
+def _pipeline_problems(plan: Plan) -> Iterator[str]:
     if plan.pp == 1:
         for key in ("schedule", "chunks", "replicas"):
             if getattr(plan, key) is not None:
@@ -110,7 +56,7 @@ def _pipeline_problems(plan: Degrees) -> Iterator[str]:
         yield from _asynchronous_problems(plan)
 
 
-def _replica_problems(plan: Degrees, text: str) -> Iterator[str]:
+def _replica_problems(plan: Plan, text: str) -> Iterator[str]:
     if not is_row(text):
         yield unreadable_replicas(text)
         return
@@ -127,7 +73,7 @@ def _replica_problems(plan: Degrees, text: str) -> Iterator[str]:
     yield f"replicas={text} does not go with schedule={plan.schedule}: {why}; leave replicas out, or use one of {takers}"
 
 
-def _asynchronous_problems(plan: Degrees) -> Iterator[str]:
+def _asynchronous_problems(plan: Plan) -> Iterator[str]:
     """Weights change while microbatches are under way, so every version must be whole on its rank."""
     if plan.zero:
         yield (
@@ -141,7 +87,7 @@ def _asynchronous_problems(plan: Degrees) -> Iterator[str]:
         )
 
 
-def setting_problems(plan: Degrees, *, compile_model: bool = False, unused_parameters: bool = False) -> list[str]:
+def setting_problems(plan: Plan, *, compile_model: bool = False, unused_parameters: bool = False) -> list[str]:
     """What is wrong with settings of ``[train]`` under a plan.
 
     Args:
@@ -165,7 +111,7 @@ def setting_problems(plan: Degrees, *, compile_model: bool = False, unused_param
     return found
 
 
-def sequence_multiple(plan: Degrees) -> int:
+def sequence_multiple(plan: Plan) -> int:
     """The number that must divide a sequence under this plan.
 
     A ring deals each rank two chunks, an early and a late one, so that causal attention is the same work for all; the all-to-all
@@ -175,7 +121,8 @@ def sequence_multiple(plan: Degrees) -> int:
     return chunks * (plan.tp if plan.sp else 1)
 
 
-def model_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
+@model_rule
+def model_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """What is wrong with a plan for this model."""
     if plan.tp > 1:
         yield from _tensor_problems(plan, facts)
@@ -200,7 +147,7 @@ def model_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
         )
 
 
-def _stage_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
+def _stage_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     schedule, num_stages = schedule_facts(plan.schedule, plan.chunks), plan.num_stages
     if plan.replicas is not None:
         yield from _replicated_stage_problems(plan, facts)
@@ -227,7 +174,7 @@ def _stage_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
         )
 
 
-def _replicated_stage_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
+def _replicated_stage_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     most = facts.num_blocks or facts.num_units
     if most is not None and plan.num_stages > most:
         parts = "blocks" if facts.num_blocks else "parts that it can be cut into"
@@ -246,13 +193,7 @@ _NAMED = 4
 """Sizes that a message names one by one."""
 
 
-def divisors(number: int) -> list[int]:
-    """The whole numbers that divide ``number``, smallest first."""
-    low = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
-    return sorted({*low, *(number // candidate for candidate in low)})
-
-
-def _tensor_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
+def _tensor_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     if facts.num_pairs == 0:
         why = f" ({facts.note})" if facts.note else ""
         yield (
@@ -291,7 +232,7 @@ def _cut_sequence_problems(key: str, cause: str, facts: ModelFacts) -> Iterator[
         yield f"{cause} would take batch norm's statistics over a part of the sequence; leave {key} out"
 
 
-def _context_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
+def _context_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     if facts.has_sequence and not facts.has_attention and not facts.obstacle_cp:
         yield f"cp={plan.cp} shares attention over a sequence, and {facts.name} has no attention; leave cp out"
     if facts.attention_dropout > 0:
@@ -305,7 +246,7 @@ def _context_problems(plan: Degrees, facts: ModelFacts) -> Iterator[str]:
                 yield from _exchange_problems(plan, heads // plan.tp)
 
 
-def _exchange_problems(plan: Degrees, heads: int) -> Iterator[str]:
+def _exchange_problems(plan: Plan, heads: int) -> Iterator[str]:
     # Key-value heads need not divide: the exchange repeats them.
     if heads % plan.cp:
         each = f" on each of the {plan.tp} tp ranks" if plan.tp > 1 else ""
@@ -315,7 +256,7 @@ def _exchange_problems(plan: Degrees, heads: int) -> Iterator[str]:
         )
 
 
-def _length_problem(plan: Degrees, sequence: int) -> str:
+def _length_problem(plan: Plan, sequence: int) -> str:
     multiple = sequence_multiple(plan)
     parts = []
     if plan.cp > 1:

@@ -1,50 +1,15 @@
 """What must be right in a plan with parameter servers, whatever the model: pure functions that return what is wrong."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
-from shoal.core.updates import UpdateRule
+from shoal.core.plan import Plan, plan_rule
+from shoal.paramserver.updaterule import UpdateRule
 
 
-class Servers(Protocol):
-    """What these rules read of a plan."""
-
-    @property
-    def ps(self) -> int:
-        """Parameter servers."""
-
-    @property
-    def workers(self) -> int | None:
-        """Workers; None when not derived yet."""
-
-    @property
-    def update(self) -> str | None:
-        """The update rule's line."""
-
-    @property
-    def backup(self) -> int:
-        """Backups of each shard."""
-
-    @property
-    def dp(self) -> int | None:
-        """Replicas of a synchronous plan."""
-
-    @property
-    def zero(self) -> int:
-        """What is sharded along dp."""
-
-    @property
-    def pp(self) -> int:
-        """Pipeline ranks of each worker."""
-
-    @property
-    def schedule(self) -> str | None:
-        """Name of the pipeline schedule."""
-
-
-def server_problems(plan: Servers) -> Iterator[str]:
+@plan_rule
+def server_problems(plan: Plan) -> Iterator[str]:
     """What is wrong with the servers, workers, update rule and backups of a plan."""
     if plan.ps == 0:
         for key in ("workers", "update"):
@@ -75,7 +40,7 @@ def server_problems(plan: Servers) -> Iterator[str]:
         )
 
 
-def _grid_problems(plan: Servers) -> Iterator[str]:
+def _grid_problems(plan: Plan) -> Iterator[str]:
     """A worker is a group of ranks that computes one gradient; replicas, and whoever updates weights, are the servers' affair."""
     if plan.dp is not None and plan.dp > 1:
         yield f"dp={plan.dp} does not go with ps={plan.ps}: its replicas are the workers; set workers={plan.dp} and leave dp out"

@@ -2,11 +2,11 @@
 
 import pytest
 
-from shoal.core.combine import sequence_multiple, setting_problems
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width
 from shoal.core.pipelines import SCHEDULES
 from shoal.core.plan import Plan, all_plans, nearest_plan
+from shoal.parallel.planrules import sequence_multiple, setting_problems
 from support.processes.instruction_count import instructions
 
 GPT = ModelFacts(
