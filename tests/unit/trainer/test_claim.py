@@ -5,7 +5,9 @@ import os
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.trainer.claim import Claim, check_claim, choose_run_dir
+from shoal.core.plan import Plan
+from shoal.engine.resolve import RunSetup
+from shoal.trainer.claim import Claim, check_claim, choose_run_dir, read_plan, read_setup
 from shoal.trainer.config import Recipe
 
 TABLES = {
@@ -30,8 +32,6 @@ def test_a_second_claim_is_refused_by_the_holders_id_until_it_lets_go(tmp_path):
 
 
 def test_what_decides_the_weights_may_not_change_and_the_rest_may(tmp_path):
-    from shoal.core.plan import Plan
-
     claim = Claim(tmp_path / "run")
     claim.write(recipe(), Plan(dp=1))
     claim.release()
@@ -70,3 +70,14 @@ def test_a_file_is_not_a_run_directory(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(RequestError, match="is a file"):
         check_claim(tmp_path / "run", recipe(), resume=False)
+
+
+def test_what_was_decided_of_a_run_is_handed_down_in_its_directory(tmp_path):
+    setup = RunSetup(plan=Plan.parse("dp=2 microbatches=2"), micro_batch=4, train_samples=77, total_steps=5)
+    claim = Claim(tmp_path / "run")
+    claim.write(recipe(), setup.plan, setup)
+    assert (read_setup(tmp_path / "run"), read_plan(tmp_path / "run")) == (setup, str(setup.plan))
+    claim.write(recipe(), setup.plan)
+    claim.release()
+    with pytest.raises(RequestError, match="it is not an object with plan, micro_batch, train_samples, total_steps"):
+        read_setup(tmp_path / "run")
