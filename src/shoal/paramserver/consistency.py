@@ -19,7 +19,7 @@ from shoal.paramserver.records import PushRecord
 from shoal.paramserver.updaterule import UpdateRule
 
 Aggregate = Literal["average", "accumulate", "adasum", "fednova"]
-"""How the pushes of an update become one update: their mean by samples, their sum, Adasum, or FedNova."""
+"""How the pushes of an update become one gradient: their mean by samples, their sum, Adasum, or FedNova."""
 
 
 @dataclass(frozen=True, kw_only=True)

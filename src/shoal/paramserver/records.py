@@ -163,7 +163,7 @@ class Committed:
     """The push is kept."""
 
     update: int
-    """The update that has it or will have it; weights that contain it have version ``round + 1`` or more."""
+    """The update that has it or will have it; weights that contain it have version ``update + 1`` or more."""
     is_again: bool = False
     """It had been committed before: an answer was lost on its way."""
     change: Change = NOTHING

@@ -1,4 +1,4 @@
-"""An update of a parameter server as its update log would close it, for tests of what is made of it."""
+"""An update of a parameter server as its log would close it, for tests of what is made of it."""
 
 from shoal.paramserver.records import Entry, PushId, Update
 

@@ -73,7 +73,7 @@ class Pair:
 
     slot: int
     weight: float
-    """1 / (y . s), called rho in the update log."""
+    """1 / (y . s), called rho by Nocedal & Wright."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Memory:
     pairs: tuple[Pair, ...] = ()
     """Oldest first."""
     scaling: float = 1.0
-    """Of the first guess of the inverse Hessian, called gamma in the update log."""
+    """Of the first guess of the inverse Hessian, called gamma by Nocedal & Wright."""
     stopped: str | None = None
     """Why there is nothing more to do."""
 

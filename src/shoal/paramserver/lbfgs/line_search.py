@@ -4,7 +4,7 @@ Nocedal & Wright, Numerical Optimization (2nd ed.), algorithms 3.5 (widen until 
 the cubic of equation 3.59 through both ends. A generator: it yields the step that it wants tried and is sent what was found
 there, so it knows nothing of vectors, servers or waiting, and a test can send it any function.
 
-Where the update log leaves a choice the choice is that of ``torch.optim.LBFGS``, so that both walk the same path: how far a
+Where they leave a choice it is that of ``torch.optim.LBFGS``, so that both walk the same path: how far a
 bracket may widen, how near to its ends a trial may lie, and that a value is compared with the one before it from the third trial
 on. One thing is different: a trial that is not finite counts as too far, and is never interpolated through.
 """

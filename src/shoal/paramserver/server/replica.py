@@ -91,7 +91,7 @@ class Replica:
         self.changed.notify()
 
     async def apply(self, found: Update, lr: float) -> None:
-        """Make the update that an update is.
+        """Make the update of a record.
 
         Raises:
             RunError: a push of the update is not here. The protocol forbids it, so this replica must not go on.

@@ -1,4 +1,4 @@
-"""A server: some shards of the weights and of the optimizer state, updated by the updates of the update log that everyone
+"""A server: some shards of the weights and of the optimizer state, changed by the updates of the log that everyone
 follows.
 
 A push is stored here and at the backup, then acknowledged; it becomes part of the weights when the log says so. All replicas of a

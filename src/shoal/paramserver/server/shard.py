@@ -68,7 +68,7 @@ class ShardState:
         self.shard = shard
         self.version = 0
         self.on_update: Callable[[Update, Mapping[str, Tensor]], None] | None = None
-        """Called after every update with its update and the gradients that made it, by parameter name."""
+        """Called after every update with its record and the gradients that made it, by parameter name."""
         dtype = _DTYPES[next(iter(model.values())).dtype]
         self._model = model
         self._aggregation = aggregation
