@@ -1,1 +1,1 @@
-"""A model as a chain of layers with what each computes, keeps and hands on: from a module, or straight from numbers."""
+"""A model as a list of layers and their costs: what each computes, saves and hands on; traced from a module, or from numbers."""

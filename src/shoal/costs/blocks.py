@@ -1,4 +1,4 @@
-"""Rows of blocks as the structure of a module shows them, and the modules around them that a chain of calls goes through.
+"""Lists of blocks as the structure of a module shows them, the modules around them, and what a block is called with.
 
 What runs may differ from what lies side by side: a forward pass decides where one was seen (``parallel/analysis/analyse.py``).
 """
@@ -15,7 +15,7 @@ _NUMBERED = re.compile(r"(.*?)_?\d+")
 
 
 def find_blocks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Rows of blocks of one kind, none inside a block of another row, in the order of modules."""
+    """Lists of blocks of one kind, none inside a block of another list, in the order of modules."""
     rows: list[tuple[str, ...]] = []
     for path, module in model.named_modules():
         if not any(is_under(path, block) for row in rows for block in row):

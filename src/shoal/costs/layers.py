@@ -1,8 +1,8 @@
-"""A model as a chain of layers: what each computes, keeps for its backward pass and hands on, as plain numbers. No torch.
+"""A model as a list of layers: what each computes, saves for its backward pass and hands on, as plain numbers. No torch.
 
 Everything is of **one sample** on **one device**, so that a plan can be priced by arithmetic: the planner multiplies by the
-samples of a microbatch and divides by what a technique splits. Bytes of activations are those of the compute type that the chain
-was made for; weights are counted in elements, because precision and optimizer decide their bytes.
+samples of a microbatch and divides by what a technique splits. Bytes of activations are those of the compute type that the costs
+were made for; weights are counted in elements, because precision and optimizer decide their bytes.
 """
 
 from dataclasses import dataclass, field
@@ -101,7 +101,7 @@ class LayerKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One link of the chain: the smallest thing that a pipeline stage can be made of. Equal layers may have different names."""
+    """One layer: the smallest thing that a pipeline stage can be made of. Equal layers may have different names."""
 
     name: str = field(compare=False)
     kind: LayerKind
@@ -180,7 +180,7 @@ class ModelCosts:
 
     @cached_property
     def block_range(self) -> tuple[int, int]:
-        """The first block and the end of the last; of a chain without blocks, all its layers."""
+        """The first block and the end of the last; of a model without blocks, all its layers."""
         blocks = [at for at, layer in enumerate(self.layers) if layer.kind is LayerKind.BLOCK] or [
             *range(len(self.layers))
         ]

@@ -32,7 +32,7 @@ _EMBEDDINGS = frozenset({aten.embedding, aten._embedding_bag})
 
 
 INPUTS = "inputs"
-"""Name of a link that no module begins: what a forward pass does before it calls the first block."""
+"""Name of a layer that no module begins: what a forward pass does before it calls the first block."""
 
 
 class OpUse(NamedTuple):
@@ -62,11 +62,11 @@ class Image(NamedTuple):
     """One operation on images (samples, channels, rows, columns), as far as their rows could be shared out."""
 
     rows: int
-    """A number that divides the rows of what it reads and of what it puts out; 0 where it is no operation on images."""
+    """A number that divides the rows of its inputs and outputs; 0 where it is no operation on images."""
     halo_bytes: int
     """What two neighbours that share the rows out read of each other's."""
     is_sure: bool
-    """A convolution, or made of what one put out; any other tensor of four dims may be something else."""
+    """A convolution, or made of the output of one; any other tensor of four dims may be something else."""
 
 
 @dataclass
@@ -195,7 +195,7 @@ class Observer:
         return path in self._blocks or (self._running[-1] in self._opened and path not in self._opened)
 
     def _begins(self, path: str) -> bool:
-        """What lies around blocks is one link up to the next block; without blocks, each call that can be one is one."""
+        """What lies around blocks is one layer up to the next block; without blocks, each call that can be one is one."""
         if self._units is not None or path in self._blocks or not self._blocks:
             return True
         return self.now.is_block or self.now.name == INPUTS

@@ -47,7 +47,7 @@ class _Pass:
     """One forward pass."""
 
     layers: list[LayerUse]
-    put_out: int
+    output_bytes: int
     """Bytes of the scores."""
     cuts: dict[str, TensorSplit]
     """Of the parameters."""
@@ -159,7 +159,7 @@ def _run(
         # The user's code may raise anything where it meets a tensor without values.
         except Exception as error:
             raise RequestError(_refusal(module, tracer.record.running[-1], tracer.record.last, error)) from error
-        put_out = num_received(tracer.plain(getattr(output, "logits", output)))
+        output_bytes = num_received(tracer.plain(getattr(output, "logits", output)))
         at_hand = tensors_in(tracer.plain((args, kwargs, targets)))
     observer = Observer(
         module,
@@ -171,7 +171,10 @@ def _run(
     )
     observer.read(expand(tracer.record))
     return _Pass(
-        layers=observer.layers, put_out=put_out, cuts=observer.cut_of_weight, experts=observer.experts_of_weight
+        layers=observer.layers,
+        output_bytes=output_bytes,
+        cuts=observer.cut_of_weight,
+        experts=observer.experts_of_weight,
     )
 
 
@@ -194,8 +197,8 @@ def _refusal(module: nn.Module, path: str, operation: str, error: Exception) -> 
 
 
 def _layers(module: nn.Module, one: _Pass, two: _Pass, *, batches: Batches) -> tuple[Layer, ...]:
-    names = [link.name for link in one.layers]
-    if names != [link.name for link in two.layers]:
+    names = [layer.name for layer in one.layers]
+    if names != [layer.name for layer in two.layers]:
         raise RequestError(
             f"the module calls other parts for {batches[1]} samples than for {batches[0]}; it must take the same way for every "
             f"batch. Or {INSTEAD}"
@@ -203,8 +206,8 @@ def _layers(module: nn.Module, one: _Pass, two: _Pass, *, batches: Batches) -> t
     sent = [
         _growth(before, after, batches)
         for before, after in zip(
-            [*(link.received for link in one.layers[1:]), one.put_out],
-            [*(link.received for link in two.layers[1:]), two.put_out],
+            [*(layer.received for layer in one.layers[1:]), one.output_bytes],
+            [*(layer.received for layer in two.layers[1:]), two.output_bytes],
             strict=True,
         )
     ]

@@ -1,4 +1,4 @@
-"""A transformer straight from its numbers, as a chain of layers, without a module. No torch.
+"""A transformer straight from its numbers, as a list of layers, without a module. No torch.
 
 The activations of a block follow Korthikanti et al. 2022 (arXiv:2205.05198), Table 2: what is kept is listed tensor by tensor, so
 gated feed-forwards, grouped-query attention, fused attention and experts follow from the same list.
@@ -86,7 +86,7 @@ class TransformerShape:
         return 4 * self.hidden if self.ffn is None else self.ffn
 
 
-def transformer_chain(shape: TransformerShape, *, name: str = "transformer") -> ModelCosts:
+def transformer_costs(shape: TransformerShape, *, name: str = "transformer") -> ModelCosts:
     """Embedding, blocks, and the output layer with its loss."""
     dense = _block(shape, experts=False)
     routed = _block(shape, experts=True) if shape.experts > 1 else dense

@@ -64,7 +64,7 @@ def _describe_failure(model: nn.Module, running: list[str], called: list[str], e
         if where
         else f"its own {type(model).__name__}.forward"
     )
-    before = f" What {called[-2]!r} puts out goes to {called[-1]!r}." if len(called) > 1 and where else ""
+    before = f" The output of {called[-2]!r} goes to {called[-1]!r}." if len(called) > 1 and where else ""
     return (
         f"the model does not take a sample of its data: {module} raised {type(error).__name__}: {error}.{before} "
         "Mend the module or the data until model(sample) works on one process"

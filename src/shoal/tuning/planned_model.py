@@ -17,7 +17,7 @@ from shoal.costs.blocks import find_blocks
 from shoal.costs.fake import fake_like, faked
 from shoal.costs.layers import ModelCosts, TensorSplit
 from shoal.costs.trace import trace_module
-from shoal.costs.transformer import TransformerShape, transformer_chain
+from shoal.costs.transformer import TransformerShape, transformer_costs
 from shoal.data.build import build_splits
 from shoal.data.spec import DataSpec
 from shoal.models.check import facts_of
@@ -180,7 +180,7 @@ def shape_chain(shape: ShapeConfig, precision: str, software: Software) -> Model
             f"head_size"
         )
     item_bytes = {"float64": 8, "float32": 4}.get(precision, 2)
-    return transformer_chain(
+    return transformer_costs(
         TransformerShape(
             layers=shape.layers,
             hidden=shape.hidden,

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shoal.costs.transformer import TransformerShape, transformer_chain
+from shoal.costs.transformer import TransformerShape, transformer_costs
 from shoal.planner.hardware.presets import build_cluster
 from shoal.planner.hardware.software import SOFTWARE, Constants, Stack
 from shoal.planner.pricing.cost import StepParts
@@ -34,7 +34,7 @@ def job_of(
 ) -> Job:
     """A job of a shape."""
     return Job(
-        chain=transformer_chain(shape),
+        chain=transformer_costs(shape),
         cluster=build_cluster(cluster),
         stack=Stack(software=SOFTWARE[software], constants=constants, is_fitted=True),
         global_batch=global_batch,

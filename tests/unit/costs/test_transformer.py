@@ -6,7 +6,7 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.costs.layers import LayerKind, OpKind
-from shoal.costs.transformer import TransformerShape, transformer_chain
+from shoal.costs.transformer import TransformerShape, transformer_costs
 from support.planner.jobs import shape_of
 
 GPT3 = TransformerShape(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
@@ -21,20 +21,20 @@ LLAMA_405B = TransformerShape(
 
 
 def block_of(shape: TransformerShape):
-    return next(layer for layer in transformer_chain(shape).layers if layer.kind is LayerKind.BLOCK)
+    return next(layer for layer in transformer_costs(shape).layers if layer.kind is LayerKind.BLOCK)
 
 
 def test_gpt3_has_the_parameters_that_megatron_counts():
     """12 l h^2 (1 + 13/12h + (V + s)/12lh) (Narayanan et al. 2021, eq. 2), and the two vectors of the last norm."""
     size, layers, hidden = GPT3, GPT3.layers, GPT3.hidden
     counted = 12 * layers * hidden**2 + 13 * layers * hidden + (size.vocab + size.sequence) * hidden
-    assert transformer_chain(GPT3).weights == counted + 2 * hidden
+    assert transformer_costs(GPT3).weights == counted + 2 * hidden
     assert round(counted / 1e8) == 1746
 
 
 @pytest.mark.parametrize(("shape", "published"), [(LLAMA_70B, 70_553_706_496), (LLAMA_405B, 405_853_388_800)])
 def test_llama_3_has_its_published_parameters(shape, published):
-    assert transformer_chain(shape).weights == published
+    assert transformer_costs(shape).weights == published
 
 
 def test_forward_flops_are_megatrons():
@@ -42,7 +42,7 @@ def test_forward_flops_are_megatrons():
     size, layers, hidden = GPT3, GPT3.layers, GPT3.hidden
     blocks = 24 * size.sequence * layers * hidden**2
     wanted = blocks * (1 + size.sequence / (6 * hidden) + size.vocab / (12 * layers * hidden))
-    assert transformer_chain(GPT3).forward_flops == pytest.approx(wanted, rel=1e-12)
+    assert transformer_costs(GPT3).forward_flops == pytest.approx(wanted, rel=1e-12)
 
 
 def test_what_a_block_keeps_is_the_papers_list():
@@ -85,7 +85,7 @@ def test_fewer_key_value_heads_mean_fewer_weights_and_less_to_pass_round():
 
 
 def test_a_tied_matrix_is_counted_once():
-    tied, untied = (transformer_chain(shape_of(tied=tied)) for tied in (True, False))
+    tied, untied = (transformer_costs(shape_of(tied=tied)) for tied in (True, False))
     assert untied.weights - tied.weights == 51200 * 1024
     assert tied.layers[-1].tied_to == "embedding" and untied.layers[-1].tied_to is None
     assert tied.forward_flops == untied.forward_flops
@@ -93,7 +93,7 @@ def test_a_tied_matrix_is_counted_once():
 
 def test_experts_share_out_tokens_and_hold_weights():
     shape = shape_of(experts=8, chosen_experts=2, expert_ffn=512, dense_layers=1, is_gated=True)
-    chain = transformer_chain(shape)
+    chain = transformer_costs(shape)
     dense, routed = chain.layers[1], chain.layers[2]
     assert dense.expert_weights == 0 and routed.expert_weights == 8 * 3 * 1024 * 512
     assert routed.routed_bytes == 2 * 1024 * 1024 * 2 and chain.experts == 8
@@ -104,7 +104,7 @@ def test_experts_share_out_tokens_and_hold_weights():
 
 
 def test_equal_blocks_are_one_kind():
-    chain = transformer_chain(shape_of(layers=50))
+    chain = transformer_costs(shape_of(layers=50))
     assert len(chain.distinct) == 3 and chain.num_blocks == 50 and chain.block_range == (1, 51)
     assert [chain.distinct[number] for number in chain.numbers] == list(chain.layers)
 

@@ -99,7 +99,7 @@ def test_linear_layers_in_a_chain_alternate(layers, expected, dropouts):
     assert found.split_dropouts == dict.fromkeys(dropouts, -1)
     assert found.stacks == (Stack(blocks=tuple(f"layers.{number}" for number in range(layers)), is_pointwise=False),)
     if layers == 2:
-        assert found.replicated == {"head": "it is what the model puts out"}
+        assert found.replicated == {"head": "it is the model's output"}
 
 
 def test_batch_norm_between_linear_layers_leaves_them_whole():

@@ -272,18 +272,18 @@ def _is_row(blocks: tuple[str, ...], trace: Trace | None) -> bool:
 
 
 def _is_chained(calls: list[BlockCall]) -> bool:
-    return all(one.put_out is not None and two.read == one.put_out for one, two in pairwise(calls))
+    return all(one.output is not None and two.read == one.output for one, two in pairwise(calls))
 
 
 def _fits(one: BlockCall, two: BlockCall) -> bool:
     """True when something light may lie between two blocks; False when both read the same, as experts do."""
-    if one.put_out is None or two.read is None:
+    if one.output is None or two.read is None:
         return False
-    return two.read != one.read and two.read.shape == one.put_out.shape
+    return two.read != one.read and two.read.shape == one.output.shape
 
 
 def _sequence_dim(model: nn.Module, calls: list[BlockCall], trace: Trace) -> int | None:
-    stream, output = calls[0].read, calls[-1].put_out
+    stream, output = calls[0].read, calls[-1].output
     if stream is None or output is None or stream.ndim != 3 or stream.shape != output.shape:
         return None
     for path in trace.torch_attentions:

@@ -136,7 +136,7 @@ class Follower:
         self.put(tensor, replace(label, written=(*label.written, use)))
 
     def call_linear(self, path: str, x: TensorInfo, output: TensorInfo) -> None:
-        """A linear layer ran: it sums up the features that it reads, and puts out features of its own."""
+        """A linear layer ran: it sums up the features that it reads, and gives features of its own."""
         if path not in self.order:
             self.order.append(path)
         label = self.label(x)

@@ -129,7 +129,7 @@ def _check_pairs(splits: dict[str, Split], wanted: Mapping[str, str], traced: Se
             named = f"name {', '.join(map(repr, missing))}" if missing else "name its partner"
             raise RequestError(
                 f"parallel.split: {path!r} is a {word} layer without its {partner.value} layer: "
-                f"what a column layer puts out stays split until a row layer sums it up; "
+                f"the output of a column layer stays split until a row layer sums it up; "
                 f"{named} as {partner.value}, or set {path!r} to none"
             )
 

@@ -53,7 +53,7 @@ def _run_stack(
     change: Callable[[Tensor], Tensor],
     is_silent: bool,
 ) -> Tensor | None:
-    """What the block ``last`` puts out when the stream that enters ``first`` is changed and attention is local, or silent."""
+    """The output of the block ``last`` when the stream that enters ``first`` is changed and attention is local, or silent."""
     found: list[Tensor] = []
 
     def capture(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -75,7 +75,7 @@ def _run_stack(
 
 
 def is_tail_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, last: str, dim: int) -> bool:
-    """True when what follows the block ``last`` puts out one score vector per position, in dim 1, made of that position alone,
+    """True when what follows the block ``last`` gives one score vector per position, in dim 1, made of that position alone,
     and takes any number of positions. GPT-2 views its stream by the length of its input, and so does not.
     """
     if any(is_fake(tensor) for tensor in example):
@@ -95,7 +95,7 @@ def is_tail_pointwise(model: nn.Module, example: tuple[Tensor, ...], *, last: st
 def _run_tail(
     model: nn.Module, example: tuple[Tensor, ...], last: str, change: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """The scores, with what the block ``last`` puts out changed; None where the model cannot work with that."""
+    """The scores, with the output of the block ``last`` changed; None where the model cannot work with that."""
 
     def change_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return _replace_first(output, change)

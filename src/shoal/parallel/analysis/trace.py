@@ -27,16 +27,16 @@ from shoal.parallel.analysis import rules as rules  # It registers its rules.
 from shoal.parallel.analysis.flow import Follower
 from shoal.parallel.analysis.traced_int import Dimension, TracedAttributes, TracedInt, trace_source
 
-PUT_OUT = "it is what the model puts out"
+IS_OUTPUT = "it is the model's output"
 
 
 @dataclass
 class BlockCall:
-    """One call of a module that is made of others: the stream that it read and the one that it put out, its first tensors."""
+    """One call of a module that is made of others: the stream that it read and its output, first tensors both."""
 
     path: str
     read: TensorInfo | None
-    put_out: TensorInfo | None = None
+    output: TensorInfo | None = None
 
 
 @dataclass
@@ -58,9 +58,9 @@ class Trace:
     learned_masks: set[str] = field(default_factory=set)
     """Those whose mask has a gradient: every head adds to it, and a rank would have only its own heads' part."""
     outputs: list[TensorInfo] = field(default_factory=list)
-    """The tensors that the model put out; its scores first, where it names them."""
+    """The tensors of the model's output; its scores first, where it names them."""
     has_scores: bool = False
-    """It put out scores alone, or an object that names them: what a loss of split scores can find."""
+    """It gave scores alone, or an object that names them: what a loss of split scores can find."""
 
 
 def trace_forward(model: nn.Module, example: tuple[Tensor, ...]) -> Trace:
@@ -85,7 +85,7 @@ def trace_forward(model: nn.Module, example: tuple[Tensor, ...]) -> Trace:
     trace.outputs = [tracer.info(tensor) for tensor in scores_first(output)]
     trace.has_scores = isinstance(getattr(output, "logits", output), Tensor)
     for tensor in trace.outputs:
-        trace.follower.block([tensor], PUT_OUT)
+        trace.follower.block([tensor], IS_OUTPUT)
     return trace
 
 
@@ -177,7 +177,7 @@ def _read(record: Record, model: nn.Module, trace: Trace) -> None:
             trace.calls.append(BlockCall(event.path, tensors[0] if tensors else None))
         elif isinstance(event, ModuleReturn) and event.path in parents:
             call = next(call for call in reversed(trace.calls) if call.path == event.path)
-            call.put_out = next(iter(tensors_in(event.output)), None)
+            call.output = next(iter(tensors_in(event.output)), None)
         elif isinstance(event, Call) and event.func is None:
             _read_known(event, modules[event.path], trace)
         elif isinstance(event, Call):

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from shoal.costs.blocks import is_under
 from shoal.parallel.analysis.structure import Split, SplitKind, Stack
-from shoal.parallel.analysis.trace import PUT_OUT, Trace, is_linear, linear_sizes
+from shoal.parallel.analysis.trace import IS_OUTPUT, Trace, is_linear, linear_sizes
 
 _FEWEST_ROWS = 16  # Two token types or eight positions are not worth a collective.
 
@@ -80,7 +80,7 @@ def _find_head(
         weight = module.weight
         tied = {name for name, other in embeddings.items() if other.weight is weight}
         group = trace.follower.groups[trace.follower.groups.by_producer[path]]
-        if not _is_output(trace, path) or group.obstacle != PUT_OUT or group.rows or len(group.producers) > 1:
+        if not _is_output(trace, path) or group.obstacle != IS_OUTPUT or group.rows or len(group.producers) > 1:
             return None, (path, "its scores are not the model's output as they are")
         if _owners_used_outside(path, module, trace) and not tied:
             return None, (path, "something besides the layer itself uses its weight")

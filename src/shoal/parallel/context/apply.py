@@ -30,7 +30,7 @@ from shoal.models.transformer import Rotary
 from shoal.parallel.analysis.structure import ModuleAnalysis, Stack
 from shoal.parallel.context.intercept import Interception, Run
 from shoal.parallel.context.positions import Positions, cut_arguments, gather_sequence
-from shoal.parallel.context.traffic_forecast import GatherShape, Seen, forecast_traffic
+from shoal.parallel.context.traffic_forecast import GatherShape, ObservedShapes, forecast_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class ContextLayout:
     where: Positions
     keeps_local: bool
     """The model's output has this rank's positions only, and so must the targets. Otherwise it has all of them."""
-    seen: Seen = field(default_factory=Seen)
+    seen: ObservedShapes = field(default_factory=ObservedShapes)
     """Attentions that ran while the traffic counter was open; ``seen.forget()`` begins anew."""
 
     @property
@@ -86,7 +86,7 @@ def apply_context_parallel(model: nn.Module, *, analysis: ModuleAnalysis, mesh: 
     where = Positions(kind=kind, rank=channel.rank, degree=channel.size)
     stacks = [stack for stack in analysis.stacks if stack.sequence_dim is not None]
     _check_stacks(stacks, channel.size)
-    active, seen = _Active(), Seen()
+    active, seen = _Active(), ObservedShapes()
     heads = [attention.path for attention in analysis.attentions]
     for stack in stacks:
         keeps_local = stack is stacks[-1] and analysis.tail_is_pointwise
@@ -135,7 +135,7 @@ class _StackState:
     stack: Stack
     where: Positions
     channel: Channel
-    seen: Seen
+    seen: ObservedShapes
     whole: int = 0
     local: int = 0
     num_shards: int = 1

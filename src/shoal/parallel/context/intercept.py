@@ -21,7 +21,7 @@ from shoal.core.errors import Refusal
 from shoal.parallel.context.alltoall import alltoall_attention
 from shoal.parallel.context.positions import Positions
 from shoal.parallel.context.ring import ring_attention
-from shoal.parallel.context.traffic_forecast import AttentionShape, Seen
+from shoal.parallel.context.traffic_forecast import AttentionShape, ObservedShapes
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 _SOFTMAX = frozenset({F.softmax, torch.softmax, Tensor.softmax})
@@ -47,7 +47,7 @@ class Run:
     """What the block was given, to recognise masks in."""
     tables: Mapping[int, str] = field(default_factory=dict)
     """The block's own tensors: name by ``id``."""
-    seen: Seen = field(default_factory=Seen)
+    seen: ObservedShapes = field(default_factory=ObservedShapes)
     """Where attentions are entered while traffic is counted."""
     num_attentions: int = 0
     """How many attentions it has computed."""

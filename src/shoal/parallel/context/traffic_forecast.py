@@ -47,7 +47,7 @@ class GatherShape:
 
 
 @dataclass
-class Seen:
+class ObservedShapes:
     """The attentions and gathers of forward passes that ran while traffic was counted; recomputed ones are not entered again."""
 
     attentions: list[AttentionShape] = field(default_factory=list)

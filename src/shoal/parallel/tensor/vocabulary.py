@@ -138,8 +138,8 @@ def _real_scores(scores: Tensor, targets: Tensor, channel: Channel, vocab: int) 
     """Scores (N, real) without padding, targets (N,), and the token that the first score is of."""
     if scores.shape[:-1] != targets.shape:
         raise RequestError(
-            f"the model puts out {tuple(scores.shape)} on each of tp={channel.size} ranks and the targets are "
-            f"{tuple(targets.shape)}; put out scores of the shape {(*targets.shape, 'choices')}, or keep the output layer whole"
+            f"the model's output is {tuple(scores.shape)} on each of tp={channel.size} ranks and the targets are "
+            f"{tuple(targets.shape)}; return scores of the shape {(*targets.shape, 'choices')}, or keep the output layer whole"
         )
     rows = scores.shape[-1]
     assert rows == rows_per_rank(vocab, channel.size), (rows, vocab, channel.size)

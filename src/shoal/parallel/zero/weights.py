@@ -170,7 +170,7 @@ class WeightStore:
         """The gradient of a module's output is there: its backward pass is next."""
         # In a pipeline another microbatch may have ended since the forward pass, and let the root go.
         root = () if self.layout.root is None else (self.layout.root,)
-        # A block may put out what it was given, as T5's do with the bias of positions. The gradient of that comes later.
+        # A block may give back what it was given, as T5's do with the bias of positions. The gradient of that comes later.
         for index in (*root, *(index for index in units if index not in self._is_over)):
             self._hold_for_backward(index)
 

@@ -11,7 +11,7 @@ from functools import cache, partial
 
 from shoal.core.plan import Plan
 from shoal.costs.layers import LayerKind, ModelCosts, OpKind
-from shoal.costs.transformer import TransformerShape, transformer_chain
+from shoal.costs.transformer import TransformerShape, transformer_costs
 from shoal.planner.hardware.presets import GIB
 from shoal.planner.hardware.software import Covered, Stack, find_stack
 from shoal.planner.pricing.closed_form import pipeline_seconds
@@ -78,7 +78,7 @@ class Predicted:
 
 @cache
 def _chain(shape: TransformerShape) -> ModelCosts:
-    return transformer_chain(shape)
+    return transformer_costs(shape)
 
 
 def job_of(run: Run, stack: Stack | None = None) -> Job:

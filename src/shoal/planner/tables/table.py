@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.costs.transformer import TransformerShape, transformer_chain
+from shoal.costs.transformer import TransformerShape, transformer_costs
 from shoal.planner.hardware.devices import WIDE_TYPES, Cluster
 from shoal.planner.hardware.software import SOFTWARE, Software
 from shoal.planner.tables.cells import (
@@ -345,7 +345,7 @@ def _gate(shape: TransformerShape, row: Mapping[str, str], text: str) -> Transfo
     untied = replace(gated, tied=False)
     stated = _float(row, "params_b")
     if stated is not None and shape.experts == 1:
-        return min((plain, gated, untied), key=lambda one: abs(transformer_chain(one).weights / 1e9 - stated))
+        return min((plain, gated, untied), key=lambda one: abs(transformer_costs(one).weights / 1e9 - stated))
     is_known = shape.experts > 1 or re.search(r"llama|qwen|deepseek|mixtral|mistral", row["model"], re.IGNORECASE)
     return untied if is_known else plain
 
