@@ -108,7 +108,7 @@ FAILURE = [
     ),
     Mutation(
         promise=BACKUP,
-        what="a contribution that is sent again counts again",
+        what="a push that is sent again counts again",
         file="src/shoal/paramserver/log/updates.py",
         old="            return _answer_again(known)",
         new="            pass",
@@ -153,7 +153,7 @@ FAILURE = [
     ),
     Mutation(
         promise=WORKER,
-        what="the portions of a dead worker are nobody's",
+        what="the work units of a dead worker are nobody's",
         file="src/shoal/paramserver/log/updates.py",
         old="        freed = self._units.release(worker, self._units.held_by(worker))\n",
         new="        freed = ()\n",
@@ -171,7 +171,7 @@ FAILURE = [
     ),
     Mutation(
         promise=HANG,
-        what="one long portion makes the watch patient",
+        what="one long work unit makes the watch patient",
         file="src/shoal/serverrun/worker/watchdog.py",
         old="_TIMES_LONGEST * max(self.last), least_seconds)",
         new="multiple * max(self.last), least_seconds)",

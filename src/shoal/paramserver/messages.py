@@ -9,7 +9,7 @@
     anyone -> center     Join, Watch, Leave, Dead, Synced, Failed, Ballot, Halt
     candidate -> candidate   Greet, Over                  is it the same run; it has ended
 
-Bodies are small; tensors travel as payload, flat, in the shard's order (``cutting.py``). Times are seconds.
+Bodies are small; tensors travel as payload, flat, in the shard's order (``sharding.py``). Times are seconds.
 """
 
 import msgspec
@@ -127,7 +127,7 @@ class ReplicateCommand(Message, frozen=True):
 
     place: int
     text: bytes
-    """The input (``command_log.py``)."""
+    """The input (``log/commands.py``)."""
 
 
 class Fetch(Message, frozen=True):

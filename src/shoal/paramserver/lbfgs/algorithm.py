@@ -3,7 +3,7 @@
 Sandblaster (Dean et al., Large Scale Distributed Deep Networks, 2012, section 4.2). Weights, gradient and history stay where they
 are, cut over the servers; the coordinator sends programs (``programs.py``) and decides by the numbers that come back. The
 direction is the two-loop recursion of Nocedal & Wright, Numerical Optimization (2nd ed.), algorithm 7.4, with the scaling of
-equation 7.20; the step is that of ``linesearch.py`` or a fixed one. ``torch.optim.LBFGS`` needs all vectors in one process;
+equation 7.20; the step is that of ``line_search.py`` or a fixed one. ``torch.optim.LBFGS`` needs all vectors in one process;
 given the same objective this walks the same path.
 
 One iteration costs ``2 m + 4`` round trips for a history of m pairs, and two for each evaluation.

@@ -50,7 +50,7 @@ class Batch:
 
 
 class LbfgsDriver:
-    """One coordinator's time in office: the vectors as ``lbfgs.py`` sees them, on the servers of its center's view."""
+    """One coordinator's time in office: the vectors as ``algorithm.py`` sees them, on the servers of its center's view."""
 
     def __init__(
         self,
@@ -181,11 +181,11 @@ class LbfgsDriver:
 # The coordinator of L-BFGS, beside the leading center: it drives the programs on the shards and hands the batch out.
 #
 # It holds no vector, only numbers, and those are in the update log of shard 0 after every iteration. When the center dies, the
-# next one's coordinator recalls them and walks the same path (``lbfgs.py`` says why); one that was only paused is refused by
+# next one's coordinator recalls them and walks the same path (``algorithm.py`` says why); one that was only paused is refused by
 # its epoch.
 #
 # A batch is cut into work units that are much smaller than a worker's share, given to whoever is free, the last slow ones twice
-# (``batch_queue.py``); the shards add their gradients in the order of the work units, and so are the losses added here.
+# (``batches.py``); the shards add their gradients in the order of the work units, and so are the losses added here.
 
 _PARK_SECONDS = 1.0
 _LOOK_SECONDS = 0.2

@@ -78,8 +78,8 @@ class JobRequest:
     """How long a server or a worker may be silent, and all workers stand still; None where the caller has a deadline for all."""
     display: Display
     closing: Callable[[bool], list[str]] | None
-    """The arguments of ``closing.py``, which runs when the roles have ended; told whether nobody stopped it. None: it does not
-    run."""
+    """The arguments of ``server/finalize.py``, which runs when the roles have ended; told whether nobody stopped it. None: it
+    does not run."""
     member_module: str = "shoal.serverrun.job.role"
     """What servers and workers run, under the same arguments; centers always run ``shoal.serverrun.center``."""
 
@@ -354,7 +354,7 @@ class Job:
             self._recall_workers()
 
     def _has_finished(self, place: Place) -> bool:
-        """Whether a process that has ended did what it was for: it says so itself, on the board (``entry.py``)."""
+        """Whether a process that has ended did what it was for: it says so itself, on the board (``serverrun/process.py``)."""
         state, process = self._board.of_rank(place.rank).read(), place.process
         has_said = process is not None and state.pid == process.pid and state.final_status == "completed"
         return has_said and process is not None and process.exit_code == EXIT_DONE

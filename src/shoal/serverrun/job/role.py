@@ -1,7 +1,7 @@
 """A server or a worker of a job, as a process.
 
 ``python -m shoal.serverrun.role ROLE --folder ...`` is what the job starts. Centers have a module of their own,
-``centering.py``, which needs no torch and is there in a fraction of the time.
+``serverrun/center.py``, which needs no torch and is there in a fraction of the time.
 """
 
 import asyncio

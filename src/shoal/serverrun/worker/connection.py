@@ -27,7 +27,7 @@ from shoal.telemetry.eventlog import EventLog
 
 
 class Shares(Protocol):
-    """What computes gradients: this process (``unit.py``), or a group of processes (``leading.py``)."""
+    """What computes gradients: this process (``shares.py``), or a group of processes (``group.py``)."""
 
     @property
     def num_samples(self) -> int:

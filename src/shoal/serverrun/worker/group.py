@@ -219,7 +219,7 @@ def _check(holdings: Sequence[Holding], model: Mapping[str, tuple[int, ...]]) ->
 #
 # To the servers, the update log and the center the first rank is the worker, and it works by the same code as one that is
 # alone: where that computes a work unit by itself, here a command goes to the group first, then the weights
-# (``scatter_collect.py``). So every update rule works with groups. While there is nothing to do the leader says so from time to
+# (``ScatterCollect``). So every update rule works with groups. While there is nothing to do the leader says so from time to
 # time: a rank that hears nothing for the deadline names it and ends.
 
 _RUN, _STRETCH, _WAIT, _END = range(4)

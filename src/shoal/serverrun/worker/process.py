@@ -1,6 +1,6 @@
 """The process of a worker: takes a work unit, pulls weights, computes, pushes, commits, until there is nothing left.
 
-A worker may be a group of such processes, of which the first does all that and the others compute with it (``leading.py``).
+A worker may be a group of such processes, of which the first does all that and the others compute with it (``group.py``).
 It holds nothing that matters. Killed, it is replaced by another; taken for dead while it was only slow, it comes back under a new
 name and goes on.
 """
