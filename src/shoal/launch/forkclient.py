@@ -2,7 +2,7 @@
 
 A process that was started here is what ``subprocess`` would have started: its parent sees it die at once, with its exit code,
 and it dies with its parent. Where the system cannot do that, or the server dies, the caller starts interpreters by itself.
-``docs/design/0010-processes.md`` says why this is not the standard library's ``multiprocessing.forkserver``.
+``docs/design/0011-processes.md`` says why this is not the standard library's ``multiprocessing.forkserver``.
 
 Linux hands an orphan to the nearest ancestor that asked for orphans. That is how a process that the server forked becomes a child
 of this one, and this one asks only while a fork is under way: the orphans of anything else it starts are not for it to wait for.
