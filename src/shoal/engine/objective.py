@@ -112,7 +112,7 @@ class Objective(nn.Module):
         return self.share_of(output, targets, microbatch, share)
 
     def share_of(self, output: Any, targets: torch.Tensor, microbatch: Microbatch, share: float) -> torch.Tensor:
-        """A microbatch's contribution to the global mean, from what the model put out."""
+        """A microbatch's contribution to the global mean, from the model's output."""
         targets, weight = self.scoring.own_part(targets, microbatch.weight)
         if weight == 0:
             return self._nothing_of(output)
@@ -134,7 +134,7 @@ class Objective(nn.Module):
         except Exception as error:  # It is the user's own, and may raise anything.
             if is_out_of_memory(error):
                 raise
-            sides = f"the model put out {_describe(output)} and the targets are {_describe(targets)}"
+            sides = f"the model's output is {_describe(output)} and the targets are {_describe(targets)}"
             label = ""
             if microbatch is not None and isinstance(error, IndexError):
                 label = self._name_bad_label(output, microbatch)

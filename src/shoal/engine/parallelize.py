@@ -283,7 +283,7 @@ def resolve_stages(
         data: what it will be trained on.
         analysis: what was found in it.
         plan: resolved, so that its schedule is known.
-        settings: the recipe's wishes. A bound on memory is one on the activations of a microbatch of ``train.global_batch``.
+        settings: of the recipe. A bound on memory is one on the activations of a microbatch of ``train.global_batch``.
         world: the ranks, which must agree where costs are measured; None for one process that only looks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""From what the user wrote to the plan that runs: degrees, microbatches and length, derived and checked before anything starts.
+"""From what the user wrote to the plan that runs: degrees, microbatches and length, resolved and checked before anything starts.
 
 Pure functions over numbers, so that a dry run, the launcher and every rank derive the same layout.
 """
@@ -28,7 +28,7 @@ that is a model's at best. Beyond them a machine starts processes for minutes be
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedPlan:
-    """A plan with everything derived, and the batch sizes that follow from it."""
+    """A plan with everything filled in, and the batch sizes that follow from it."""
 
     plan: Plan
     micro_batch: int
@@ -137,7 +137,7 @@ def asks_the_model(plan: Plan) -> bool:
 
 
 def schedule_of(plan: Plan, *, steps: int = 1) -> Schedule:
-    """The pipeline schedule that a derived plan names, over so many steps without a flush.
+    """The pipeline schedule that a resolved plan names, over so many steps without a flush.
 
     Raises:
         RequestError: it cannot be had in this size; says why.

@@ -35,7 +35,7 @@ def server_problems(plan: Plan) -> Iterator[str]:
         return
     if rule.kind == "half" and plan.workers is not None and rule.quorum is not None and rule.quorum > plan.workers:
         yield (
-            f"update={plan.update} closes a round at {rule.quorum} arrivals, and there are {plan.workers} workers; "
+            f"update={plan.update} closes an update at {rule.quorum} arrivals, and there are {plan.workers} workers; "
             f"lower it to {plan.workers}"
         )
 

@@ -46,7 +46,7 @@ _START_DEADLINE = timedelta(seconds=120)
 _PROGRESS_SECONDS = 5.0
 _LOOK_SECONDS = 0.25
 _START_KEY = "shoal/start"
-# A wish that came from another rank's signal arrives without its name; launchers send SIGTERM.
+# A stop request that came from another rank's signal arrives without its name; launchers send SIGTERM.
 _EXIT_CODES = {"SIGINT": EXIT_SIGINT, "SIGTERM": EXIT_SIGTERM, "signal": EXIT_SIGTERM}
 
 

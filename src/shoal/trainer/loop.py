@@ -442,8 +442,8 @@ class Trainer:
 
     def _wants_evaluation(self, step: int) -> bool:
         is_due = self.eval_config.every > 0 and step % self.eval_config.every == 0
-        # Under a plateau schedule an evaluation decides the next rate. Otherwise whoever asked to stop need not wait for one, and
-        # that of the last step comes after its checkpoint.
+        # Under a plateau schedule an evaluation decides the next rate. Otherwise a user who asked to stop need not wait for one,
+        # and that of the last step comes after its checkpoint.
         is_idle = self.stopped_by is None and step < self.total_steps
         return is_due and (is_idle or self.settings.optim.schedule == "plateau")
 

@@ -64,7 +64,7 @@ def find_other_mean(model: nn.Module, loss: Loss, source: Source, *, plan: Plan,
         model: as one process builds it; it is left as it was.
         loss: of its output and the targets.
         source: the training split.
-        plan: derived.
+        plan: resolved.
         train: the recipe's section.
     """
     num_parts = plan.num_shares * (plan.microbatches or 1)

@@ -48,7 +48,7 @@ def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, d
 
     Args:
         recipe: as it will run.
-        plan: derived.
+        plan: resolved.
         model: built for this, and not used after it.
         loss: of its output and the targets.
         data: what it will be trained on.

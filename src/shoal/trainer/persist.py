@@ -186,7 +186,7 @@ class Persistence:
                 done = fall_back(self.root, self.saver.proven.good)
             except OSError as error:
                 self.reporter.warn(f"cannot set checkpoints aside in {self.root}: {error}")
-        # What the first rank found, for all: whoever fails first ends the others.
+        # What the first rank found, for all: the rank that fails first ends the others.
         good, newest, first, last = self._tell(done.good, done.newest, done.first_aside, done.last_aside)
         return Fallback(good=good, newest=newest, first_aside=first, last_aside=last).describe(self.root)
 

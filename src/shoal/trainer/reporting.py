@@ -114,7 +114,7 @@ class Reporter:
         return measured
 
     def enter(self, phase: str, step: int) -> None:
-        """Say what the loop is about to do, for whoever has to explain a hang."""
+        """Say what the loop is about to do, so that a hang can be explained."""
         if self.rank_status is not None:
             self.rank_status.enter(phase, step)
 

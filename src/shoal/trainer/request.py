@@ -74,13 +74,13 @@ class OwnParts(Protocol):
         """Count the samples of the user's own data; called only where the recipe names such data."""
 
     def check_same_data(self, recipe: Recipe, checkpoints: Path) -> None:
-        """Refuse to go on with other data than the newest of these checkpoints; called only for the user's own data."""
+        """Refuse to go on with other data than the newest checkpoint of a folder; called only for the user's own data."""
 
     def check_optimizer(self, recipe: Recipe) -> None:
         """Refuse an optimizer that torch does not have or that cannot be used; called only where a class of torch is named."""
 
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
-        """Refuse a derived plan that a module cannot be laid out by; called only where nothing but building it can tell."""
+        """Refuse a resolved plan that a module cannot be laid out by; called only where nothing but building it can tell."""
 
     def try_parts(self, recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         """Refuse data, model and loss that do not fit one another; warnings on them. Called only where one is the user's own."""
@@ -146,7 +146,7 @@ def check_parts(
     """Check the data, the model and the settings of a request that was read.
 
     Args:
-        recipe: with the derived plan.
+        recipe: with the resolved plan.
         plan: as it was chosen.
         resolved: what follows from it.
         run_dir: where it will run.
@@ -256,9 +256,9 @@ def _asks_the_module(recipe: Recipe, plan: Plan, facts: ModelFacts | None) -> bo
     """True where only building the module can tell whether the plan fits it."""
     if facts is None:
         return asks_the_model(plan) or plan.ps > 0
-    wishes = recipe.pipeline
+    config = recipe.pipeline
     # A shipped model's numbers say whether it can be cut into so many stages, but not whether at these places.
-    return plan.pp > 1 and (facts.num_units is None or bool(wishes.stages) or wishes.memory is not None)
+    return plan.pp > 1 and (facts.num_units is None or bool(config.stages) or config.memory is not None)
 
 
 def _server_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:

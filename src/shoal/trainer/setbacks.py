@@ -72,17 +72,17 @@ def trace_nonfinite(model: ParallelModel, batch: StepBatch, *, step: int, scale:
             loss = math.nan  # Only the last stage has the loss; the stage that spoilt it may be another.
     # The forward passes above left notes for the running statistics; they are of a step that counts for nothing.
     batchnorm.fold(model.model, keep=False)
-    verdict, when = _FINE, _NEVER
+    sighting, when = _FINE, _NEVER
     spoilt = [name for name, weight in model.reduction.updated.items() if not bool(torch.isfinite(weight).all())]
     if spoilt:
         # Told apart from its effects, which a split layer spreads to its neighbours.
-        verdict, when = len(names) + names.index(spoilt[0]), -1
+        sighting, when = len(names) + names.index(spoilt[0]), -1
     elif not math.isfinite(float(loss)):
-        verdict, when = _LOSS, seen.first_output
+        sighting, when = _LOSS, seen.first_output
     elif seen.name:
-        verdict, when = names.index(seen.name), seen.first_gradient
-    found = model.world.all_gather(torch.tensor([verdict, when], device=model.world.device))
-    told = sorted((int(when), rank, int(verdict)) for rank, (verdict, when) in enumerate(found) if verdict != _FINE)
+        sighting, when = names.index(seen.name), seen.first_gradient
+    found = model.world.all_gather(torch.tensor([sighting, when], device=model.world.device))
+    told = sorted((int(when), rank, int(sighting)) for rank, (sighting, when) in enumerate(found) if sighting != _FINE)
     if not told:
         # Finite on every rank alone: the overflow happened in the sum over ranks, or in the norm over all parameters.
         return Origin(rank=0, what="sum over replicas" if model.mesh.replicas.size > 1 else "gradient norm")

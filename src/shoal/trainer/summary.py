@@ -23,7 +23,7 @@ class Ended:
     exit_code: int
     summary: dict[str, Any]
     was_orderly: bool = True
-    """False when ranks died: the story was told already, and the summary has little to add."""
+    """False when ranks died: the failure report was printed already, and the summary has little to add."""
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

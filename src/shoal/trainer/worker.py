@@ -2,7 +2,7 @@
 
 ``shoal.trainer.worker RUN_DIR`` is what the supervisor starts (``launch/forkclient.py``); under ``torchrun`` the same
 ``run_rank`` is called by ``shoal train``. This is one of the two process boundaries where every exception is caught: what
-failed, where and why is written down for whoever has to name the culprit, and the process ends at once, so that its peers
+failed, where and why is written down for the supervisor, which names the culprit, and the process ends at once, so that its peers
 notice.
 """
 
@@ -132,7 +132,7 @@ def report_failure(
     try:
         write_report(run_dir, report)
     except OSError as refusal:
-        # A full disk must not keep the story from being told, nor this process from ending.
+        # A full disk must not keep the failure report from being seen, nor this process from ending.
         print(f"cannot write the error report: {refusal}\n{report.traceback}", file=sys.stderr)
 
 
