@@ -64,10 +64,12 @@ demo: $(VENV)/.installed
 	$(BIN)/shoal sample $$run --prompt "def "; \
 	echo "run directory: $$run"
 
-# Two at a time, a file to each: most tests wait for processes of their own, and a file's tests share what they build. In the
-# order of folders: the long files of chaos and multiproc come first, and the many short ones of unit fill up the end.
+# Two at a time, a file to each: most tests wait for processes of their own, and a file's tests share what they build. The longest
+# files come first (tests/support/session/order.json), so that both end together; the twenty slowest tests are printed.
+PYTEST_TWO := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: install
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST_TWO) -m "not soak"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check
@@ -76,8 +78,9 @@ lint: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
+# SHOAL_CHAOS_MINUTES says how long the mix of faults lasts. No test may take longer than --timeout.
 soak: install
-	$(BIN)/python -m pytest -m soak --timeout 3600
+	$(PYTEST_TWO) -m soak --timeout 3600
 
 # Breaks the source, one line at a time, in a copy; the table of what was caught is in tests/README.md.
 mutate: install

@@ -12,6 +12,7 @@ have imported what it judges. Tests of the start and end of the command itself a
 
 import atexit
 import contextlib
+import faulthandler
 import importlib
 import inspect
 import json
@@ -36,8 +37,8 @@ TESTS = Path(__file__).resolve().parents[2]
 WARM = (f"{__name__}:import_shoal", PRELOAD_OPTIMIZER)
 READ_BEFORE = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "KMP_", "LD_", "MALLOC_")
 """Variables that an interpreter or a library reads when it begins."""
-TAKEN_OVER = {"PYTHONPATH", "OPENBLAS_NUM_THREADS"}
-"""The first is read again in the fork; the second is 1 in every fork server."""
+TAKEN_OVER = {"PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "OPENBLAS_NUM_THREADS"}
+"""What a fork does by itself; the last is 1 in every fork server."""
 _start_interpreter = forkclient.start_interpreter
 REFERENCE = "shoal.verify.oracle.process"
 
@@ -165,6 +166,7 @@ def main():
     show_command_line([sys.executable, "-m", module, *arguments])
     sys.argv = [module, *arguments]
     if module != "shoal":
+        _prepare_for_ranks()
         return forkserver.main()
     forkclient.FEWEST_TO_FORK = 1
     forkclient.start_interpreter = _interpreters_of(_fork_template())
@@ -188,6 +190,7 @@ def _fork_template():
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(nowhere, number)
+        _prepare_for_ranks()
         sys.argv = ["", str(theirs.fileno())]
         with contextlib.suppress(BaseException):
             forkserver.main()
@@ -195,6 +198,13 @@ def _fork_template():
     theirs.close()
     client._socket, client._server, client._owner = ours, Process(pid), starter
     return client
+
+
+def _prepare_for_ranks():
+    """Do what the variables PYTHONFAULTHANDLER and PYTHONUNBUFFERED ask of an interpreter: ranks have both."""
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
 
 
 def _interpreters_of(template):
