@@ -1,8 +1,5 @@
-"""Functional dropout and attention's dropout by key, and everything else that a forward pass draws, by name."""
+"""Functional dropout and attention's dropout by key."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,72 +7,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import RunError
-from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
+from shoal.randomness.dropout import DropoutKey
 from shoal.randomness.keyed import Window, attend
+from support.models.functional_dropout import IDS, Net, gradients, keyed, run
 
 torch.set_num_threads(1)
-IDS = [5, 6, 7, 8]
-
-
-class Attention(nn.Module):
-    """Attention with dropout_p, twice, and F.dropout on the stream, in one module."""
-
-    def __init__(self, p: float = 0.3) -> None:
-        super().__init__()
-        self.p = p
-        self.project = nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.project(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
-        p = self.p if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
-        mixed = F.scaled_dot_product_attention(mixed, key, value, dropout_p=p)
-        return F.dropout(mixed.transpose(1, 2).flatten(2), self.p, self.training) + x
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Attention()
-        self.second = Attention()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.second(self.first(x)), 0.2, self.training)
-
-
-def _keyed(model: nn.Module) -> tuple[nn.Module, DropoutKey]:
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    return model, apply_keyed_dropout(model, 0)
-
-
-def _run(model: nn.Module, key: DropoutKey, x: Tensor, ids: list[int] = IDS, step: int = 1) -> Tensor:
-    key.begin(step, ids)
-    with key.drawing():
-        output: Tensor = model(x)
-    return output
-
-
-def _gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    output.square().sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def test_functional_draws_belong_to_the_sample():
-    model, key = _keyed(Net())
+    model, key = keyed(Net())
     x = torch.randn(4, 6, 8)
-    whole = _run(model, key, x)
-    assert torch.equal(_run(model, key, x), whole)  # no generator was advanced
-    parts = [_run(model, key, x[a : a + 2], IDS[a : a + 2]) for a in (0, 2)]
+    whole = run(model, key, x)
+    assert torch.equal(run(model, key, x), whole)  # no generator was advanced
+    parts = [run(model, key, x[a : a + 2], IDS[a : a + 2]) for a in (0, 2)]
     torch.testing.assert_close(torch.cat(parts), whole)
-    assert not torch.equal(_run(model, key, x, step=2), whole)
-    assert not torch.equal(_run(model, key, x, [9, 6, 7, 8])[0], whole[0])
+    assert not torch.equal(run(model, key, x, step=2), whole)
+    assert not torch.equal(run(model, key, x, [9, 6, 7, 8])[0], whole[0])
     assert not key.foreign_draws()
     assert not key.odd_shapes()
     state = torch.get_rng_state()
-    _run(model, key, x)
+    run(model, key, x)
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -84,7 +35,7 @@ def test_modules_and_calls_draw_different_bits():
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat((F.dropout(x, 0.5), F.dropout(x, 0.5)))
 
-    model, key = _keyed(nn.Sequential(Calls(), Calls()))
+    model, key = keyed(nn.Sequential(Calls(), Calls()))
     key.begin(1, [5])
     with key.drawing():
         outputs = [*model[0](torch.ones(1, 4096)), *model[1](torch.ones(1, 4096))]
@@ -100,7 +51,7 @@ def test_a_function_draws_what_a_module_in_its_place_would():
 
     x = torch.randn(4, 10)
     mine, plain = nn.Sequential(Mine(0.4)), nn.Sequential(nn.Dropout(0.4))
-    assert torch.equal(_run(*_keyed(mine), x), _run(*_keyed(plain), x))
+    assert torch.equal(run(*keyed(mine), x), run(*keyed(plain), x))
 
 
 @pytest.mark.parametrize(
@@ -113,15 +64,15 @@ def test_every_dropout_function_is_keyed_and_drops(function):
         def forward(self, x: Tensor) -> Tensor:
             return function(x, 0.5, self.training)
 
-    model, key = _keyed(Drops())
+    model, key = keyed(Drops())
     x = torch.ones((4, 32, 2, 2, 2) if function is F.dropout3d else (4, 32, 6))
-    output = _run(model, key, x)
-    assert torch.equal(_run(model, key, x), output)
+    output = run(model, key, x)
+    assert torch.equal(run(model, key, x), output)
     assert not torch.equal(output, x)
     assert 0.2 < (output == output.min()).float().mean().item() < 0.8
     assert not key.foreign_draws()
     model.eval()
-    assert torch.equal(_run(model, key, x), x)
+    assert torch.equal(run(model, key, x), x)
 
 
 def test_in_place_changes_its_input():
@@ -129,9 +80,9 @@ def test_in_place_changes_its_input():
         def forward(self, x: Tensor) -> Tensor:
             return F.dropout(x, 0.5, True, True)
 
-    model, key = _keyed(Drops())
+    model, key = keyed(Drops())
     x = torch.ones(2, 50)
-    assert _run(model, key, x, [1, 2]) is x
+    assert run(model, key, x, [1, 2]) is x
     assert (x == 0).any()
 
 
@@ -190,7 +141,7 @@ def test_attentions_dropout_is_the_keyed_mask_on_the_weights():
             return F.dropout((x @ x.transpose(-2, -1) / x.shape[-1] ** 0.5).softmax(-1), 0.5, True) @ x
 
     x = torch.randn(4, 2, 6, 8, dtype=torch.float64)
-    torch.testing.assert_close(_run(*_keyed(One()), x), _run(*_keyed(WrittenOut()), x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(run(*keyed(One()), x), run(*keyed(WrittenOut()), x), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -203,15 +154,15 @@ def test_torchs_multihead_attention_is_seen_inside(need_weights):
         def forward(self, x: Tensor) -> Tensor:
             return self.attention(x, x, x, need_weights=need_weights)[0]
 
-    model, key = _keyed(Uses())
+    model, key = keyed(Uses())
     x = torch.randn(4, 6, 8)
-    whole = _run(model, key, x)
-    assert torch.equal(_run(model, key, x), whole)
-    torch.testing.assert_close(_run(model, key, x[2:], IDS[2:]), whole[2:])
+    whole = run(model, key, x)
+    assert torch.equal(run(model, key, x), whole)
+    torch.testing.assert_close(run(model, key, x[2:], IDS[2:]), whole[2:])
     assert not key.foreign_draws()
     # Both ways to compute it draw the same bits for (head, query, key).
-    other, other_key = _keyed(Uses())
-    other_run = _run(other, other_key, x)
+    other, other_key = keyed(Uses())
+    other_run = run(other, other_key, x)
     torch.testing.assert_close(other_run, whole)
 
 
@@ -226,15 +177,15 @@ def test_both_forms_of_multihead_attention_draw_the_same_mask():
             return self.attention(x, x, x, need_weights=self.need_weights)[0]
 
     x = torch.randn(4, 6, 8)
-    torch.testing.assert_close(_run(*_keyed(Uses(False)), x), _run(*_keyed(Uses(True)), x))
+    torch.testing.assert_close(run(*keyed(Uses(False)), x), run(*keyed(Uses(True)), x))
 
 
 def test_torchs_encoder_layer_is_keyed_whole():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
-    model, key = _keyed(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    model, key = keyed(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
     x = torch.randn(4, 6, 8)
-    whole = _run(model, key, x)
-    torch.testing.assert_close(_run(model, key, x[1:2], IDS[1:2]), whole[1:2])
+    whole = run(model, key, x)
+    torch.testing.assert_close(run(model, key, x[1:2], IDS[1:2]), whole[1:2])
     assert not key.foreign_draws()
 
 
@@ -252,7 +203,7 @@ def test_a_split_attention_draws_the_mask_of_its_heads():
             return F.dropout(self.attention(x).transpose(1, 2).flatten(2), 0.5)
 
     x = torch.randn(4, 4, 6, 8)
-    model, key = _keyed(Block())
+    model, key = keyed(Block())
     key.begin(1, IDS)
     with key.drawing():
         whole = model.attention(x)
@@ -271,7 +222,7 @@ def test_functional_draws_on_the_stream_and_on_split_features_are_told_apart():
     stream, features = torch.ones(4, 8, 6), torch.ones(4, 8, 20)
 
     def run(narrow: dict, stream: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        model, key = _keyed(nn.Sequential(Feed()))
+        model, key = keyed(nn.Sequential(Feed()))
         if narrow:
             key.narrow("0", **narrow)
         key.begin(1, IDS)
@@ -311,222 +262,23 @@ def test_a_recompute_draws_the_same_bits_again(with_contexts):
             return x
 
     x = torch.randn(4, 6, 8)
-    plain, plain_key = _keyed(Recomputes(with_contexts, False))
-    again, again_key = _keyed(Recomputes(with_contexts, True))
+    plain, plain_key = keyed(Recomputes(with_contexts, False))
+    again, again_key = keyed(Recomputes(with_contexts, True))
     again.key = again_key
     for step in (1, 2, 3):  # the first finds out, the later ones know
-        expected = _gradients(plain, _run(plain, plain_key, x, step=step))
-        output = _run(again, again_key, x, step=step)
+        expected = gradients(plain, run(plain, plain_key, x, step=step))
+        output = run(again, again_key, x, step=step)
         if with_contexts:
             again_key.begin(9, [100])  # as in a pipeline: the next microbatch begins before this one's backward
-        assert all(map(torch.equal, _gradients(again, output), expected)), step
+        assert all(map(torch.equal, gradients(again, output), expected)), step
 
 
 def test_a_model_of_modules_runs_without_the_mode():
-    model, key = _keyed(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Sequential(nn.ReLU())))
+    model, key = keyed(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Sequential(nn.ReLU())))
     x = torch.randn(4, 8)
-    first = _run(model, key, x)
-    assert torch.equal(_run(model, key, x), first)
+    first = run(model, key, x)
+    assert torch.equal(run(model, key, x), first)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     key.begin(1, IDS)
     with key.drawing():
         assert torch._C._len_torch_function_stack() == 0
-
-
-@pytest.mark.parametrize(
-    ("draw", "name"),
-    [
-        (lambda x: x + torch.rand_like(x), "torch.rand_like"),
-        (lambda x: x + torch.randn(x.shape), "torch.randn"),
-        (lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)), "torch.bernoulli"),
-        (lambda x: x + torch.empty_like(x).normal_(), "torch.Tensor.normal_"),
-        (lambda x: x + torch.randint(3, (1,)), "torch.randint"),
-        (lambda x: x[torch.multinomial(torch.ones(4), 4)], "torch.multinomial"),
-        (lambda x: F.rrelu(x, training=True), "torch.nn.functional.rrelu"),
-        (lambda x: F.gumbel_softmax(x), "torch.nn.functional.gumbel_softmax"),
-        (lambda x: x + torch.normal(0.0, 1.0, (1,), generator=torch.Generator().manual_seed(0)), "torch.normal"),
-    ],
-)
-def test_other_randomness_is_named_with_its_module(draw, name):
-    class Draws(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return draw(x)
-
-    model, key = _keyed(nn.Sequential(nn.Linear(8, 8), Draws()))
-    _run(model, key, torch.randn(4, 8))
-    assert key.foreign_draws() == [f"{name} in module '1'"]
-
-
-@pytest.mark.parametrize(
-    "passes",
-    [
-        lambda x: x if torch.rand([]) < 0.0 else x + 1,
-        lambda x: x if torch.rand(()) >= 0.0 else x + 1,
-        lambda x: x if torch.rand(1).to(x.device) > 1 else x + 1,
-        lambda x: x if torch.rand_like(x).le(torch.tensor(-0.5)).any() else x + 1,
-        lambda x: x[torch.randn(3).shape[0] :],
-    ],
-)
-def test_draws_that_decide_nothing_are_not_held_against_a_model(passes):
-    """LayerDrop at zero draws for every layer and skips none: OPT, BART and Whisper of Hugging Face were refused for it."""
-
-    class Draws(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return passes(x)
-
-    model, key = _keyed(nn.Sequential(nn.Linear(8, 8), Draws()))
-    for _ in range(3):
-        _run(model, key, torch.randn(4, 8))
-    assert not key.foreign_draws() and key.draws_unused
-
-
-@pytest.mark.parametrize(
-    "passes",
-    [
-        lambda x: x if torch.rand([]) < 0.1 else x + 1,
-        lambda x: x if torch.rand([]) <= 0.0 else x + 1,
-        lambda x: x if torch.rand([]) > 0.0 else x + 1,
-        lambda x: x if torch.randn([]) < 0.0 else x + 1,
-        lambda x: x * float(torch.rand([])),
-        lambda x: x * torch.rand([]).item(),
-        lambda x: x * torch.rand(2).tolist()[0],
-        lambda x: x * torch.rand(2).numpy()[0],
-        lambda x: [x, x + 1][torch.randint(2, ())],
-        lambda x: [x, x + 1][int(torch.randint(2, ()))],
-        lambda x: x if torch.randint(2, ()) else x + 1,
-        lambda x: (x, torch.rand(4)),
-        lambda x: x + torch.rand(4, 8).clone(),
-        lambda x: x + torch.rand(8)[0],
-    ],
-)
-def test_draws_that_decide_something_are(passes):
-    class Draws(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return passes(x)
-
-    model, key = _keyed(nn.Sequential(nn.Linear(8, 8), Draws()))
-    _run(model, key, torch.randn(4, 8))
-    assert len(key.foreign_draws()) == 1 and "in module '1'" in key.foreign_draws()[0]
-
-
-@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's random"), (np.random.rand, "numpy.random")])
-def test_other_generators_are_noticed(draw, name):
-    class Draws(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * draw()
-
-    model, key = _keyed(Draws())
-    _run(model, key, torch.randn(4, 8))
-    assert key.foreign_draws() == [f"{name} in the forward pass"]
-
-
-def test_a_model_that_begins_to_draw_later_is_noticed_and_keyed_from_then_on():
-    class Late(nn.Module):
-        p = 0.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x, self.p, self.training)
-
-    model, key = _keyed(Late())
-    x = torch.ones(4, 64)
-    _run(model, key, x)
-    assert not key.foreign_draws()
-    model.p = 0.5
-    _run(model, key, x)
-    assert "later forward pass" in key.foreign_draws()[0]
-    assert torch.equal(_run(model, key, x), _run(model, key, x))
-
-
-@pytest.mark.timeout(300)
-def _harmless(x: Tensor) -> Tensor:
-    return x if torch.rand([]) < 0.0 else x + 1
-
-
-@pytest.mark.parametrize(
-    ("first", "begins"),
-    [
-        (_harmless, lambda x: F.dropout(x, 0.5)),
-        (_harmless, lambda x: x + torch.randn(64)),
-        (_harmless, lambda x: torch.rrelu(-x, training=True)),
-        (lambda x: F.dropout(x, 0.5), lambda x: x + torch.randn(64)),
-        (lambda x: F.dropout(x, 0.5), lambda x: torch.rrelu(-x, training=True)),
-    ],
-)
-def test_a_model_that_draws_already_is_noticed_when_it_begins_to_draw_more(first, begins):
-    """One harmless draw, or one keyed dropout, and nobody looked any more."""
-
-    class Late(nn.Module):
-        is_late = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = first(x)
-            return begins(x) if self.is_late else x
-
-    model, key = _keyed(Late())
-    for _ in range(3):
-        _run(model, key, torch.ones(4, 64))
-    assert not key.foreign_draws()
-    model.is_late = True
-    _run(model, key, torch.ones(4, 64))
-    assert len(key.foreign_draws()) == 1
-
-
-def test_a_compiled_models_functional_draws_are_called_foreign():
-    model, key = _keyed(Net())
-    model.compile(backend="aot_eager")
-    x = torch.randn(4, 6, 8)
-    for _ in range(2):
-        _run(model, key, x)
-    assert any(
-        "torch.nn.functional.dropout in module 'first'" in name and "compiled" in name for name in key.foreign_draws()
-    )
-
-
-@pytest.mark.timeout(300)
-def test_a_compiled_model_of_modules_stays_keyed():
-    class Modules(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.dropout = nn.Dropout(0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.dropout(self.linear(x))
-
-    model, key = _keyed(Modules())
-    x = torch.randn(4, 8)
-    expected = _run(model, key, x)
-    model.compile(backend="aot_eager", fullgraph=True)
-    again = apply_keyed_dropout(model, 0)
-    for _ in range(2):
-        assert torch.equal(_run(model, again, x), expected)
-    assert not again.foreign_draws()
-
-
-def test_dropping_before_begin_is_refused():
-    model, key = _keyed(Net())
-    with pytest.raises(RunError, match="before begin"), key.drawing():
-        model(torch.randn(4, 6, 8))
-    _run(model, key, torch.randn(4, 6, 8))  # and the failure left nothing behind
-    assert len(model._forward_pre_hooks) == 1
-
-
-def test_four_dims_where_only_the_sequence_is_cut_are_refused():
-    class Drops(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x, 0.5)
-
-    model, key = _keyed(nn.Sequential(Drops()))
-    key.narrow("0", (Window(1, (0,), 2),))
-    with pytest.raises(RunError, match=r"\(4, 3, 2, 5\) where the sequence is cut"):
-        _run(model, key, torch.ones(4, 3, 2, 5))
-
-
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_layers_own_dropout_is_named_as_what_draws(layer):
-    model = nn.Sequential(layer(3, 4, num_layers=2, batch_first=True, dropout=0.5))
-    key = apply_keyed_dropout(model, 0)
-    key.begin(0, np.arange(2))
-    with key.drawing():
-        model(torch.ones(2, 5, 3))
-    assert key.foreign_draws() == [f"nn.{layer.__name__}(dropout=...) in module '0'"]
