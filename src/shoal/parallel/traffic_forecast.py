@@ -38,7 +38,7 @@ class StepShape:
     """What the step's own small sums depend on."""
 
     has_piggyback: bool
-    """The loss and the wish to stop ride with the gradients."""
+    """The loss and the request to stop are piggybacked on the gradients."""
     exact_norm: bool
     """The norm comes from float64 sums per row, because gradients are clipped by it."""
     counts_weight: bool
@@ -107,7 +107,7 @@ def _gradients(
 
 
 def _small_sums(plan: Plan, mesh: Mesh, layout: ModelLayout, step: StepShape) -> TrafficCounts:
-    """The norm, the loss with the wish to stop, and the weight of the global batch."""
+    """The norm, the loss with the request to stop, and the weight of the global batch."""
     accounts: list[TrafficCounts] = []
     cuts = bool(layout.placements) or plan.zero > 0 or mesh.has(Axis.PIPELINE)
     if cuts:

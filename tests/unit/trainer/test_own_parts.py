@@ -104,12 +104,12 @@ def ask(model="fits", loss="mean", widths="[6]", plan="dp=2", train="", own=None
         ({"model": "lazy"}, r"model.build = 'tried_parts:lazy': layer '1' is a LazyLinear, .* nn.Linear\(...\)"),
         (
             {"model": "classes"},
-            r"the loss failed: IndexError: Target 2 .*put out \(\d, 2\) float32 and the targets are",
+            r"the loss failed: IndexError: Target 2 .*output is \(\d, 2\) float32 and the targets are",
         ),
         ({"model": "frozen"}, "depends on no parameter .*already the model's output does not"),
         ({"loss": "detached"}, "depends on no parameter .*output depends on parameters and the loss does not"),
         ({"loss": "leaf"}, "depends on no parameter"),
-        ({"loss": "asserts"}, "the loss failed: AssertionError: never; the model put out"),
+        ({"loss": "asserts"}, "the loss failed: AssertionError: never; the model's output is"),
         ({"loss": "rows_of"}, r"the loss returned \(4,\) float32; it must return one number"),
     ],
 )
