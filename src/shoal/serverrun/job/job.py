@@ -38,7 +38,7 @@ from shoal.launch.jobdirectory import JobDirectory, sweep_job_directories
 from shoal.launch.process import Process
 from shoal.launch.procfs import peak_resident_bytes, process_state
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt
-from shoal.serverrun.job.processes import Notifier, Place, Spawner, describe_end, make_places
+from shoal.serverrun.job.processes import JobMember, Notifier, Spawner, describe_end, make_members
 from shoal.serverrun.notices import Notices
 from shoal.telemetry.display import Display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading
@@ -50,7 +50,7 @@ _STACK_SECONDS = 0.5
 _LAST_SECONDS = 10.0
 """How long the others have to end when a server has seen the last checkpoint written."""
 _FUTILE_DEATHS = 5
-"""Deaths of one place in a row, without a step between them, after which starting again is no cure."""
+"""Deaths of one member in a row, without a step between them, after which starting again is no cure."""
 _TAIL_LINES = 15
 _HEADING = re.compile(r"^--- .*, instance \S+ ---$", re.MULTILINE)
 """What stands in a log before the words of each process."""
@@ -104,7 +104,7 @@ class Job:
 
     def __init__(self, request: JobRequest) -> None:
         self._request = request
-        self._places = make_places(
+        self._members = make_members(
             num_servers=request.num_servers,
             num_workers=request.num_workers,
             ranks_per_worker=request.ranks_per_worker,
@@ -112,11 +112,11 @@ class Job:
         )
         sweep_job_directories()
         self._folder = JobDirectory()
-        self._board = StatusBoard.create(len(self._places))
+        self._board = StatusBoard.create(len(self._members))
         self._spawner = Spawner(self._environment(), descriptors=(self._board.fd,))
         self._node = Node(instance_id=new_instance_id(), operations=OPERATIONS, arena_dir=self._folder.path)
         self._notifier = Notifier(self._node, find=lambda: read_center(self._folder.path / "lease"))
-        self._ended: asyncio.Queue[tuple[Place, str]] = asyncio.Queue()
+        self._ended: asyncio.Queue[tuple[JobMember, str]] = asyncio.Queue()
         """Who ended, under which instance."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch = None if request.deadlines is None else HangWatch(request.deadlines)
@@ -140,9 +140,9 @@ class Job:
             self._begin(self._notifier.run())
             if self._request.resume:
                 self._begin(self._say_where_from())
-            for place in self._places:
-                if place is place.leader:
-                    self._begin(self._start(place))
+            for member in self._members:
+                if member is member.leader:
+                    self._begin(self._start(member))
             while not self._is_over():
                 await self._turn()
             await self._kill_all()
@@ -177,15 +177,15 @@ class Job:
     def _is_over(self) -> bool:
         if self._failure is not None or time.monotonic() > self._last_until:
             return True
-        return all(place.is_done for place in self._places if place.role != "center")
+        return all(member.is_done for member in self._members if member.role != "center")
 
     async def _turn(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
-                place, instance_id = await self._ended.get()
+                member, instance_id = await self._ended.get()
             # One whose group was ended meanwhile has been spoken for.
-            if instance_id == place.instance_id:
-                self._take_end(place)
+            if instance_id == member.instance_id:
+                self._take_end(member)
         self._spawner.look()
         states = self._states()
         self._step = max(self._step, *(int(state.metrics.get("step", 0)) for state in states))
@@ -209,37 +209,41 @@ class Job:
             self._request.display.message(line)
 
     def _measure(self) -> None:
-        for place in self._places:
-            if place.process is not None and place.process.exit_code is None:
-                place.peak_rss_bytes = max(place.peak_rss_bytes, peak_resident_bytes(place.process.pid))
+        for member in self._members:
+            if member.process is not None and member.process.exit_code is None:
+                member.peak_rss_bytes = max(member.peak_rss_bytes, peak_resident_bytes(member.process.pid))
 
     def _end_silent(self) -> None:
         """End a rank of a group that is stopped or hangs: its leader waits for it, and nobody else hears of it."""
         seconds = self._request.dead_seconds
-        for place in self._places:
-            if place is place.leader or place.process is None or not place.is_running:
+        for member in self._members:
+            if member is member.leader or member.process is None or not member.is_running:
                 continue
-            rank_status, pid = self._board.of_rank(place.rank), place.process.pid
+            rank_status, pid = self._board.of_rank(member.rank), member.process.pid
             # Twice: between two words of the first look the status may be a new process's, which beats before it signs.
             if _is_silent(rank_status.read(), pid, seconds) and _is_silent(rank_status.read(), pid, seconds):
-                self._request.display.message(f"{place.name} (process {pid}) is silent for {seconds:g} s; it is killed")
-                place.process.kill()
+                self._request.display.message(
+                    f"{member.name} (process {pid}) is silent for {seconds:g} s; it is killed"
+                )
+                member.process.kill()
 
     def _end_hanging(self, watch: HangWatch, states: Sequence[StatusReading]) -> None:
         """End a server or a worker that holds the run up for longer than a deadline, after it was asked for its stack."""
         self._next_look = time.monotonic() + _HANG_SECONDS
-        members = [
-            Member(state=state, pid=place.process.pid, has_phases=place.role != "server")
+        watched = [
+            Member(state=state, pid=member.process.pid, has_phases=member.role != "server")
             for state in states
-            if (place := self._places[state.rank]).role != "center" and place.process is not None and place.is_running
+            if (member := self._members[state.rank]).role != "center"
+            and member.process is not None
+            and member.is_running
         ]
         # While it stops, or ends, there is another deadline.
         is_ending = bool(self._signals) or self._last_until < float("inf")
-        hang = None if is_ending else watch.look(members, now=time.monotonic())
-        process = None if hang is None else self._places[hang.rank].process
+        hang = None if is_ending else watch.look(watched, now=time.monotonic())
+        process = None if hang is None else self._members[hang.rank].process
         if hang is None or process is None:
             return
-        name, is_stopped = self._places[hang.rank].name, process_state(process.pid) in ("T", "t")
+        name, is_stopped = self._members[hang.rank].name, process_state(process.pid) in ("T", "t")
         advice = f"look for its stacks in {self._log(hang.rank)}; if it was only slow, raise the deadlines of [elastic]"
         more = "the process is stopped" if is_stopped else advice
         self._request.display.message(f"{name} (process {process.pid}) is killed: {hang.reason}; {more}")
@@ -274,32 +278,32 @@ class Job:
         if error is not None and self._failure is None:
             self._failure = (EXIT_NO, f"{type(error).__name__}: {error}")
 
-    async def _start(self, leader: Place) -> None:
+    async def _start(self, leader: JobMember) -> None:
         """Start a leader and its group, after what is left of the one before has ended."""
         async with leader.starting:
             await self._end_processes(leader.group)
             instance_id = new_instance_id()
-            for place in leader.group:
-                place.process, place.is_done, place.instance_id = None, False, instance_id
-            for place in leader.group:
-                place.process = await self._spawn(place, instance_id)
+            for member in leader.group:
+                member.process, member.is_done, member.instance_id = None, False, instance_id
+            for member in leader.group:
+                member.process = await self._spawn(member, instance_id)
 
-    async def _spawn(self, place: Place, instance_id: str) -> Process:
-        log = self._log(place.rank)
+    async def _spawn(self, member: JobMember, instance_id: str) -> Process:
+        log = self._log(member.rank)
         with log.open("ab", buffering=0) as file:
-            file.write(f"--- {place.name}, instance {instance_id} ---\n".encode())  # as _HEADING has it
-        arguments = [place.role, "--name", place.name, "--rank", str(place.rank), "--ranks", str(len(self._places))]
+            file.write(f"--- {member.name}, instance {instance_id} ---\n".encode())  # as _HEADING has it
+        arguments = [member.role, "--name", member.name, "--rank", str(member.rank), "--ranks", str(len(self._members))]
         arguments += ["--instance-id", instance_id, "--folder", str(self._folder.path)]
         arguments += ["--run-dir", str(self._request.run_dir)]
-        arguments += ["--group-rank", str(place.group_rank)] if place.group_rank else []
+        arguments += ["--group-rank", str(member.group_rank)] if member.group_rank else []
         return await self._spawner.start(
-            "shoal.serverrun.center" if place.role == "center" else self._request.member_module,
+            "shoal.serverrun.center" if member.role == "center" else self._request.member_module,
             [*arguments, *(["--resume"] if self._request.resume or self._num_deaths else [])],
-            name=place.name,
+            name=member.name,
             log=log,
-            on_end=lambda: self._ended.put_nowait((place, instance_id)),
+            on_end=lambda: self._ended.put_nowait((member, instance_id)),
             # A center needs no torch; the first ones are there before the fork server has imported it.
-            is_forked=place.role != "center" or self._num_deaths > 0,
+            is_forked=member.role != "center" or self._num_deaths > 0,
         )
 
     def _log(self, rank: int) -> Path:
@@ -309,17 +313,17 @@ class Job:
 
     # -- ending -----------------------------------------------------------------------------------------------------------------
 
-    def _take_end(self, place: Place) -> None:
-        assert place.process is not None and place.process.exit_code is not None
-        is_done, leader = self._has_finished(place), place.leader
+    def _take_end(self, member: JobMember) -> None:
+        assert member.process is not None and member.process.exit_code is not None
+        is_done, leader = self._has_finished(member), member.leader
         if is_done or self._last_until < float("inf"):
-            self._take_done(place, is_done=is_done)
+            self._take_done(member, is_done=is_done)
             return
-        place, process = self._culprit(place)
+        member, process = self._culprit(member)
         code = process.exit_code
         if code == EXIT_WRONG_REQUEST:
             # A run that has made a step was right in the beginning; what it has written is not to be taken for nothing.
-            self._failure = (EXIT_NO if self._step else EXIT_WRONG_REQUEST, self._tail(place.rank))
+            self._failure = (EXIT_NO if self._step else EXIT_WRONG_REQUEST, self._tail(member.rank))
             return
         self._num_deaths += 1
         how = describe_end(code)
@@ -331,14 +335,14 @@ class Job:
         leader.futile_deaths = leader.futile_deaths + 1 if is_futile else 1
         leader.step_at_death = self._step
         if leader.futile_deaths >= _FUTILE_DEATHS or self._num_deaths > self._request.max_respawns:
-            log = f"its log: {self._log(place.rank)}"
+            log = f"its log: {self._log(member.rank)}"
             self._failure = (
                 EXIT_NO,
-                "\n".join(filter(None, (self._too_many(place, how), self._tail(place.rank), log))),
+                "\n".join(filter(None, (self._too_many(member, how), self._tail(member.rank), log))),
             )
             return
-        message = f"{place.name} (process {process.pid}) died: {how}"
-        if self._signals and place.role == "worker":
+        message = f"{member.name} (process {process.pid}) died: {how}"
+        if self._signals and member.role == "worker":
             self._request.display.message(message)
             for other in leader.group:
                 other.is_done = True
@@ -346,53 +350,53 @@ class Job:
             return
         whole = "" if len(leader.group) == 1 else f"{leader.name} with its {len(leader.group)} ranks"
         back = ""
-        if place.role == "server" and not self._request.has_backups:
+        if member.role == "server" and not self._request.has_backups:
             back = ", and everybody goes back to the newest checkpoint, or to step 0 where there is none: backup=0"
         self._request.display.message(f"{message}; {whole or 'it'} is started again{back}")
         self._begin(self._start(leader))
-        if place.role == "server":
+        if member.role == "server":
             self._recall_workers()
 
-    def _has_finished(self, place: Place) -> bool:
+    def _has_finished(self, member: JobMember) -> bool:
         """Whether a process that has ended did what it was for: it says so itself, on the board (``serverrun/process.py``)."""
-        state, process = self._board.of_rank(place.rank).read(), place.process
+        state, process = self._board.of_rank(member.rank).read(), member.process
         has_said = process is not None and state.pid == process.pid and state.final_status == "completed"
         return has_said and process is not None and process.exit_code == EXIT_DONE
 
-    def _culprit(self, place: Place) -> tuple[Place, Process]:
+    def _culprit(self, member: JobMember) -> tuple[JobMember, Process]:
         """Of a group whose end was seen in one of its ranks, the one to blame, and its process: the others end because of it."""
-        assert place.process is not None
-        for other in place.group:
+        assert member.process is not None
+        for other in member.group:
             code = None if other.process is None else other.process.exit_code
             left = code == EXIT_DONE and not self._has_finished(other)
             if other.process is not None and code is not None and (code < 0 or code == EXIT_WRONG_REQUEST or left):
                 return other, other.process
-        return place, place.process
+        return member, member.process
 
-    def _take_done(self, place: Place, *, is_done: bool) -> None:
+    def _take_done(self, member: JobMember, *, is_done: bool) -> None:
         """A process ended in order, or at a time when nobody is started again."""
-        if place is place.leader:
-            for other in place.group:
+        if member is member.leader:
+            for other in member.group:
                 other.is_done = True
-        if is_done and place.role == "server":
+        if is_done and member.role == "server":
             self._last_until = min(self._last_until, time.monotonic() + _LAST_SECONDS)
 
-    def _too_many(self, place: Place, how: str) -> str:
+    def _too_many(self, member: JobMember, how: str) -> str:
         if self._num_deaths > self._request.max_respawns:
             most = self._request.max_respawns
-            return f"{self._num_deaths} processes died, and paramserver.max_respawns is {most}; {place.name} was the last: {how}"
-        times = place.leader.futile_deaths
-        return f"{place.name} died {times} times in a row without a step between, the last time: {how}"
+            return f"{self._num_deaths} processes died, and paramserver.max_respawns is {most}; {member.name} was the last: {how}"
+        times = member.leader.futile_deaths
+        return f"{member.name} died {times} times in a row without a step between, the last time: {how}"
 
     def _recall_workers(self) -> None:
         """A worker that found nothing more to do may be needed again: without a backup the death of a server undoes work."""
-        for place in self._places:
-            if place.role == "worker" and place is place.leader and place.is_done:
-                self._begin(self._start(place))
+        for member in self._members:
+            if member.role == "worker" and member is member.leader and member.is_done:
+                self._begin(self._start(member))
 
     async def _close(self, arguments: list[str]) -> None:
         """Let a process load what was written last and say how the run went."""
-        rank = len(self._places)
+        rank = len(self._members)
         ended = asyncio.Event()
         num_signals = len(self._signals)
         process = await self._spawner.start(
@@ -418,10 +422,10 @@ class Job:
         return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
     async def _kill_all(self) -> None:
-        await self._end_processes(self._places)
+        await self._end_processes(self._members)
 
-    async def _end_processes(self, places: Sequence[Place]) -> None:
-        await self._spawner.end(place.process for place in places if place.process is not None)
+    async def _end_processes(self, members: Sequence[JobMember]) -> None:
+        await self._spawner.end(member.process for member in members if member.process is not None)
 
     def _end(self) -> JobResult:
         code, cause = self._failure or (EXIT_DONE, "")
@@ -431,7 +435,7 @@ class Job:
             signal=self._signals[0] if self._signals else None,
             step=self._step,
             num_deaths=self._num_deaths,
-            peak_rss_bytes=tuple(place.peak_rss_bytes for place in self._places if place.role != "center"),
+            peak_rss_bytes=tuple(member.peak_rss_bytes for member in self._members if member.role != "center"),
         )
 
 

@@ -1,4 +1,4 @@
-"""The processes of a job with parameter servers: a place for each rank, starting them, and telling the center of their ends.
+"""The processes of a job with parameter servers: a member for each rank, starting them, and telling the center of their ends.
 
 No torch. Every process is this one's own child (``launch/supervisor.py``): it is seen to die at once, with its exit code, and
 it dies with this one.
@@ -96,14 +96,14 @@ class Spawner:
 
 
 @dataclass(eq=False)
-class Place:
+class JobMember:
     """One rank: its process now, and what became of those before."""
 
     rank: int
     role: str
     name: str
     group_rank: int = 0
-    group: "list[Place]" = field(default_factory=list)
+    group: "list[JobMember]" = field(default_factory=list)
     """The ranks that live and die with it, itself among them, the leader first."""
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of a leader: one start of its group at a time."""
@@ -115,7 +115,7 @@ class Place:
     peak_rss_bytes: int = 0
 
     @property
-    def leader(self) -> "Place":
+    def leader(self) -> "JobMember":
         """Whom others take for all of the group."""
         return self.group[0]
 
@@ -125,20 +125,20 @@ class Place:
         return self.process is not None and self.process.is_running
 
 
-def make_places(*, num_servers: int, num_workers: int, ranks_per_worker: int, num_centers: int) -> list[Place]:
+def make_members(*, num_servers: int, num_workers: int, ranks_per_worker: int, num_centers: int) -> list[JobMember]:
     """Every rank, in order."""
     groups = [[f"server-{index}"] for index in range(num_servers)]
     for index in range(num_workers):
         groups.append([f"worker-{index}", *(f"worker-{index}.{rank}" for rank in range(1, ranks_per_worker))])
     groups += [[f"center-{index}"] for index in range(num_centers)]
-    places: list[Place] = []
+    members: list[JobMember] = []
     for names in groups:
-        group: list[Place] = []
+        group: list[JobMember] = []
         for group_rank, name in enumerate(names):
             role = name.partition("-")[0]
-            group.append(Place(rank=len(places), role=role, name=name, group_rank=group_rank, group=group))
-            places.append(group[-1])
-    return places
+            group.append(JobMember(rank=len(members), role=role, name=name, group_rank=group_rank, group=group))
+            members.append(group[-1])
+    return members
 
 
 def describe_end(code: int | None) -> str:
@@ -204,5 +204,5 @@ class Notifier:
         except WireError:
             await asyncio.sleep(_FIND_SECONDS / 2)
             return
-        # Not by place: more may have been told of meanwhile.
+        # Not by its position: more may have been told of meanwhile.
         self._untold = [other for other in self._untold if other is not message]

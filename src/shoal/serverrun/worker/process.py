@@ -5,6 +5,7 @@ It holds nothing that matters. Killed, it is replaced by another; taken for dead
 name and goes on.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from shoal.paramserver.config import group_plan, pulls_ahead
 from shoal.paramserver.consistency import is_share_of_step
 from shoal.paramserver.contact import Evicted
 from shoal.paramserver.sharding import Model, cut_for
-from shoal.paramserver.worker.client import LoopThread, RunOver
+from shoal.paramserver.worker.client import RunOver
 from shoal.paramserver.worker.flat import (
     FlatModel,
     FlatParameters,
@@ -54,7 +55,7 @@ def work(
     """
     torch.set_num_threads(spec.threads)
     rank_status = attach_status(spec)
-    with Heartbeat(rank_status) if rank_status is not None else LoopThread("idle"):
+    with Heartbeat(rank_status) if rank_status is not None else contextlib.nullcontext():
         if spec.group_rank:
             serve_group(spec, rank_status)
             return ""
