@@ -161,6 +161,11 @@ class Trainer:
             raise RequestError(
                 f"{run_dir} holds the checkpoints of a run; pass resume=True to go on, or use another run_dir"
             )
+        counted, found = self.setup.train_samples, len(self.data.train)
+        if counted != found:
+            self.reporter.warn(
+                f"the training split had {counted} samples when this run was planned, and has {found} now"
+            )
 
     def _resume(self) -> None:
         restored = self.persistence.restore(self._state_at)
