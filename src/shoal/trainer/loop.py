@@ -161,8 +161,7 @@ class Trainer:
             raise RequestError(
                 f"{run_dir} holds the checkpoints of a run; pass resume=True to go on, or use another run_dir"
             )
-        counted, found = self.setup.train_samples, len(self.data.train)
-        if counted != found:
+        if (found := len(self.data.train)) != (counted := self.setup.train_samples):
             self.reporter.warn(
                 f"the training split had {counted} samples when this run was planned, and has {found} now"
             )
@@ -262,14 +261,9 @@ class Trainer:
         source = getattr(self.data, split)
         if source is None or len(source) == 0:
             return None
-        step = self.progress.step
-        found = self.engine.evaluate(
-            source,
-            split=split,
-            batch=self.eval_config.batch or self.setup.micro_batch,
-            limit=self.eval_config.samples if limit is None else limit,
-            step=step,
-        )
+        step, batch = self.progress.step, self.eval_config.batch or self.setup.micro_batch
+        limit = self.eval_config.samples if limit is None else limit
+        found = self.engine.evaluate(source, split=split, batch=batch, limit=limit, step=step)
         self.reporter.evaluated(
             Evaluated(
                 step=step,
