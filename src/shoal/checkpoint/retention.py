@@ -70,7 +70,7 @@ def expire(root: Path, *, newest: int, keep: int, keep_every: int | None, good: 
 def set_aside(root: Path, steps: Iterable[int]) -> list[int]:
     """Take the committed name from checkpoints that nobody should go on from; the steps of those that had it.
 
-    They stay whole, for whoever looks for the cause, until the same step is set aside anew.
+    They stay whole, for people who look for the cause, until the same step is set aside anew.
 
     Raises:
         OSError: the disk refused.

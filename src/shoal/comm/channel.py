@@ -1,8 +1,9 @@
 """The collectives that techniques are written in: one channel per axis of the mesh.
 
-A channel checks, counts and keeps the words of this project; a transport moves the bytes. Where every rank of an axis is on this
-machine that is shared memory (``shared.py``), which adds in the order of ranks and is several times faster than gloo; everywhere
-else it is a torch process group. Counts may differ from rank to rank, which torch's own reduce-scatter and all-gather refuse.
+A channel checks the arguments and counts the traffic; a transport moves the bytes. Where every rank of an axis is on this
+machine that is shared memory (``shared.py``), which adds in the order of ranks and is several times faster than gloo;
+everywhere else it is a torch process group. Counts may differ from rank to rank, which torch's own reduce-scatter and
+all-gather refuse.
 
 The counted bytes are those of the whole tensor for reductions and all_gather, and of what was sent for the others.
 """
@@ -29,9 +30,8 @@ class PeerLost(RunError):
         """The ranks of the run that were lost."""
 
 
-# Of this thread: another one may be saving a checkpoint.
 _is_silent = False
-"""Of this process. Not a ``ContextVar``, which a compiled model cannot read; one thread computes."""
+"""Of this process, in which one thread computes. Not a ``ContextVar``, which a compiled model cannot read."""
 
 
 @contextmanager

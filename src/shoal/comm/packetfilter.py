@@ -36,7 +36,7 @@ def drop_everybody(descriptor: int) -> None:
 
 
 def drop_addresses(descriptor: int, addresses: Sequence[str]) -> None:
-    """Let nobody connect who has one of these IPv4 addresses, at most ``MOST_ADDRESSES``; with none, everybody may again."""
+    """Refuse connections from these IPv4 addresses, at most ``MOST_ADDRESSES``; with none, every address may connect again."""
     if not addresses:
         with borrowed_socket(descriptor) as borrowed, contextlib.suppress(OSError):
             borrowed.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
@@ -50,7 +50,7 @@ def drop_addresses(descriptor: int, addresses: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def borrowed_socket(descriptor: int) -> Iterator[socket.socket]:
-    """A socket object over a descriptor that somebody else closes.
+    """A socket object over a descriptor whose owner closes it.
 
     Raises:
         OSError: it is not a socket (any more).

@@ -26,7 +26,7 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 
     Args:
         expected_parent: pid of the process that started this one. A parent that died before this call can only be noticed by
-            comparing, so give it where it is known; None trusts whoever is the parent now.
+            comparing, so give it where it is known; None trusts the present parent.
 
     Raises:
         RunError: the kernel refused.

@@ -86,7 +86,7 @@ class GroupMemory:
         return self.bytes[start : start + self.slot_bytes].view(dtype)
 
     def close(self) -> None:
-        """Unmap. Whoever took a slot has let go of it."""
+        """Unmap the memory. Every slot that was taken must have been released."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self._release()
 

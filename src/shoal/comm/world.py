@@ -112,6 +112,6 @@ def join_world(
 
 @functools.cache
 def _launchers_store(timeout: timedelta) -> Store:
-    """The store of whoever launched this process; one for all its life, because rank 0 may be the one that serves it."""
+    """The store of this process's launcher; one for all its life, because rank 0 may be the one that serves it."""
     store: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
     return store

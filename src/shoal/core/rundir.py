@@ -114,7 +114,7 @@ def withheld(readers: Readers) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put a text into a file in one piece: whoever reads it, or kills this process, finds the old text or the new one."""
+    """Write a text to a file in one piece: a reader, also after a kill of this process, finds the old text or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text)
     os.replace(beside, path)

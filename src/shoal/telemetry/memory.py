@@ -169,7 +169,7 @@ def table(measured: MemoryBreakdown, largest: list[TensorSize]) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True when an exception means that memory ran out, whoever raised it."""
+    """True when an exception means that memory ran out, whatever raised it."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError | OSError) and tells_of_memory(str(error))

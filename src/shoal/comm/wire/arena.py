@@ -1,6 +1,6 @@
 """Payloads in memory that processes of one machine share: the bytes are put there once, and only their place crosses.
 
-An arena is a file in a folder in memory (under /dev/shm), mapped by its owner and by whoever is sent a place in it. It holds one
+An arena is a file in a folder in memory (under /dev/shm), mapped by its owner and by every process that is sent a place in it. It holds one
 payload at a time, and the rules that make that safe are few:
 
 - A payload is **lent** to the receiver until the receiver says that nothing there refers to it any more. Only then is the arena
@@ -9,7 +9,7 @@ payload at a time, and the rules that make that safe are few:
   never used again. Who has mapped it keeps what was in it; who has not finds nothing. Nobody ever reads bytes of another message.
 - The owner holds a lock on each file, which the kernel frees with the process: ``sweep_arenas`` removes files that nobody locks.
 
-Where memory is short, the folder is missing, or somebody asked for encryption, payloads cross inside their messages, as they do
+Where memory is short, the folder is missing, or encryption was asked for, payloads cross inside their messages, as they do
 between machines.
 """
 

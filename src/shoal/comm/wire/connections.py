@@ -60,7 +60,7 @@ class ConnectionTable:
 
     Args:
         limits: see there.
-        trusted_after: seconds after which a silent connection is somebody with a key.
+        trusted_after: seconds after which a silent connection counts as a client with a key.
     """
 
     def __init__(self, limits: Limits, *, trusted_after: float) -> None:
@@ -74,7 +74,7 @@ class ConnectionTable:
         self._banned: dict[str, float] = {}
 
     def add(self, descriptor: int, peer: Peer | None, now: float) -> list[tuple[int, Peer]]:
-        """Somebody connected; who has to go for it. None is one that has gone again already, of which ``remove`` will tell."""
+        """Add a connection; returns those that must be closed for it. A peer of None has gone already, and ``remove`` will follow."""
         self._num_connected += 1
         self._forget(descriptor)
         if peer is None:
@@ -96,7 +96,7 @@ class ConnectionTable:
         self._forget(descriptor)
 
     def authenticate(self, descriptor: int) -> None:
-        """Somebody said something that only one with a key can say."""
+        """A connection sent a message, which only a client with a key can do."""
         self._forget(descriptor)
 
     def close_all(self, now: float) -> list[tuple[int, Peer]]:
@@ -192,7 +192,7 @@ class ConnectionLimit:
         self._thread.start()
 
     def note_spoken(self, frame: zmq.Frame) -> None:
-        """A message came, so whoever sent it has a key; called on the thread of the event loop."""
+        """Note that a message came, so that its sender has a key; called on the thread of the event loop."""
         if self._table.num_waiting:
             with self._lock:
                 self._table.authenticate(int(frame.get(zmq.SRCFD)))
@@ -206,7 +206,7 @@ class ConnectionLimit:
         # A context that ends before ``stop`` ends this too.
         with self._monitor, contextlib.suppress(zmq.ContextTerminated):
             while True:
-                # While somebody is dropped, time alone can change that.
+                # While an address is dropped, time alone can change that.
                 if not self._dropped or self._monitor.poll(round(BANNED_SECONDS * 1000)):
                     found = parse_monitor_message(self._monitor.recv_multipart())
                     if found["event"] == zmq.EVENT_MONITOR_STOPPED:

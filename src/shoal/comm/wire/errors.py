@@ -70,8 +70,8 @@ DROPPED = (
     "payload",  # the bytes are not those that dtype and shape ask for
     "place",  # a place in shared memory that does not exist, is not the sender's, or does not hold the payload
     "corrupt",  # the checksum differs
-    "stale",  # sent under an epoch that is over, by somebody who does not belong to the one of now
-    "behind",  # sent under an epoch that is over by somebody who belongs to the one of now, and will hear of it
+    "stale",  # sent under an epoch that is over, by a process that is no member of the present one
+    "behind",  # sent under an epoch that is over by a member of the present one, which will hear of it
     "duplicate",  # seen before
     "busy",  # more requests at work than this process takes, or no memory for a payload
     "late",  # an answer to a call that is over

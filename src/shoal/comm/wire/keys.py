@@ -58,7 +58,7 @@ class Keys:
         socket.curve_secretkey = z85.encode(self.secret)
 
     def secure_caller(self, socket: "zmq.Socket[bytes]", listener_key: str | None) -> None:
-        """Set up a socket that will connect to whoever has ``listener_key`` (hexadecimal; this process's own when None)."""
+        """Set up a socket that will connect to the owner of ``listener_key`` (hexadecimal; this process's own when None)."""
         socket.curve_publickey = z85.encode(self.public)
         socket.curve_secretkey = z85.encode(self.secret)
         socket.curve_serverkey = z85.encode(self.public if listener_key is None else bytes.fromhex(listener_key))

@@ -127,7 +127,7 @@ class Request:
 
     @property
     def is_open(self) -> bool:
-        """True while it is neither answered nor refused, and somebody still waits for it."""
+        """True while it is neither answered nor refused, and its sender still waits for it."""
         return self._is_open and self.remaining > 0
 
     async def answer(self, body: msgspec.Struct, payload: Payload | None = None) -> None:
@@ -338,7 +338,7 @@ class Listener:
             node.counters.add("failed")
             await self._send(route, asked, REFUSED, Refusal(drop.reason, drop.text), None, seconds=seconds)
         except zmq.ZMQError:
-            # Whoever asked is gone, or this socket was closed.
+            # The sender is gone, or this socket was closed.
             node.counters.add("gone")
             if outgoing is not None:
                 node.payloads.abandon(outgoing.sequence)

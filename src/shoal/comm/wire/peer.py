@@ -1,7 +1,7 @@
 """The other end of an address: calls that end with an answer, a refusal, or an error that names whom was waited for.
 
 Nothing is queued for a process that is not there: a call waits, inside its deadline, until there is a connection, and after the
-death of a process the next call reaches whoever listens on its address then. When a connection breaks, the calls that wait on it
+death of a process the next call reaches the process that listens on its address then. When a connection breaks, the calls that wait on it
 end at once.
 """
 
@@ -273,7 +273,7 @@ class Peer:
             self._num_hung_up = 0
         if event != zmq.EVENT_DISCONNECTED:
             return
-        # Whoever listens there next may see another folder of arenas, or none.
+        # The next process that listens there may see another folder of arenas, or none.
         self._folder = ""
         self._streams.close_all()
         for call in self._calls.values():

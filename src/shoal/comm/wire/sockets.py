@@ -80,7 +80,7 @@ def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, *, is_tcp:
         # A full queue is an error then, and not a message that is lost without a word.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if is_tcp:
-        # Whoever has not proved its key by then is not waited for.
+        # A client that has not proved its key by then is not waited for.
         socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_SECONDS * 1000))
         # Who comes in a crowd waits in the kernel's queue, and not for a second until it knocks again.
         socket.setsockopt(zmq.BACKLOG, _BACKLOG)
