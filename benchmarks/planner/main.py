@@ -19,7 +19,7 @@ from shoal.planner.search.search import Limits, search
 from shoal.planner.tables.predict import predict_run
 from shoal.planner.tables.score import score, score_by_source
 from shoal.planner.tables.table import read_table
-from shoal.tuning.planned_model import shape_chain, shape_facts
+from shoal.tuning.planned_model import shape_costs, shape_facts
 
 RESULTS = Path(__file__).with_name("results")
 TABLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "published_runs_calibration.csv"
@@ -30,7 +30,7 @@ def time_search(cluster: str, global_batch: int) -> dict[str, object]:
     """Processor seconds of a search for 530B parameters, on one core, with all that ``shoal plan`` asks of a plan."""
     where, software = build_cluster(cluster), find_software("megatron-core")
     job = Job(
-        chain=shape_chain(LARGE, "bfloat16", software),
+        chain=shape_costs(LARGE, "bfloat16", software),
         cluster=where,
         stack=find_stack(software, where.device.name),
         global_batch=global_batch,

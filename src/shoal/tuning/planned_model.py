@@ -42,7 +42,7 @@ _FEW = 2
 """Blocks of a shipped model that are looked at; the others are like the last of them."""
 
 
-def chain_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> ModelCosts:
+def costs_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> ModelCosts:
     """The recipe's model and loss as a chain, in its precision.
 
     Args:
@@ -152,7 +152,7 @@ def facts_for(recipe: Recipe, spec: DataSpec | None) -> ModelFacts:
     return facts_of(recipe.model, spec) or facts_by_looking(recipe, spec)
 
 
-def chain_for(recipe: Recipe, spec: DataSpec | None) -> ModelCosts:
+def costs_for(recipe: Recipe, spec: DataSpec | None) -> ModelCosts:
     """The model to plan for: the recipe's module as accelerators run it, or the shape that stands in its place.
 
     Args:
@@ -163,12 +163,12 @@ def chain_for(recipe: Recipe, spec: DataSpec | None) -> ModelCosts:
         RequestError: the module cannot be traced.
     """
     if recipe.planner.shape is not None:
-        return shape_chain(recipe.planner.shape, recipe.train.precision, find_software(recipe.planner.software))
+        return shape_costs(recipe.planner.shape, recipe.train.precision, find_software(recipe.planner.software))
     assert spec is not None, "a module is built for its data"
-    return chain_of(recipe, spec, device="cuda")
+    return costs_of(recipe, spec, device="cuda")
 
 
-def shape_chain(shape: ShapeConfig, precision: str, software: Software) -> ModelCosts:
+def shape_costs(shape: ShapeConfig, precision: str, software: Software) -> ModelCosts:
     """A transformer by its numbers, in a recipe's precision, with a software's kernels.
 
     Raises:
@@ -182,29 +182,15 @@ def shape_chain(shape: ShapeConfig, precision: str, software: Software) -> Model
     item_bytes = {"float64": 8, "float32": 4}.get(precision, 2)
     return transformer_costs(
         TransformerShape(
-            layers=shape.layers,
-            hidden=shape.hidden,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            ffn=shape.ffn,
-            vocab=shape.vocab,
-            sequence=shape.sequence,
+            # The recipe calls the numbers of a shape as the costs do.
+            **shape.model_dump(exclude={"gated"}),
             is_gated=shape.gated,
-            tied=shape.tied,
+            learned_positions=not shape.gated,
             dropout=False,
             fused_attention=software.fused_attention,
             fused_loss=software.fused_loss,
             fused_pointwise=software.fused_pointwise,
-            experts=shape.experts,
-            chosen_experts=shape.chosen_experts,
-            expert_ffn=shape.expert_ffn,
-            shared_ffn=shape.shared_ffn,
-            dense_layers=shape.dense_layers,
-            head_size=shape.head_size,
-            query_rank=shape.query_rank,
-            kv_rank=shape.kv_rank,
             item_bytes=item_bytes,
-            learned_positions=not shape.gated,
         ),
         name=f"a transformer of {shape.layers} x {shape.hidden}",
     )

@@ -27,7 +27,7 @@ from shoal.planner.search.per_layer import Choices, choose_splits, is_uneven
 from shoal.planner.search.search import Found, merge, search
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.request import OwnParts
-from shoal.tuning.planned_model import chain_for, check_experts, facts_for
+from shoal.tuning.planned_model import check_experts, costs_for, facts_for
 
 _MANY = 1_000_000
 _MOST_SPLIT = 256
@@ -192,7 +192,7 @@ def job_on(recipe: Recipe, chain: ModelCosts, where: Cluster, *, global_batch: i
 def _model(recipe: Recipe, own: OwnParts) -> tuple[ModelCosts, ModelFacts]:
     # Nothing is asked of the data where a shape stands in the module's place: they may lie where the cluster is.
     spec = None if recipe.planner.shape is not None else _spec(recipe, own)
-    return chain_for(recipe, spec), facts_for(recipe, spec)
+    return costs_for(recipe, spec), facts_for(recipe, spec)
 
 
 def _spec(recipe: Recipe, own: OwnParts) -> DataSpec:

@@ -24,7 +24,7 @@ from shoal.planner.simulation.run_directory import RunNumbers, write_run
 from shoal.planner.simulation.step import schedule_for, simulate_step, step_times
 from shoal.planner.simulation.trace import MOST_LANES, draw_step, num_lanes, write_trace
 from shoal.trainer.config import dump_recipe
-from shoal.tuning.planned_model import chain_for, check_experts, facts_for
+from shoal.tuning.planned_model import check_experts, costs_for, facts_for
 from shoal.tuning.planning import job_on
 from shoal.tuning.simulation_request import Asked, FailureOptions
 
@@ -51,7 +51,7 @@ def price_asked(asked: Asked) -> Priced:
     Raises:
         RequestError: the model cannot be traced, or does not allow the plan.
     """
-    chain = chain_for(asked.recipe, asked.spec)
+    chain = costs_for(asked.recipe, asked.spec)
     _check_plan(asked, chain)
     cluster, plan = asked.site_cluster, asked.site_plan
     if plan.pp > 1:

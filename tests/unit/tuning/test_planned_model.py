@@ -17,7 +17,7 @@ from shoal.parallel.requirements import describe_facts
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.own_parts import OwnPartsHere
-from shoal.tuning.planned_model import chain_of
+from shoal.tuning.planned_model import costs_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -52,7 +52,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_recipe_keeps_what_its_run_keeps(name):
     recipe, spec = load(*CASES[name])
-    chain = chain_of(recipe, spec)
+    chain = costs_of(recipe, spec)
     model, loss, data = build_parts(recipe)
     precision = Precision.named(recipe.train.precision)
     model.train()
@@ -74,7 +74,7 @@ def test_a_recipe_keeps_what_its_run_keeps(name):
 @pytest.mark.parametrize("name", CASES)
 def test_cuts_are_those_that_are_found_in_the_model(name):
     recipe, spec = load(*CASES[name])
-    chain = chain_of(recipe, spec)
+    chain = costs_of(recipe, spec)
     model, _, data = build_parts(recipe)
     analysis = analyse(model, data, recipe.parallel)
     facts = describe_facts(analysis, model)
@@ -97,7 +97,7 @@ def test_cuts_are_those_that_are_found_in_the_model(name):
 def test_a_recipe_whose_model_fits_nowhere():
     """Neither the 175 billion weights nor one block's are allocated."""
     sizes = ("model.layers=96", "model.hidden=12288", "model.heads=96", "model.kv_heads=96", "data.sequence=2048")
-    chain = chain_of(*load("tiny", *sizes))
+    chain = costs_of(*load("tiny", *sizes))
     assert chain.num_blocks == 96 and chain.weights > 1.7e11
     assert chain.numbers == (0, *[1] * 96, 2)
     assert {layer.num_pairs for layer in chain.layers if layer.kind is LayerKind.BLOCK} == {2}
@@ -160,7 +160,7 @@ def own(tmp_path, monkeypatch):
 
 
 def test_the_users_own_module(own):
-    chain = chain_of(*own("build"))
+    chain = costs_of(*own("build"))
     assert [layer.name for layer in chain.layers] == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
     assert [layer.num_pairs for layer in chain.layers] == [1, 1, 1, 1, 0]
     assert chain.layers[0].split_weights == 2 * 8 * 32 + 32
@@ -168,11 +168,11 @@ def test_the_users_own_module(own):
 
 def test_a_module_that_looks_at_values_is_refused(own):
     with pytest.raises(RequestError, match=r"Net fails at aten\._local_scalar_dense.*\[planner\.shape\]"):
-        chain_of(*own("build_asking"))
+        costs_of(*own("build_asking"))
 
 
 def test_nothing_is_drawn():
     recipe, spec = load("tiny")
     state = torch.random.get_rng_state()
-    chain_of(recipe, spec)
+    costs_of(recipe, spec)
     assert torch.equal(torch.random.get_rng_state(), state)
