@@ -171,7 +171,7 @@ def faked(module: nn.Module) -> Iterator[FakeTensorMode]:
     """Inside, every parameter and buffer is a fake one of the same shape and type, and tied ones are tied; then all is put back.
 
     Attributes that the forward pass sets are put back too: a fake tensor that a module remembers would be of no use to it.
-    torch logs a traceback of its own for each operation that fails on fake tensors; whoever traces says that in one sentence.
+    torch logs a traceback of its own for each operation that fails on fake tensors; the caller says that in one sentence.
     """
     kept = [(part, dict(part.__dict__), [dict(slots) for slots in _slots(part)]) for part in module.modules()]
     mode = ConstantsMode()

@@ -28,7 +28,7 @@ from shoal.randomness.dropout import DropoutKey
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayout:
-    """How a model was layout out, for whoever computes its loss, updates it or saves it."""
+    """How a model was laid out over ranks: what its loss, its update and its checkpoints need to know."""
 
     tensor: TensorLayout | None = None
     context: ContextLayout | None = None

@@ -1,4 +1,4 @@
-"""A watch on real runs: what must be equal on several ranks is hashed and compared, and a difference stops the run by name.
+"""A check of real runs: what must be equal on several ranks is hashed and compared, and a difference stops the run by name.
 
 Replicas that have silently drifted apart train on, and every checkpoint is one rank's opinion. A hash per tensor (xxh3, some 10
 GB/s) and one gather of 24 bytes per tensor are cheap enough to look every hundred steps; torch's own

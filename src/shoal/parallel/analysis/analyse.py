@@ -1,9 +1,9 @@
 """Finds in any ``nn.Module`` what techniques act on: blocks, pairs of linear layers, attention heads, vocabularies.
 
-``parallelize_module`` of torch wants a table of layers and styles from the user; here the table is found by watching one forward
-pass on an example, and the recipe's ``[parallel]`` section corrects it. Nothing is guessed from names: a layer is split only when
-the trace saw that its features stay apart until a partner sums them up. Deterministic: the same module and shapes give the same
-answer on every rank.
+``parallelize_module`` of torch wants a table of layers and styles from the user; here the table is read off the record of one
+forward pass on an example, and the recipe's ``[parallel]`` section corrects it. Nothing is guessed from names: a layer is split
+only when the trace showed that its features stay apart until a partner sums them up. Deterministic: the same module and shapes
+give the same answer on every rank.
 
 A stack is what is sharded, recomputed and cut along the sequence block by block: children of one class, side by side in a list
 or numbered, that run once each, in order, each on the output of the one before. Experts that all read the same input are of one

@@ -1,7 +1,7 @@
 """Layers whose outputs meet before they are summed up again, and whether such a group can be split over ranks.
 
 A group begins with linear layers (*producers*: query, key and value; gate and up) and ends in linear layers that read its
-features in their reduction dim (*rows*). It can be split when nothing on the way looked at features of two ranks at once. The
+features in their reduction dim (*rows*). It can be split when nothing on the way needed features of two ranks at once. The
 trace (``flow.py``) tells a group what it saw; ``settle`` decides.
 """
 

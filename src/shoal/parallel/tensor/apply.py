@@ -154,7 +154,7 @@ class _Cutter:
         name = self._names[id(parameter)]
         done = self.placements.get(name)
         if done is None:
-            # The parameter stays the same object, so whoever else holds it (a tied layer) holds the local one now.
+            # The parameter stays the same object, so another holder of it (a tied layer) holds the local one now.
             parameter.data = take_local(parameter.data, placement)
             parameter.grad = None
             self.placements[name] = placement

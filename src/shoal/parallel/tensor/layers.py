@@ -188,7 +188,7 @@ _MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def _mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """A class that is still the layer's own class for whoever asks."""
+    """A class that is a subclass of the layer's own, so that ``isinstance`` still holds."""
     if (mixin, kind) not in _MIXED:
         name = f"{mixin.__name__.removesuffix('Layer')}{kind.__name__}"
         _MIXED[mixin, kind] = type(name, (mixin, kind), {"__doc__": mixin.__doc__})

@@ -212,7 +212,7 @@ def _nearest_cut(tensors: Sequence[tuple[int, Shape]], size: int, target: float)
 
 
 def _row_cuts(shape: Shape, offset: int, cuts: Sequence[int]) -> tuple[int, ...]:
-    """Where the unit's cuts fall in one tensor, in rows; the padding behind a tensor belongs to whoever holds its last row."""
+    """Where the unit's cuts fall in one tensor, in rows; padding behind a tensor belongs to the rank with its last row."""
     num_rows, row = shape[0] if shape else 1, math.prod(shape[1:])
     if not row:
         return (0, *[num_rows] * (len(cuts) - 1))
