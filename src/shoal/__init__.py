@@ -1,15 +1,11 @@
 """Shoal trains PyTorch models across processes: the same module, the same numbers, on one or on many.
 
 ``Trainer`` and what a script needs beside it are importable from here, and are imported when they are first used: ``import
-shoal`` alone must stay quick, and must not import torch. The rules of plans are imported at once, so that ``Plan.check`` knows
-all of them wherever it is called.
+shoal`` alone must stay quick, and must not import torch.
 """
 
 import importlib
 from typing import Any
-
-import shoal.parallel.planrules
-import shoal.paramserver.planrules  # noqa: F401
 
 _HOMES = {
     "CheckpointConfig": "shoal.checkpoint.config",

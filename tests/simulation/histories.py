@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.core.updaterule import UpdateRule
 from shoal.paramserver.log.updates import UpdateLog
 from shoal.paramserver.records import Update
-from shoal.paramserver.updaterule import UpdateRule
 from simulation.center import Center, Election, wanted
 from simulation.oracles import Checkpoint, Run
 from simulation.server import Server

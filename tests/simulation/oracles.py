@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.updaterule import UpdateRule
 from shoal.elastic.membership import Wanted
 from shoal.elastic.view import View
 from shoal.paramserver.consistency import needs
 from shoal.paramserver.records import PushId, PushRecord, Update
-from shoal.paramserver.updaterule import UpdateRule
 from simulation.world import World
 
 if TYPE_CHECKING:

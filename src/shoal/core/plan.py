@@ -6,7 +6,7 @@ The trainer obeys it, verify proves it and a checkpoint names it, so it is pure 
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from shoal.core.pipelines import (
     unreadable_replicas,
     write_replicas,
 )
+from shoal.core.planrules import model_problems, plan_problems, server_problems
 from shoal.core.units import divisors
 
 # What this version executes. A field that is not here is understood, printed and refused, never ignored.
@@ -30,23 +31,6 @@ EXECUTED = frozenset(
     {"dp", "tp", "sp", "cp", "cp_kind", "pp", "schedule", "chunks", "replicas", "zero", "recompute", "microbatches"}
     | {"ps", "workers", "update", "backup"}
 )
-
-PlanRule = Callable[["Plan"], Iterator[str]]
-ModelRule = Callable[["Plan", ModelFacts], Iterator[str]]
-_PLAN_RULES: list[PlanRule] = []
-_MODEL_RULES: list[ModelRule] = []
-
-
-def plan_rule(rule: PlanRule) -> PlanRule:
-    """Register what a room knows to be wrong with plans, whatever the model; ``shoal/__init__.py`` imports every such room."""
-    _PLAN_RULES.append(rule)
-    return rule
-
-
-def model_rule(rule: ModelRule) -> ModelRule:
-    """Register what a room knows to be wrong with a plan for a model."""
-    _MODEL_RULES.append(rule)
-    return rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +158,10 @@ class Plan:
         """
         wrong_values = list(self._value_problems())
         # A degree of 0 makes every question after this one meaningless.
-        found = wrong_values or [problem for rule in _PLAN_RULES for problem in rule(self)]
+        found = wrong_values or [*plan_problems(self), *server_problems(self)]
         facts = model_facts(model) if model is not None and not wrong_values else None
         if facts is not None:
-            found += [problem for rule in _MODEL_RULES for problem in rule(self, facts)]
+            found += model_problems(self, facts)
         if world_size is not None and self.ps and self.world_size != world_size:
             each = f" x {self.ranks_per_replica} ranks each" if self.ranks_per_replica > 1 else ""
             found.append(
@@ -298,8 +282,8 @@ def _works(plan: Plan, facts: ModelFacts | None, world_size: int | None) -> bool
     """Whether ``plan.problems`` is empty; asked for thousands of plans, so the cheapest questions come first."""
     if world_size is not None and plan.world_size != world_size:
         return False
-    rules = itertools.chain.from_iterable(
-        [*(rule(plan) for rule in _PLAN_RULES), *(rule(plan, facts) for rule in _MODEL_RULES if facts is not None)]
+    rules = itertools.chain(
+        plan_problems(plan), server_problems(plan), model_problems(plan, facts) if facts is not None else ()
     )
     # A degree of 0 makes the rules meaningless, and there are none of 0 among the options.
     is_whole = all(getattr(plan, key) != 0 for key in ("dp", "tp", "cp", "pp"))

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
+from shoal.core.updaterule import UpdateRule
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
-from shoal.parallel.planrules import setting_problems
 from shoal.paramserver.config import unit_samples
-from shoal.paramserver.updaterule import UpdateRule
 from shoal.schedules.catalogue import fitting_microbatches, schedule_of_plan
 from shoal.schedules.schedule import Schedule
 
@@ -339,3 +338,27 @@ def default_threads(world_size: int) -> int:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def setting_problems(plan: Plan, *, compile_model: bool = False, unused_parameters: bool = False) -> list[str]:
+    """What is wrong with settings of ``[train]`` under a plan.
+
+    Args:
+        plan: the plan that will run.
+        compile_model: ``train.compile``.
+        unused_parameters: ``train.unused_parameters``.
+    """
+    found = []
+    others = [name for name in ("tp", "cp", "pp") if getattr(plan, name) > 1]
+    others += [name for name in ("zero",) if plan.zero] + (["recompute"] if plan.recompute != "none" else [])
+    if compile_model and others:
+        found.append(
+            f"train.compile goes with dp alone, and the plan has {' and '.join(others)}: "
+            f"a compiled graph would not see the cuts; set train.compile to false, or leave {' and '.join(others)} out"
+        )
+    if unused_parameters and plan.zero:
+        found.append(
+            f"train.unused_parameters goes with zero=0, and the plan has zero={plan.zero}: its buckets wait for every gradient; "
+            f"freeze the parameters that are not used, or leave zero out"
+        )
+    return found

@@ -1,4 +1,4 @@
-"""What a plan needs of any module: the rules of ``parallel/planrules.py``, fed with what was found in it.
+"""What a plan needs of any module: the rules of ``core/planrules.py``, fed with what was found in it.
 
 Importing this file teaches ``Plan.check`` to read a ``ModuleAnalysis`` or an ``nn.Module``.
 """

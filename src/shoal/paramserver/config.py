@@ -9,8 +9,8 @@ from pydantic import Field, field_validator
 
 from shoal.core.config import Config
 from shoal.core.plan import Plan
+from shoal.core.updaterule import UpdateRule
 from shoal.paramserver.consistency import Aggregate
-from shoal.paramserver.updaterule import UpdateRule
 
 
 class ParamServerConfig(Config):

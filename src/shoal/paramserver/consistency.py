@@ -15,8 +15,8 @@ from typing import Literal
 
 from shoal.core.errors import RequestError
 from shoal.core.seeding import derive_key
+from shoal.core.updaterule import UpdateRule
 from shoal.paramserver.records import PushRecord
-from shoal.paramserver.updaterule import UpdateRule
 
 Aggregate = Literal["average", "accumulate", "adasum", "fednova"]
 """How the pushes of an update become one gradient: their mean by samples, their sum, Adasum, or FedNova."""

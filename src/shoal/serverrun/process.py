@@ -22,6 +22,7 @@ from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
+from shoal.core.updaterule import UpdateRule
 from shoal.elastic.election.elector import Center
 from shoal.elastic.election.filelease import read_center
 from shoal.elastic.election.seeker import Seeker
@@ -30,7 +31,6 @@ from shoal.engine.resolve import default_threads
 from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS
 from shoal.paramserver.messages import OPERATIONS, Join
 from shoal.paramserver.sharding import Model
-from shoal.paramserver.updaterule import UpdateRule
 from shoal.serverrun.cluster import Cluster
 from shoal.serverrun.notices import DroppedMessages
 from shoal.telemetry.statusboard import RankStatus, StatusBoard

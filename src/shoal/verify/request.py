@@ -12,6 +12,7 @@ from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
+from shoal.core.updaterule import UpdateRule
 from shoal.data.source import Splits
 from shoal.engine.parallelize import analyse
 from shoal.engine.resolve import check_processes, check_samples, choose_plan, count_steps, resolve_plan
@@ -21,7 +22,6 @@ from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.torchclass import check_named
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.requirements import describe_facts
-from shoal.paramserver.updaterule import UpdateRule
 from shoal.paramserver.worker.flat import refuse_batch_norm
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, load_recipe

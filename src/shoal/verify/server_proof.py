@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.core.updaterule import UpdateRule
 from shoal.data.order import position_of, take
-from shoal.paramserver.updaterule import UpdateRule
 from shoal.verify.compare.judge import judge_run
 from shoal.verify.compare.tolerance import derive_tolerance, flat_bound
 from shoal.verify.reference.case import Case, Tree, UpdateLog

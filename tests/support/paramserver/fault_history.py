@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shoal.core.updaterule import UpdateRule
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.consistency import Lateness
@@ -23,7 +24,6 @@ from shoal.paramserver.records import Committed, Finished, PushId, PushRecord, R
 from shoal.paramserver.server.gradients import WorkerGone
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.sharding import TensorSpec, cut_model
-from shoal.paramserver.updaterule import UpdateRule
 from support.paramserver.torch_oracle import SHAPES, Read, gradient, initial_weights, summed
 
 MODEL = {name: TensorSpec(shape, "float32") for name, shape in SHAPES.items()}

@@ -18,6 +18,7 @@ from torch import nn
 
 from shoal.comm.wire import sockets as sockets_module
 from shoal.comm.wire.node import Node, new_instance_id
+from shoal.core.updaterule import UpdateRule
 from shoal.elastic.election.filelease import FileLease, read_center
 from shoal.elastic.membership import Wanted
 from shoal.optim.build import decide_groups
@@ -37,7 +38,6 @@ from shoal.paramserver.server import store as shard_store
 from shoal.paramserver.server.server import Server
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.sharding import TensorSpec, cut_model
-from shoal.paramserver.updaterule import UpdateRule
 from shoal.paramserver.worker import client as client_module
 from shoal.paramserver.worker.client import Client, RunOver
 

@@ -10,13 +10,13 @@ from torch import nn
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
+from shoal.core.planrules import sequence_multiple
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
 from shoal.parallel.analysis.structure import Heads, ModuleAnalysis, Stack
 from shoal.parallel.context.alltoall import num_copies
 from shoal.parallel.context.apply import apply_context_parallel
 from shoal.parallel.context.positions import Positions, sequence_dim_of
-from shoal.parallel.planrules import sequence_multiple
 
 LENGTH, HIDDEN = 8, 12
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.updaterule import UpdateRule
 from shoal.paramserver.consistency import (
     Lateness,
     age,
@@ -17,7 +18,6 @@ from shoal.paramserver.consistency import (
     waits_for_update,
 )
 from shoal.paramserver.records import PushRecord
-from shoal.paramserver.updaterule import UpdateRule
 
 ON_TIME = Lateness()
 

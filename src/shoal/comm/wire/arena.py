@@ -1,7 +1,7 @@
 """Payloads in memory that processes of one machine share: the bytes are put there once, and only their place crosses.
 
-An arena is a file in a folder in memory (under /dev/shm), mapped by its owner and by every process that is sent a place in it. It holds one
-payload at a time, and the rules that make that safe are few:
+An arena is a file in a folder in memory (under /dev/shm), mapped by its owner and by every process that is sent a place in it.
+It holds one payload at a time, and the rules that make that safe are few:
 
 - A payload is **lent** to the receiver until the receiver says that nothing there refers to it any more. Only then is the arena
   used again, so a receiver may keep a payload for as long as it likes without copying it.

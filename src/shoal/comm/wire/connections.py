@@ -74,7 +74,7 @@ class ConnectionTable:
         self._banned: dict[str, float] = {}
 
     def add(self, descriptor: int, peer: Peer | None, now: float) -> list[tuple[int, Peer]]:
-        """Add a connection; returns those that must be closed for it. A peer of None has gone already, and ``remove`` will follow."""
+        """Add a connection; returns those that must be closed for it. A peer of None has gone already; ``remove`` follows."""
         self._num_connected += 1
         self._forget(descriptor)
         if peer is None:

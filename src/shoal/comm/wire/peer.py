@@ -1,8 +1,8 @@
 """The other end of an address: calls that end with an answer, a refusal, or an error that names whom was waited for.
 
 Nothing is queued for a process that is not there: a call waits, inside its deadline, until there is a connection, and after the
-death of a process the next call reaches the process that listens on its address then. When a connection breaks, the calls that wait on it
-end at once.
+death of a process the next call reaches the process that listens on its address then. When a connection breaks, the calls that
+wait on it end at once.
 """
 
 import asyncio

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from shoal.core.errors import RunError
+from shoal.core.updaterule import UpdateRule
 from shoal.paramserver import consistency
 from shoal.paramserver.consistency import Aggregate, Lateness
 from shoal.paramserver.log import queue as members
@@ -39,7 +40,6 @@ from shoal.paramserver.records import (
     Wait,
     WorkUnit,
 )
-from shoal.paramserver.updaterule import UpdateRule
 
 
 class LogTrimmed(RunError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shoal.core.plan import Plan
 from shoal.core.units import format_bytes
+from shoal.core.updaterule import UpdateRule
 from shoal.optim.build import num_state_bytes
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import ParamServerConfig, pulls_ahead, unit_samples
@@ -16,7 +17,6 @@ from shoal.paramserver.lbfgs.algorithm import pair_names
 from shoal.paramserver.lbfgs.line_search import GRADIENTS_HELD
 from shoal.paramserver.server.shard import VERSIONS_REMEMBERED
 from shoal.paramserver.sharding import ITEM_BYTES, Model, ShardMap, cut_for
-from shoal.paramserver.updaterule import UpdateRule
 
 Sizes = dict[str, int]
 """Bytes by what they are for: weights, gradients, optimizer and working."""

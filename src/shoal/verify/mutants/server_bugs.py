@@ -12,11 +12,11 @@ from torch import Tensor
 
 from shoal.comm.world import World
 from shoal.core.placement import Patch
+from shoal.core.updaterule import UpdateRule
 from shoal.elastic.view import Chain
 from shoal.paramserver import consistency
 from shoal.paramserver.records import PushRecord, Read, Update
 from shoal.paramserver.server import replica, shard, store
-from shoal.paramserver.updaterule import UpdateRule
 from shoal.paramserver.worker import client, flat
 from shoal.serverrun.server import source
 from shoal.serverrun.worker import connection, group

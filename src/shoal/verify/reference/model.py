@@ -37,8 +37,6 @@ from shoal.telemetry.memory import is_out_of_memory
 from shoal.verify.reference.case import Case, Tree
 
 _FORBIDDEN = ("shoal.parallel.", "shoal.pipeline.", "shoal.paramserver.", "shoal.engine.")
-_PLAN_RULES = {"shoal.parallel.planrules", "shoal.paramserver.planrules", "shoal.paramserver.updaterule"}
-"""What the package itself imports, so that a plan knows its rules; they compute no number."""
 _HOW_TO_GO_ON = (
     "draw with nn.Dropout or F.dropout, which have a key, or turn it off for the proof, as by --set model.args.NAME=0 where "
     "model.build takes such an argument; training does not need this"
@@ -232,7 +230,7 @@ def measure_movement(parts: ReferenceModel, initial: Mapping[str, Tensor]) -> di
 
 def assert_alone() -> None:
     """Refuse to call this a reference if it has imported what it is to judge."""
-    foreign = sorted(name for name in sys.modules if name.startswith(_FORBIDDEN) and name not in _PLAN_RULES)
+    foreign = sorted(name for name in sys.modules if name.startswith(_FORBIDDEN))
     assert not foreign, f"the reference process imported {foreign}: it must not share code with what it proves"
 
 

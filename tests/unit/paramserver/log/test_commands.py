@@ -2,10 +2,10 @@
 
 import json
 
+from shoal.core.updaterule import UpdateRule
 from shoal.paramserver.log.commands import Command, CommandLog, restart_update_log, update_log_after
 from shoal.paramserver.log.updates import UpdateLog
 from shoal.paramserver.records import Finished, PushRecord, Wait, WorkUnit
-from shoal.paramserver.updaterule import UpdateRule
 
 
 def make(rule="bsp", *, workers=2, steps=4, cut_every=0):

@@ -3,13 +3,13 @@
 import asyncio
 
 from shoal.comm.wire.message import BODY_BYTES
+from shoal.core.updaterule import UpdateRule
 from shoal.paramserver.log import leader as log_leader_module
 from shoal.paramserver.log.commands import CommandLog
 from shoal.paramserver.log.leader import LogLeader
 from shoal.paramserver.log.updates import UpdateLog
 from shoal.paramserver.messages import OPERATIONS, Followed
 from shoal.paramserver.records import Entry, PushRecord, Update
-from shoal.paramserver.updaterule import UpdateRule
 
 
 async def nowhere(place, given):

@@ -6,6 +6,7 @@ import math
 import msgspec
 import pytest
 
+from shoal.core.updaterule import UpdateRule
 from shoal.paramserver.consistency import Lateness
 from shoal.paramserver.log.queue import GONE_KEPT, REMEMBERED
 from shoal.paramserver.log.updates import LogTrimmed, UpdateLog
@@ -20,7 +21,6 @@ from shoal.paramserver.records import (
     Wait,
     WorkUnit,
 )
-from shoal.paramserver.updaterule import UpdateRule
 
 
 class Desk:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.core.updaterule import UpdateRule
 from shoal.optim.build import decide_groups
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.consistency import is_share_of_step
@@ -11,7 +12,6 @@ from shoal.paramserver.log.updates import UpdateLog
 from shoal.paramserver.records import PushId, PushRecord, WorkUnit
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.sharding import TensorSpec, cut_model
-from shoal.paramserver.updaterule import UpdateRule
 from shoal.paramserver.worker.own_steps import LocalSettings, train_locally
 
 LR = 0.5

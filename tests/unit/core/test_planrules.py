@@ -6,7 +6,8 @@ from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts, Width
 from shoal.core.pipelines import SCHEDULES
 from shoal.core.plan import Plan, all_plans, nearest_plan
-from shoal.parallel.planrules import sequence_multiple, setting_problems
+from shoal.core.planrules import sequence_multiple
+from shoal.engine.resolve import setting_problems
 from support.processes.instruction_count import instructions
 
 GPT = ModelFacts(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import RequestError
-from shoal.paramserver.updaterule import UpdateRule
+from shoal.core.updaterule import UpdateRule
 
 
 @pytest.mark.parametrize(

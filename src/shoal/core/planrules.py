@@ -1,13 +1,14 @@
 """Which techniques can be combined, with each other and with a model: pure functions over numbers that return what is wrong.
 
-They are registered as rules of a plan: ``Plan.check()`` asks them, the table of combinations in the documentation is printed
-from them, and ``verify --all`` proves what they allow. Every sentence has both numbers and the fix.
+``Plan.check()`` asks them, the table of combinations in the documentation is printed from them, and ``verify --all`` proves
+what they allow. Every sentence has both numbers and the fix.
 """
 
 import math
 from collections.abc import Iterator
+from typing import Protocol
 
-from shoal.core.errors import did_you_mean
+from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import (
     SCHEDULES,
@@ -18,12 +19,79 @@ from shoal.core.pipelines import (
     schedule_facts,
     unreadable_replicas,
 )
-from shoal.core.plan import Plan, model_rule, plan_rule
 from shoal.core.units import divisors
+from shoal.core.updaterule import UpdateRule
 
 
-@plan_rule
-def plan_problems(plan: Plan) -> Iterator[str]:
+class PlanKeys(Protocol):
+    """What the rules read of a plan (``core/plan.py`` has the value, and imports this file)."""
+
+    @property
+    def dp(self) -> int | None:
+        """Replicas; None when not derived yet."""
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share each split matrix."""
+
+    @property
+    def sp(self) -> bool:
+        """Sequence parallel."""
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share one sequence."""
+
+    @property
+    def cp_kind(self) -> str:
+        """ring or alltoall."""
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+
+    @property
+    def schedule(self) -> str | None:
+        """Name of the pipeline schedule."""
+
+    @property
+    def chunks(self) -> int | None:
+        """Stages per pipeline rank."""
+
+    @property
+    def replicas(self) -> str | None:
+        """Pipeline ranks of every stage where some have several."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+
+    @property
+    def zero(self) -> int:
+        """What is sharded along dp."""
+
+    @property
+    def recompute(self) -> str:
+        """none, selective or full."""
+
+    @property
+    def ps(self) -> int:
+        """Parameter servers."""
+
+    @property
+    def workers(self) -> int | None:
+        """Workers; None when not derived yet."""
+
+    @property
+    def update(self) -> str | None:
+        """The update rule's line."""
+
+    @property
+    def backup(self) -> int:
+        """Backups of each shard."""
+
+
+def plan_problems(plan: PlanKeys) -> Iterator[str]:
     """What is wrong with a combination whatever the model."""
     if plan.sp and plan.tp == 1:
         yield "sp=true shares the sequence over the tp ranks, and tp is 1; set tp to 2 or more, or leave sp out"
@@ -34,7 +102,7 @@ def plan_problems(plan: Plan) -> Iterator[str]:
     yield from _pipeline_problems(plan)
 
 
-def _pipeline_problems(plan: Plan) -> Iterator[str]:
+def _pipeline_problems(plan: PlanKeys) -> Iterator[str]:
     if plan.pp == 1:
         for key in ("schedule", "chunks", "replicas"):
             if getattr(plan, key) is not None:
@@ -56,7 +124,7 @@ def _pipeline_problems(plan: Plan) -> Iterator[str]:
         yield from _asynchronous_problems(plan)
 
 
-def _replica_problems(plan: Plan, text: str) -> Iterator[str]:
+def _replica_problems(plan: PlanKeys, text: str) -> Iterator[str]:
     if not is_row(text):
         yield unreadable_replicas(text)
         return
@@ -73,7 +141,7 @@ def _replica_problems(plan: Plan, text: str) -> Iterator[str]:
     yield f"replicas={text} does not go with schedule={plan.schedule}: {why}; leave replicas out, or use one of {takers}"
 
 
-def _asynchronous_problems(plan: Plan) -> Iterator[str]:
+def _asynchronous_problems(plan: PlanKeys) -> Iterator[str]:
     """Weights change while microbatches are under way, so every version must be whole on its rank."""
     if plan.zero:
         yield (
@@ -87,31 +155,7 @@ def _asynchronous_problems(plan: Plan) -> Iterator[str]:
         )
 
 
-def setting_problems(plan: Plan, *, compile_model: bool = False, unused_parameters: bool = False) -> list[str]:
-    """What is wrong with settings of ``[train]`` under a plan.
-
-    Args:
-        plan: the plan that will run.
-        compile_model: ``train.compile``.
-        unused_parameters: ``train.unused_parameters``.
-    """
-    found = []
-    others = [name for name in ("tp", "cp", "pp") if getattr(plan, name) > 1]
-    others += [name for name in ("zero",) if plan.zero] + (["recompute"] if plan.recompute != "none" else [])
-    if compile_model and others:
-        found.append(
-            f"train.compile goes with dp alone, and the plan has {' and '.join(others)}: "
-            f"a compiled graph would not see the cuts; set train.compile to false, or leave {' and '.join(others)} out"
-        )
-    if unused_parameters and plan.zero:
-        found.append(
-            f"train.unused_parameters goes with zero=0, and the plan has zero={plan.zero}: its buckets wait for every gradient; "
-            f"freeze the parameters that are not used, or leave zero out"
-        )
-    return found
-
-
-def sequence_multiple(plan: Plan) -> int:
+def sequence_multiple(plan: PlanKeys) -> int:
     """The number that must divide a sequence under this plan.
 
     A ring deals each rank two chunks, an early and a late one, so that causal attention is the same work for all; the all-to-all
@@ -121,8 +165,7 @@ def sequence_multiple(plan: Plan) -> int:
     return chunks * (plan.tp if plan.sp else 1)
 
 
-@model_rule
-def model_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+def model_problems(plan: PlanKeys, facts: ModelFacts) -> Iterator[str]:
     """What is wrong with a plan for this model."""
     if plan.tp > 1:
         yield from _tensor_problems(plan, facts)
@@ -147,7 +190,7 @@ def model_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
         )
 
 
-def _stage_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+def _stage_problems(plan: PlanKeys, facts: ModelFacts) -> Iterator[str]:
     schedule, num_stages = schedule_facts(plan.schedule, plan.chunks), plan.num_stages
     if plan.replicas is not None:
         yield from _replicated_stage_problems(plan, facts)
@@ -174,7 +217,7 @@ def _stage_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
         )
 
 
-def _replicated_stage_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+def _replicated_stage_problems(plan: PlanKeys, facts: ModelFacts) -> Iterator[str]:
     most = facts.num_blocks or facts.num_units
     if most is not None and plan.num_stages > most:
         parts = "blocks" if facts.num_blocks else "parts that it can be cut into"
@@ -193,7 +236,7 @@ _NAMED = 4
 """Sizes that a message names one by one."""
 
 
-def _tensor_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+def _tensor_problems(plan: PlanKeys, facts: ModelFacts) -> Iterator[str]:
     if facts.num_pairs == 0:
         why = f" ({facts.note})" if facts.note else ""
         yield (
@@ -232,7 +275,7 @@ def _cut_sequence_problems(key: str, cause: str, facts: ModelFacts) -> Iterator[
         yield f"{cause} would take batch norm's statistics over a part of the sequence; leave {key} out"
 
 
-def _context_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+def _context_problems(plan: PlanKeys, facts: ModelFacts) -> Iterator[str]:
     if facts.has_sequence and not facts.has_attention and not facts.obstacle_cp:
         yield f"cp={plan.cp} shares attention over a sequence, and {facts.name} has no attention; leave cp out"
     if facts.attention_dropout > 0:
@@ -246,7 +289,7 @@ def _context_problems(plan: Plan, facts: ModelFacts) -> Iterator[str]:
                 yield from _exchange_problems(plan, heads // plan.tp)
 
 
-def _exchange_problems(plan: Plan, heads: int) -> Iterator[str]:
+def _exchange_problems(plan: PlanKeys, heads: int) -> Iterator[str]:
     # Key-value heads need not divide: the exchange repeats them.
     if heads % plan.cp:
         each = f" on each of the {plan.tp} tp ranks" if plan.tp > 1 else ""
@@ -256,7 +299,7 @@ def _exchange_problems(plan: Plan, heads: int) -> Iterator[str]:
         )
 
 
-def _length_problem(plan: Plan, sequence: int) -> str:
+def _length_problem(plan: PlanKeys, sequence: int) -> str:
     multiple = sequence_multiple(plan)
     parts = []
     if plan.cp > 1:
@@ -268,3 +311,47 @@ def _length_problem(plan: Plan, sequence: int) -> str:
         f"the sequence of {sequence} is not a multiple of {' x '.join(parts)} = {multiple}; "
         f"set the sequence to {' or '.join(str(size) for size in lengths)}, or change {'cp' if plan.cp > 1 else 'tp'}"
     )
+
+
+def server_problems(plan: PlanKeys) -> Iterator[str]:
+    """What is wrong with the servers, workers, update rule and backups of a plan."""
+    if plan.ps == 0:
+        for key in ("workers", "update"):
+            if getattr(plan, key) is not None:
+                yield f"{key}={getattr(plan, key)} is of parameter servers, and ps is 0; set ps to 1 or more, or leave {key} out"
+        if plan.backup:
+            yield f"backup={plan.backup} is of parameter servers, and ps is 0; set ps to 2 or more, or leave backup out"
+        return
+    if plan.backup > 1:
+        yield f"backup={plan.backup} is not there yet: a shard has one backup or none; set backup to 1"
+    elif plan.backup >= plan.ps:
+        yield (
+            f"backup={plan.backup} needs {plan.backup + 1} servers, and ps is {plan.ps}: a backup beside its primary would die "
+            f"with it; set ps to {plan.backup + 1} or more, or backup to {plan.ps - 1}"
+        )
+    if plan.workers is not None and plan.workers < 1:
+        yield f"workers={plan.workers} is below 1; set workers to 1 or more"
+    yield from _grid_problems(plan)
+    try:
+        rule = UpdateRule.parse(plan.update or "bsp")
+    except RequestError as error:
+        yield str(error)
+        return
+    if rule.kind == "half" and plan.workers is not None and rule.quorum is not None and rule.quorum > plan.workers:
+        yield (
+            f"update={plan.update} closes an update at {rule.quorum} arrivals, and there are {plan.workers} workers; "
+            f"lower it to {plan.workers}"
+        )
+
+
+def _grid_problems(plan: PlanKeys) -> Iterator[str]:
+    """A worker is a group of ranks that computes one gradient; replicas, and whoever updates weights, are the servers' affair."""
+    if plan.dp is not None and plan.dp > 1:
+        yield f"dp={plan.dp} does not go with ps={plan.ps}: its replicas are the workers; set workers={plan.dp} and leave dp out"
+    if plan.zero:
+        yield f"zero={plan.zero} does not go with ps={plan.ps}: the servers have the optimizer state already; leave zero out"
+    if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
+        yield (
+            f"schedule={plan.schedule} does not go with ps={plan.ps}: its stages update weights by themselves, and here the "
+            f"servers do; use schedule=1f1b"
+        )
