@@ -169,7 +169,8 @@ def main() -> None:
     """What each process of ``run_on_ranks`` runs."""
     die_with_parent(int(os.environ["SHOAL_SUPERVISOR_PID"]))
     # A fork has the path of the server, which was started for another test.
-    sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep)
+    given = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [*given, *(entry for entry in sys.path if entry not in given)]
     torch.set_num_threads(1)
     path, _, name = os.environ["SHOAL_TEST_FUNCTION"].rpartition(":")
     folder = Path(os.environ["SHOAL_TEST_FOLDER"])

@@ -30,12 +30,16 @@ class Rank:
             "elements": elements,
         }
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        self.process = subprocess.Popen(
-            [*map(str, under), sys.executable, __file__, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
+        # Not at the top: a rank that is an interpreter of its own finds no other module of the tests.
+        from support.processes import warm
+
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        if under or not warm.can_fork(environment):
+            words = [*map(str, under), sys.executable, __file__, json.dumps(settings)]
+            self.process = subprocess.Popen(words, env=environment, **streams)
+        else:
+            module = "support.checkpoint.saving_ranks"
+            self.process = warm.ForkedCommand([json.dumps(settings)], module=module, env=environment, **streams)
         self._buffer = b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.process.stdout, selectors.EVENT_READ)

@@ -44,13 +44,20 @@ REFERENCE = "shoal.verify.oracle.process"
 
 
 class ForkedCommand(subprocess.Popen):
-    """``shoal ARGUMENTS``, with the options of ``subprocess.Popen`` of which ``args`` are the command's own arguments."""
+    """``shoal ARGUMENTS``, with the options of ``subprocess.Popen`` of which ``args`` are the command's own arguments.
+
+    With another ``module``, that one is run as ``__main__``.
+    """
+
+    def __init__(self, args, *, module="shoal", **options):
+        self._module = module
+        super().__init__(args, **options)
 
     def _execute_child(self, *given):
         asked = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
         ends = {name: asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")}
         client, environment = _session_client(), asked["env"] or os.environ
-        order = make_order("shoal", asked["args"], folder=asked["cwd"] or ".")
+        order = make_order(self._module, asked["args"], folder=asked["cwd"] or ".")
         streams = [ends["p2cread"], ends["c2pwrite"], ends["errwrite"]]
         stdin, stdout, stderr = (number if given == -1 else given for number, given in enumerate(streams))
         try:
@@ -157,7 +164,7 @@ _LIBRARIES = [path for path in sys.path if path not in (str(TESTS), os.getcwd(),
 
 
 def main():
-    """Be a ``shoal`` command, or a fork server."""
+    """Be a ``shoal`` command, a fork server, or what a module of tests is as ``__main__``."""
     order = json.loads(sys.argv[1])
     module, arguments = order["module"], order["arguments"]
     os.chdir(order["folder"])
@@ -165,11 +172,12 @@ def main():
     sys.path[:] = [order["folder"], *given, *(path for path in _LIBRARIES if path not in given)]
     show_command_line([sys.executable, "-m", module, *arguments])
     sys.argv = [module, *arguments]
-    if module != "shoal":
+    if module == forkserver.__name__:
         _prepare_for_ranks()
         return forkserver.main()
-    forkclient.FEWEST_TO_FORK = 1
-    forkclient.start_interpreter = _interpreters_of(_fork_template())
+    if module == "shoal":
+        forkclient.FEWEST_TO_FORK = 1
+        forkclient.start_interpreter = _interpreters_of(_fork_template())
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
