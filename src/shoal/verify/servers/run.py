@@ -168,8 +168,8 @@ def run_servers(
     finally:
         claim.release()
     if end.exit_code != EXIT_DONE:
-        # Who died, and the last line that it wrote.
-        first, *tail = end.cause.splitlines()
+        # Who died, and the last line that it wrote; its log is gone with the folder.
+        first, *tail = [line for line in end.cause.splitlines() if not line.startswith("its log: ")]
         raise RunError(": ".join(["it did not come to its end", first.rstrip(":"), *tail[-1:]]))
     if end.num_deaths != len(deaths):
         raise RunError(f"{end.num_deaths} processes died, and {len(deaths)} were to: {'; '.join(display.lines)}")
