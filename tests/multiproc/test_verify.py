@@ -214,7 +214,12 @@ def test_every_plan_that_fits_is_proved(shoal, tmp_path, num_processes):
     # Twelve samples: a batch that three replicas can share too.
     batch = ("--set", "train.global_batch=12")
     shoal.run("verify", recipe, "--all", "--nproc", num_processes, *batch, "--json", written, timeout=2900)
-    assert all(plan["ok"] for plan in json.loads(written.read_text())["plans"])
+    plans = json.loads(written.read_text())["plans"]
+    refused = [plan["plan"] for plan in plans if plan["status"] == "refused"]
+    assert [plan["plan"] for plan in plans if not plan["ok"] and plan["plan"] not in refused] == []
+    # Both directions of these need an even number of ranks.
+    odd = ["dp=1 pp=3 schedule=chimera", "dp=1 pp=3 schedule=dualpipe"]
+    assert refused == (odd if num_processes == 3 else [])
 
 
 @pytest.mark.soak
