@@ -190,7 +190,7 @@ class Participant(Process):
             return
         if self.view is not None and view.epoch == self.view.epoch:
             return
-        self.run.accepted(view.epoch, message.sender)
+        self.run.accepted(view)
         before, self.view, self.epoch = self.view, view, view.epoch
         self.carried = view
         self.changed(before, view)

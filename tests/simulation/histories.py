@@ -13,6 +13,8 @@ from simulation.worker import Worker
 from simulation.world import Message, Process, World
 
 RULES = ("bsp", "ssp:1", "ssp:2", "async", "half:2,0.5")
+LONGEST_CUT = 12.0
+"""Seconds: a center that hears nobody for longer than ``Wanted.join_seconds`` gives up, as it should."""
 BOUND = 40.0
 """Virtual seconds from the last fault until the run must be finished: what is left of its work, and every timeout a few times."""
 
@@ -63,6 +65,7 @@ class History:
             keeps_views=keeps_views,
         )
         self.is_harsh, self.aim, self.is_slow = is_harsh, aim, is_slow
+        self.cut_since = 0.0
         self.run.election = Election(self.run)
         update_log = UpdateLog(rule=self.run.rule, workers=workers, steps=self.run.steps)
         self.run.bases[0] = Checkpoint(0, update_log.export())
@@ -104,6 +107,8 @@ class History:
         one = draw.choice(list(self.kinds))
         others = draw.sample(list(self.kinds), draw.choice((1, 2, len(self.kinds))))
         self.world.tell(f"cut {one} from {' '.join(others)}")
+        if not self.world.cuts:
+            self.cut_since = self.world.now
         self.world.cuts |= {frozenset((one, other)) for other in others if other != one}
 
     def heal(self) -> None:
@@ -130,6 +135,8 @@ class History:
         self.world.run(draw.uniform(1.0, 3.0))
         for _ in range(faults):
             self.fault()
+            if self.world.cuts and self.world.now - self.cut_since > LONGEST_CUT:
+                self.heal()
             gaps = (0.05, 0.4) if self.is_harsh else (0.4, 1.5, 4.0)
             self.world.run(self.world.now + draw.choice(gaps))
         self.world.loss = self.world.late = 0.0

@@ -38,7 +38,7 @@ class Run:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     bases: dict[int, Checkpoint] = field(default_factory=dict)
     """What each history began with: chosen once, by whoever needs it first, like a file that is made only once."""
-    centers: dict[int, str] = field(default_factory=dict)
+    accepted_views: dict[int, View] = field(default_factory=dict)
     acknowledged: dict[int, set[PushId]] = field(default_factory=dict)
     reads: list[tuple[int, int, tuple[PushId, ...]]] = field(default_factory=list)
     num_restores: int = 0
@@ -63,9 +63,10 @@ class Run:
             )
         )
 
-    def accepted(self, epoch: int, center: str) -> None:
-        """A member took a view from a center."""
-        assert self.centers.setdefault(epoch, center) == center, f"two centers were accepted in epoch {epoch}"
+    def accepted(self, view: View) -> None:
+        """A member took a view from a center, or from the next one, which tells the last view of the one before as it was."""
+        known = self.accepted_views.setdefault(view.epoch, view)
+        assert known == view, f"two centers were accepted in epoch {view.epoch}"
 
     def committed(self, history: int, push: PushRecord, read: int) -> None:
         """A worker was told that its push is kept."""
