@@ -2,7 +2,7 @@
 
 ``pytest --times FILE`` writes all of it as JSON; the twenty slowest are printed. ``order.json`` beside this file says how long
 the files took of which the session begins with the longest: two workers that each take a file at a time end together then.
-``python -m support.session.timing TIMES`` writes it anew.
+``python -m support.session.timing TIMES`` writes it anew for ``make test``, and with ``soak`` behind it for ``make soak``.
 """
 
 import json
@@ -29,9 +29,9 @@ def pytest_configure(config):
         config.pluginmanager.register(Report(config), "times")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Put the longest files first; each file's tests stay together, in their order."""
-    known = json.loads(ORDER.read_text())
+    known = json.loads(ORDER.read_text())["soak" if config.getoption("markexpr") == "soak" else "test"]
     items.sort(key=lambda item: -known.get(item.location[0], 0.0))
 
 
@@ -82,14 +82,16 @@ class Report:
             terminalreporter.line(f"{total[0]:7.1f} {total[1]:7.1f}  all {len(self._times)}")
 
 
-def write_order(times):
-    """Write ``order.json`` from what ``--times`` wrote."""
+def write_order(times, which="test"):
+    """Write one part of ``order.json`` from what ``--times`` wrote."""
     files = defaultdict(float)
     for name, (wall, _) in times.items():
         files[name.partition("::")[0]] += wall
     long = {name: round(files[name]) for name in sorted(files, key=lambda name: -files[name])}
-    ORDER.write_text(json.dumps({n: s for n, s in long.items() if s >= _LEAST_SECONDS}, indent=0) + "\n")
+    known = json.loads(ORDER.read_text())
+    known[which] = {name: seconds for name, seconds in long.items() if seconds >= _LEAST_SECONDS}
+    ORDER.write_text(json.dumps(known, indent=0) + "\n")
 
 
 if __name__ == "__main__":
-    write_order(json.loads(Path(sys.argv[1]).read_text()))
+    write_order(json.loads(Path(sys.argv[1]).read_text()), *sys.argv[2:])
