@@ -126,7 +126,7 @@ class Supervisor:
 
     def fileno(self) -> int:
         """Can be read when ``turn`` has something to do; on systems that tell of ends, which Linux does."""
-        return self._selector.fileno()  # type: ignore[attr-defined]  # epoll and kqueue have one
+        return self._selector.fileno()
 
     def turn(self, seconds: float) -> list[Process]:
         """Wait until something happens, but not longer than that; do what was asked for it, and return who has ended."""
