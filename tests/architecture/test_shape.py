@@ -34,12 +34,23 @@ def word_problems(module) -> Iterator[str]:
             yield f"{module.path}: {part!r} says nothing of what is in it"
 
 
+def order_problems(module) -> Iterator[str]:
+    for node in module.tree.body[:-1]:
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            yield f"{module.path}:{node.lineno}: runs before the rest of the module is defined"
+
+
 def test_files_and_functions_are_small(modules):
     assert [problem for module in modules for problem in budget_problems(module)] == []
 
 
 def test_modules_say_what_they_are(modules):
     assert [problem for module in modules for problem in word_problems(module)] == []
+
+
+def test_a_program_begins_when_all_of_its_module_is_defined(modules):
+    """What stands below the ``__main__`` line is missing in an interpreter of its own, and there only: a fork has imported it."""
+    assert [problem for module in modules for problem in order_problems(module)] == []
 
 
 def test_every_folder_of_the_source_is_a_package(root):
@@ -79,6 +90,11 @@ def test_a_budget_overrun_is_refused(plant, name, text):
 )
 def test_a_nameless_module_is_refused(plant, name, text):
     assert len(list(word_problems(plant(name, text)))) == 1
+
+
+def test_a_program_that_begins_too_early_is_refused(plant):
+    text = '"""Runs."""\nif __name__ == "__main__":\n    main()\ndef later():\n    pass'
+    assert len(list(order_problems(plant("shoal.core.run", text)))) == 1
 
 
 def test_names_that_only_contain_such_a_word_are_fine(plant):

@@ -57,6 +57,12 @@ def test_a_run_leaves_what_the_contract_names(shoal, tiny):
     assert not (run / "run.lock").exists()
 
 
+def test_one_process_is_an_interpreter_of_its_own(shoal, tiny):
+    """Nothing is forked for a single rank; the commands of other tests always fork."""
+    shoal.run("train", tiny, "--nproc", "1", "--run-dir", "run", "--set", "train.steps=2", real=True)
+    assert read_summary(shoal.folder / "run")["status"] == "completed"
+
+
 def test_two_replicas_end_in_the_weights_of_one_process_with_two_microbatches(shoal, tiny):
     # Some 1,100 samples in batches of 500: the last batch of the epoch is short, and both plans must cut it alike.
     short = ("--set", "train.global_batch=500", "--set", "train.steps=4", "--set", "data.limit_bytes=20000")

@@ -109,6 +109,36 @@ def _train_explaining_memory(trainer: Trainer) -> None:
         raise RunError(f"out of memory at step {trainer.progress.step + 1}: {error}\n{where}") from error
 
 
+def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | None = None) -> dict[str, Any]:
+    """The summary of a run that ended in an orderly way. All ranks call it together; each gets the same answer."""
+    seen = {} if profiler is None else {"forecast": {"measured": profiler.measured()}}
+    progress = trainer.progress
+    peak = torch.tensor([peak_rss_bytes()], dtype=torch.int64, device=trainer.world.device)
+    peaks = [int(tensor) for tensor in trainer.world.all_gather(peak)]
+    seconds = progress.trained_seconds
+    return {
+        "status": trainer.status,
+        "stopped_by": trainer.stopped_by,
+        "steps": progress.step,
+        "skipped_steps": progress.skipped,
+        "rollbacks": progress.recovery.rollbacks,
+        "first_loss": progress.first_loss,
+        "final_loss": progress.last_loss,
+        "validation_loss": progress.validation_loss,
+        "validation_accuracy": progress.validation_accuracy,
+        "baseline_loss": trainer.data.spec.baseline_loss,
+        "tokens_per_s": progress.tokens / seconds if seconds > 0 else 0.0,
+        "samples_per_s": progress.tokens / trainer.data.spec.tokens_per_sample / seconds if seconds > 0 else 0.0,
+        "wall_s": wall_seconds,
+        "world_size": trainer.world.size,
+        "plan": str(trainer.plan),
+        "peak_rss_bytes": peaks,
+        "weights_sha256": trainer.hash_weights(),
+        "checkpoint_error": trainer.persistence.failure,
+        **seen,
+    }
+
+
 def attach_status(environment: Mapping[str, str]) -> RankStatus | None:
     """This rank's status on the supervisor's board; None when nobody supervises."""
     if "SHOAL_BOARD_FD" not in environment:
@@ -183,33 +213,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | None = None) -> dict[str, Any]:
-    """The summary of a run that ended in an orderly way. All ranks call it together; each gets the same answer."""
-    seen = {} if profiler is None else {"forecast": {"measured": profiler.measured()}}
-    progress = trainer.progress
-    peak = torch.tensor([peak_rss_bytes()], dtype=torch.int64, device=trainer.world.device)
-    peaks = [int(tensor) for tensor in trainer.world.all_gather(peak)]
-    seconds = progress.trained_seconds
-    return {
-        "status": trainer.status,
-        "stopped_by": trainer.stopped_by,
-        "steps": progress.step,
-        "skipped_steps": progress.skipped,
-        "rollbacks": progress.recovery.rollbacks,
-        "first_loss": progress.first_loss,
-        "final_loss": progress.last_loss,
-        "validation_loss": progress.validation_loss,
-        "validation_accuracy": progress.validation_accuracy,
-        "baseline_loss": trainer.data.spec.baseline_loss,
-        "tokens_per_s": progress.tokens / seconds if seconds > 0 else 0.0,
-        "samples_per_s": progress.tokens / trainer.data.spec.tokens_per_sample / seconds if seconds > 0 else 0.0,
-        "wall_s": wall_seconds,
-        "world_size": trainer.world.size,
-        "plan": str(trainer.plan),
-        "peak_rss_bytes": peaks,
-        "weights_sha256": trainer.hash_weights(),
-        "checkpoint_error": trainer.persistence.failure,
-        **seen,
-    }
