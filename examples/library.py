@@ -4,11 +4,25 @@ python examples/library.py                                          one process
 torchrun --standalone --nproc-per-node 2 examples/library.py       two, the same script
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shoal import OptimConfig, TrainConfig, Trainer, from_datasets
+from shoal import Hook, OptimConfig, TrainConfig, Trainer, from_datasets
+
+
+class LargestGradient(Hook):
+    """Remembers the parameter whose gradient was the largest, before clipping."""
+
+    name, size = "", 0.0
+
+    def on_gradients(self, step: int, parameters: Mapping[str, nn.Parameter], loss_scale: float) -> None:
+        """Gradients are summed over all ranks here."""
+        for name, parameter in parameters.items():
+            if parameter.grad is not None and float(parameter.grad.norm()) > self.size:
+                self.name, self.size = name, float(parameter.grad.norm())
 
 
 def main() -> None:
@@ -22,13 +36,16 @@ def main() -> None:
 
     data = from_datasets(train, validation=held_out)
     config = TrainConfig(steps=60, global_batch=32)
-    with Trainer(model, data, loss=nn.CrossEntropyLoss(), train=config, optim=OptimConfig(lr=1e-2)) as trainer:
+    largest = LargestGradient()
+    optim = OptimConfig(lr=1e-2)
+    with Trainer(model, data, loss=nn.CrossEntropyLoss(), train=config, optim=optim, hooks=[largest]) as trainer:
         for info in trainer.training_steps():
             if info.step % 20 == 0 and trainer.world.is_first:
                 print(f"step {info.step}: loss {info.loss:.4f}, gradient norm {info.grad_norm:.3f}")
         found = trainer.evaluate("validation")
         if found is not None and trainer.world.is_first:
             print(f"validation: loss {found.loss:.4f}, accuracy {found.accuracy:.2f}")
+            print(f"the largest gradient was that of {largest.name}, {largest.size:.3f}")
 
 
 if __name__ == "__main__":
