@@ -160,6 +160,26 @@ def test_a_server_that_does_not_get_ready_keeps_nobody_waiting(client) -> None:
     assert client.is_ready and servers() == []
 
 
+def test_a_server_that_hangs_while_it_imports_is_given_up_after_its_deadline(tmp_path, monkeypatch) -> None:
+    """Who only looks whether it is ready, and does not wait, as an event loop does, looked for ever."""
+    (tmp_path / "endless_import.py").write_text("import signal\nsignal.pause()\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    monkeypatch.setattr(forkclient, "_PRELOAD_SECONDS", 0.5)
+    with contextlib.closing(ForkClient(["endless_import"], environment)) as client:
+        client.open()
+        assert not client.is_ready
+        wait_until(lambda: client.is_ready, "the deadline")
+        assert client.problem == "it died or hung while it imported"
+
+
+def test_a_forked_process_may_have_no_output(client) -> None:
+    client.open()
+    process = client.start("forked_rank", ["pause"], environment=os.environ, streams=Streams())
+    assert process is not None, client.problem
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+
+
 def test_waiting_for_it_ends_when_something_else_happens(client) -> None:
     read, write = os.pipe()
     os.write(write, b"!")

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
+from shoal.core.clock import Deadline
 from shoal.launch.process import Process, Streams, start_program, wait_readable
 
 READY = b"ready"
@@ -49,6 +50,7 @@ class ForkClient:
         self._server: Process | None = None
         self._socket: socket.socket | None = None
         self._is_ready = False
+        self._preloading = Deadline(seconds=_PRELOAD_SECONDS)
         self._num_failed = 0
         self._owner = 0
         self.problem = ""
@@ -79,11 +81,13 @@ class ForkClient:
                 ours.close()
                 return
         self._socket, self._owner = ours, os.getpid()
+        self._preloading = Deadline(seconds=_PRELOAD_SECONDS)
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``start`` would not have to wait: the server is ready, or there is none."""
-        if self._socket is not None and not self._is_ready and wait_readable([self._socket.fileno()], 0):
+        """Whether ``start`` would not have to wait: the server is ready, or there is none, or none any more by its deadline."""
+        is_preloading = self._socket is not None and not self._is_ready
+        if is_preloading and (self._preloading.is_over or self._can_be_read()):
             self.wait()
         return self._socket is None or self._is_ready
 
@@ -95,9 +99,9 @@ class ForkClient:
         if self._socket is None or self._is_ready:
             return True
         ours = self._socket.fileno()
-        readable = wait_readable([ours, *others], _PRELOAD_SECONDS)
+        readable = wait_readable([ours, *others], self._preloading.remaining)
         if ours in readable or not readable:
-            answer = self._receive()
+            answer = self._receive() if readable else b""
             self._is_ready = answer == READY
             if not self._is_ready:
                 self._fail(answer.decode(errors="replace") or "it died or hung while it imported")
@@ -143,14 +147,15 @@ class ForkClient:
             text = os.memfd_create("shoal-fork-order")
             go, let_go = os.pipe()
             here = os.open(".", os.O_PATH)
-            empty = os.open(os.devnull, os.O_RDONLY)
+            empty = os.open(os.devnull, os.O_RDWR)
             for descriptor in (text, go, let_go, here, empty):
                 opened.callback(os.close, descriptor)
             os.write(text, json.dumps(order).encode())
-            stdin = empty if streams.stdin == subprocess.DEVNULL else streams.stdin
+            given = (streams.stdin, streams.stdout, streams.stderr)
+            standard = [empty if descriptor == subprocess.DEVNULL else descriptor for descriptor in given]
             try:
                 with _adopting_orphans():
-                    sent = [text, go, here, stdin, streams.stdout, streams.stderr, *descriptors]
+                    sent = [text, go, here, *standard, *descriptors]
                     socket.send_fds(self._socket, [b"fork"], sent)
                     pid = int(self._receive())
             except (OSError, ValueError):
@@ -161,11 +166,15 @@ class ForkClient:
             os.write(let_go, b"!")
             return Process(pid, name)
 
+    def _can_be_read(self, seconds: float = 0.0) -> bool:
+        assert self._socket is not None
+        return bool(wait_readable([self._socket.fileno()], seconds))
+
     def _receive(self) -> bytes:
         """The server's next message; empty when it died or is silent."""
-        assert self._socket is not None
-        if not wait_readable([self._socket.fileno()], _FORK_SECONDS):
+        if not self._can_be_read(_FORK_SECONDS):
             return b""
+        assert self._socket is not None
         return self._socket.recv(_MOST_ANSWER)
 
     def close(self) -> None:
