@@ -127,3 +127,8 @@ def test_a_misspelt_recipe_is_refused_without_torch(root, tmp_path):
 def test_the_launcher_of_a_run_imports_no_torch():
     """It once did, through the summary: every start then took two seconds longer, and the launcher 300 MB."""
     assert "torch" not in loaded_by("import shoal.trainer.request, shoal.trainer.launch, shoal.launch.ranks")
+
+
+def test_a_center_and_the_job_that_starts_it_import_no_torch():
+    """It once did, through the servers' side of a vote: a center was there after three seconds instead of half of one."""
+    assert "torch" not in loaded_by("import shoal.serverrun.center, shoal.serverrun.job.run")

@@ -20,8 +20,7 @@ from shoal.optim.build import Groups
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.lbfgs.algorithm import pair_names, start_name
-from shoal.paramserver.lbfgs.batches import GradientSum
-from shoal.paramserver.lbfgs.vectors import ShardVectors
+from shoal.paramserver.lbfgs.vectors import GradientSum, ShardVectors
 from shoal.paramserver.log.leader import PARK_SECONDS
 from shoal.paramserver.messages import (
     Advance,

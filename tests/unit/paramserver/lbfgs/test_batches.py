@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shoal.core.errors import RequestError
-from shoal.paramserver.lbfgs.batches import BatchQueue, GradientSum, InOrder, cut_batch
+from shoal.paramserver.lbfgs.batches import BatchQueue, InOrder, cut_batch
+from shoal.paramserver.lbfgs.vectors import GradientSum
 
 
 @pytest.mark.parametrize(
