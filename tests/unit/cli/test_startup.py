@@ -99,7 +99,7 @@ def leave_in(module: str) -> None:
 def test_what_the_command_runs_cannot_end_it_with_success() -> None:
     before = os._exit
     with (
-        pytest.raises(RunError, match=r"test_leaving\.py:\d+ called sys\.exit\(0\) before the command was done"),
+        pytest.raises(RunError, match=r"test_startup\.py:\d+ called sys\.exit\(0\) before the command was done"),
         only_when_done(),
     ):
         leave_in("mine.model")

@@ -70,12 +70,12 @@ def test_files_are_there_from_the_first_proof_on(tmp_path):
     link.symlink_to(tmp_path / "elsewhere.json")
     kept, once = _Kept(path, page), _Kept(link, None)
     for each in (kept, once):
-        each.keep(certificate("proven", pending=("dp=2 in float32",)))
+        each.save(certificate("proven", pending=("dp=2 in float32",)))
     assert json.loads(path.read_text())["pending"] == ["dp=2 in float32"] and "not finished" in page.read_text()
     # What a rename must not replace gets the last one alone.
     assert link.read_text() == "before"
     for each in (kept, once):
-        each.keep(certificate("proven", "proven"))
+        each.save(certificate("proven", "proven"))
     assert [len(json.loads(file.read_text())["plans"]) for file in (path, link)] == [2, 2]
     assert page.read_text().startswith("# Shoal certificate: proved")
 
@@ -84,7 +84,7 @@ def test_a_reason_that_plans_share_is_said_once(capsys):
     """Three plans of a model with ``nn.LSTM(dropout=...)`` were refused with the same paragraph seven times."""
     for found, times in ((certificate("refused", "refused"), 0), (certificate("proven", "refused", "refused"), 1)):
         kept = _Kept(None, None)
-        kept.keep(found)
+        kept.save(found)
         kept.show()
         assert capsys.readouterr().out.count("because") == times
         assert exit_of(found) == EXIT_WRONG_REQUEST, "the error says it too"
