@@ -253,7 +253,8 @@ class MessagesDropped(Event):
 
     kind: ClassVar[str] = "messages_dropped"
     process: str
-    instance_id: str
+    instance_id: str = ""
+    """Which start of it; releases before this one wrote it under another name."""
     counts: Mapping[str, int]
     """By reason (``comm/wire/errors.py``): malformed, stale (of an old epoch), duplicate, late, and so on."""
 

@@ -173,7 +173,8 @@ def count_dropped(run_dir: Path) -> dict[str, int]:
     """For the summary: messages that were dropped, by reason, over all processes of a run that could write it down."""
     # Each tells all since its start, so its last word counts.
     newest: dict[str, Mapping[str, int]] = {
-        event["instance_id"]: event["counts"] for event in read_events(run_dir, MessagesDropped.kind)
+        event.get("instance_id", event.get("incarnation", "")): event["counts"]
+        for event in read_events(run_dir, MessagesDropped.kind)
     }
     total: Counter[str] = Counter()
     for counts in newest.values():

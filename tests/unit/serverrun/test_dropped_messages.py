@@ -1,6 +1,7 @@
 """What the wire drops is seen: in the events of the process that dropped it, in the summary, and at the end of the run."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import zmq
@@ -101,6 +102,17 @@ def test_the_last_word_of_every_process_is_added(tmp_path):
     write(1, "b", stale=4)
     write(1, "c", malformed=5)
     assert count_dropped(tmp_path) == {"duplicate": 1, "malformed": 7, "stale": 4}
+
+
+def test_what_the_releases_before_wrote_counts_in_a_run_that_is_resumed(tmp_path):
+    path = RunDir(tmp_path).events(0)
+    path.parent.mkdir(parents=True)
+    event = {"t": 1.0, "rank": 0, "kind": "messages_dropped", "process": "server-0"}
+    told = [
+        {**event, "incarnation": name, "counts": {"stale": count}} for name, count in (("a", 1), ("a", 3), ("b", 2))
+    ]
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in told))
+    assert count_dropped(tmp_path) == {"stale": 5}
 
 
 def test_the_end_of_a_run_names_them_only_where_there_were_some(tmp_path):
