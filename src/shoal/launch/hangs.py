@@ -61,6 +61,8 @@ class HangWatch:
         self._seen: dict[int, tuple[int, int, float, float]] = {}
         """By rank: process, phases entered, when it was first seen and when it last got anywhere."""
         self._looked = self._awake_since = time.monotonic()
+        self._moving_until = 0.0
+        """When one that enters phases was last seen to run."""
 
     def look(self, members: Sequence[Member], *, now: float) -> Hang | None:
         """The process that hangs, or None; to be called every second or more often.
@@ -72,6 +74,8 @@ class HangWatch:
         if now - self._looked > _PAUSE_SECONDS:
             self._awake_since = now  # This process was stopped itself, so old heartbeats prove nothing.
         self._looked = now
+        if any(member.has_phases and member.is_running for member in members):
+            self._moving_until = now
         watched = [self._watch(member, now) for member in members]
         return find_hang(watched, now=now, awake_since=self._awake_since, config=self._config)
 
@@ -87,7 +91,8 @@ class HangWatch:
             # Until it has signed its status, what is there is that of the process before it.
             state=state if state.pid == member.pid else replace(state, heartbeat=None, phase=""),
             started_at=started,
-            progress_at=progress,
+            # While others enter phases nobody looks at the progress of one that does not; the time begins when they are gone.
+            progress_at=progress if member.has_phases else max(progress, self._moving_until),
             is_running=member.is_running,
             has_phases=member.has_phases,
         )

@@ -43,6 +43,18 @@ def test_workers_that_all_stand_still_are_held_up_by_the_one_that_is_furthest_be
         assert found == ("" if second <= 20 else "2: it runs but has got no further for 20 s")
 
 
+def test_a_server_is_not_held_to_the_time_in_which_there_were_workers() -> None:
+    """In a run of more than five minutes whose only worker died, a server was killed if the watch looked before the worker was
+    there again."""
+    start = time.monotonic()
+    watch = HangWatch(CONFIG)
+    for second in range(60):
+        server = member(0, beat=start + second, phase="", has_phases=False)
+        workers = [member(1, beat=start + second, phases=second)] if second < 30 else []
+        found = look(watch, start, second, server, *workers)
+        assert found == ("" if second < 50 else "0: it runs but has got no further for 20 s"), second
+
+
 def test_a_new_process_is_not_held_to_the_heart_of_the_one_before() -> None:
     start = time.monotonic()
     watch = HangWatch(CONFIG)
