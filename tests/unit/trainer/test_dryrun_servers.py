@@ -277,5 +277,5 @@ def test_the_screen_says_whose_bytes_they_are_and_how_large_units_are(tmp_path):
     result = dry_run_result(prepare(request, own=OwnPartsHere()))
     text = describe_dry_run(result)
     assert "bytes per server, without" in text and "bytes per worker, without" in text
-    assert "work units      of 11, 4 samples" in text and result.micro_batch == 11
+    assert "work units    of 11, 4 samples" in text and result.micro_batch == 11
     assert result.bytes_per_rank == max(result.bytes_by_role.values(), key=lambda role: role["total"])

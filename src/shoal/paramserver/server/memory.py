@@ -147,7 +147,7 @@ def _describe(shard_map: ShardMap, config: ParamServerConfig, plan: Plan, whole:
     sizes = config.unit_sizes(plan.num_shares)
     if sizes is not None:
         samples = unit_samples(global_batch, sizes)
-        lines.append(f"work units      of {', '.join(map(str, samples))} samples; activations are those of the largest")
+        lines.append(f"work units    of {', '.join(map(str, samples))} samples; activations are those of the largest")
     return lines
 
 
