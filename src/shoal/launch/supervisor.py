@@ -31,7 +31,12 @@ from shoal.launch.process import Process, Streams, start_program
 KILL_SECONDS = 10.0
 """How long the kernel may take to end what was killed."""
 _LOOK_SECONDS = 0.005
-_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Those by which this process is asked to stop. Not SIGHUP under nohup, which means: live on when the terminal goes away."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +187,7 @@ class SignalInbox:
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._previous: dict[int, Any] = {}
-        for number in _CAUGHT:
-            # nohup means: live on when the terminal goes away.
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
+        for number in stop_signals():
             self._previous[number] = signal.signal(number, _do_nothing)
         return self
 

@@ -25,6 +25,7 @@ from shoal.elastic.election.elector import Center
 from shoal.elastic.election.etcd import EtcdAccess
 from shoal.elastic.election.seeker import Seeker
 from shoal.launch.blame import EXIT_INTERRUPTED
+from shoal.launch.supervisor import stop_signals
 from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS
 from shoal.paramserver.messages import Halt
 from shoal.serverrun.cluster import Cluster, check_candidate, read_cluster
@@ -32,8 +33,6 @@ from shoal.serverrun.process import ProcessSpec
 from shoal.trainer.claim import check_claim
 from shoal.trainer.config import Recipe
 from shoal.trainer.request import OwnParts, Prepared, TrainRequest, check_parts, read_request
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +155,15 @@ def run_async(work: Callable[[], Coroutine[Any, Any, str]]) -> int:
         loop = asyncio.get_running_loop()
         task = loop.create_task(work())
         caught: list[int] = []
+        awaited = stop_signals()
 
         def stop(number: int) -> None:
             caught.append(number)
-            for each in _SIGNALS:
+            for each in awaited:
                 loop.remove_signal_handler(each)
             task.cancel()
 
-        for number in _SIGNALS:
+        for number in awaited:
             loop.add_signal_handler(number, stop, number)
         try:
             halt = await task
@@ -187,13 +187,15 @@ class Stopped(BaseException):
 def run_blocking(work: Callable[[], str]) -> int:
     """Do a role's work in this thread; see ``run_async``."""
 
+    awaited = stop_signals()
+
     def stop(number: int, frame: FrameType | None) -> None:
-        for each in _SIGNALS:
+        for each in awaited:
             signal.signal(each, signal.SIG_DFL)
         raise Stopped(number)
 
     _begin()
-    for number in _SIGNALS:
+    for number in awaited:
         signal.signal(number, stop)
     try:
         halt = work()

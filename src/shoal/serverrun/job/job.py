@@ -37,6 +37,7 @@ from shoal.launch.hangs import HangWatch, Member
 from shoal.launch.jobdirectory import JobDirectory, sweep_job_directories
 from shoal.launch.process import Process
 from shoal.launch.procfs import peak_resident_bytes, process_state
+from shoal.launch.supervisor import stop_signals
 from shoal.paramserver.messages import OPERATIONS, Dead, Halt
 from shoal.serverrun.job.processes import JobMember, Notifier, Spawner, describe_end, make_members
 from shoal.serverrun.notices import Notices
@@ -54,7 +55,6 @@ _FUTILE_DEATHS = 5
 _TAIL_LINES = 15
 _HEADING = re.compile(r"^--- .*, instance \S+ ---$", re.MULTILINE)
 """What stands in a log before the words of each process."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,8 @@ class Job:
     async def run(self) -> JobResult:
         """Start everyone and see the run to its end."""
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        caught = stop_signals()
+        for number in caught:
             loop.add_signal_handler(number, self._signals.append, number)
         try:
             self._spawner.open()
@@ -157,7 +158,7 @@ class Job:
             await self._kill_all()
             self._spawner.close()
             await self._node.close()
-            for number in _SIGNALS:
+            for number in caught:
                 loop.remove_signal_handler(number)
             self._request.display.update(self._states())
             self._board.close()

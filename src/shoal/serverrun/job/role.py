@@ -1,6 +1,6 @@
 """A server or a worker of a job, as a process.
 
-``python -m shoal.serverrun.role ROLE --folder ...`` is what the job starts. Centers have a module of their own,
+``python -m shoal.serverrun.job.role ROLE --folder ...`` is what the job starts. Centers have a module of their own,
 ``serverrun/center.py``, which needs no torch and is there in a fraction of the time.
 """
 
