@@ -22,6 +22,7 @@ DOCUMENTS = (
 # `name  what it is`, drawn with plain indentation or with the lines that `tree` draws.
 TREE_LINE = re.compile(r"^(?P<lead>[ │├└─|`-]*)(?P<name>[\w.][\w./-]*)(?:\s{1,}(?P<text>\S.*))?$")
 LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+MODULE = re.compile(r"\bshoal(?:\.[a-z_]+)+")
 FENCE = re.compile(r"^```.*?^```\s*?$", re.MULTILINE | re.DOTALL)
 
 
@@ -101,6 +102,13 @@ def unreleased_headings(changelog: str) -> list[str]:
     return re.findall(r"^### (.+?)\s*$", match[1], re.MULTILINE) if match else []
 
 
+def module_problems(text: str, names: set[str]) -> Iterator[str]:
+    """Modules that a text names, as ``shoal.room.file`` or with one thing inside, and that are not there."""
+    for name in MODULE.findall(text):
+        if name not in names and name.rpartition(".")[0] not in names - {"shoal"}:
+            yield name
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_document_is_there(root, name):
     assert (root / name).is_file() and (root / name).stat().st_size > 200
@@ -114,6 +122,25 @@ def test_links_lead_somewhere(root):
     documents = [file for file in kept_files(root) if file.suffix == ".md"]
     assert len(documents) >= 4
     assert [problem for document in documents for problem in link_problems(root, document)] == []
+
+
+def test_modules_that_documents_name_are_there(root, modules):
+    """The user looks for processes by the names of their modules."""
+    names = {module.name for module in modules}
+    packages = {module.package for module in modules if module.path.name == "__init__.py"}
+    documents = [root / "README.md", root / "docs" / "guarantees.md", *(root / "docs" / "guides").glob("*.md")]
+    found = {
+        str(document): list(module_problems(document.read_text(), names - packages | {"shoal"}))
+        for document in documents
+    }
+    assert {document: problems for document, problems in found.items() if problems} == {}
+
+
+def test_a_module_that_is_not_there_is_found():
+    names = {"shoal", "shoal.core.plan"}
+    assert list(module_problems("`shoal.core.plan`, shoal.core.plan.parse, `shoal.core.(plan|axes)`", names)) == [
+        "shoal.core"
+    ]
 
 
 def test_the_changelog_names_numerics(root):

@@ -113,6 +113,7 @@ def test_an_asynchronous_pipeline_calls_them_too(tmp_path):
         assert [line for line in found["calls"] if line.startswith(("start", "gradients", "update"))] == [
             f"{point} {step}" for step in range(2) for point in ("start", "gradients", "update")
         ]
+        assert found["actions"] == 2 * 2 * 2, "forward and backward of two microbatches, in each of two steps"
 
 
 @pytest.mark.parametrize("method", ["on_step_start", "on_gradients", "on_update"])

@@ -160,7 +160,9 @@ class AsyncPipeline:
                 versions=self.versions,
                 update=self._update,
             )
-        return self._runtimes[steps]
+        found, hooks = self._runtimes[steps], self._passes.hooks
+        found.observe = hooks.on_action if hooks.times_actions else None
+        return found
 
     def _total_weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
         """Of each microbatch, over all replicas."""
