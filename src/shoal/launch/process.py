@@ -142,6 +142,9 @@ def start_program(
     Raises:
         OSError: the system could not start it.
     """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        # As some programs leave it to those that they start. The kernel would forget how a child ended.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     started = subprocess.Popen(
         argv,
         env=environment,
