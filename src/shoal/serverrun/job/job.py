@@ -282,6 +282,9 @@ class Job:
     async def _start(self, leader: JobMember) -> None:
         """Start a leader and its group, after what is left of the one before has ended."""
         async with leader.starting:
+            for member in leader.group:
+                # The end of one that still runs, and is ended here, is no news.
+                member.instance_id = ""
             await self._end_processes(leader.group)
             instance_id = new_instance_id()
             for member in leader.group:
