@@ -55,6 +55,8 @@ def process_environment(*, threads: int, run_dir: Path | None = None, run_id: st
     """
     values = {
         "OMP_NUM_THREADS": str(threads),
+        # Threads that spin while they wait make a step thirty times slower when anything else wants the core.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         # What a process printed before it was killed must have left it; and a crash in native code should say where.
         "PYTHONUNBUFFERED": "1",

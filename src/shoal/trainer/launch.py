@@ -4,7 +4,6 @@ No torch: the launcher stays small and answers signals at once while the ranks d
 """
 
 import contextlib
-import os
 import shutil
 import signal
 import sys
@@ -103,8 +102,6 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
             run_id=run_dir.name,
             last_step=prepared.setup.total_steps,
             threads=threads,
-            # Threads that spin while they wait make a step thirty times slower when anything else wants the core.
-            env={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},
             config=prepared.recipe.elastic,
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )

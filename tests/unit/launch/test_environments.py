@@ -4,7 +4,7 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.core.place import Place
-from shoal.launch.environments import rank_environment, read_place
+from shoal.launch.environments import process_environment, rank_environment, read_place
 
 
 def test_a_process_that_nobody_launched_is_alone() -> None:
@@ -16,6 +16,14 @@ def test_torchruns_variables() -> None:
     assert read_place(given) == Place(rank=3, world_size=4, local_rank=1, generation=2, is_launched=True)
     # One rank of one has a group all the same.
     assert read_place({"RANK": "0", "WORLD_SIZE": "1"}).is_launched
+
+
+def test_threads_of_no_process_spin_while_they_wait(monkeypatch) -> None:
+    """Of a pool neither: steps that are rehearsed there are taken for those of the run."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert process_environment(threads=2)["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert process_environment(threads=2)["OMP_WAIT_POLICY"] == "ACTIVE", "the user's own word counts"
 
 
 def test_what_the_supervisor_writes_is_read() -> None:

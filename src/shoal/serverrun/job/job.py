@@ -15,7 +15,6 @@ has not ended a moment later is not waited for.
 
 import asyncio
 import contextlib
-import os
 import re
 import signal
 import time
@@ -264,7 +263,6 @@ class Job:
         return {
             **inherited(),
             **process_environment(threads=request.threads, run_dir=request.run_dir, run_id=request.run_dir.name),
-            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
             "SHOAL_BOARD_FD": str(self._board.fd),
         }
 
