@@ -190,9 +190,10 @@ class Participant(Process):
             return
         if self.view is not None and view.epoch == self.view.epoch:
             return
-        self.run.accepted(view)
+        self.run.accepted(view, self.id)
         before, self.view, self.epoch = self.view, view, view.epoch
-        self.carried = view
+        if "tell a new center of no view" not in self.run.plants:
+            self.carried = view
         self.changed(before, view)
 
     def on_refused(self, message: Message) -> None:

@@ -14,7 +14,8 @@ from simulation.world import Message, Process, World
 
 RULES = ("bsp", "ssp:1", "ssp:2", "async", "half:2,0.5")
 LONGEST_CUT = 12.0
-"""Seconds: a center that hears nobody for longer than ``Wanted.join_seconds`` gives up, as it should."""
+"""Seconds: a center that hears nobody for longer than ``Wanted.join_seconds`` gives up, as it should. So this is for cuts of
+centers; members may be cut from each other for as long as the faults last."""
 BOUND = 40.0
 """Virtual seconds from the last fault until the run must be finished: what is left of its work, and every timeout a few times."""
 
@@ -107,9 +108,12 @@ class History:
         one = draw.choice(list(self.kinds))
         others = draw.sample(list(self.kinds), draw.choice((1, 2, len(self.kinds))))
         self.world.tell(f"cut {one} from {' '.join(others)}")
-        if not self.world.cuts:
+        if not self.cuts_of_centers():
             self.cut_since = self.world.now
         self.world.cuts |= {frozenset((one, other)) for other in others if other != one}
+
+    def cuts_of_centers(self) -> set[frozenset[str]]:
+        return {pair for pair in self.world.cuts if any(self.kinds[name] is Center for name in pair)}
 
     def heal(self) -> None:
         self.world.tell("heal")
@@ -135,8 +139,9 @@ class History:
         self.world.run(draw.uniform(1.0, 3.0))
         for _ in range(faults):
             self.fault()
-            if self.world.cuts and self.world.now - self.cut_since > LONGEST_CUT:
-                self.heal()
+            if self.cuts_of_centers() and self.world.now - self.cut_since > LONGEST_CUT:
+                self.world.tell("heal the centers")
+                self.world.cuts -= self.cuts_of_centers()
             gaps = (0.05, 0.4) if self.is_harsh else (0.4, 1.5, 4.0)
             self.world.run(self.world.now + draw.choice(gaps))
         self.world.loss = self.world.late = 0.0

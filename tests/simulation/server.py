@@ -75,7 +75,7 @@ class Server(Participant):
         self.leader = None
 
     def changed(self, before: View | None, view: View) -> None:
-        if view.history > self.history:
+        if view.history != self.history:
             self._begin(view)
         self.failing.clear()
         for shard, chain in enumerate(view.chains):
@@ -162,7 +162,7 @@ class Server(Participant):
             return
         applied = self.replicas[shard].applied
         if len(applied) >= need or "give weights that are too old" in self.run.plants:
-            self.run.read(self.history, applied)
+            self.run.read(self.history, self.epoch, applied)
             self.answer(message, version=max(need, len(applied)), true_version=len(applied))
 
     # ---- new replicas
@@ -303,7 +303,7 @@ class Server(Participant):
             if self.epoch != epoch:
                 return
         if isinstance(answer, Committed):
-            self.run.committed(history, body["arguments"][0], body["read"])
+            self.run.committed(history, epoch, body["arguments"][0], body["read"])
         self.answer(message, answer=answer)
 
     def on_log(self, message: Message) -> None:
