@@ -64,12 +64,12 @@ demo: $(VENV)/.installed
 	$(BIN)/shoal sample $$run --prompt "def "; \
 	echo "run directory: $$run"
 
-# Two at a time, a file to each: most tests wait for processes of their own, and a file's tests share what they build. The longest
-# files come first (tests/support/session/order.json), so that both end together; the twenty slowest tests are printed.
-PYTEST_TWO := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three at a time on two cores, a file to each: half of the time tests wait, and a file's tests share what they build. The longest
+# files come first (tests/support/session/order.json), so that all end together; the twenty slowest tests are printed.
+PYTEST_FILES := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: install
-	$(PYTEST_TWO) -m "not soak"
+	$(PYTEST_FILES) -m "not soak"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check
@@ -80,7 +80,7 @@ types: $(VENV)/.installed-test
 
 # SHOAL_CHAOS_MINUTES says how long the mix of faults lasts. No test may take longer than --timeout.
 soak: install
-	$(PYTEST_TWO) -m soak --timeout 3600
+	$(PYTEST_FILES) -m soak --timeout 3600
 
 # Breaks the source, one line at a time, in a copy; the table of what was caught is in tests/README.md.
 mutate: install

@@ -214,12 +214,20 @@ def test_what_comes_with_an_old_epoch_is_refused(folder):
     run(work())
 
 
+async def view_with(member):
+    """The view that a member is in: the others may have made updates before it joined."""
+    async with asyncio.timeout(30):
+        while member.contact is None or (view := member.contact.view) is None or not view.find(member.node.instance_id):
+            await asyncio.sleep(0.01)
+    return view
+
+
 def test_a_gradient_of_another_length_or_type_is_refused(folder):
     async def work():
         async with running_job(folder, steps=200, shares=SHARES) as job:
             await job.until_update(2)
             member = job.members["worker-0"]
-            view = member.contact.view
+            view = await view_with(member)
             peer = member.node.connect(view.member(view.chains[0].primary).address)
             numel = job.shard_map.shards[0].numel
             # The last has the length of a right one, and other numbers.
@@ -245,7 +253,7 @@ def test_a_commit_without_its_gradients_is_not_a_way_in(folder):
         async with running_job(folder, steps=200, shares=SHARES) as job:
             await job.until_update(2)
             member = job.members["worker-0"]
-            view = member.contact.view
+            view = await view_with(member)
             peer = member.node.connect(view.member(view.chains[0].primary).address)
             made_up = PushRecord(
                 worker=member.node.instance_id,
