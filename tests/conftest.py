@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 
 import pytest
 
@@ -10,7 +11,7 @@ from shoal.launch import forkclient
 from shoal.launch.processor import avoid_hidden_tiles
 from support.processes import warm
 from support.processes.command import TINY, Shoal
-from support.session.leaks import descendants, left_behind
+from support.session.leaks import descendants, left_behind, threads_left
 from support.session.timing import (  # noqa: F401 (pytest finds hooks here)
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -30,14 +31,15 @@ forkclient.start_interpreter, forkclient.FEWEST_TO_FORK = warm.start_interpreter
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind():
-    """Fail a test that leaves a process behind, and end that process."""
-    before = descendants(os.getpid())
+    """Fail a test that leaves a process or a thread behind, and end that process."""
+    before, threads = descendants(os.getpid()), set(threading.enumerate())
     yield
     left = left_behind(before)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not left, f"left behind: {left}"
+    assert not (alive := threads_left(threads)), f"threads left behind: {alive}"
 
 
 @pytest.fixture

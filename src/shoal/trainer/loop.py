@@ -114,28 +114,29 @@ class Trainer:
         self.reporter = Reporter(
             run_dir, world=self.world, config=telemetry, rank_status=rank_status, total_steps=self.total_steps
         )
-        self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
-        if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
-            self.reporter.warn(warning)
-        self.engine = parallelize(
-            model,
-            data,
-            loss,
-            plan=self.plan,
-            settings=self.settings,
-            world=self.world,
-            status=rank_status,
-            hooks=hooks,
-            stop=stop,
-        )
-        self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
-        self.setbacks = Setbacks(train, self.engine, self.persistence)
-        self.progress = self._signed(Progress(position=Position(), loss_scale=self.engine.precision.first_loss_scale))
         self.status: FinalStatus = "completed"
         self._looked_for_draws = False
-        # By replica, not by rank: the ranks that share a replica must draw alike.
-        seed_process(train.seed, rank=self.mesh.coordinate(Axis.DATA))
         try:
+            self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
+            if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
+                self.reporter.warn(warning)
+            self.engine = parallelize(
+                model,
+                data,
+                loss,
+                plan=self.plan,
+                settings=self.settings,
+                world=self.world,
+                status=rank_status,
+                hooks=hooks,
+                stop=stop,
+            )
+            self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
+            self.setbacks = Setbacks(train, self.engine, self.persistence)
+            first_scale = self.engine.precision.first_loss_scale
+            self.progress = self._signed(Progress(position=Position(), loss_scale=first_scale))
+            # By replica, not by rank: the ranks that share a replica must draw alike.
+            seed_process(train.seed, rank=self.mesh.coordinate(Axis.DATA))
             self._begin(run_dir, resume=resume)
         except BaseException:
             self.reporter.close()  # Its thread is nobody else's to end: there is no trainer to close.

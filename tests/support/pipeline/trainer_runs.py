@@ -54,10 +54,20 @@ def train(world, job: dict) -> dict:
         world=world,
         environment={},
     )
+    try:
+        result = _train(trainer, job)
+        trainer.persistence.close()
+    finally:
+        trainer.reporter.close()  # Before the groups, which a rank that failed may not wait for.
+    trainer.mesh.close()
+    return result
+
+
+def _train(trainer: Trainer, job: dict) -> dict:
     if "longest" in job:
         trainer.engine.asynchronous.longest = job["longest"]
     infos = list(trainer.training_steps())
-    result = {
+    return {
         "sha": trainer.hash_weights(),
         "losses": [info.loss for info in infos],
         "norms": [info.grad_norm for info in infos],
@@ -66,10 +76,6 @@ def train(world, job: dict) -> dict:
         "step": trainer.progress.step,
         "stream": [trainer.progress.async_signature, trainer.progress.async_start],
     }
-    trainer.persistence.close()
-    trainer.reporter.close()
-    trainer.mesh.close()
-    return result
 
 
 def train_on_ranks(world, jobs: dict) -> dict:

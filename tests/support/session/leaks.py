@@ -1,7 +1,8 @@
-"""Processes that a test has left behind, found in microseconds: the kernel lists the children of each thread."""
+"""Processes and threads that a test has left behind, found in microseconds: the kernel lists the children of each thread."""
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,17 @@ from support.processes import warm
 KEPT = ("resource_tracker", "shoal.launch.forkserver shoal.testing.ranks")
 """The resource tracker of multiprocessing and the process that ranks are forked from live as long as the test session does, as
 does the one that commands are forked from."""
+
+THREADS = ("event-log", "prefetch", "shoal-saver")
+"""Threads of ours that end with what started them; libraries keep some of theirs for as long as a process lives."""
+
+
+def threads_left(before: set[threading.Thread]) -> list[str]:
+    """The names of living threads that were not there ``before`` and should have ended; each gets a second to do so."""
+    new = [thread for thread in threading.enumerate() if thread.name in THREADS and thread not in before]
+    for thread in new:
+        thread.join(1.0)
+    return [thread.name for thread in new if thread.is_alive()]
 
 
 def descendants(pid: int) -> set[int]:
