@@ -97,6 +97,16 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Logged(Event):
+    """Numbers that a script logged by itself (``run.log``)."""
+
+    kind: ClassVar[str] = "log"
+    step: int
+    """Steps done then."""
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
     """A checkpoint was committed: every rank voted for it and it has its final name."""
 

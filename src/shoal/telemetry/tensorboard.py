@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import RequestError
-from shoal.core.events import CheckpointSaved, Evaluated, Event, MemoryMeasured, StepDone
+from shoal.core.events import CheckpointSaved, Evaluated, Event, Logged, MemoryMeasured, StepDone
 from shoal.telemetry.config import TelemetryConfig
 
 
@@ -53,6 +53,8 @@ def scalars(event: Event) -> dict[str, float]:
         if event.accuracy is not None:
             points[f"{event.split}/accuracy"] = event.accuracy
         return points
+    if isinstance(event, Logged):
+        return {f"log/{name}": value for name, value in event.values.items()}
     if isinstance(event, MemoryMeasured):
         names = ("weights", "gradient", "optimizer", "other", "rss", "peak_rss")
         return {f"memory/{name}_bytes": float(getattr(event, f"{name}_bytes")) for name in names}

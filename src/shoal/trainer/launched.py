@@ -36,10 +36,11 @@ from shoal.launch.environments import read_place
 from shoal.launch.errorreport import clear_reports
 from shoal.telemetry.display import build_display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading
+from shoal.telemetry.summaryfile import read_summary, write_summary
 from shoal.trainer.claim import Claim, read_plan
 from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import TrainRequest, already_finished, prepare, say_finished
-from shoal.trainer.summary import describe_summary, read_summary, summarise_death, write_summary
+from shoal.trainer.summary import describe_summary, summarise_death
 from shoal.trainer.worker import explain_exit, is_peer_failure, report_failure, run_rank
 
 _START_DEADLINE = timedelta(seconds=120)

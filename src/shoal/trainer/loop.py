@@ -33,6 +33,7 @@ from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult
 from shoal.engine.parallelize import parallelize
+from shoal.engine.reporting import Reporter, describe_draws
 from shoal.engine.resolve import RunSetup, asks_the_model, resolve_alone, updates_per_step
 from shoal.engine.state import RankState, seed_process
 from shoal.engine.stop import StopRequest
@@ -52,7 +53,6 @@ from shoal.trainer.config import EvalConfig
 from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import Progress, after_step, loss_limit, rate_factor, wants_rollback
-from shoal.trainer.reporting import Reporter, describe_draws
 from shoal.trainer.samedata import SameData
 from shoal.trainer.setbacks import Setbacks
 

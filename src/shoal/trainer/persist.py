@@ -20,6 +20,7 @@ from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
+from shoal.engine.reporting import Reporter
 from shoal.engine.state import (
     RankState,
     export_random_state,
@@ -30,7 +31,6 @@ from shoal.engine.state import (
 )
 from shoal.trainer.claim import check_inside
 from shoal.trainer.progress import Progress
-from shoal.trainer.reporting import Reporter
 from shoal.trainer.samedata import data_values, refuse_other_data
 
 _WORDS = 8

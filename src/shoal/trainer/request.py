@@ -34,10 +34,10 @@ from shoal.models.check import check_model, facts_of
 from shoal.models.config import OwnModelConfig
 from shoal.paramserver.config import rule_problems
 from shoal.telemetry.config import parse_window
+from shoal.telemetry.summaryfile import read_summary
 from shoal.telemetry.tensorboard import wants_curves
 from shoal.trainer.claim import check_claim, choose_run_dir, list_gentler, require_run_dir
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.summary import read_summary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,18 @@
-"""``summary.json`` and ``forecast.json``: written in one piece, read back, compared, told, and made up for a run that died.
+"""``summary.json`` and ``forecast.json``: compared, told, and made up for a run that died.
 
 No torch: the launcher reads them too.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, replace_text
 from shoal.core.units import format_bytes, format_count, format_duration
+from shoal.telemetry.summaryfile import write_summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,37 +23,6 @@ class Ended:
     summary: dict[str, Any]
     was_orderly: bool = True
     """False when ranks died: the failure report was printed already, and the summary has little to add."""
-
-
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Replace ``summary.json`` in one piece: a reader sees the old one or the new one.
-
-    Raises:
-        RunError: the disk refused.
-    """
-    # JSON has no NaN: a loss that was one is null here, as in every other file that programs read.
-    plain = {key: _finite(value) for key, value in summary.items()}
-    path = RunDir(run_dir).summary
-    try:
-        replace_text(path, json.dumps(plain, indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise RunError(
-            f"cannot write {path}: {error.strerror}; is {run_dir} still there, and is the disk full?"
-        ) from error
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run directory, or None when it has none yet, or something that is none."""
-    try:
-        found = json.loads(RunDir(run_dir).summary.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    is_one = isinstance(found, dict) and type(found.get("status")) is str and type(found.get("steps")) is int
-    return found if is_one else None
 
 
 def summarise_servers(

@@ -34,12 +34,12 @@ from shoal.launch.environments import read_place
 from shoal.launch.errorreport import ErrorReport, write_report
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, peak_rss_bytes, table
 from shoal.telemetry.statusboard import Heartbeat, RankStatus, StatusBoard, StatusReading
+from shoal.telemetry.summaryfile import write_summary
 from shoal.trainer.build import build_trainer
 from shoal.trainer.claim import read_setup
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.trainer.profiler import RunProfiler
-from shoal.trainer.summary import write_summary
 
 LISTENS_BY_ITSELF = True
 """SIGTERM is held back until ``hear_stop_signals`` (``launch/child.py``)."""

@@ -26,8 +26,9 @@ from shoal.engine.state import hash_weights
 from shoal.launch.procfs import peak_resident_bytes
 from shoal.serverrun.notices import count_dropped, count_notices, read_events
 from shoal.serverrun.process import ProcessSpec
+from shoal.telemetry.summaryfile import write_summary
 from shoal.trainer.build import load_run
-from shoal.trainer.summary import summarise_servers, write_summary
+from shoal.trainer.summary import summarise_servers
 
 
 def evaluate_last_checkpoint(run_dir: Path, *, with_evaluation: bool) -> dict[str, Any]:

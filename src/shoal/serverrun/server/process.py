@@ -23,6 +23,7 @@ from shoal.core.events import (
 )
 from shoal.core.place import Place
 from shoal.core.rundir import make_run_dir, withhold
+from shoal.engine.reporting import Reporter
 from shoal.paramserver.contact import Contact, Evicted
 from shoal.paramserver.messages import FINISHED
 from shoal.paramserver.server.server import Server
@@ -34,7 +35,6 @@ from shoal.serverrun.standalone import run_async
 from shoal.telemetry.display import Display, build_display
 from shoal.telemetry.statusboard import Heartbeat, StatusBoard
 from shoal.trainer.claim import Claim
-from shoal.trainer.reporting import Reporter
 from shoal.trainer.request import Prepared, already_finished
 from shoal.trainer.summary import describe_summary
 

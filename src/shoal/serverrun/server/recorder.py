@@ -18,6 +18,7 @@ from shoal.core.events import (
 )
 from shoal.data.order import position_of
 from shoal.elastic.view import View
+from shoal.engine.reporting import Reporter
 from shoal.paramserver.messages import FINISHED, Halt
 from shoal.paramserver.records import PushId, Update
 from shoal.paramserver.server.server import Server
@@ -26,7 +27,6 @@ from shoal.serverrun.process import ProcessSpec
 from shoal.serverrun.server.checkpointing import LOG_KEY, ServerCheckpointer
 from shoal.serverrun.server.source import ShardSource, ends_the_run
 from shoal.trainer.progress import Progress
-from shoal.trainer.reporting import Reporter
 from shoal.trainer.samedata import data_values
 
 _UNTOLD = 64
