@@ -24,6 +24,7 @@ from shoal.comm.parentdeath import die_with_parent
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.core.seeding import derive_key
+from shoal.data.batchform import BatchForm, ModelInputs, Targets
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
 from shoal.data.sharedmemory import SharedBatch, SharedBatchWriter
 from shoal.data.source import Items, Source
@@ -43,11 +44,24 @@ class Microbatch:
     """What one forward pass reads."""
 
     inputs: tuple[Tensor, ...]
-    targets: Tensor
+    targets: Targets
     sample_ids: NDArray[np.int64]
     """Global dataset ids, in the order of dim 0."""
     weight: float
     """Items that its mean loss is over."""
+    form: BatchForm | None = None
+    """How the tensors make the call of the model; None for ``model(*inputs)`` and ``loss(output, targets)``."""
+
+    @classmethod
+    def of(cls, items: Items, ids: NDArray[np.int64]) -> "Microbatch":
+        """The samples with these ids, as a source has collated them."""
+        weight = float(items.weight)
+        return cls(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=weight, form=items.form)
+
+    @property
+    def model_inputs(self) -> ModelInputs:
+        """The inputs with their form, to be handed to ``call_model``."""
+        return ModelInputs(self.inputs, self.form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +205,7 @@ class Loader:
         loaded = []
         for ids in part.microbatches:
             items = self._workers.next() if self._workers is not None else self._source.collate(ids)
-            loaded.append(
-                Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=float(items.weight))
-            )
+            loaded.append(Microbatch.of(items, ids))
         uniform = self._source.uniform_weight
         return StepBatch(
             microbatches=tuple(loaded),

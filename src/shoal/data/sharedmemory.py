@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import RunError
+from shoal.data.batchform import BatchForm, Targets, flat_targets
 from shoal.data.source import Items
 
 _ALIGNED = 64
@@ -41,6 +42,9 @@ class SharedBatch:
     tensors: tuple[_TensorPlace, ...]
     """The inputs, and the targets last."""
     weight: int
+    num_targets: int | None = None
+    """How many of the tensors are targets; None where these are one tensor, and not the tensors of a structure."""
+    form: BatchForm | None = None
 
     def open(self) -> Items:
         """The items; whoever made them must still have them open.
@@ -60,8 +64,10 @@ class SharedBatch:
             memory = mmap.mmap(descriptor, self.num_bytes)
         finally:
             os.close(descriptor)
-        *inputs, targets = (_view(memory, place) for place in self.tensors)
-        return Items(inputs=tuple(inputs), targets=targets, weight=self.weight)
+        tensors = tuple(_view(memory, place) for place in self.tensors)
+        cut = len(tensors) - (1 if self.num_targets is None else self.num_targets)
+        targets: Targets = tensors[cut] if self.num_targets is None else tensors[cut:]
+        return Items(inputs=tensors[:cut], targets=targets, weight=self.weight, form=self.form)
 
 
 class SharedBatchWriter:
@@ -79,7 +85,7 @@ class SharedBatchWriter:
 
     def write(self, items: Items) -> SharedBatch | Items:
         """The items as a shared batch; as they are where they cannot be one, and torch hands them over in its way."""
-        tensors = (*items.inputs, items.targets)
+        tensors = (*items.inputs, *flat_targets(items.targets))
         if self._is_open is None:
             self._is_open = sys.platform == "linux" and _is_open(os.getppid())
         if not self._is_open or not all(_is_plain(tensor) for tensor in tensors):
@@ -99,7 +105,13 @@ class SharedBatchWriter:
         while len(self._kept) > self._keep:
             os.close(self._kept.popleft())
         return SharedBatch(
-            pid=os.getpid(), descriptor=descriptor, num_bytes=num_bytes, tensors=tuple(places), weight=items.weight
+            pid=os.getpid(),
+            descriptor=descriptor,
+            num_bytes=num_bytes,
+            tensors=tuple(places),
+            weight=items.weight,
+            num_targets=None if isinstance(items.targets, Tensor) else len(items.targets),
+            form=items.form,
         )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.data.batchform import BatchForm, ModelInputs, Targets
 from shoal.data.spec import DataSpec, WatchedFile
 
 SampleIds = Sequence[int] | NDArray[np.int64]
@@ -18,9 +19,16 @@ class Items:
     """The tensors of some samples, as a model and its loss take them."""
 
     inputs: tuple[Tensor, ...]
-    targets: Tensor
+    targets: Targets
     weight: int
     """How many items the mean loss is over: tokens for text, samples for classes, targets that are not ignored for pairs."""
+    form: BatchForm | None = None
+    """How the tensors make the call; None for ``model(*inputs)`` and ``loss(output, targets)``."""
+
+    @property
+    def model_inputs(self) -> ModelInputs:
+        """The inputs with their form, to be handed to ``call_model``."""
+        return ModelInputs(self.inputs, self.form)
 
 
 class Source(Protocol):

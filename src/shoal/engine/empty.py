@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
+from shoal.data.batchform import map_targets
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.source import Source
 from shoal.parallel import batchnorm
@@ -57,10 +58,11 @@ class Filler:
             # Statistics of no sample at all are what counts for nothing in them.
             size = 0 if has_norm else 1
             microbatch = Microbatch(
-                inputs=tuple(tensor[:size] for tensor in items.inputs),
-                targets=items.targets[:size],
+                inputs=tuple(_first(tensor, size) for tensor in items.inputs),
+                targets=map_targets(items.targets, lambda tensor: _first(tensor, size)),
                 sample_ids=ANY_SAMPLE[:size],
                 weight=0.0,
+                form=items.form,
             )
         return cls(microbatch=microbatch, num_microbatches=plan.microbatches or 1, is_pipeline=is_pipeline)
 
@@ -71,6 +73,10 @@ class Filler:
         # A schedule has a fixed number of microbatches; elsewhere replicas only have to be in step.
         wanted = self.num_microbatches if self.is_pipeline else min(self.num_microbatches, batch.num_samples)
         return batch.microbatches + (self.microbatch,) * (wanted - len(batch.microbatches))
+
+
+def _first(tensor: Tensor, size: int) -> Tensor:
+    return tensor[:size] if tensor.ndim else tensor
 
 
 def zero_through_layers(output: Any) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
+from shoal.data.batchform import call_model, targets_of
 from shoal.data.loader import Microbatch
 from shoal.data.order import replica_share
 from shoal.data.source import Source
@@ -85,18 +86,21 @@ def evaluate(
 
 def _evaluate_batch(objective: Objective, source: Source, ids: np.ndarray, runtime: Runtime | None) -> torch.Tensor:
     items = source.collate(ids)
-    microbatch = Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=float(items.weight))
+    microbatch = Microbatch.of(items, ids)
     inputs, targets = objective.prepare(microbatch)
     with objective.computing():
         ends_here, output = (
-            runtime.infer(inputs, kind_of(microbatch)) if runtime is not None else (True, objective.model(*inputs))
+            runtime.infer(inputs, kind_of(microbatch))
+            if runtime is not None
+            else (True, call_model(objective.model, inputs))
         )
     targets, weight = objective.scoring.own_part(targets, microbatch.weight)
     if weight == 0 or not ends_here:
         return torch.zeros(4, dtype=torch.float64)
     with objective.precision.autocast(objective.device.type):
-        loss = objective.call_loss(output, targets)
-    found = objective.scoring.count_correct(output, targets)
+        wanted = targets_of(microbatch.form, inputs, targets)
+        loss = objective.call_loss(output, wanted)
+    found = objective.scoring.count_correct(output, wanted)
     correct, counted = found if found is not None else (0, 0)
     # Ranks that gathered the whole sequence each count a part of it.
     part = objective.scoring.factor

@@ -5,7 +5,7 @@ the sequence (context parallel). With the losses that Shoal knows nothing is eve
 of the user's own gets what it would get in one process, at the price of gathering it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from shoal.comm.channel import Channel
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError, ShoalError
+from shoal.data.batchform import ModelInputs, Targets, call_model, map_targets, targets_of
 from shoal.data.loader import Microbatch
 from shoal.engine.empty import zero_of_parameters, zero_through_layers
 from shoal.engine.piggyback import StepScalars
@@ -48,19 +49,20 @@ class Scoring:
         self.factor = self._context.loss_factor if self._context is not None else 1.0
         """What this rank's loss is multiplied by, so that the ranks of one replica add up to the whole."""
 
-    def own_part(self, targets: torch.Tensor, weight: float) -> tuple[torch.Tensor, float]:
+    def own_part(self, targets: Targets, weight: float) -> tuple[Targets, float]:
         """The targets of this rank's positions, and the weight of those; all of them where the sequence is not cut."""
         # A microbatch that counts for nothing, such as one that only keeps a replica in step, does so on every rank.
         if self._context is None or not self._context.keeps_local or weight == 0:
             return targets, weight
+        assert isinstance(targets, torch.Tensor), "a loss of several targets gets whole outputs"
         own = targets.index_select(1, self._context.positions(targets.shape[1]).to(targets.device))
         if own.is_floating_point():
             # A regression has no target that is left out, and every rank has equally many positions.
             return own, weight * own.shape[1] / targets.shape[1]
         return own, float((own != IGNORED).sum())
 
-    def loss(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
-        """The mean over the targets that count."""
+    def loss(self, output: Any, targets: Any) -> torch.Tensor:
+        """The mean over the targets that count, which are given in their form."""
         if self._split is None:
             return self._given(output, targets)
         if self._is_known:
@@ -68,8 +70,10 @@ class Scoring:
         whole = gather_logits(scores_of(output), channel=self._split, vocab=self._vocab)
         return self._given(with_scores(output, whole), targets)
 
-    def count_correct(self, output: Any, targets: torch.Tensor) -> Correct | None:
+    def count_correct(self, output: Any, targets: Any) -> Correct | None:
         """How many targets have the highest score; None where that makes no sense."""
+        if not isinstance(targets, torch.Tensor):
+            return None
         if self._split is None:
             return count_correct(output, targets)
         return split_count_correct(scores_of(output), targets, channel=self._split, vocab=self._vocab)
@@ -108,16 +112,18 @@ class Objective(nn.Module):
     def _share_of_loss(self, microbatch: Microbatch, share: float) -> torch.Tensor:
         inputs, targets = self.prepare(microbatch)
         with self.computing():
-            output = self.model(*inputs)
-        return self.share_of(output, targets, microbatch, share)
+            output = call_model(self.model, inputs)
+        return self.share_of(output, inputs, targets, microbatch, share)
 
-    def share_of(self, output: Any, targets: torch.Tensor, microbatch: Microbatch, share: float) -> torch.Tensor:
-        """A microbatch's contribution to the global mean, from the model's output."""
+    def share_of(
+        self, output: Any, inputs: ModelInputs, targets: Targets, microbatch: Microbatch, share: float
+    ) -> torch.Tensor:
+        """A microbatch's contribution to the global mean, from the model's output on prepared inputs."""
         targets, weight = self.scoring.own_part(targets, microbatch.weight)
         if weight == 0:
             return self._nothing_of(output)
         with self.precision.autocast(self.device.type):
-            loss = self.call_loss(output, targets, microbatch)
+            loss = self.call_loss(output, targets_of(microbatch.form, inputs, targets), microbatch)
         # In float32: a loss in float16 would overflow under the scale that is to save its gradients.
         loss = loss if loss.dtype == torch.float64 else loss.float()
         if weight != microbatch.weight:
@@ -125,7 +131,7 @@ class Objective(nn.Module):
         share = share * self.scoring.factor
         return loss if share == 1.0 else loss * share
 
-    def call_loss(self, output: Any, targets: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
+    def call_loss(self, output: Any, targets: Any, microbatch: Microbatch | None = None) -> torch.Tensor:
         """The user's loss, or one message that shows both sides when they do not fit."""
         try:
             loss = self.scoring.loss(output, targets)
@@ -160,7 +166,9 @@ class Objective(nn.Module):
     def _name_bad_label(self, output: Any, microbatch: Microbatch) -> str:
         """Which sample's label is none of the classes that the model tells apart; empty where it cannot be seen."""
         targets = microbatch.targets
-        if not isinstance(output, torch.Tensor) or targets.is_floating_point() or targets.ndim == 0:
+        if not isinstance(output, torch.Tensor) or not isinstance(targets, torch.Tensor):
+            return ""
+        if targets.is_floating_point() or targets.ndim == 0:
             return ""
         is_last = output.shape[:-1] == targets.shape
         if not is_last and (output.ndim < 2 or output.shape[:1] + output.shape[2:] != targets.shape):
@@ -174,10 +182,13 @@ class Objective(nn.Module):
         named = self.name_sample(number) if self.name_sample is not None else f"sample {number} of the train split"
         return f"{named} has the label {int(targets[tuple(places[0])])} and the model {classes} classes, 0 to {classes - 1}; "
 
-    def prepare(self, microbatch: Microbatch) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def prepare(self, microbatch: Microbatch) -> tuple[ModelInputs, Targets]:
         """Inputs and targets, on the device and in the run's precision."""
-        inputs = [self.precision.cast_input(tensor.to(self.device, non_blocking=True)) for tensor in microbatch.inputs]
-        return inputs, self.precision.cast_input(microbatch.targets.to(self.device, non_blocking=True))
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            return self.precision.cast_input(tensor.to(self.device, non_blocking=True))
+
+        return microbatch.model_inputs.map(place), map_targets(microbatch.targets, place)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -208,6 +219,8 @@ def _describe(value: Any) -> str:
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {', '.join(_describe(item) for item in value) or 'nothing'}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}"
     return f"a {type(value).__name__}"
 
 
@@ -224,6 +237,6 @@ def _without_gradient(output: Any) -> str:
     )
 
 
-def kind_of(microbatch: Microbatch) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    """Shapes and types of the inputs: what all ranks of a replica know of a microbatch alike."""
-    return tuple((tensor.shape, tensor.dtype) for tensor in microbatch.inputs)
+def kind_of(microbatch: Microbatch) -> Hashable:
+    """Form, shapes and types of the inputs: what all ranks of a replica know of a microbatch alike."""
+    return microbatch.form, tuple((tensor.shape, tensor.dtype) for tensor in microbatch.inputs)

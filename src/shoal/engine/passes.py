@@ -191,8 +191,8 @@ class StepFeed:
     def loss(self, output: Any, microbatch: int) -> Tensor:
         """See ``Feed``."""
         own = self._microbatches[microbatch]
-        _, targets = self._objective.prepare(own)
-        share = self._objective.share_of(output, targets, own, self._shares[microbatch])
+        inputs, targets = self._objective.prepare(own)
+        share = self._objective.share_of(output, inputs, targets, own, self._shares[microbatch])
         self.losses[microbatch] = share.detach()
         return share if self._scale == 1.0 else share * self._scale
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.functions import call_own
 from shoal.core.plan import Plan
+from shoal.data.batchform import call_model
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
 from shoal.data.config import AnyDataConfig
@@ -101,7 +102,7 @@ def _microbatches(num_samples: int, global_batch: int, seed: int, plan: Plan) ->
 
 def _load(data: Splits, ids: Ids) -> Microbatch:
     items = call_own(lambda: data.train.collate(ids), what="reading the first samples", is_excused=is_out_of_memory)
-    return Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=ids, weight=float(items.weight))
+    return Microbatch.of(items, ids)
 
 
 def _run(objective: Objective, microbatch: Microbatch) -> None:
@@ -109,11 +110,13 @@ def _run(objective: Objective, microbatch: Microbatch) -> None:
     running: list[str] = []
     with _following(objective.model, running), objective.computing():
         try:
-            output = call_own(lambda: objective.model(*inputs), what="the model", is_excused=is_out_of_memory)
+            output = call_own(
+                lambda: call_model(objective.model, inputs), what="the model", is_excused=is_out_of_memory
+            )
         except RequestError as error:
             layer = f", in {running[-1]}" if running else ""
             raise RequestError(f"{error}{layer}; it was called with {_forms(inputs)}") from error.__cause__
-    objective.share_of(output, targets, microbatch, 1.0)
+    objective.share_of(output, inputs, targets, microbatch, 1.0)
 
 
 @contextmanager

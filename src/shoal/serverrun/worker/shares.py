@@ -128,9 +128,7 @@ class ShareRunner:
         loaded = []
         for own in cut:
             items = self._source.collate(own)
-            loaded.append(
-                Microbatch(inputs=items.inputs, targets=items.targets, sample_ids=own, weight=float(items.weight))
-            )
+            loaded.append(Microbatch.of(items, own))
         local = sum(microbatch.weight for microbatch in loaded)
         return StepBatch(
             microbatches=tuple(loaded),
