@@ -5,7 +5,7 @@ a shipped model must know and a sample cannot say is read from attributes of the
 names) and ``vocab``. A function that returns ``Splits`` of its own sources is taken at its word.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,26 @@ _WANTED = "return (input, target) or ((input, input, ...), target), each of them
 
 
 class DatasetSource:
-    """A map-style dataset as a source."""
+    """A map-style dataset as a source.
 
-    def __init__(self, dataset: Any, *, uniform_weight: int | None, name: str = "") -> None:
+    Args:
+        dataset: has ``__len__`` and ``__getitem__``.
+        uniform_weight: of every sample; None where targets may be left out.
+        name: of the split, for messages.
+        collate_fn: makes a batch of a list of samples; torch's default rule when left out.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        uniform_weight: int | None,
+        name: str = "",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
         self._dataset = dataset
         self._uniform_weight = uniform_weight
+        self._collate_fn = collate_fn
         self._split = f" of the {name} split" if name else ""
 
     def __len__(self) -> int:
@@ -44,7 +59,7 @@ class DatasetSource:
         return self._uniform_weight
 
     def collate(self, ids: SampleIds) -> Items:
-        """The samples with these ids, stacked by torch's default rule.
+        """The samples with these ids, as one batch.
 
         Raises:
             RunError: the dataset failed, or its samples cannot be stacked; names them and says what they are.
@@ -58,6 +73,20 @@ class DatasetSource:
             for number in numbers:
                 self._read_told([number])  # Which of them it is, only reading each by itself can tell.
             samples = self._read_told(numbers)
+        return self.collate_samples(samples, numbers)
+
+    def collate_samples(self, samples: Sequence[Any], numbers: Sequence[int]) -> Items:
+        """Samples that are read already as one batch: by ``collate_fn``, or stacked by torch's default rule.
+
+        Args:
+            samples: as the dataset gives them.
+            numbers: their ids, for messages.
+
+        Raises:
+            RunError: they cannot be stacked, or ``collate_fn`` failed; names them and says what they are.
+        """
+        if self._collate_fn is not None:
+            return self._collate_own(self._collate_fn, samples, numbers)
         try:
             inputs, targets = default_collate([_parts(sample) for sample in samples])
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
@@ -68,6 +97,22 @@ class DatasetSource:
             raise RunError(self._why_not_stacked(numbers, samples, None))
         weight = len(samples) if self._uniform_weight is not None else int((targets != IGNORED).sum())
         return Items(inputs=tuple(inputs), targets=targets, weight=weight)
+
+    def _collate_own(
+        self, collate_fn: Callable[[list[Any]], Any], samples: Sequence[Any], numbers: Sequence[int]
+    ) -> Items:
+        shown = ", ".join(self.name_sample(number) for number in numbers[:2]) + (" ..." if len(numbers) > 2 else "")
+        what = f"collate_fn on {shown}"
+        made = call_own(lambda: collate_fn(list(samples)), what=what, is_excused=is_out_of_memory, refusal=RunError)
+        if isinstance(made, Items):
+            return made
+        problem = find_problem(made)
+        if problem is not None:
+            raise RunError(f"{what}: {problem.replace('a sample is', 'it returned')}; {_WANTED}, or shoal.data.Items")
+        inputs, targets = _parts(made)
+        tensor = torch.as_tensor(targets)
+        weight = len(samples) if self._uniform_weight is not None else int((tensor != IGNORED).sum())
+        return Items(inputs=tuple(torch.as_tensor(part) for part in inputs), targets=tensor, weight=weight)
 
     def name_sample(self, number: int) -> str:
         """How the user finds a sample: by its index in the dataset, from which the splits were cut."""
