@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from crewrun import NUM_WORKERS, CrewRun, Newcomer, Process, train_undisturbed
+from observed_job import NUM_WORKERS, Newcomer, ObservedJob, Process, train_undisturbed
 
 from shoal.elastic.view import View
 
@@ -27,87 +27,87 @@ KINDS = ("server", "center", "worker", "nobody")
 AIMS = {"server": 1.0, "center": 3.0}
 """Seconds, of p99."""
 BETWEEN_UPDATES = 3
-"""Updates that are made between a whole crew and the next kill."""
+"""Updates that are made between a whole job and the next kill."""
 MOMENT_SECONDS = 0.3
 """Then a random wait of up to this: any moment of a step."""
 
 
-async def choose(run: CrewRun, kind: str, view: View, dice: random.Random) -> tuple[Process | None, bool]:
-    """Whom to kill, and whether it keeps the book."""
-    processes = run.processes()
+async def choose(job: ObservedJob, kind: str, view: View, dice: random.Random) -> tuple[Process | None, bool]:
+    """Whom to kill, and whether it leads the update log."""
+    processes = job.processes()
     if kind == "nobody":
         return None, False
     if kind == "server":
         victim = dice.choice(sorted({chain.primary for chain in view.chains}))
         return processes[view.member(victim).name], view.chains[0].primary == victim
-    name = run.leader() if kind == "center" else dice.choice(view.workers).name
-    assert name is not None, "a whole crew has a center"
+    name = job.leader() if kind == "center" else dice.choice(view.workers).name
+    assert name is not None, "a whole job has a center"
     return processes[name], False
 
 
-async def strike(run: CrewRun, newcomer: Newcomer, kind: str, dice: random.Random) -> dict[str, Any]:
-    """One kill, at a random moment of a whole crew at work, and everything until the crew is whole again."""
-    account = run.account
-    await run.until_whole()
-    account.read()
-    enough = account.num_made(time.monotonic()) + BETWEEN_UPDATES
-    await until_made(run, enough)
+async def strike(job: ObservedJob, newcomer: Newcomer, kind: str, dice: random.Random) -> dict[str, Any]:
+    """One kill, at a random moment of a whole job at work, and everything until the job is whole again."""
+    records = job.records
+    await job.until_whole()
+    records.read()
+    enough = records.num_made(time.monotonic()) + BETWEEN_UPDATES
+    await until_made(job, enough)
     await asyncio.sleep(dice.uniform(0.0, MOMENT_SECONDS))
-    view = await run.until_whole()
-    victim, keeps_book = await choose(run, kind, view, dice)
-    run.killed |= {member.id for member in view if victim is not None and member.name == victim.name}
+    view = await job.until_whole()
+    victim, leads_log = await choose(job, kind, view, dice)
+    job.killed |= {member.id for member in view if victim is not None and member.name == victim.name}
     killed = time.monotonic()
     if victim is not None:
         os.kill(victim.pid, signal.SIGKILL)
     if kind == "center":
-        newcomer.knock()
-    account.read()
-    first = account.num_made(killed)
-    # Rounds count from 0: this is the second update after the last one that was made before the kill.
-    await until_made(run, first + 2)
-    goes_on = account.made[first + 1]
+        newcomer.ask_to_join()
+    records.read()
+    first = records.num_made(killed)
+    # Updates count from 0: this is the second update after the last one that was made before the kill.
+    await until_made(job, first + 2)
+    goes_on = records.made[first + 1]
     if kind == "center":
-        goes_on = await until_accepted(run, newcomer, view)
+        goes_on = await until_accepted(job, newcomer, view)
         await newcomer.leave()
-    await run.until_whole()
+    await job.until_whole()
     whole = time.monotonic()
-    account.read()
+    records.read()
     return {
         "kind": kind,
         "victim": None if victim is None else victim.name,
-        "keeps_book": keeps_book,
+        "leads_log": leads_log,
         "goes_on_s": goes_on - killed,
-        "pause_s": account.longest_pause(killed, max(goes_on, account.made[first + 1])),
+        "pause_s": records.longest_pause(killed, max(goes_on, records.made[first + 1])),
         "whole_s": whole - killed,
     }
 
 
-async def until_made(run: CrewRun, num: int) -> None:
+async def until_made(job: ObservedJob, num: int) -> None:
     """Wait until so many updates are made."""
 
     async def are_made() -> bool:
-        run.account.read()
-        return num - 1 in run.account.made
+        job.records.read()
+        return num - 1 in job.records.made
 
-    await run.wait_for(are_made, f"update {num}")
+    await job.wait_for(are_made, f"update {num}")
 
 
-async def until_accepted(run: CrewRun, newcomer: Newcomer, before: View) -> float:
+async def until_accepted(job: ObservedJob, newcomer: Newcomer, before: View) -> float:
     """When the last of the members of a view has gone by one that has the newcomer in it."""
 
     async def is_let_in() -> bool:
         return newcomer.view is not None
 
-    await run.wait_for(is_let_in, "the newcomer to be let in")
+    await job.wait_for(is_let_in, "the newcomer to be let in")
     assert newcomer.view is not None
     epoch = newcomer.view.epoch
 
     async def have_seen() -> bool:
-        run.account.read()
-        return all(run.account.seen(member.id, epoch) is not None for member in before)
+        job.records.read()
+        return all(job.records.seen(member.id, epoch) is not None for member in before)
 
-    await run.wait_for(have_seen, f"all members to go by epoch {epoch}")
-    return max(run.account.seen(member.id, epoch) or math.inf for member in before)
+    await job.wait_for(have_seen, f"all members to go by epoch {epoch}")
+    return max(job.records.seen(member.id, epoch) or math.inf for member in before)
 
 
 def summarise(kills: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,17 +126,17 @@ def summarise(kills: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All kills in one run; what each took, and the run's account at its end."""
+    """All kills in one run; what each took, and the run's records at its end."""
     dice = random.Random(options.seed)
     order = [kind for kind in options.kinds for _ in range(options.kills)]
     dice.shuffle(order)
     kills = []
-    async with CrewRun(folder, backup=options.backup) as run:
-        await run.until_whole()
-        newcomer = Newcomer(run)
+    async with ObservedJob(folder, backup=options.backup) as job:
+        await job.until_whole()
+        newcomer = Newcomer(job)
         began = time.monotonic()
         for count, kind in enumerate(order):
-            kills.append(await strike(run, newcomer, kind, dice))
+            kills.append(await strike(job, newcomer, kind, dice))
             last = kills[-1]
             print(
                 f"{count + 1}/{len(order)} {last['victim'] or 'nobody'}: goes on after {last['goes_on_s']:.3f} s, "
@@ -144,8 +144,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> tuple[list[dict[
                 file=sys.stderr,
             )
         seconds = time.monotonic() - began
-        summary = await asyncio.to_thread(run.stop)
-        balance = run.account.balance(NUM_WORKERS)
+        summary = await asyncio.to_thread(job.stop)
+        balance = job.records.balance(NUM_WORKERS)
     return kills, {"seconds": seconds, "summary": summary, "balance": balance}
 
 

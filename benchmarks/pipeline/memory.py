@@ -25,7 +25,7 @@ from workload import MICROBATCHES, Feed, build_rank, cut
 
 from shoal.comm.world import World
 from shoal.costs.saved import SavedActivations, measure_saved
-from shoal.pipeline.deferred import Later, deferring
+from shoal.pipeline.deferred import DeferredGradients, defer_weight_gradients
 from shoal.pipeline.runtime import Runtime, receives_by_cell, row_places
 from shoal.schedules.catalogue import make_schedule
 from shoal.schedules.player import peak_activations
@@ -36,7 +36,7 @@ MARK = "end of "
 
 
 @dataclass(frozen=True)
-class Held:
+class StageBytes:
     """Bytes that a stage holds of one microbatch, without its input and output."""
 
     saved: int
@@ -47,7 +47,7 @@ class Held:
     """The tensors for the next stage."""
 
 
-class _Noted(Later):
+class _CountedGradients(DeferredGradients):
     """Counts what it puts off."""
 
     def __init__(self) -> None:
@@ -60,17 +60,17 @@ class _Noted(Later):
         super().note(weight, grad, x)
 
 
-def stages_alone(schedule: Schedule) -> list[Held]:
+def stages_alone(schedule: Schedule) -> list[StageBytes]:
     """Every stage's forward and backward pass of one microbatch, by itself."""
     chain, feed, found = cut(schedule), Feed(), []
     received: list[Tensor] = []
     for stage in range(chain.num_stages):
-        later = _Noted() if schedule.splits_backward else None
+        later = _CountedGradients() if schedule.splits_backward else None
         with measure_saved(chain.model, *received) as count:
             if later is None:
                 output = chain.run(stage, feed.inputs(0), received)
             else:
-                with deferring(later):
+                with defer_weight_gradients(later):
                     output = chain.run(stage, feed.inputs(0), received)
             is_last = stage == chain.num_stages - 1
             outputs = [feed.loss(output, 0)] if is_last else list(output)
@@ -79,12 +79,12 @@ def stages_alone(schedule: Schedule) -> list[Held]:
                 count.keep(tensor)
         num_output = sum(tensor.nbytes for tensor in outputs)
         torch.autograd.backward(outputs, None if is_last else [torch.ones_like(tensor) for tensor in outputs])
-        found.append(Held(count.num_bytes - num_output, later.count.num_bytes if later else 0, num_output))
+        found.append(StageBytes(count.num_bytes - num_output, later.count.num_bytes if later else 0, num_output))
         received = [tensor.detach().requires_grad_() for tensor in outputs]
     return found
 
 
-def predict(schedule: Schedule, rank: int, stages: list[Held], *, keeps_sent: bool) -> Iterator[int]:
+def predict(schedule: Schedule, rank: int, stages: list[StageBytes], *, keeps_sent: bool) -> Iterator[int]:
     """What a rank holds after each of its actions; with what it has sent, until the other rank shows that it has taken it."""
     grid, row = schedule.grid, list(schedule.actions(rank))
     held: dict[tuple[int, int], int] = {}

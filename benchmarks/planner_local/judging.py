@@ -21,13 +21,13 @@ class Pair:
     measured: float
 
 
-Round = Mapping[str, Pair]
+RoundPairs = Mapping[str, Pair]
 """By plan; the fixed plan's second turn under ``CONTROL``."""
-Heat = Mapping[str, float]
+Times = Mapping[str, float]
 """The same with measured seconds alone, as in the finals."""
 
 
-def judge(rounds: Sequence[Round], *, fixed: str, picks: Sequence[str]) -> dict[str, Any]:
+def judge(rounds: Sequence[RoundPairs], *, fixed: str, picks: Sequence[str]) -> dict[str, Any]:
     """Errors, order and regret, each beside what the machine does to one plan that is timed twice.
 
     Args:
@@ -64,7 +64,7 @@ def judge(rounds: Sequence[Round], *, fixed: str, picks: Sequence[str]) -> dict[
     }
 
 
-def judge_plans(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+def judge_plans(rounds: Sequence[RoundPairs]) -> list[dict[str, Any]]:
     """Every plan, the fastest first. A ratio is to the median plan of the same round."""
     predicted, measured = ratios(rounds, "predicted"), ratios(rounds, "measured")
     rows = [
@@ -82,7 +82,7 @@ def judge_plans(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: float(row["measured_ratio"]))
 
 
-def judge_noise(rounds: Sequence[Round], fixed: str) -> dict[str, float]:
+def judge_noise(rounds: Sequence[RoundPairs], fixed: str) -> dict[str, float]:
     """The same plan in two turns of each round: in one round, and after the medians over rounds."""
     found: dict[str, float] = {}
     for kind in ("predicted", "measured"):
@@ -105,19 +105,19 @@ def finalists(rows: Sequence[Mapping[str, Any]], picks: Sequence[str], most: int
     return list(dict.fromkeys([*(str(row["plan"]) for row in rows[:most]), *picks]))
 
 
-def judge_finals(heats: Sequence[Heat], *, fixed: str, picks: Sequence[str]) -> dict[str, Any]:
+def judge_finals(rounds: Sequence[Times], *, fixed: str, picks: Sequence[str]) -> dict[str, Any]:
     """Regret of every pick against the fastest finalist, with what chance may do to it.
 
     The interval holds nine tenths of what is found when rounds are drawn again, with the fastest found anew in every draw.
     """
     rows = [
-        {"plan": plan, "ratio": _middle(values), "spread": _spread(values)} for plan, values in relative(heats).items()
+        {"plan": plan, "ratio": _middle(values), "spread": _spread(values)} for plan, values in relative(rounds).items()
     ]
     rows.sort(key=lambda row: float(row["ratio"]))
     ratio = {row["plan"]: float(row["ratio"]) for row in rows}
-    twice = [one[fixed] / one[CONTROL] for one in heats]
+    twice = [one[fixed] / one[CONTROL] for one in rounds]
     return {
-        "num_rounds": len(heats),
+        "num_rounds": len(rounds),
         "plans": rows,
         "same_plan_in_a_round": statistics.mean(abs(one - 1) for one in twice),
         "same_plan_over_rounds": abs(statistics.median(twice) - 1),
@@ -125,8 +125,8 @@ def judge_finals(heats: Sequence[Heat], *, fixed: str, picks: Sequence[str]) -> 
             {
                 "plan": pick,
                 "regret": ratio[pick] / float(rows[0]["ratio"]) - 1,
-                "interval": _redrawn(heats, pick),
-                **across(heats, pick),
+                "interval": _redrawn(rounds, pick),
+                **across(rounds, pick),
             }
             for pick in dict.fromkeys(picks)
         ],
@@ -139,26 +139,26 @@ def _middle(values: Sequence[float]) -> float:
     return statistics.mean(sorted(values)[quarter : len(values) - quarter])
 
 
-def _redrawn(heats: Sequence[Heat], pick: str, draws: int = 500) -> tuple[float, float]:
+def _redrawn(rounds: Sequence[Times], pick: str, draws: int = 500) -> tuple[float, float]:
     drawing = random.Random(0)
-    values = relative(heats)
+    values = relative(rounds)
     found = []
     for _ in range(draws):
-        chosen = drawing.choices(range(len(heats)), k=len(heats))
+        chosen = drawing.choices(range(len(rounds)), k=len(rounds))
         middles = {plan: _middle([ratio[number] for number in chosen]) for plan, ratio in values.items()}
         found.append(middles[pick] / min(middles.values()) - 1)
     cuts = statistics.quantiles(found, n=20, method="inclusive")
     return cuts[0], cuts[-1]
 
 
-def across(heats: Sequence[Heat], pick: str) -> dict[str, float | None]:
+def across(rounds: Sequence[Times], pick: str) -> dict[str, float | None]:
     """Regret without the luck of the fastest: found in every second round, compared in the others, and the reverse.
 
     The fastest of many plans is in part the one that chance helped most, and chance does not help it again.
     """
-    if len(heats) < 2:
+    if len(rounds) < 2:
         return {"regret_across_rounds": None}
-    halves = [relative(heats[start::2]) for start in (0, 1)]
+    halves = [relative(rounds[start::2]) for start in (0, 1)]
     middles = [{plan: statistics.median(values) for plan, values in half.items()} for half in halves]
     regrets = []
     for here, there in (middles, middles[::-1]):
@@ -167,19 +167,19 @@ def across(heats: Sequence[Heat], pick: str) -> dict[str, float | None]:
     return {"regret_across_rounds": statistics.mean(regrets)}
 
 
-def ratios(rounds: Sequence[Round], kind: str) -> dict[str, list[float]]:
+def ratios(rounds: Sequence[RoundPairs], kind: str) -> dict[str, list[float]]:
     """By plan and round: its time, predicted or measured, over that of the median plan of the round."""
     return relative(_only(rounds, kind))
 
 
-def _only(rounds: Sequence[Round], kind: str) -> list[Heat]:
+def _only(rounds: Sequence[RoundPairs], kind: str) -> list[Times]:
     return [{plan: getattr(pair, kind) for plan, pair in one.items()} for one in rounds]
 
 
-def relative(heats: Sequence[Heat]) -> dict[str, list[float]]:
+def relative(rounds: Sequence[Times]) -> dict[str, list[float]]:
     """By plan and round: its seconds over those of the median plan of the round."""
-    found: dict[str, list[float]] = {plan: [] for plan in _plans(heats[0])}
-    for one in heats:
+    found: dict[str, list[float]] = {plan: [] for plan in _plans(rounds[0])}
+    for one in rounds:
         times = _plans(one)
         middle = statistics.median(times.values())
         for plan, seconds in times.items():

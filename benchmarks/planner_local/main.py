@@ -20,7 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from judging import CONTROL, Heat, Pair, Round, finalists, judge, judge_finals
+from judging import CONTROL, Pair, RoundPairs, Times, finalists, judge, judge_finals
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
@@ -60,7 +60,7 @@ class Bench:
         )
         say(f"auto picked {decision.plan} in {self.picks[-1]['seconds']:.0f} s")
 
-    def round(self, plans: Sequence[str], fixed: str) -> Round | None:
+    def round(self, plans: Sequence[str], fixed: str) -> RoundPairs | None:
         """Every plan once, the fixed one twice; None where there was no time for all."""
         found: dict[str, Pair] = {}
         names = [*(plan for plan in plans if plan not in self.failed), CONTROL]
@@ -76,22 +76,22 @@ class Bench:
                 say(f"{text} cannot be run: {self.failed[text]}")
         return found
 
-    def heats(self, plans: Sequence[str], fixed: str, *, ends: float) -> list[Heat]:
+    def finals(self, plans: Sequence[str], fixed: str, *, ends: float) -> list[Times]:
         """Rounds of real steps of a few plans, until time is over."""
-        found: list[Heat] = []
+        found: list[Times] = []
         while time.monotonic() < ends:
             names = [*plans, CONTROL]
             self._random.shuffle(names)
-            heat: dict[str, float] = {}
+            times: dict[str, float] = {}
             for name in names:
                 text = fixed if name == CONTROL else name
                 try:
-                    heat[name] = self._measure(Plan.parse(text))
+                    times[name] = self._measure(Plan.parse(text))
                 except (RequestError, RunError) as problem:
                     say(f"{text} failed in the finals, and this round does not count: {str(problem).splitlines()[0]}")
                     break
             else:
-                found.append(heat)
+                found.append(times)
         return found
 
     def _pair(self, plan: Plan) -> Pair:
@@ -118,7 +118,7 @@ def take(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.machine is None
         else read_machine(arguments.machine)
     )
-    rounds: list[Round] = []
+    rounds: list[RoundPairs] = []
     with RehearsalPool(load_recipe(arguments.recipe, arguments.set), count) as pool:
         bench = Bench(pool, machine, steps=arguments.steps, ends=ends)
         plans = [str(plan) for plan in pool.legal_plans()]
@@ -145,18 +145,18 @@ def take(arguments: argparse.Namespace) -> dict[str, Any]:
         rounds = [{plan: one[plan] for plan in shared} for one in rounds]
         picks = [pick["plan"] for pick in bench.picks if pick["plan"] in shared]
         judged = judge(rounds, fixed=fixed, picks=picks)
-        heats: list[Heat] = []
+        finals: list[Times] = []
         if arguments.finals:
             meeting = finalists(judged["plans"], picks, _FINALISTS)
             say(f"{len(meeting)} finalists meet for {arguments.finals:g} minutes")
-            heats = bench.heats(meeting, meeting[0], ends=time.monotonic() + 60 * arguments.finals)
+            finals = bench.finals(meeting, meeting[0], ends=time.monotonic() + 60 * arguments.finals)
     return {
         "processes": count,
         "failed": bench.failed,
         "auto": bench.picks,
         **judged,
-        "finals": judge_finals(heats, fixed=meeting[0], picks=picks) if len(heats) > 1 else None,
-        "heats": heats,
+        "finals": judge_finals(finals, fixed=meeting[0], picks=picks) if len(finals) > 1 else None,
+        "finals_rounds": finals,
         "rounds": [{plan: asdict(pair) for plan, pair in one.items()} for one in rounds],
         "sharing": [point.model_dump() for point in machine.sharing],
     }

@@ -34,9 +34,14 @@ def steps_after(path: Path, generation_starts: int) -> int:
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process(process.pid).children() if "shoal.trainer.worker" in " ".join(child.cmdline())
-    ]
+    """The ranks among the processes of a run, and not the fork server, whose arguments name what it has imported for them."""
+    found = []
+    for child in psutil.Process(process.pid).children():
+        words = child.cmdline()
+        is_forked = "shoal.launch.child" in words
+        if is_forked and words[words.index("shoal.launch.child") + 1] == "shoal.trainer.worker":
+            found.append(child)
+    return found
 
 
 def wait_for(condition, deadline: float) -> float | None:
@@ -83,6 +88,8 @@ def main() -> None:
         finally:
             process.terminate()
             process.wait(timeout=60)
+    if not seconds:
+        raise SystemExit(f"training was not on again {DEADLINE_SECONDS:g} s after the first kill")
     results = {
         "date": str(date.today()),
         "kills": options.kills,

@@ -52,6 +52,16 @@ def modules() -> list[Module]:
 
 
 @pytest.fixture(scope="session")
+def scripts() -> list[Module]:
+    """The benchmarks and the examples, which stand outside the package and use it."""
+    paths = [path for folder in ("benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(paths) > 10, "they were not found, so nothing would be checked"
+    return [
+        parse_module(path, ".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text()) for path in paths
+    ]
+
+
+@pytest.fixture(scope="session")
 def plant():
     """A module that is not on disk: what each check must refuse is written out in its test."""
 

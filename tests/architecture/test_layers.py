@@ -1,7 +1,7 @@
 """Imports go down the rooms only, rooms on one row do not meet, and nobody dodges a cycle with an import inside a function."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -59,6 +59,38 @@ def hidden_import_problems(module) -> Iterator[str]:
                 for name in imported_names(node, module.package):
                     if name == "shoal" or name.startswith("shoal."):
                         yield f"{module.path}:{node.lineno}: imports {name} inside a function"
+
+
+def missing_imports(script, names: Mapping[str, set[str]]) -> Iterator[str]:
+    """What a script outside the package takes from modules of ours that do not have it."""
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shoal":
+            for alias in node.names:
+                is_module = f"{node.module}.{alias.name}" in names
+                if not is_module and alias.name not in names.get(node.module, set()):
+                    yield f"{script.path}:{node.lineno}: {node.module} has no {alias.name}"
+
+
+def names_of(module) -> set[str]:
+    """Everything that can be imported from a module of ours, and where a module makes names when it is asked, what it lists."""
+    found = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and module.name == "shoal":
+            found.add(node.value)
+    return found
+
+
+def test_what_benchmarks_and_examples_import_is_there(modules, scripts, plant):
+    names = {module.name: names_of(module) for module in modules}
+    assert [problem for script in scripts for problem in missing_imports(script, names)] == []
+    wrong = "from shoal import Plan, Missing\nfrom shoal.core import gone\nfrom shoal.core.plan import Plan, Missing"
+    assert len(list(missing_imports(plant("examples.x", wrong), names))) == 3
 
 
 def test_every_room_has_a_row(modules):

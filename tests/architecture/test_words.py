@@ -172,8 +172,8 @@ def word_problems(module) -> Iterator[str]:
             yield f"{module.path}:{line}: {name!r} has {word!r}; say {({**EVERYWHERE, **WHOLE_NAMES})[word]}"
 
 
-def test_names_are_the_fields_words(modules):
-    assert [problem for module in modules for problem in word_problems(module)] == []
+def test_names_are_the_fields_words(modules, scripts):
+    assert [problem for module in [*modules, *scripts] for problem in word_problems(module)] == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from shoal.core.errors import RequestError
 from shoal.data.loader import StepBatch
 from shoal.engine.evaluate import Evaluation
 from shoal.schedules.schedule import Action
@@ -67,18 +68,42 @@ class Hook:
         """Training is over in an orderly way: ``completed`` or ``interrupted``, after so many steps."""
 
 
+def check_hooks(hooks: Iterable[Hook]) -> tuple[Hook, ...]:
+    """The hooks, each of which is one.
+
+    Raises:
+        RequestError: something else is among them; says which, and what to give instead.
+    """
+    if isinstance(hooks, Hook):
+        raise RequestError(f"hooks= is one {type(hooks).__name__}; give a list of hooks: [...]")
+    found = tuple(hooks)
+    for place, hook in enumerate(found):
+        given: object = hook
+        if isinstance(given, Hook):
+            continue
+        if isinstance(given, type) and issubclass(given, Hook):
+            raise RequestError(
+                f"hooks[{place}] is the class {given.__name__} itself; give one of it: {given.__name__}()"
+            )
+        raise RequestError(
+            f"hooks[{place}] is {given!r}, which is no hook; derive the class {type(given).__name__} from shoal.Hook, or give an "
+            f"object of a class that is, with methods such as on_update(step, result)"
+        )
+    return found
+
+
 class Hooks:
     """Some hooks, each of which is called in the order in which it was added."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
-        self._hooks = list(hooks)
+        self._hooks = list(check_hooks(hooks))
 
     def __iter__(self) -> Iterator[Hook]:
         return iter(self._hooks)
 
     def add(self, hook: Hook) -> None:
         """Call a hook from now on."""
-        self._hooks.append(hook)
+        self._hooks += check_hooks([hook])
 
     @property
     def times_actions(self) -> bool:

@@ -69,16 +69,30 @@ def resolve_run(train: TrainConfig, resolved: ResolvedPlan, *, num_samples: int,
 
 
 def resolve_alone(
-    train: TrainConfig, plan: Plan, *, world_size: int, num_samples: int, tokens_per_sample: int
+    train: TrainConfig,
+    plan: Plan | None,
+    *,
+    setup: RunSetup | None = None,
+    world_size: int,
+    num_samples: int,
+    tokens_per_sample: int,
 ) -> RunSetup:
-    """The setup of a run that a script starts, without a launcher that has decided it before.
+    """The setup of a run: what was decided before, or, where a script starts it without a launcher, what its plan comes to here.
 
     Raises:
-        RequestError: the plan does not fit so many processes, or the data.
+        RequestError: the plan does not fit so many processes, or the data, or it is another than that of the setup.
     """
+    if setup is not None and plan is None:
+        return setup
+    plan = plan or Plan()
     plan = replace(plan, dp=world_size // plan.ranks_per_replica) if plan.dp is None else plan
     plan.check(world_size=world_size)
-    return resolve_run(train, resolve_plan(train, plan), num_samples=num_samples, tokens_per_sample=tokens_per_sample)
+    found = resolve_run(train, resolve_plan(train, plan), num_samples=num_samples, tokens_per_sample=tokens_per_sample)
+    if setup is not None and found.plan != setup.plan:
+        raise RequestError(
+            f"setup= has the plan '{setup.plan}' and plan= is '{found.plan}'; give one of them, or the same plan in both"
+        )
+    return setup or found
 
 
 def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int | None) -> Plan:

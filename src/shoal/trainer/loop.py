@@ -31,7 +31,7 @@ from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
-from shoal.engine.hooks import Hook, StepResult
+from shoal.engine.hooks import Hook, StepResult, check_hooks
 from shoal.engine.parallelize import parallelize
 from shoal.engine.reporting import Reporter, describe_draws
 from shoal.engine.resolve import RunSetup, asks_the_model, resolve_alone, updates_per_step
@@ -87,6 +87,7 @@ class Trainer:
         hooks: Iterable[Hook] = (),
         stop: StopRequest | None = None,
     ) -> None:
+        hooks = check_hooks(hooks)
         if run_dir is not None:
             make_run_dir(run_dir := Path(run_dir))
         avoid_hidden_tiles(os.environ)
@@ -96,18 +97,17 @@ class Trainer:
             parallel=parallel or ParallelConfig(),
             pipeline=pipeline or PipelineConfig(),
         )
-        self.eval_config = evaluation or EvalConfig()
+        self.eval_config, self.data = evaluation or EvalConfig(), data
         deadline = (elastic or ProcessConfig()).collective_deadline
         telemetry = telemetry or TelemetryConfig()
-        self.data = data
         self.prefetch, self.workers, self.memory_every = prefetch, workers, telemetry.memory_every
         self.world = world or join_world(
             read_place(os.environ if environment is None else environment), deadline_seconds=deadline
         )
         self.same_data = SameData(self.world, data)
         samples, tokens = len(data.train), data.spec.tokens_per_sample
-        self.setup = setup or resolve_alone(
-            train, plan or Plan(), world_size=self.world.size, num_samples=samples, tokens_per_sample=tokens
+        self.setup = resolve_alone(
+            train, plan, setup=setup, world_size=self.world.size, num_samples=samples, tokens_per_sample=tokens
         )
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
         self.plan.check(world_size=self.world.size)

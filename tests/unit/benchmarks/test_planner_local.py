@@ -63,12 +63,12 @@ def test_kendall_counts_pairs(judging):
 def test_finals_find_the_regret_below_the_noise_of_a_round(judging):
     """Each turn is up to a fifth off; over forty rounds 3 and 10% are told apart."""
     noise = random.Random(3)
-    heats = [
+    rounds = [
         {plan: seconds * level * noise.uniform(0.8, 1.2) for plan, seconds in
          {"a": 1.0, "b": 1.03, "c": 1.1, judging.CONTROL: 1.0}.items()}
         for level in (1.0, 1.5) * 20
     ]  # fmt: skip
-    found = judging.judge_finals(heats, fixed="a", picks=["b", "c", "b"])
+    found = judging.judge_finals(rounds, fixed="a", picks=["b", "c", "b"])
     assert found["num_rounds"] == 40 and [pick["plan"] for pick in found["picks"]] == ["b", "c"]
     assert found["same_plan_in_a_round"] > 0.08 and found["same_plan_over_rounds"] < 0.05
     for pick, true in zip(found["picks"], (0.03, 0.1), strict=True):

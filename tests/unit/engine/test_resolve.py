@@ -10,6 +10,7 @@ from shoal.engine.resolve import (
     check_settings,
     choose_plan,
     count_steps,
+    resolve_alone,
     resolve_plan,
     schedule_of,
     updates_per_step,
@@ -185,3 +186,15 @@ def test_settings_that_need_all_stages_to_agree_are_refused_where_they_do_not(se
         check_settings(train, Plan.parse("pp=2 schedule=pipedream"))
     if "compile" not in setting:
         check_settings(train, Plan.parse("pp=2"))
+
+
+def test_a_setup_and_another_plan_are_refused_and_the_same_plan_is_not():
+    sizes = {"world_size": 2, "num_samples": 100, "tokens_per_sample": 1}
+    train = TrainConfig(steps=3, global_batch=8)
+    setup = resolve_alone(train, Plan.parse("dp=2 microbatches=2"), **sizes)
+    assert resolve_alone(train, None, setup=setup, **sizes) is setup
+    assert resolve_alone(train, Plan.parse("microbatches=2"), setup=setup, **sizes) is setup, (
+        "what is left out is derived"
+    )
+    with pytest.raises(RequestError, match=r"'dp=2 microbatches=2' and plan= is 'tp=2 microbatches=1'"):
+        resolve_alone(train, Plan.parse("tp=2"), setup=setup, **sizes)

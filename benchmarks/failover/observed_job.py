@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from account import Account
+from records import Records
 
 from shoal.comm.wire.errors import WireError
 from shoal.comm.wire.node import Node, new_instance_id
@@ -34,7 +34,7 @@ MODULES = {"shoal.serverrun.job.role", "shoal.serverrun.center"}
 RECIPE = """
 plan = "ps=2 workers=2 update=bsp backup={backup}"
 [model]
-build = "witness:build"
+build = "recording:build"
 args = {{ log = "{log}" }}
 [data]
 source = "stdlib"
@@ -69,14 +69,14 @@ class Process:
     pid: int
 
 
-class CrewRun:
+class ObservedJob:
     """Starts at once; ``with`` ends it, whatever happens."""
 
     def __init__(self, folder: Path, *, backup: int = 1) -> None:
         self.run_dir, self.backup = folder / "run", backup
-        log = folder / "witness"
+        log = folder / "records"
         log.mkdir()
-        self.account = Account(log)
+        self.records = Records(log)
         recipe = folder / "recipe.toml"
         recipe.write_text(RECIPE.format(backup=backup, log=log, steps=10_000_000))
         self.output = folder / "output.txt"
@@ -93,7 +93,7 @@ class CrewRun:
         """Instances that a whole job does not have any more."""
         self._node: Node | None = None
 
-    async def __aenter__(self) -> "CrewRun":
+    async def __aenter__(self) -> "ObservedJob":
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -179,23 +179,23 @@ class CrewRun:
         """Stop it as a user would; its summary."""
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(timeout=DEADLINE_SECONDS)
-        self.account.read()
+        self.records.read()
         return json.loads((self.run_dir / "summary.json").read_text())
 
 
 class Newcomer:
-    """One more worker, who knocks at whoever is the center, is let in, takes no work, and leaves."""
+    """One more worker, that asks the center to be let in, is let in, takes no work, and leaves."""
 
-    def __init__(self, run: CrewRun) -> None:
-        assert run.folder is not None
-        recipe = validate(Recipe, read_toml(run.run_dir / "recipe.toml"), origin="the run's recipe")
+    def __init__(self, job: ObservedJob) -> None:
+        assert job.folder is not None
+        recipe = validate(Recipe, read_toml(job.run_dir / "recipe.toml"), origin="the run's recipe")
         specs = describe_model(build_parts(recipe)[0])
         self._model = {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
         self._settings = shared_settings(recipe)
-        self._folder = run.folder
+        self._folder = job.folder
         self._contact: Contact | None = None
 
-    def knock(self) -> None:
+    def ask_to_join(self) -> None:
         """Begin to look for a center that lets it in."""
         self._node = Node(instance_id=new_instance_id(), operations=OPERATIONS, arena_dir=self._folder)
         self._contact = Contact(

@@ -1,6 +1,6 @@
-"""A small GPT for the benchmark beside, and a witness in every server and worker: what was acknowledged, what was applied, when.
+"""A small GPT for the benchmark beside, and a recorder in every server and worker: what was acknowledged, what was applied, when.
 
-The witness changes nothing. It wraps three methods of the real roles and writes a line after each of them has done its work,
+The recorder changes nothing. It wraps three methods of the real roles and writes a line after each of them has done its work,
 straight into a file, so that a line outlives a SIGKILL. Times are of the machine's monotonic clock, which all processes share.
 
     ["kept", time, worker, number, work units]            a worker was told that its push is kept
@@ -28,15 +28,15 @@ from shoal.serverrun.server.recorder import ServerRecorder
 
 
 def build(spec: DataShape, log: str) -> nn.Module:
-    """The model. ``log``: the folder for what witnesses write; empty for none."""
+    """The model. ``log``: the folder for what is recorded; empty for none."""
     if log and "--instance-id" in sys.argv:
         words = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
-        watch(Path(log) / f"{words['--name']}.{words['--instance-id']}.jsonl")
+        record(Path(log) / f"{words['--name']}.{words['--instance-id']}.jsonl")
     config = GptConfig(layers=2, hidden=128, heads=4, kv_heads=2)
     return Gpt(config, vocab=spec.vocab or 0, sequence=spec.sequence or 0)
 
 
-def watch(path: Path) -> None:
+def record(path: Path) -> None:
     """Write down what this process does from now on."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
@@ -45,23 +45,23 @@ def watch(path: Path) -> None:
 
     commit, take_update, take_in = Client.commit, ServerRecorder.take_update, Contact._take_in
 
-    async def watched_commit(self: Client, push: Any) -> bool:
+    async def recorded_commit(self: Client, push: Any) -> bool:
         is_kept = await commit(self, push)
         if is_kept:
             note("kept", time.monotonic(), push.worker, push.number, push.units)
         return is_kept
 
-    async def watched_update(self: ServerRecorder, server: Any, made: Any, cut: str | None) -> None:
+    async def recorded_update(self: ServerRecorder, server: Any, made: Any, cut: str | None) -> None:
         entries = [[entry.worker, entry.number] for entry in made.entries]
         note("made", time.monotonic(), server.identity, made.number, entries)
         await take_update(self, server, made, cut)
 
-    def watched_view(self: Contact, heard: Any) -> None:
+    def recorded_view(self: Contact, heard: Any) -> None:
         before = self.view
         take_in(self, heard)
         if self.view is not None and self.view is not before:
             note("view", time.monotonic(), self._node.instance_id, self.view.epoch)
 
-    Client.commit = watched_commit  # type: ignore[method-assign]
-    ServerRecorder.take_update = watched_update  # type: ignore[method-assign]
-    Contact._take_in = watched_view  # type: ignore[method-assign]
+    Client.commit = recorded_commit  # type: ignore[method-assign]
+    ServerRecorder.take_update = recorded_update  # type: ignore[method-assign]
+    Contact._take_in = recorded_view  # type: ignore[method-assign]
