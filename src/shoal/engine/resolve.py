@@ -83,6 +83,7 @@ def resolve_alone(
         RequestError: the plan does not fit so many processes, or the data, or it is another than that of the setup.
     """
     if setup is not None and plan is None:
+        setup.plan.check(world_size=world_size)
         return setup
     plan = plan or Plan()
     plan = replace(plan, dp=world_size // plan.ranks_per_replica) if plan.dp is None else plan

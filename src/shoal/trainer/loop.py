@@ -110,7 +110,6 @@ class Trainer:
             train, plan, setup=setup, world_size=self.world.size, num_samples=samples, tokens_per_sample=tokens
         )
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
-        self.plan.check(world_size=self.world.size)
         self.reporter = Reporter(
             run_dir, world=self.world, config=telemetry, rank_status=rank_status, total_steps=self.total_steps
         )

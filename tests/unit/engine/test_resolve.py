@@ -196,5 +196,5 @@ def test_a_setup_and_another_plan_are_refused_and_the_same_plan_is_not():
     assert resolve_alone(train, Plan.parse("microbatches=2"), setup=setup, **sizes) is setup, (
         "what is left out is derived"
     )
-    with pytest.raises(RequestError, match=r"'dp=2 microbatches=2' and plan= is 'tp=2 microbatches=1'"):
+    with pytest.raises(RequestError, match=r"'dp=2 microbatches=2' and plan= is 'dp=1 tp=2'"):
         resolve_alone(train, Plan.parse("tp=2"), setup=setup, **sizes)
