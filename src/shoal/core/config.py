@@ -222,6 +222,12 @@ def _walk(config: type[BaseModel], location: Sequence[str]) -> tuple[list[str], 
             keys.append(parts.pop(0))
             if not parts:
                 break
+        elif get_origin(annotation) is tuple and parts[0].isdigit():
+            # A list of tables: the user gave each a place.
+            annotation = get_args(annotation)[0]
+            keys.append(parts.pop(0))
+            if not parts:
+                break
         members = _members(annotation)
         if "" in members:
             section = members[""]

@@ -12,6 +12,7 @@ Nothing here logs, saves or waits.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal, overload
 
 import torch
 from torch import nn
@@ -29,7 +30,15 @@ from shoal.engine.hooks import Hook, Hooks, StepResult
 from shoal.engine.objective import Objective
 from shoal.engine.passes import Passes
 from shoal.engine.piggyback import StepScalars
-from shoal.engine.state import Outline, RankState, export_rank_state, hash_weights_of, whole_weights
+from shoal.engine.state import (
+    Outline,
+    RankState,
+    Shard,
+    export_rank_state,
+    hash_weights_of,
+    shards_of,
+    whole_weights,
+)
 from shoal.engine.stop import StopRequest
 from shoal.optim.build import set_rate
 from shoal.optim.precision import LossScale, Precision
@@ -253,6 +262,35 @@ class ParallelModel:
             is_sharded=self.plan.zero > 0,
             is_first_owner=self.is_first_owner,
         )
+
+    @overload
+    def state_dict(
+        self, *, whole: Literal[True] = True, everywhere: bool = False
+    ) -> dict[str, torch.Tensor] | None: ...
+
+    @overload
+    def state_dict(self, *, whole: Literal[False]) -> dict[str, Shard]: ...
+
+    def state_dict(
+        self, *, whole: bool = True, everywhere: bool = False
+    ) -> dict[str, torch.Tensor] | dict[str, Shard] | None:
+        """The weights and saved buffers by the names of torch's ``state_dict``, under any plan.
+
+        Args:
+            whole: True for whole tensors on the CPU, as one process would have them: ``load_state_dict`` of the plain model takes
+                them. They are put together one after the other, and all ranks call it together. False for what this rank holds,
+                without a word to the others: live tensors, each with its placement.
+            everywhere: give the whole tensors to every rank; otherwise the first rank gets them, and the others None.
+        """
+        if not whole:
+            return shards_of(self._own_state(), self.outline)
+        keeps = everywhere or self.world.is_first
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in self.whole_weights():
+            if keeps:
+                copy = tensor.detach().to("cpu", copy=True)
+                found |= dict.fromkeys(self.outline[name].names, copy)
+        return dict(sorted(found.items())) if keeps else None
 
     def hash_weights(self) -> str:
         """SHA-256 over the whole weights, the same under every plan; all ranks call it together."""

@@ -24,7 +24,7 @@ from shoal.engine.state import Outline, draw_outline
 from shoal.engine.stop import StopRequest
 from shoal.models.build import refuse_lazy
 from shoal.models.embeddings import make_dense, refuse_rows
-from shoal.optim.build import build_optimizer, decide_groups, initialise_state
+from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
 from shoal.parallel.analysis.analyse import analyse_module
@@ -81,6 +81,7 @@ def parallelize(
     check_settings(train, plan)
     refuse_lazy(model)
     make_dense(model)
+    freeze(model, settings.optim)
     precision = Precision.named(train.precision)
     mesh = build_mesh(world, plan)
     if analysis is None and asks_the_model(plan):

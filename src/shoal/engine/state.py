@@ -56,6 +56,8 @@ class Entry:
 
     parameter: str | None
     """The parameter's own name, which for a tied one is its first; None for a buffer."""
+    names: tuple[str, ...]
+    """What ``state_dict`` calls it, in the order of names: several where modules share it."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -69,9 +71,13 @@ Outline = Mapping[str, Entry]
 def draw_outline(model: nn.Module) -> Outline:
     """The outline of a model; to be drawn before a pipeline lets go of what belongs to other ranks."""
     names = {parameter: name for name, parameter in model.named_parameters()}
+    shared: dict[int, list[str]] = {}
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        shared.setdefault(id(tensor), []).append(name)
     return {
         saved_name: Entry(
             parameter=name,
+            names=tuple(shared[id(tensor)]),
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             device=tensor.device,
@@ -113,6 +119,26 @@ def export_rank_state(
         all_weights=frozenset(f"weights/{name}" for name in outline),
         has_updates=bool(reduction.updated),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What a rank holds of one tensor."""
+
+    tensor: torch.Tensor
+    """The live one: writing to it changes the model."""
+    placement: Placement
+    """Where it lies in the whole."""
+
+
+def shards_of(own: RankState, outline: Outline) -> dict[str, Shard]:
+    """A rank's weights and saved buffers by the names of torch's ``state_dict``; a shared one under each of its names."""
+    found: dict[str, Shard] = {}
+    for saved_name, entry in outline.items():
+        key = f"weights/{saved_name}"
+        if key in own.tensors:
+            found |= dict.fromkeys(entry.names, Shard(tensor=own.tensors[key], placement=own.placements[key]))
+    return dict(sorted(found.items()))
 
 
 def _saved_names(model: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[str, tuple[str | None, torch.Tensor]]:

@@ -5,19 +5,21 @@ What that kernel promises about shards is in ``flat.CUT_MULTIPLE``. LARS and LAM
 class of torch is named by the recipe (``optim/torchclass.py``).
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from shoal.core.errors import RequestError, RunError
 from shoal.optim.config import OptimConfig
 from shoal.optim.flat import CUT_MULTIPLE as CUT_MULTIPLE
 from shoal.optim.flat import FlatState, flat_sizes, is_flat
+from shoal.optim.groups import Groups, trainable
+from shoal.optim.groups import decide_groups as decide_groups
+from shoal.optim.groups import freeze as freeze
+from shoal.optim.groups import set_rate as set_rate
 from shoal.optim.layerwise import Lamb, Lars, Norms
 from shoal.optim.torchclass import build_named, early_state, holding_of
 
@@ -34,7 +36,6 @@ _HOLDS = {
     "lamb": (2, True),
 }
 _COUNT_BYTES = 4  # torch counts steps in float32
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def build_optimizer(
@@ -42,7 +43,7 @@ def build_optimizer(
     model: nn.Module,
     updated: Mapping[str, nn.Parameter] | None = None,
     norms: Norms | None = None,
-    groups: "Groups | None" = None,
+    groups: Groups | None = None,
 ) -> Optimizer:
     """The optimizer over the model's trainable parameters: a decayed and an exempt group, each in the order of names.
 
@@ -57,7 +58,11 @@ def build_optimizer(
     Raises:
         RequestError: the model has nothing to train, or a parameter whose memory has gaps.
     """
-    param_groups = _param_groups(config, model, updated, groups)
+    tensors = trainable(model) if updated is None else sorted(updated.items())
+    for name, tensor in tensors:
+        _refuse_gaps(name, tensor)
+    groups = decide_groups(config, model) if groups is None else groups
+    param_groups = groups.params(tensors, is_layerwise=config.name in ("lars", "lamb"))
     eps = config.eps if config.eps is not None else _DEFAULT_EPS.get(config.name, 0.0)
     # Each group carries its own weight decay; what is given here is only the default of groups added later.
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
@@ -78,12 +83,6 @@ def build_optimizer(
             return Lamb(param_groups, **common, betas=config.betas, eps=eps, norms=norms)
         case _:
             return build_named(config, param_groups)
-
-
-def set_rate(optimizer: Optimizer, lr: float) -> None:
-    """Give every group this learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
 
 
 def initialise_state(optimizer: Optimizer) -> None:
@@ -121,73 +120,12 @@ def num_state_bytes(config: OptimConfig, numels: list[int], itemsize: int) -> in
     return shaped * size * itemsize + (count * _COUNT_BYTES if has_count else 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """Which parameters are exempt from weight decay, and which groups there are."""
-
-    exempt: frozenset[str]
-    kinds: tuple[bool, ...]
-    """Of each group, in order: whether it is the exempt one."""
-
-
-def decide_groups(config: OptimConfig, model: nn.Module) -> Groups:
-    """The groups of a whole model.
-
-    Raises:
-        RequestError: it has nothing to train.
-    """
-    trainable = _trainable(model)
-    # Without decay there is nothing to be exempt from, and one group is one kernel call; LARS and LAMB also adapt by group.
-    has_groups = config.exempt_1d and (config.weight_decay != 0 or config.name in ("lars", "lamb"))
-    exempt = _exempt_names(model, trainable) if has_groups else set()
-    kinds = tuple(kind for kind in (False, True) if any((name in exempt) is kind for name, _ in trainable))
-    return Groups(exempt=frozenset(exempt), kinds=kinds)
-
-
-def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    found = sorted((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-    if not found:
-        raise RequestError(
-            f"{type(model).__name__} has no trainable parameter; give it a layer, or set requires_grad on one"
-        )
-    return found
-
-
-def _param_groups(
-    config: OptimConfig, model: nn.Module, updated: Mapping[str, nn.Parameter] | None, whole: Groups | None
-) -> list[dict[str, Any]]:
-    decided = decide_groups(config, model) if whole is None else whole
-    # A group of the model that has no tensor on this rank stays, empty: LARS and LAMB gather norms in it with the other ranks.
-    is_spared, exempt = decided.kinds, decided.exempt
-    tensors = _trainable(model) if updated is None else sorted(updated.items())
-    for name, tensor in tensors:
-        _refuse_gaps(name, tensor)
-    groups: list[dict[str, Any]] = []
-    for kind in is_spared:
-        members = [(name, tensor) for name, tensor in tensors if (name in exempt) is kind]
-        group: dict[str, Any] = {"params": [tensor for _, tensor in members]}
-        # Given and not found: torch takes an empty group for one without names, and refuses the mixture.
-        group["param_names"] = [name for name, _ in members]
-        group["weight_decay"] = 0.0 if kind else config.weight_decay
-        if kind and config.name in ("lars", "lamb"):
-            group["adapt"] = False
-        groups.append(group)
-    return groups
-
-
 def _refuse_gaps(name: str, tensor: Tensor) -> None:
     if not _is_dense(tensor):
         raise RequestError(
             f"parameter {name!r} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, which leave gaps or "
             "overlap in memory, and a fused optimizer would write into them; make it with .contiguous()"
         )
-
-
-def _exempt_names(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> set[str]:
-    of_norms = {
-        id(parameter) for module in model.modules() if isinstance(module, _NORMS) for parameter in module.parameters()
-    }
-    return {name for name, parameter in named if parameter.ndim <= 1 or id(parameter) in of_norms}
 
 
 def _is_dense(tensor: Tensor) -> bool:

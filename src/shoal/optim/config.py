@@ -17,6 +17,33 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+class GroupConfig(Config):
+    """Parameters that are trained otherwise than the rest, by the pattern of their names; the first pattern that fits counts."""
+
+    match: str = Field(min_length=1)
+    """Names of parameters, where * stands for any characters: "blocks.0.*", "*.bias", "head.weight"."""
+    lr: Finite | None = Field(default=None, gt=0)
+    """Their learning rate at its highest, in place of optim.lr; the schedule is the same."""
+    lr_factor: Finite | None = Field(default=None, gt=0)
+    """The same as a multiple of optim.lr; give one of the two."""
+    weight_decay: Finite | None = Field(default=None, ge=0)
+    """Their weight decay, in place of optim.weight_decay."""
+    frozen: bool = False
+    """Not trained at all."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "GroupConfig":
+        given = {key: getattr(self, key) for key in ("lr", "lr_factor", "weight_decay")}
+        said = [f"{key} {value:g}" for key, value in given.items() if value is not None]
+        if self.frozen and said:
+            raise ValueError(f"{self.match!r} is frozen, and has {' and '.join(said)}; leave one of them out")
+        if not self.frozen and not said:
+            raise ValueError(f"{self.match!r} says nothing; give it lr, lr_factor, weight_decay or frozen = true")
+        if self.lr is not None and self.lr_factor is not None:
+            raise ValueError(f"{self.match!r} has lr {self.lr:g} and lr_factor {self.lr_factor:g}; give one of them")
+        return self
+
+
 class OptimConfig(Config):
     """How gradients become new weights, and how fast."""
 
@@ -36,6 +63,8 @@ class OptimConfig(Config):
     """Pull of every weight towards zero: beside the gradient's step in adamw and lamb, added to the gradient in the others."""
     exempt_1d: bool = True
     """Leave biases, the parameters of norms and all other one-dimensional tensors out of weight decay and of the trust ratio."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Parameters with a rate or a decay of their own, or frozen, by the pattern of their names."""
     clip: Finite | None = Field(default=None, gt=0)
     """Longest gradient allowed: a longer one is scaled down to this norm, over all parameters together."""
     schedule: ScheduleName = "constant"
@@ -83,6 +112,15 @@ class OptimConfig(Config):
                 value = getattr(self, key)
                 if value != type(self).model_fields[key].default:
                     raise ValueError(f"{key} {value} is not read by {self.name}; set args.{key}, if it takes that")
+        return self
+
+    @model_validator(mode="after")
+    def _decays_fit(self) -> "OptimConfig":
+        if self.is_torch_class and any(group.weight_decay for group in self.groups) and not self.weight_decay:
+            raise ValueError(
+                f"groups with a weight_decay of their own need weight_decay above 0 with {self.name}, of which not every class "
+                "has one; set weight_decay, and 0 for the groups that have none"
+            )
         return self
 
     @model_validator(mode="after")

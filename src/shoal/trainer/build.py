@@ -24,6 +24,7 @@ from shoal.engine.stop import StopRequest
 from shoal.models.build import build_model
 from shoal.models.config import AnyModelConfig
 from shoal.models.losses import Loss, build_loss
+from shoal.optim.build import freeze
 from shoal.optim.precision import Precision
 from shoal.telemetry.statusboard import RankStatus
 from shoal.trainer.claim import check_inside
@@ -41,6 +42,7 @@ def build_parts(recipe: Recipe, *, data: Splits | None = None) -> tuple[nn.Modul
     data = data or build_splits(recipe.data, recipe.train.seed)
     seed_for_build(recipe.train.seed)
     model = build_model(recipe.model, data.spec)
+    freeze(model, recipe.optim)
     return model, build_loss(recipe.model, data.spec), data
 
 

@@ -119,6 +119,8 @@ def with_plan(text: str, plan: str) -> str:
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
     return value
 
 
@@ -146,7 +148,8 @@ def _describe_tables(path: str, section: type[BaseModel]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         for suffix, table in _tables(field):
             inner = f"{path}.{name}{suffix}"
-            yield from ("", *_commented([f"[{inner}]  # {_help_text(field)}", *_describe_fields(table)]))
+            title = f"[[{inner}]]" if get_origin(field.annotation) is tuple else f"[{inner}]"
+            yield from ("", *_commented([f"{title}  # {_help_text(field)}", *_describe_fields(table)]))
             yield from _describe_tables(inner, table)
 
 
@@ -178,6 +181,8 @@ def _tables(field: FieldInfo) -> list[tuple[str, type[BaseModel]]]:
     suffix = ""
     if get_origin(annotation) is dict:
         annotation, suffix = get_args(annotation)[1], ".NAME"
+    elif get_origin(annotation) is tuple:
+        annotation = get_args(annotation)[0]
     options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     return [(suffix, option) for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
 

@@ -24,7 +24,13 @@ def keys_in(schema: Any) -> Iterator[str]:
     """Every key that the schema of the recipe declares with a plain value."""
     for model in (schema, *schema["$defs"].values()):
         for key, field in model.get("properties", {}).items():
-            inner = (field, field.get("additionalProperties") or {}, *field.get("anyOf", ()), *field.get("oneOf", ()))
+            inner = (
+                field,
+                field.get("additionalProperties") or {},
+                field.get("items") or {},
+                *field.get("anyOf", ()),
+                *field.get("oneOf", ()),
+            )
             if not any("$ref" in option for option in inner if isinstance(option, dict)):
                 yield key
 

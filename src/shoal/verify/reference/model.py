@@ -28,7 +28,7 @@ from shoal.models.build import build_model
 from shoal.models.config import ModelConfig
 from shoal.models.embeddings import make_dense, refuse_rows
 from shoal.models.losses import build_loss
-from shoal.optim.build import build_optimizer, initialise_state
+from shoal.optim.build import build_optimizer, freeze, initialise_state
 from shoal.optim.config import OptimConfig
 from shoal.optim.norms import whole_norms
 from shoal.optim.precision import Precision
@@ -83,6 +83,7 @@ def build_reference(case: Case) -> ReferenceModel:
     np.random.seed(case.seed % 2**32)
     model = build_model(model_config, data.spec).to(device=device, dtype=precision.weight_dtype)
     make_dense(model)
+    freeze(model, optim)
     refuse_rows(model)
     dropout = apply_keyed_dropout(model, case.seed)
     optimizer = build_optimizer(optim, model)
