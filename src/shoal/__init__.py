@@ -1,44 +1,69 @@
 """Shoal trains PyTorch models across processes: the same module, the same numbers, on one or on many.
 
-``Trainer`` and what a script needs beside it are importable from here, and are imported when they are first used: ``import
-shoal`` alone must stay quick, and must not import torch.
+Everything that a script needs is importable from here, and is imported when it is first used: ``import shoal`` alone must stay
+quick, and must not import torch. ``docs/api.md`` describes every name; it and the types in ``__init__.pyi`` are written by
+``python docs/make_api.py`` from what is listed here.
 """
 
 import importlib
 from typing import Any
 
-_HOMES = {
-    "CheckpointConfig": "shoal.checkpoint.config",
-    "ElasticConfig": "shoal.trainer.config",
-    "EvalConfig": "shoal.trainer.config",
-    "Hook": "shoal.engine.hooks",
-    "OptimConfig": "shoal.optim.config",
-    "ParallelConfig": "shoal.parallel.analysis.structure",
-    "PipelineConfig": "shoal.pipeline.config",
-    "Plan": "shoal.core.plan",
-    "TelemetryConfig": "shoal.telemetry.config",
-    "TrainConfig": "shoal.engine.config",
-    "Trainer": "shoal.trainer.loop",
-    "from_datasets": "shoal.data.sources.own",
+# Where each name lives, by subject; the subjects are the headings of docs/api.md.
+_SUBJECTS = {
+    "Training by a recipe's parts": {
+        "Trainer": "shoal.trainer.loop",
+        "TrainConfig": "shoal.engine.config",
+        "OptimConfig": "shoal.optim.config",
+        "EvalConfig": "shoal.trainer.config",
+        "CheckpointConfig": "shoal.checkpoint.config",
+        "ElasticConfig": "shoal.trainer.config",
+        "ParallelConfig": "shoal.parallel.analysis.structure",
+        "PipelineConfig": "shoal.pipeline.config",
+        "TelemetryConfig": "shoal.telemetry.config",
+    },
+    "Data": {
+        "from_datasets": "shoal.data.sources.own",
+    },
+    "Hooks": {
+        "Hook": "shoal.engine.hooks",
+        "StepResult": "shoal.engine.hooks",
+        "Evaluation": "shoal.engine.evaluate",
+    },
+    "Plans and recipes": {
+        "Plan": "shoal.core.plan",
+        "Recipe": "shoal.trainer.config",
+        "load_recipe": "shoal.trainer.config",
+    },
+    "Questions": {
+        "verify": "shoal.verify.session",
+        "Certificate": "shoal.verify.certificate",
+        "PlanResult": "shoal.verify.result",
+        "MutantResult": "shoal.verify.certificate",
+        "plan": "shoal.tuning.planning",
+        "Answer": "shoal.tuning.planning",
+        "simulate": "shoal.tuning.simulation",
+        "SimulationOptions": "shoal.tuning.simulation_request",
+        "Simulation": "shoal.tuning.simulation",
+        "load_run": "shoal.trainer.build",
+        "LoadedRun": "shoal.trainer.build",
+    },
+    "Errors": {
+        "ShoalError": "shoal.core.errors",
+        "RequestError": "shoal.core.errors",
+        "RunError": "shoal.core.errors",
+        "Refusal": "shoal.core.errors",
+    },
 }
+_HOMES = {name: home for names in _SUBJECTS.values() for name, home in names.items()}
 
-__all__ = [
-    "CheckpointConfig",
-    "ElasticConfig",
-    "EvalConfig",
-    "Hook",
-    "OptimConfig",
-    "ParallelConfig",
-    "PipelineConfig",
-    "Plan",
-    "TelemetryConfig",
-    "TrainConfig",
-    "Trainer",
-    "from_datasets",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,6 +1,5 @@
 """``shoal plan``: the best plans for a recipe on a cluster that need not be here, with memory, time, and why."""
 
-import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +20,7 @@ from shoal.core.units import format_bytes, format_count
 if TYPE_CHECKING:
     from shoal.planner.search.estimate import Estimate
     from shoal.planner.search.search import Found
-    from shoal.tuning.planning import Answer, PlanRequest
+    from shoal.tuning.planning import Answer
 
 _COLUMNS = ("", "plan", "precision", "step", "{items}/s", "MFU", "bubble", "exposed", "memory", "head room")
 _WORTH = 0.005
@@ -54,25 +53,23 @@ def plan(
     """Rank the plans for RECIPE on a cluster that need not be here."""
     check_result_file(json)
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.cli.train import OwnParts
-    from shoal.tuning.planning import PlanRequest, plan_for
+    from shoal.tuning.planning import plan as rank_plans
 
-    request = PlanRequest(
-        recipe=recipe,
-        cluster=cluster,
+    answer = rank_plans(
+        recipe,
+        cluster,
         global_batch=global_batch,
-        overrides=tuple(overrides or ()),
         top=top,
         why_not=why_not,
-        precisions=tuple(word.strip() for word in precision.split(",")) if precision is not None else (),
+        precisions=[word.strip() for word in precision.split(",")] if precision is not None else (),
+        overrides=overrides or (),
     )
-    answer = plan_for(request, own=OwnParts())
     if json != STDOUT:
-        print_answer(answer, request)
-    write_result(json, answer_values(answer, request))
+        print_answer(answer)
+    write_result(json, answer.as_values())
 
 
-def print_answer(answer: "Answer", request: "PlanRequest") -> None:
+def print_answer(answer: "Answer") -> None:
     """Print an answer: the table first, then what there is to say about it."""
     job, found = answer.job, answer.found
     print(
@@ -102,7 +99,7 @@ def print_answer(answer: "Answer", request: "PlanRequest") -> None:
         *answer.why_not,
         *answer.warnings,
         *_caveats(answer, rows),
-        *_commands(answer, rows, request),
+        *_commands(answer, rows),
         *_splits(answer),
     ):
         print(line)
@@ -189,28 +186,14 @@ def _caveats(answer: "Answer", rows: list["Estimate"]) -> Iterator[str]:
             )
 
 
-def _commands(answer: "Answer", rows: list["Estimate"], request: "PlanRequest") -> Iterator[str]:
+def _commands(answer: "Answer", rows: list["Estimate"]) -> Iterator[str]:
     """How to run the best plan, and the best in each other precision, of those that Shoal executes."""
     printed: set[str] = set()
     for number, one in enumerate(rows, start=1):
-        command = train_command(answer, one, request)
+        command = answer.command(one)
         if command is not None and one.precision not in printed:
             printed.add(one.precision)
             yield f"run {number} with: {command}"
-
-
-def train_command(answer: "Answer", found: "Estimate", request: "PlanRequest") -> str | None:
-    """The command that trains by a plan; None where it does not fit, Shoal does not execute it, or something else was planned."""
-    is_ours = answer.job.stack.software.name == "shoal"
-    if not found.fits or found.not_executed or answer.is_shape or not is_ours:
-        return None
-    changes = [change for change in request.overrides if not change.startswith("planner.")]
-    if request.global_batch is not None:
-        changes.append(f"train.global_batch={request.global_batch}")
-    if found.precision != answer.job.precision:
-        changes.append(f"train.precision={found.precision}")
-    words = ["shoal", "train", str(request.recipe), "--plan", str(found.plan)]
-    return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
 
 
 def _splits(answer: "Answer") -> Iterator[str]:
@@ -222,43 +205,3 @@ def _splits(answer: "Answer") -> Iterator[str]:
             yield f"  {layers[first].name} to {layers[end - 1].name}: {split}"
     elif choices is not None:
         yield f"a split of each layer's own would gain nothing over one for all ({choices.uniform})"
-
-
-def answer_values(answer: "Answer", request: "PlanRequest") -> dict[str, object]:
-    """For JSON."""
-    job, found = answer.job, answer.found
-
-    def values(one: "Estimate | None") -> dict[str, object] | None:
-        if one is None:
-            return None
-        changes = one.precision != job.precision
-        return {**one.as_dict(), "changes_numerics": changes, "command": train_command(answer, one, request)}
-
-    return {
-        "model": job.chain.name,
-        "parameters": job.chain.weights,
-        "cluster": request.cluster,
-        "devices": job.cluster.num_devices,
-        "global_batch": job.global_batch,
-        "precision": job.precision,
-        "in_range": job.stack.is_fitted,
-        "plans": [values(one) for one in found.ranked],
-        "runnable": values(found.runnable),
-        "faster_precisions": [values(one) for one in answer.others],
-        "refused": values(found.refused),
-        "why": list(answer.reasons),
-        "remarks": list(answer.warnings),
-        "why_not": list(answer.why_not),
-        "asked": values(answer.asked),
-        "num_plans": found.num_plans,
-        "search_s": found.seconds,
-        "per_layer": None
-        if answer.choices is None
-        else {
-            "seconds": answer.choices.seconds,
-            "uniform_seconds": answer.choices.uniform_seconds,
-            "uniform": str(answer.choices.uniform),
-            "memory_bytes": answer.choices.num_bytes,
-            "splits": [str(split) for split in answer.choices.splits],
-        },
-    }

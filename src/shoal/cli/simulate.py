@@ -103,15 +103,23 @@ def simulate(
     check_folder(run_dir, "--run-dir")
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.cli.train import OwnParts
-    from shoal.planner.simulation.conditions import Conditions, check_conditions, parse_slow
-    from shoal.planner.simulation.local_sgd import find_link
-    from shoal.tuning.simulation_request import FailureOptions, SimulationRequest, check_num_steps, read_simulation
+    from shoal.tuning.simulation_request import SimulationOptions, SimulationRequest, check_simulation
 
-    conditions = Conditions(
-        slow=tuple(parse_slow(text) for text in (*(straggler or ()), *(slow or ()))),
+    options = SimulationOptions(
+        steps=steps,
+        straggler=straggler or (),
+        slow=slow or (),
         jitter=jitter,
         link_jitter=link_jitter,
         seed=seed,
+        mtbf=mtbf,
+        restart=restart,
+        checkpoint=checkpoint,
+        interval=interval,
+        days=days,
+        local_steps=local_steps,
+        wan=wan,
+        compression=compression,
     )
     changes = [*(overrides or ()), *([f"train.global_batch={global_batch}"] if global_batch is not None else [])]
     request = SimulationRequest(
@@ -123,27 +131,14 @@ def simulate(
         num_sites=sites,
         is_local=local_steps is not None,
     )
-    find_link(wan)
-    failing = None
-    if mtbf is not None:
-        failing = FailureOptions(hours=mtbf, restart=restart, checkpoint=checkpoint, interval=interval, days=days)
-        failing.check()
-    asked = read_simulation(request, own=OwnParts())
+    asked = check_simulation(request, options, own=OwnParts())
     if asked.derived is not None:
         # Known before the model is traced, which may take a while.
         print(f"note: {asked.derived}", file=sys.stderr, flush=True)
-    check_conditions(conditions, asked.plan)
-    check_num_steps(asked, conditions, num_steps=steps, local_steps=local_steps)
     # Torch is imported only now, when the request is known to be right.
-    from shoal.tuning.simulation import average_sites, play, play_failures, write_files
+    from shoal.tuning.simulation import run_simulation
 
-    played = play(asked, conditions, num_steps=steps)
-    result = played.result
-    if local_steps is not None:
-        result["wide_area"] = average_sites(played, conditions, period=local_steps, wan=wan, compression=compression)
-    if failing is not None:
-        result["goodput"] = play_failures(played, failing, seed=seed)
-    write_files(played, svg=svg, trace=trace, run_dir=run_dir, expand=expand, failing=failing, seed=seed)
+    result = run_simulation(asked, options, svg=svg, trace=trace, run_dir=run_dir, expand=expand).as_values()
     _print_result(asked, result)
     write_result(json, result)
 

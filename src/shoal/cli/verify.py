@@ -54,33 +54,29 @@ def verify(
     strict: _Strict = False,
 ) -> None:
     """Compare plans with one process: every loss, gradient, norm, weight and optimizer state; exit 1 if any differs."""
-    if sum((bool(plan), all_plans, mutants)) > 1:
-        raise RequestError("give one of --plan, --all and --mutants: each is a proof of its own")
-    if mutants and (nproc is not None or dtype is not None):
-        given = "--nproc" if nproc is not None else "--dtype"
-        raise RequestError(f"--mutants brings the plan and the type that each bug shows in; leave {given} out")
+    # Verbs import what they need when they run: see cli/main.py.
+    from shoal.verify.question import check_question
+
+    check_question(has_plans=bool(plan), all_plans=all_plans, mutants=mutants, nproc=nproc, dtype=dtype)
     check_result_file(json)
     check_result_file(markdown, "--markdown")
-    # Verbs import what they need when they run: see cli/main.py.
-    from shoal.verify.session import verify_mutants, verify_plans
+    from shoal.verify.session import verify as prove
 
     unwind_on_sigterm()
     kept = _Kept(json, markdown)
     try:
-        if mutants:
-            verify_mutants(recipe, steps=steps, overrides=overrides or (), log=log, save=kept.save)
-        else:
-            verify_plans(
-                recipe,
-                plans=plan or (),
-                takes_all=all_plans,
-                num_processes=nproc,
-                steps=steps,
-                precision=dtype,
-                overrides=overrides or (),
-                log=log,
-                save=kept.save,
-            )
+        prove(
+            recipe,
+            plan or (),
+            all_plans=all_plans,
+            mutants=mutants,
+            nproc=nproc,
+            steps=steps,
+            dtype=dtype,
+            overrides=overrides or (),
+            log=log,
+            save=kept.save,
+        )
     finally:
         # An interruption loses the proof under way, and none that was finished.
         kept.show()

@@ -2,7 +2,9 @@
 
 import sys
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from shoal.checkpoint.whole import newest_whole
 from shoal.comm.world import World
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import RequestError, RunError
+from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.data.build import build_splits
 from shoal.data.source import Splits
@@ -30,6 +33,7 @@ from shoal.telemetry.statusboard import RankStatus
 from shoal.trainer.claim import check_inside
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
+from shoal.trainer.summary import read_summary
 
 
 def build_parts(recipe: Recipe, *, data: Splits | None = None) -> tuple[nn.Module, Loss, Splits]:
@@ -109,7 +113,20 @@ class LoadedRun:
     loss: Loss
     data: Splits
     step: int
+    """Steps that the weights have been trained for."""
     checkpoint: Path
+    """Where the weights are from."""
+    run_dir: Path
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the run was last started under."""
+        return Plan.parse(self.recipe.plan)
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What ``summary.json`` says: status, steps, losses, pace; None for a run that has none yet."""
+        return read_summary(self.run_dir)
 
     @property
     def objective(self) -> Objective:
@@ -124,14 +141,23 @@ class LoadedRun:
         return tuple(precision.cast_input(tensor) for tensor in example_of(self.data))
 
 
-def load_run(run_dir: Path) -> LoadedRun:
+def load_run(run_dir: str | PathLike[str]) -> LoadedRun:
     """The run in a directory, with the weights of its newest whole checkpoint.
+
+    The model is built as the recipe says, whatever plan trained it, on the CPU and in evaluation mode; nothing of the checkpoint
+    is run.
+
+    Args:
+        run_dir: the run directory.
+
+    Returns:
+        The run: ``run.model``, ``run.recipe``, ``run.data``, ``run.step``, ``run.plan``, ``run.summary``.
 
     Raises:
         RequestError: this is not a run directory.
         RunError: it has no whole checkpoint; each refused one is named.
     """
-    run = RunDir(run_dir)
+    run = RunDir(Path(run_dir))
     if not run.recipe.exists():
         raise RequestError(f"{run_dir} is not a run directory: it has no recipe.toml")
     check_inside(run)
@@ -147,4 +173,6 @@ def load_run(run_dir: Path) -> LoadedRun:
     model = model.to(dtype=Precision.named(recipe.train.precision).weight_dtype)
     import_weights(model, checkpoint.tensors, origin=str(found.path))
     model.eval()
-    return LoadedRun(recipe=recipe, model=model, loss=loss, data=data, step=checkpoint.step, checkpoint=found.path)
+    return LoadedRun(
+        recipe=recipe, model=model, loss=loss, data=data, step=checkpoint.step, checkpoint=found.path, run_dir=run.root
+    )

@@ -6,7 +6,8 @@ What has no default, a table that is not there unless it is written, and the oth
 
 import json
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -91,13 +92,49 @@ class Recipe(Config):
         return Settings(train=self.train, optim=self.optim, parallel=self.parallel, pipeline=self.pipeline)
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a TOML file, with ``section.key=value`` overrides applied.
+
+    Args:
+        path: of the file.
+        overrides: what ``--set`` has on the command line.
 
     Raises:
         RequestError: names every wrong key with the nearest right one.
     """
-    return validate(Recipe, read_toml(path), origin=path.name, overrides=overrides)
+    return validate(Recipe, read_toml(Path(path)), origin=Path(path).name, overrides=overrides)
+
+
+RecipeLike = Recipe | Mapping[str, Any] | str | PathLike[str]
+"""What functions of the library take for a recipe: the path of a TOML file, the tables of one as a dict, or a ``Recipe``."""
+
+
+def read_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that somebody gives in any of its forms, with ``section.key=value`` overrides applied.
+
+    Raises:
+        RequestError: names every wrong key with the nearest right one.
+    """
+    if isinstance(recipe, str | PathLike):
+        return load_recipe(Path(recipe), overrides)
+    if isinstance(recipe, Recipe):
+        # What is unset stays unset: an override may choose another form of a section.
+        return recipe if not overrides else validate(Recipe, _tables_of(recipe), origin=IN_CODE, overrides=overrides)
+    return validate(Recipe, recipe, origin=IN_CODE, overrides=overrides)
+
+
+def name_recipe(recipe: RecipeLike) -> str:
+    """What to call a recipe: its path, or that it has none."""
+    return str(recipe) if isinstance(recipe, str | PathLike) else IN_CODE
+
+
+IN_CODE = "the recipe given in code"
+
+
+def _tables_of(recipe: Recipe) -> dict[str, Any]:
+    found = _without_none(recipe.model_dump(mode="json"))
+    assert isinstance(found, dict)
+    return found
 
 
 def dump_recipe(recipe: Recipe) -> str:

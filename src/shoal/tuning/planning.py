@@ -1,9 +1,11 @@
 """From a recipe and a cluster to the best plans: the front door of ``shoal plan``."""
 
 import itertools
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from os import PathLike
+from typing import Any
 
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
@@ -25,7 +27,8 @@ from shoal.planner.search.estimate import Estimate, estimate_by_schedule
 from shoal.planner.search.explain import explain, refuse_small, why_not
 from shoal.planner.search.per_layer import Choices, choose_splits, is_uneven
 from shoal.planner.search.search import Found, merge, search
-from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.config import Recipe, RecipeLike, read_recipe
+from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import OwnParts
 from shoal.tuning.planned_model import check_experts, costs_for, facts_for
 
@@ -38,7 +41,7 @@ _MOST_SPLIT = 256
 class PlanRequest:
     """What the user asked for, as given."""
 
-    recipe: Path
+    recipe: RecipeLike
     cluster: str
     global_batch: int | None = None
     overrides: tuple[str, ...] = ()
@@ -50,8 +53,9 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The best plans, and what there is to say about them."""
+    """The best plans, and what there is to say about them: ``found.ranked`` has them, the best first, with memory and time."""
 
+    request: PlanRequest
     job: Job
     found: Found
     reasons: tuple[str, ...]
@@ -67,6 +71,106 @@ class Answer:
     others: tuple[Estimate, ...] = ()
     """The best in each faster precision, where the user left the precision to the recipe."""
 
+    @property
+    def best(self) -> Plan:
+        """The best plan."""
+        return self.found.ranked[0].plan
+
+    def command(self, estimate: Estimate) -> str | None:
+        """The command that trains by a plan; None where it does not fit, Shoal does not execute it, something else was planned,
+        or the recipe has no file."""
+        request, is_ours = self.request, self.job.stack.software.name == "shoal"
+        if not estimate.fits or estimate.not_executed or self.is_shape or not is_ours:
+            return None
+        if not isinstance(request.recipe, str | PathLike):
+            return None
+        changes = [change for change in request.overrides if not change.startswith("planner.")]
+        if request.global_batch is not None:
+            changes.append(f"train.global_batch={request.global_batch}")
+        if estimate.precision != self.job.precision:
+            changes.append(f"train.precision={estimate.precision}")
+        words = ["shoal", "train", str(request.recipe), "--plan", str(estimate.plan)]
+        return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
+
+    def as_values(self) -> dict[str, Any]:
+        """What ``shoal plan --json`` writes."""
+        job, found, choices = self.job, self.found, self.choices
+
+        def values(one: Estimate | None) -> dict[str, Any] | None:
+            if one is None:
+                return None
+            changes = one.precision != job.precision
+            return {**one.as_dict(), "changes_numerics": changes, "command": self.command(one)}
+
+        per_layer = None
+        if choices is not None:
+            per_layer = {
+                "seconds": choices.seconds,
+                "uniform_seconds": choices.uniform_seconds,
+                "uniform": str(choices.uniform),
+                "memory_bytes": choices.num_bytes,
+                "splits": [str(split) for split in choices.splits],
+            }
+        return {
+            "model": job.chain.name,
+            "parameters": job.chain.weights,
+            "cluster": self.request.cluster,
+            "devices": job.cluster.num_devices,
+            "global_batch": job.global_batch,
+            "precision": job.precision,
+            "in_range": job.stack.is_fitted,
+            "plans": [values(one) for one in found.ranked],
+            "runnable": values(found.runnable),
+            "faster_precisions": [values(one) for one in self.others],
+            "refused": values(found.refused),
+            "why": list(self.reasons),
+            "remarks": list(self.warnings),
+            "why_not": list(self.why_not),
+            "asked": values(self.asked),
+            "num_plans": found.num_plans,
+            "search_s": found.seconds,
+            "per_layer": per_layer,
+        }
+
+
+def plan(
+    recipe: RecipeLike,
+    cluster: str,
+    *,
+    global_batch: int | None = None,
+    top: int = 5,
+    why_not: str | None = None,
+    precisions: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+) -> Answer:
+    """Rank the plans for a recipe on a cluster that need not be here, as ``shoal plan`` does.
+
+    Args:
+        recipe: the path of a recipe, its tables as a dict, or a ``Recipe``.
+        cluster: a device, nodes and devices of each, such as ``h100:4x8``.
+        global_batch: samples of a step; the recipe's when left out.
+        top: how many plans to return.
+        why_not: a plan to compare with the best.
+        precisions: compute types to rank together; the recipe's own when left out.
+        overrides: ``section.key=value`` for the recipe, as ``--set`` has them.
+
+    Returns:
+        The answer: ``answer.best`` is the best plan, ``answer.as_values()`` what ``--json`` writes.
+
+    Raises:
+        RequestError: an unknown device or precision, a model that cannot be traced, a cluster that is too small.
+    """
+    request = PlanRequest(
+        recipe=recipe,
+        cluster=cluster,
+        global_batch=global_batch,
+        overrides=tuple(overrides),
+        top=top,
+        why_not=why_not,
+        precisions=tuple(precisions),
+    )
+    return plan_for(request, own=OwnPartsHere())
+
 
 def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
     """Search plans for a request.
@@ -79,7 +183,7 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
         RequestError: an unknown device or precision, a model that cannot be traced, a cluster that is too small; each with its
             fix.
     """
-    recipe = load_recipe(request.recipe, request.overrides)
+    recipe = read_recipe(request.recipe, request.overrides)
     if request.top < 1:
         raise RequestError(f"--top is {request.top}; give 1 or more")
     job, facts = build_job(recipe, request.cluster, global_batch=request.global_batch, own=own)
@@ -105,6 +209,7 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
     if request.why_not is not None:
         asked, because = _ask(jobs[0], facts, request.why_not, found.ranked[0])
     return Answer(
+        request=request,
         job=job,
         found=found,
         reasons=tuple(explain(found.ranked)),

@@ -1,5 +1,6 @@
 """Simulations of a step: the recipe's model traced, its plan priced on the cluster, played, and described or written to files."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,17 @@ from shoal.planner.simulation.result import SimulatedStep
 from shoal.planner.simulation.run_directory import RunNumbers, write_run
 from shoal.planner.simulation.step import schedule_for, simulate_step, step_times
 from shoal.planner.simulation.trace import MOST_LANES, draw_step, num_lanes, write_trace
-from shoal.trainer.config import dump_recipe
+from shoal.trainer.config import RecipeLike, dump_recipe
+from shoal.trainer.own_parts import OwnPartsHere
 from shoal.tuning.planned_model import check_experts, costs_for, facts_for
 from shoal.tuning.planning import job_on
-from shoal.tuning.simulation_request import Asked, FailureOptions
+from shoal.tuning.simulation_request import (
+    Asked,
+    FailureOptions,
+    SimulationOptions,
+    SimulationRequest,
+    check_simulation,
+)
 
 Array = NDArray[np.float64]
 _DRAWN = 100
@@ -118,6 +126,104 @@ class Simulation:
     result: dict[str, Any]
     step_seconds: float
     """From one step to the next, averages between sites included."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was played, everything derived."""
+        return self.asked.plan
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole cluster; samples where a sample is one item."""
+        return float(self.result["tokens_per_second"])
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they are idle."""
+        return float(self.result["bubble"])
+
+    @property
+    def fits(self) -> bool:
+        """True where every rank has room for what it holds at its fullest."""
+        return bool(self.result["fits"])
+
+    def as_values(self) -> dict[str, Any]:
+        """What ``shoal simulate --json`` writes."""
+        return self.result
+
+
+def simulate(
+    recipe: RecipeLike,
+    cluster: str,
+    plan: str | Plan | None = None,
+    *,
+    global_batch: int | None = None,
+    devices: int | None = None,
+    sites: int | None = None,
+    overrides: Sequence[str] = (),
+    svg: Path | None = None,
+    trace: Path | None = None,
+    run_dir: Path | None = None,
+    expand: bool = False,
+    options: SimulationOptions | None = None,
+) -> Simulation:
+    """Play a plan of a recipe on a cluster that need not be here, as ``shoal simulate`` does.
+
+    Args:
+        recipe: the path of a recipe, its tables as a dict, or a ``Recipe``.
+        cluster: a device, nodes and devices of each, such as ``h100:4x8``.
+        plan: the plan; the recipe's when left out.
+        global_batch: samples of a step; the recipe's, or what the plan needs, when left out.
+        devices: devices, in place of the cluster's.
+        sites: sites that average seldom, with ``local_steps``.
+        overrides: ``section.key=value`` for the recipe, as ``--set`` has them.
+        svg: a file to draw the step in.
+        trace: a file to write the step to for Perfetto.
+        run_dir: a folder to write the events to that a run would.
+        expand: every rank in the trace and the run, also where many are alike.
+        options: what is slow, what fails, and how sites average; nothing of it when left out.
+
+    Returns:
+        The simulation: step time, bubble and memory; ``simulation.as_values()`` is what ``--json`` writes.
+
+    Raises:
+        RequestError: one message with the numbers and the fix.
+    """
+    given = options or SimulationOptions()
+    changes = [*overrides, *([f"train.global_batch={global_batch}"] if global_batch is not None else [])]
+    request = SimulationRequest(
+        recipe=recipe,
+        cluster=cluster,
+        plan=None if plan is None else str(plan),
+        num_devices=devices,
+        overrides=tuple(changes),
+        num_sites=sites,
+        is_local=given.local_steps is not None,
+    )
+    asked = check_simulation(request, given, own=OwnPartsHere())
+    return run_simulation(asked, given, svg=svg, trace=trace, run_dir=run_dir, expand=expand)
+
+
+def run_simulation(
+    asked: Asked,
+    options: SimulationOptions,
+    *,
+    svg: Path | None = None,
+    trace: Path | None = None,
+    run_dir: Path | None = None,
+    expand: bool = False,
+) -> Simulation:
+    """Play a request that was checked, and write the files that are asked for."""
+    conditions, failing, seed = options.conditions, options.failing, options.seed
+    played = play(asked, conditions, num_steps=options.steps)
+    if options.local_steps is not None:
+        played.result["wide_area"] = average_sites(
+            played, conditions, period=options.local_steps, wan=options.wan, compression=options.compression
+        )
+    if failing is not None:
+        played.result["goodput"] = play_failures(played, failing, seed=seed)
+    write_files(played, svg=svg, trace=trace, run_dir=run_dir, expand=expand, failing=failing, seed=seed)
+    return played
 
 
 def play(asked: Asked, conditions: Conditions, *, num_steps: int | None) -> Simulation:

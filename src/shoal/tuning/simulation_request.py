@@ -8,7 +8,6 @@ plan.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
@@ -23,10 +22,19 @@ from shoal.models.check import check_model, facts_of
 from shoal.planner.hardware.clusters import read_cluster
 from shoal.planner.hardware.devices import Cluster
 from shoal.planner.pricing.job import MOST_SAMPLES, check_batch
-from shoal.planner.simulation.conditions import MOST_CELLS, Conditions, check_cells, check_steps, count_cells
+from shoal.planner.simulation.conditions import (
+    MOST_CELLS,
+    Conditions,
+    check_cells,
+    check_conditions,
+    check_steps,
+    count_cells,
+    parse_slow,
+)
 from shoal.planner.simulation.goodput import Failures, best_interval
+from shoal.planner.simulation.local_sgd import find_link
 from shoal.schedules.catalogue import fitting_microbatches
-from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.config import Recipe, RecipeLike, read_recipe
 from shoal.trainer.request import OwnParts, refuse_settings
 
 
@@ -123,7 +131,7 @@ def _check_batch(batch: int, plan: Plan) -> None:
 class SimulationRequest:
     """What the user asked for, as given."""
 
-    recipe: Path
+    recipe: RecipeLike
     cluster: str
     plan: str | None = None
     num_devices: int | None = None
@@ -179,7 +187,7 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
     Raises:
         RequestError: one message with the numbers and the fix.
     """
-    recipe = load_recipe(request.recipe, request.overrides)
+    recipe = read_recipe(request.recipe, request.overrides)
     check_batch(recipe.train.global_batch)
     cluster = read_cluster(request.cluster, recipe.planner.devices)
     if request.num_devices is not None:
@@ -322,3 +330,77 @@ def check_num_steps(asked: Asked, conditions: Conditions, *, num_steps: int | No
         check_steps(plan, count, conditions, num_steps=num_steps, num_sites=asked.num_sites, option="--steps")
     if local_steps is not None:
         check_steps(plan, count, conditions, num_steps=local_steps, num_sites=asked.num_sites, option="--local-steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions:
+    """How a plan is played: what is slow, what fails, and how sites average. The names are those of ``shoal simulate``."""
+
+    steps: int | None = None
+    """Steps to play; as many as differ when left out."""
+    straggler: Sequence[str] = ()
+    """Ranks that take longer, each as ``RANK:FACTOR``."""
+    slow: Sequence[str] = ()
+    """All ranks with one index along an axis, each as ``AXIS=INDEX:FACTOR``."""
+    jitter: float = 0.0
+    """Mean slow-down of a rank in a step."""
+    link_jitter: float = 0.0
+    """The same of a rank's links."""
+    seed: int = 0
+    """Of everything that is drawn."""
+    mtbf: float | None = None
+    """Mean hours between failures of one device; None where nothing fails."""
+    restart: float = 300.0
+    """Seconds from a failure until training goes on."""
+    checkpoint: float = 30.0
+    """Seconds that a checkpoint stalls training."""
+    interval: str = "auto"
+    """Steps between checkpoints."""
+    days: float = 30.0
+    """Days of work to play failures over."""
+    local_steps: int | None = None
+    """Sites average every so many steps only."""
+    wan: str = "wan-100m"
+    """Between sites: a link's name, or such as ``1Gbit/s,30ms``."""
+    compression: float = 1.0
+    """Times fewer bytes between sites."""
+
+    @property
+    def conditions(self) -> Conditions:
+        """What is slow."""
+        return Conditions(
+            slow=tuple(parse_slow(text) for text in (*self.straggler, *self.slow)),
+            jitter=self.jitter,
+            link_jitter=self.link_jitter,
+            seed=self.seed,
+        )
+
+    @property
+    def failing(self) -> FailureOptions | None:
+        """What fails; None where nothing does."""
+        if self.mtbf is None:
+            return None
+        return FailureOptions(
+            hours=self.mtbf, restart=self.restart, checkpoint=self.checkpoint, interval=self.interval, days=self.days
+        )
+
+
+def check_simulation(request: SimulationRequest, options: SimulationOptions, *, own: OwnParts) -> Asked:
+    """Check everything that is asked of a simulation, and derive what was left open.
+
+    Args:
+        request: the recipe, the plan and the cluster.
+        options: how it is played.
+        own: measures the user's own data where the recipe names it.
+
+    Raises:
+        RequestError: one message with the numbers and the fix.
+    """
+    conditions = options.conditions
+    find_link(options.wan)
+    if options.failing is not None:
+        options.failing.check()
+    asked = read_simulation(request, own=own)
+    check_conditions(conditions, asked.plan)
+    check_num_steps(asked, conditions, num_steps=options.steps, local_steps=options.local_steps)
+    return asked

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,7 +23,7 @@ from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.requirements import describe_facts
 from shoal.paramserver.worker.flat import refuse_batch_norm
 from shoal.trainer.build import build_parts
-from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.config import Recipe, RecipeLike, read_recipe
 from shoal.trainer.request import refuse_settings
 from shoal.verify.compare.tolerance import needs_float64
 from shoal.verify.mutants.catalogue import Death
@@ -104,7 +103,7 @@ class VerifyRequest:
 
 
 def prepare_verify(
-    path: Path,
+    given: RecipeLike,
     *,
     plans: Sequence[str] = (),
     takes_all: bool = False,
@@ -115,7 +114,7 @@ def prepare_verify(
     """Check a request and derive what it left open.
 
     Args:
-        path: the recipe.
+        given: the recipe.
         plans: what to prove; the recipe's own plan when there is none and ``takes_all`` is off.
         takes_all: every plan that ``check()`` allows.
         num_processes: processes of each plan; for ``takes_all`` left out, every number up to four.
@@ -125,7 +124,7 @@ def prepare_verify(
     Raises:
         RequestError: the recipe is wrong, or none of its plans can be proved; says what is wrong with each, and what to do.
     """
-    recipe = load_recipe(path, overrides)
+    recipe = read_recipe(given, overrides)
     if num_processes is not None:
         check_processes(num_processes)
     subject = build_subject(recipe)

@@ -3,14 +3,14 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.config import Recipe, RecipeLike, name_recipe, read_recipe
 from shoal.verify.certificate import Certificate, MutantResult
 from shoal.verify.mutants.catalogue import MUTANTS, PREDICTION, Mutant, own_recipe, with_overrides
 from shoal.verify.proof import Prover, hash_recipe
+from shoal.verify.question import check_question
 from shoal.verify.request import DEFAULT_STEPS, Subject, build_subject, check_plan, choose_precisions, prepare_verify
 from shoal.verify.result import PlanResult, refused, settle
 
@@ -21,8 +21,61 @@ Save = Callable[[Certificate], None]
 _THREADS = 1
 
 
+def verify(
+    recipe: RecipeLike,
+    plans: Sequence[str | Plan] = (),
+    *,
+    all_plans: bool = False,
+    mutants: bool = False,
+    nproc: int | None = None,
+    steps: int = DEFAULT_STEPS,
+    dtype: str | None = None,
+    overrides: Sequence[str] = (),
+    log: Log = lambda line: None,
+    save: Save = lambda certificate: None,
+) -> Certificate:
+    """Prove that plans compute what one process computes, as ``shoal verify`` does; processes are started for it.
+
+    Every loss, gradient, norm, weight and optimizer state is compared over some steps. A plan that differs raises nothing:
+    ``certificate.ok`` says whether everything that was asked is proved, ``certificate.plans`` has a result for each plan.
+
+    Args:
+        recipe: the path of a recipe, its tables as a dict, or a ``Recipe``.
+        plans: what to prove, such as ``["dp=2", "dp=2 zero=3"]``; the recipe's own plan when there is none.
+        all_plans: prove every plan that fits.
+        mutants: plant bugs in the ranks, and show that each is caught.
+        nproc: processes of each plan.
+        steps: to compare.
+        dtype: ``float64``, ``float32``, ``bfloat16`` or ``float16`` for all plans; left out, the recipe's, and float64 too
+            where sums are split.
+        overrides: ``section.key=value`` for the recipe, as ``--set`` has them.
+        log: called with each line for people.
+        save: called with all that is known so far, after every proof.
+
+    Returns:
+        The certificate; ``certificate.as_values()`` is what ``--json`` writes.
+
+    Raises:
+        RequestError: the request is wrong, or none of its plans can be proved; nothing was started.
+    """
+    check_question(has_plans=bool(plans), all_plans=all_plans, mutants=mutants, nproc=nproc, dtype=dtype)
+    if mutants:
+        return verify_mutants(recipe, steps=steps, overrides=overrides, log=log, save=save)
+    return verify_plans(
+        recipe,
+        plans=[str(plan) for plan in plans],
+        takes_all=all_plans,
+        num_processes=nproc,
+        steps=steps,
+        precision=dtype,
+        overrides=overrides,
+        log=log,
+        save=save,
+    )
+
+
 def verify_plans(
-    path: Path,
+    given: RecipeLike,
     *,
     plans: Sequence[str],
     takes_all: bool,
@@ -40,7 +93,7 @@ def verify_plans(
     """
     started = time.monotonic()
     request = prepare_verify(
-        path,
+        given,
         plans=plans,
         takes_all=takes_all,
         num_processes=num_processes,
@@ -49,7 +102,7 @@ def verify_plans(
     )
     recipe = request.subject.recipe
     threads = recipe.train.threads or _THREADS
-    certificate = _begin(path, recipe, steps=steps, threads=threads, overrides=overrides)
+    certificate = _begin(given, recipe, steps=steps, threads=threads, overrides=overrides)
     certificate = replace(
         certificate, takes_all=takes_all, model_hash=request.model_hash, warnings=tuple(request.warnings)
     )
@@ -78,19 +131,19 @@ def verify_plans(
     return certificate
 
 
-def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], log: Log, save: Save) -> Certificate:
+def verify_mutants(given: RecipeLike, *, steps: int, overrides: Sequence[str], log: Log, save: Save) -> Certificate:
     """Plant every bug in turn and see which comparison catches it; each has a control without the bug.
 
     Raises:
         RequestError: the recipe is wrong; nothing was started.
     """
     started = time.monotonic()
-    recipe = load_recipe(path, overrides)
+    recipe = read_recipe(given, overrides)
     results: list[MutantResult] = []
     controls: dict[str, PlanResult] = {}
     # Some bugs show in the second step at the earliest.
     steps, threads = max(steps, DEFAULT_STEPS), recipe.train.threads or _THREADS
-    certificate = _begin(path, recipe, steps=steps, threads=threads, overrides=overrides)
+    certificate = _begin(given, recipe, steps=steps, threads=threads, overrides=overrides)
     with Prover(steps=steps, threads=threads) as prover:
         ordered = sorted(MUTANTS.values(), key=lambda mutant: Plan.parse(mutant.plan).world_size)
         for number, mutant in enumerate(ordered, start=1):
@@ -106,9 +159,9 @@ def verify_mutants(path: Path, *, steps: int, overrides: Sequence[str], log: Log
     return certificate
 
 
-def _begin(path: Path, recipe: Recipe, *, steps: int, threads: int, overrides: Sequence[str]) -> Certificate:
+def _begin(given: RecipeLike, recipe: Recipe, *, steps: int, threads: int, overrides: Sequence[str]) -> Certificate:
     return Certificate(
-        recipe=str(path),
+        recipe=name_recipe(given),
         recipe_hash=hash_recipe(recipe),
         settings=tuple(overrides),
         steps=steps,
