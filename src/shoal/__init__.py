@@ -6,6 +6,8 @@ quick, and must not import torch. ``docs/api.md`` describes every name; it and t
 """
 
 import importlib
+import sys
+import types
 from typing import Any
 
 # Where each name lives, by subject; the subjects are the headings of docs/api.md.
@@ -67,3 +69,23 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+class _CallableRoom(types.ModuleType):
+    """A room that has the name of an exported function, and can be called as that function."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(importlib.import_module(_HOMES[name]), name)(*args, **options)
+
+
+class _Package(types.ModuleType):
+    """A room that is imported becomes an attribute here. ``verify`` would so hide the function of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOMES and isinstance(value, types.ModuleType):
+            value.__class__ = _CallableRoom
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -82,6 +82,12 @@ def slug(heading: str) -> str:
     return words.replace(" ", "-")
 
 
+def anchors_of(headings: list[str]) -> set[str]:
+    """The anchors of a page; of headings that are alike the second has the number 1, and so on."""
+    slugs = [slug(heading) for heading in headings]
+    return {f"{one}-{before}" if (before := slugs[:place].count(one)) else one for place, one in enumerate(slugs)}
+
+
 def link_problems(root: Path, document: Path) -> Iterator[str]:
     text = (root / document).read_text()
     for target in LINK.findall(FENCE.sub("", text)):
@@ -93,7 +99,7 @@ def link_problems(root: Path, document: Path) -> Iterator[str]:
             yield f"{document}: {target} leads nowhere"
         elif anchor and place.suffix == ".md":
             headings = re.findall(r"^#+\s+(.+?)\s*$", FENCE.sub("", place.read_text()), re.MULTILINE)
-            if anchor not in {slug(heading) for heading in headings}:
+            if anchor not in anchors_of(headings):
                 yield f"{document}: {target} leads to no heading"
 
 

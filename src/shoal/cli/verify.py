@@ -55,9 +55,9 @@ def verify(
 ) -> None:
     """Compare plans with one process: every loss, gradient, norm, weight and optimizer state; exit 1 if any differs."""
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.verify.question import check_question
+    from shoal.verify.exclusive import check_exclusive
 
-    check_question(has_plans=bool(plan), all_plans=all_plans, mutants=mutants, nproc=nproc, dtype=dtype)
+    check_exclusive(has_plans=bool(plan), all_plans=all_plans, mutants=mutants, nproc=nproc, dtype=dtype)
     check_result_file(json)
     check_result_file(markdown, "--markdown")
     from shoal.verify.session import verify as prove

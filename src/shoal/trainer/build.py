@@ -30,10 +30,10 @@ from shoal.models.losses import Loss, build_loss
 from shoal.optim.build import freeze
 from shoal.optim.precision import Precision
 from shoal.telemetry.statusboard import RankStatus
+from shoal.telemetry.summaryfile import read_summary
 from shoal.trainer.claim import check_inside
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
-from shoal.trainer.summary import read_summary
 
 
 def build_parts(recipe: Recipe, *, data: Splits | None = None) -> tuple[nn.Module, Loss, Splits]:

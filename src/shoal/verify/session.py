@@ -8,9 +8,9 @@ from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe, RecipeLike, name_recipe, read_recipe
 from shoal.verify.certificate import Certificate, MutantResult
+from shoal.verify.exclusive import check_exclusive
 from shoal.verify.mutants.catalogue import MUTANTS, PREDICTION, Mutant, own_recipe, with_overrides
 from shoal.verify.proof import Prover, hash_recipe
-from shoal.verify.question import check_question
 from shoal.verify.request import DEFAULT_STEPS, Subject, build_subject, check_plan, choose_precisions, prepare_verify
 from shoal.verify.result import PlanResult, refused, settle
 
@@ -58,7 +58,7 @@ def verify(
     Raises:
         RequestError: the request is wrong, or none of its plans can be proved; nothing was started.
     """
-    check_question(has_plans=bool(plans), all_plans=all_plans, mutants=mutants, nproc=nproc, dtype=dtype)
+    check_exclusive(has_plans=bool(plans), all_plans=all_plans, mutants=mutants, nproc=nproc, dtype=dtype)
     if mutants:
         return verify_mutants(recipe, steps=steps, overrides=overrides, log=log, save=save)
     return verify_plans(

@@ -178,6 +178,11 @@ def build_own(config: OwnDataConfig, seed: int) -> Splits:
 def from_datasets(train: Any, validation: Any = (), test: Any = ()) -> Splits:
     """The splits of map-style datasets that a script holds in its hands; a split that is left out has no sample.
 
+    Args:
+        train: what is trained on.
+        validation: what a run is evaluated on.
+        test: held out to the end.
+
     Raises:
         RequestError: one of them is no map-style dataset of (input, target) pairs, or there is nothing to train on.
     """

@@ -1,10 +1,10 @@
-"""What one proof is asked for, checked without torch: a wrong question is answered at once."""
+"""Options of a proof that exclude one another, checked without torch: a wrong request is answered at once."""
 
 from shoal.core.errors import RequestError
 
 
-def check_question(*, has_plans: bool, all_plans: bool, mutants: bool, nproc: int | None, dtype: str | None) -> None:
-    """Refuse to be asked several things at once.
+def check_exclusive(*, has_plans: bool, all_plans: bool, mutants: bool, nproc: int | None, dtype: str | None) -> None:
+    """Refuse several proofs in one request.
 
     Raises:
         RequestError: names what to leave out.

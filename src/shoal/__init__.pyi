@@ -1,0 +1,67 @@
+"""The types of what the package exports; written by docs/make_api.py."""
+
+from shoal.checkpoint.config import CheckpointConfig as CheckpointConfig
+from shoal.core.errors import Refusal as Refusal
+from shoal.core.errors import RequestError as RequestError
+from shoal.core.errors import RunError as RunError
+from shoal.core.errors import ShoalError as ShoalError
+from shoal.core.plan import Plan as Plan
+from shoal.data.sources.own import from_datasets as from_datasets
+from shoal.engine.config import TrainConfig as TrainConfig
+from shoal.engine.evaluate import Evaluation as Evaluation
+from shoal.engine.hooks import Hook as Hook
+from shoal.engine.hooks import StepResult as StepResult
+from shoal.optim.config import OptimConfig as OptimConfig
+from shoal.parallel.analysis.structure import ParallelConfig as ParallelConfig
+from shoal.pipeline.config import PipelineConfig as PipelineConfig
+from shoal.telemetry.config import TelemetryConfig as TelemetryConfig
+from shoal.trainer.build import LoadedRun as LoadedRun
+from shoal.trainer.build import load_run as load_run
+from shoal.trainer.config import ElasticConfig as ElasticConfig
+from shoal.trainer.config import EvalConfig as EvalConfig
+from shoal.trainer.config import Recipe as Recipe
+from shoal.trainer.config import load_recipe as load_recipe
+from shoal.trainer.loop import Trainer as Trainer
+from shoal.tuning.planning import Answer as Answer
+from shoal.tuning.planning import plan as plan
+from shoal.tuning.simulation import Simulation as Simulation
+from shoal.tuning.simulation import simulate as simulate
+from shoal.tuning.simulation_request import SimulationOptions as SimulationOptions
+from shoal.verify.certificate import Certificate as Certificate
+from shoal.verify.certificate import MutantResult as MutantResult
+from shoal.verify.result import PlanResult as PlanResult
+from shoal.verify.session import verify as verify
+
+__all__ = [
+    "Answer",
+    "Certificate",
+    "CheckpointConfig",
+    "ElasticConfig",
+    "EvalConfig",
+    "Evaluation",
+    "Hook",
+    "LoadedRun",
+    "MutantResult",
+    "OptimConfig",
+    "ParallelConfig",
+    "PipelineConfig",
+    "Plan",
+    "PlanResult",
+    "Recipe",
+    "Refusal",
+    "RequestError",
+    "RunError",
+    "ShoalError",
+    "Simulation",
+    "SimulationOptions",
+    "StepResult",
+    "TelemetryConfig",
+    "TrainConfig",
+    "Trainer",
+    "from_datasets",
+    "load_recipe",
+    "load_run",
+    "plan",
+    "simulate",
+    "verify",
+]
