@@ -11,27 +11,26 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.comm.parentdeath import die_with_parent
-from shoal.core.clock import Deadline
-from shoal.core.errors import RequestError, RunError, ShoalError
+from shoal.core.errors import RequestError, RunError
 from shoal.core.seeding import derive_key
-from shoal.data.batchform import BatchForm, ModelInputs, Targets
-from shoal.data.order import Ids, Position, own_microbatches, permute, take
-from shoal.data.sharedmemory import SharedBatch, SharedBatchWriter
-from shoal.data.source import Items, Source
+from shoal.data.batchform import BatchForm, ModelInputs, Targets, map_targets
+from shoal.data.options import LoaderOptions
+from shoal.data.order import Position
+from shoal.data.parts import Share, StreamPlan, build_order, options_of, order_parts
+from shoal.data.sampling import StepOrder
+from shoal.data.source import Items, Source, Streamed
+from shoal.data.streamreader import StreamReader
+from shoal.data.workers import LoaderProcesses, WorkerOptions
 from shoal.telemetry.rngstate import random_states
 
-_ORDER_AHEAD = 4096
-_LOOK_SECONDS = 2.0
 # Handing a batch from thread to thread was measured to cost a step 0.3 ms, because both want the interpreter at the same time; a
 # batch that loads faster than this is better loaded when it is asked for.
 _WORTH_A_THREAD_S = 1e-3
@@ -78,15 +77,8 @@ class StepBatch:
     """Weight of the global batch where every sample weighs the same; None where the replicas have to add theirs up."""
     local_weight: float
     """Weight of this replica's part."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """A step's share of one replica, still as ids."""
-
-    microbatches: list[Ids]
-    num_samples: int
-    position: Position
+    epoch: int = 0
+    """That its samples are of."""
 
 
 class Loader:
@@ -105,6 +97,7 @@ class Loader:
         prefetch: int = 2,
         workers: int = 0,
         deadline_s: float = 300.0,
+        options: LoaderOptions | None = None,
     ) -> None:
         """Start loading ahead.
 
@@ -119,35 +112,64 @@ class Loader:
             prefetch: batches loaded ahead, by a thread that ends when loading turns out to be quick; 0 starts none.
             workers: loader processes; they are children of the thread that makes the loader and die with it.
             deadline_s: the longest wait for one batch.
+            options: what else there is to say; the source's own when left out.
 
         Raises:
             RequestError: there is no sample, or the position is beyond the data.
         """
         start = position if position is not None else Position()
-        if len(source) == 0:
-            raise RequestError(
-                "the training split has 0 samples; give more data, or lower data.validation and data.test"
-            )
-        if start.offset >= len(source):
-            raise RequestError(
-                f"the data position is sample {start.offset} of an epoch and the data has {len(source)} samples; "
-                f"it is not the data that the checkpoint was made with"
-            )
         self._source = source
+        self._options = options or options_of(source)
         self._deadline_s = deadline_s
         self._owner = os.getpid()
-        plan = (len(source), global_batch, micro_batch, replica, num_replicas, seed)
-        self._parts = _parts(start, *plan)
+        self._stream: StreamReader | None = None
+        num_own = -(-global_batch // (num_replicas * micro_batch))
+        share = Share(replica=replica, num_replicas=num_replicas, num_microbatches=num_own)
         worker_seed = derive_key("workers", seed, start.epoch, start.offset, replica)
-        self._workers = (
-            _Workers(source, _parts(start, *plan), workers, prefetch, deadline_s, worker_seed) if workers else None
+        processes = WorkerOptions(
+            num_workers=workers,
+            prefetch=prefetch,
+            deadline_s=deadline_s,
+            seed=worker_seed,
+            init=self._options.worker_init_fn,
         )
+        self._workers: LoaderProcesses | None = None
+        self._is_stream = isinstance(source, Streamed)
+        if isinstance(source, Streamed):
+            drop_last = self._options.drop_last
+            plan = StreamPlan(
+                source=source, seed=seed, position=start, global_batch=global_batch, drop_last=drop_last, share=share
+            )
+            self._workers = LoaderProcesses.of_stream(plan, processes) if workers else None
+            self._parts = plan.parts(self._remember)
+        else:
+            order = self._order(source, start, global_batch, seed)
+            self._workers = (
+                LoaderProcesses.of_source(source, order_parts(order, start, share), processes) if workers else None
+            )
+            self._parts = order_parts(self._order(source, start, global_batch, seed), start, share)
         self._prefetch = 0 if workers else prefetch
         self._num_slow = 0
         self._prefetcher: _Prefetcher | None = None
         self._is_first = True
         self.draws_random_numbers = False
         """True when loading a batch moved a global generator: such data is never loaded ahead, or it could not be resumed."""
+
+    def _order(self, source: Source, start: Position, global_batch: int, seed: int) -> StepOrder:
+        if len(source) == 0:
+            raise RequestError(
+                "the training split has 0 samples; give more data, or lower data.validation and data.test"
+            )
+        order = build_order(source, global_batch=global_batch, seed=seed, options=self._options)
+        if start.offset >= (count := order.sampling.count(start.epoch)):
+            raise RequestError(
+                f"the data position is sample {start.offset} of an epoch and the data has {count} samples; "
+                f"it is not the data that the checkpoint was made with"
+            )
+        return order
+
+    def _remember(self, reader: StreamReader) -> None:
+        self._stream = reader
 
     def next(self) -> StepBatch:
         """The next step's batch.
@@ -165,7 +187,7 @@ class Loader:
             self._prefetcher.close()
             self._prefetcher = None
         started = time.perf_counter()
-        batch = self._load(next(self._parts))
+        batch = self._next_loaded()
         if self._prefetch:
             is_slow = time.perf_counter() - started > _WORTH_A_THREAD_S
             self._num_slow = self._num_slow + 1 if is_slow else 0
@@ -188,24 +210,38 @@ class Loader:
         self._is_first = False
         before = random_states()
         # By a thread all the same, because a source that hangs must not hang its caller.
-        self._prefetcher = _Prefetcher(itertools.islice((self._load(part) for part in self._parts), 1), 1)
+        self._prefetcher = _Prefetcher(itertools.islice(self._endless(), 1), 1)
         batch = self._prefetcher.next(self._deadline_s)
         assert batch is not None, "one load is too few to be called quick"
         self._prefetcher.close()
         self.draws_random_numbers = before != random_states()
-        if self.draws_random_numbers:
+        # A stream that draws has generators of its own, which it puts in the place of the global ones while it reads.
+        swaps = self._stream is not None and self._stream.draws_random_numbers
+        if self.draws_random_numbers or swaps or not self._is_drawn_alone():
             self._prefetch = 0
         self._prefetcher = self._start_prefetcher() if self._prefetch else None
         return batch
 
     def _start_prefetcher(self) -> "_Prefetcher":
-        return _Prefetcher((self._load(part) for part in self._parts), self._prefetch)
+        return _Prefetcher(self._endless(), self._prefetch)
 
-    def _load(self, part: _Part) -> StepBatch:
-        loaded = []
-        for ids in part.microbatches:
-            items = self._workers.next() if self._workers is not None else self._source.collate(ids)
-            loaded.append(Microbatch.of(items, ids))
+    def _is_drawn_alone(self) -> bool:
+        """False for a sampler that may draw from the global generators, which a thread must not do beside a model."""
+        sampler = self._options.sampler if self._options.batch_sampler is None else self._options.batch_sampler
+        return sampler is None or isinstance(sampler, Sequence) or hasattr(sampler, "generator")
+
+    def _next_loaded(self) -> StepBatch:
+        """The next step, loaded here or by loader processes."""
+        if self._workers is not None and self._is_stream:
+            part, items = self._workers.next_step()
+        else:
+            part = next(self._parts)
+            places = range(len(part.microbatches))
+            load = self._workers.next if self._workers is not None else None
+            items = [load() if load is not None else part.collate(self._source, place) for place in places]
+        if self._options.pin_memory and torch.cuda.is_available():
+            items = [_pin(one) for one in items]
+        loaded = [Microbatch.of(one, ids) for one, ids in zip(items, part.microbatches, strict=True)]
         uniform = self._source.uniform_weight
         return StepBatch(
             microbatches=tuple(loaded),
@@ -213,46 +249,17 @@ class Loader:
             position=part.position,
             total_weight=None if uniform is None else float(uniform * part.num_samples),
             local_weight=sum(microbatch.weight for microbatch in loaded),
+            epoch=part.epoch,
         )
 
-
-def _parts(
-    position: Position,
-    num_samples: int,
-    global_batch: int,
-    micro_batch: int,
-    replica: int,
-    num_replicas: int,
-    seed: int,
-) -> Iterator[_Part]:
-    order = _Order(seed, num_samples)
-    num_own = -(-global_batch // (num_replicas * micro_batch))
-    while True:
-        epoch = position.epoch
-        taken, position = take(position, num_samples, global_batch)
-        own = own_microbatches(order.ids(epoch, taken), replica, num_replicas, num_own)
-        yield _Part(microbatches=own, num_samples=taken.stop - taken.start, position=position)
+    def _endless(self) -> Iterator[StepBatch]:
+        while True:
+            yield self._next_loaded()
 
 
-class _Order:
-    """The order of an epoch, worked out many positions at a time: for a few ids numpy costs as much as for thousands."""
-
-    def __init__(self, seed: int, num_samples: int) -> None:
-        self._seed = seed
-        self._num_samples = num_samples
-        self._epoch = -1
-        self._start = 0
-        self._ids: Ids = np.empty(0, dtype=np.int64)
-
-    def ids(self, epoch: int, taken: slice) -> Ids:
-        """The sample ids at these positions of an epoch."""
-        is_known = epoch == self._epoch and self._start <= taken.start and taken.stop <= self._start + len(self._ids)
-        if not is_known:
-            stop = min(max(taken.stop, taken.start + _ORDER_AHEAD), self._num_samples)
-            positions = np.arange(taken.start, stop, dtype=np.int64)
-            self._epoch, self._start = epoch, taken.start
-            self._ids = permute(self._seed, epoch, self._num_samples, positions)
-        return self._ids[taken.start - self._start : taken.stop - self._start]
+def _pin(items: Items) -> Items:
+    targets = map_targets(items.targets, Tensor.pin_memory)
+    return replace(items, inputs=tuple(tensor.pin_memory() for tensor in items.inputs), targets=targets)
 
 
 class _Prefetcher:
@@ -317,85 +324,3 @@ class _Prefetcher:
                 return
             except queue.Full:
                 continue
-
-
-class _WorkerDataset(torch.utils.data.Dataset["SharedBatch | Items | ShoalError"]):
-    """A source as torch's workers see it: an index is the ids of one microbatch.
-
-    An error with a message for people is handed back as a value: torch would raise it with its traceback as the message.
-    """
-
-    def __init__(self, source: Source, writer: SharedBatchWriter) -> None:
-        self._source = source
-        self._writer = writer
-
-    def __getitem__(self, ids: Ids) -> SharedBatch | Items | ShoalError:
-        try:
-            return self._writer.write(self._source.collate(ids))
-        except ShoalError as error:
-            return error
-
-
-class _Workers:
-    """torch's loader processes, each making whole microbatches, handed back in order."""
-
-    def __init__(
-        self, source: Source, parts: Iterator[_Part], workers: int, prefetch: int, deadline_s: float, seed: int
-    ) -> None:
-        self._deadline_s = deadline_s
-        loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            # Each worker has at most the prefetched ones and the one that is being opened here in its hands.
-            _WorkerDataset(source, SharedBatchWriter(keep=max(1, prefetch) + 2)),
-            batch_size=None,
-            sampler=(ids for part in parts for ids in part.microbatches),
-            num_workers=workers,
-            prefetch_factor=max(1, prefetch),
-            collate_fn=_unchanged,  # type: ignore[arg-type]
-            worker_init_fn=_DieWithParent(os.getpid()),
-            # A worker that exits with 0 is only looked for when this has passed.
-            timeout=min(_LOOK_SECONDS, deadline_s),
-            # Otherwise torch draws the workers' seed from the global generator, which a resumed run has just put back.
-            generator=torch.Generator().manual_seed(seed),
-        )
-        # Made here, not in a thread: a worker dies with the thread that started it.
-        self._iterator: Iterator[SharedBatch | Items | ShoalError] | None = iter(loader)
-
-    def next(self) -> Items:
-        if self._iterator is None:
-            raise RunError("the loader was asked for a batch after close()")
-        limit = Deadline(seconds=self._deadline_s)
-        while True:
-            try:
-                found = next(self._iterator)
-            except RuntimeError as error:
-                if "DataLoader" not in str(error):
-                    raise
-                if not str(error).startswith("DataLoader timed out"):
-                    raise RunError(f"a loader process failed: {error}") from error
-                if limit.is_over:
-                    raise RunError(
-                        f"waited {self._deadline_s:g} s for a loader process: the data source hangs, or is slower than that"
-                    ) from error
-                continue
-            if isinstance(found, ShoalError):
-                raise found
-            return found.open() if isinstance(found, SharedBatch) else found
-
-    def close(self) -> None:
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
-
-
-class _DieWithParent:
-    """Ties a worker's life to its rank's; a class, because workers that are not forked have to be able to import it."""
-
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
-
-    def __call__(self, worker: int) -> None:
-        die_with_parent(self._parent)
-
-
-def _unchanged(items: SharedBatch | Items | ShoalError) -> SharedBatch | Items | ShoalError:
-    return items

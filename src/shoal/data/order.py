@@ -24,6 +24,7 @@ _ROUNDS = 6
 # Multipliers of a 64-bit finaliser (SplitMix64; Steele, Lea and Flood, OOPSLA 2014, figure 16).
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT_1, _SHIFT_2 = np.uint64(30), np.uint64(27)
 
 
@@ -33,6 +34,8 @@ class Position:
 
     epoch: int = 0
     offset: int = 0
+    stream: str = ""
+    """What an iterable dataset said of itself at this place, as JSON; empty where it says nothing, and for every other."""
 
 
 def permute(seed: int, epoch: int, num_samples: int, positions: Ids) -> Ids:
@@ -76,6 +79,14 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> _SHIFT_1)) * _MULTIPLIER_1
     values = (values ^ (values >> _SHIFT_2)) * _MULTIPLIER_2
     return values ^ (values >> _SHIFT_2)
+
+
+def uniform(positions: Ids, *parts: str | int) -> NDArray[np.float64]:
+    """Numbers in [0, 1), one for each position, drawn by the key of these parts: the same whoever asks, and in which order."""
+    # Steps of the golden ratio, as SplitMix64 takes them, so that neighbours have unrelated bits.
+    stepped = positions.astype(np.uint64) * _GOLDEN + np.uint64(derive_key("uniform", *parts))
+    numbers: NDArray[np.float64] = (_mix(stepped) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
 
 
 def take(position: Position, num_samples: int, global_batch: int) -> tuple[slice, Position]:

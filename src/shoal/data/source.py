@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.data.batchform import BatchForm, ModelInputs, Targets
+from shoal.data.order import Position
 from shoal.data.spec import DataSpec, WatchedFile
+from shoal.data.streamreader import StreamReader
 
 SampleIds = Sequence[int] | NDArray[np.int64]
 
@@ -43,6 +45,21 @@ class Source(Protocol):
 
     def collate(self, ids: SampleIds) -> Items:
         """The samples with these ids, in this order."""
+
+
+@runtime_checkable
+class Streamed(Source, Protocol):
+    """A source that can only be read from the front: an iterable dataset. ``collate`` is for looks at its first samples."""
+
+    @property
+    def dataset(self) -> Any:
+        """The user's own."""
+
+    def open_stream(self, *, seed: int, position: Position) -> StreamReader:
+        """The stream, at a position."""
+
+    def collate_samples(self, samples: Sequence[Any], numbers: Sequence[int]) -> Items:
+        """Samples that were read, as one batch; ``numbers`` are their places in the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ from shoal.data.build import build_splits
 from shoal.data.check import check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.fingerprint import take_fingerprint
-from shoal.data.loader import _Part, _Workers
 from shoal.data.order import Position
+from shoal.data.parts import Part
 from shoal.data.sources.own import DatasetSource
+from shoal.data.workers import LoaderProcesses, WorkerOptions
 
 torch.set_num_threads(1)
 
@@ -197,8 +198,9 @@ def test_too_few_samples_for_the_splits_are_refused() -> None:
 def test_samples_that_cannot_be_stacked_are_named(name: str, ids: list[int], message: str, workers: int) -> None:
     """Raw errors of torch said neither which sample nor what it was, and a loader process put its traceback into the message."""
     source = build_splits(_config(name), 0).train
-    part = _Part(microbatches=[np.array(ids)], num_samples=len(ids), position=Position())
-    loaded = _Workers(source, iter([part]), 1, 1, 60.0, 1) if workers else None
+    part = Part(microbatches=[np.array(ids)], num_samples=len(ids), position=Position())
+    options = WorkerOptions(num_workers=1, prefetch=1, deadline_s=60.0, seed=1)
+    loaded = LoaderProcesses.of_source(source, iter([part]), options) if workers else None
     try:
         with pytest.raises(RunError, match=message) as found:
             loaded.next() if loaded is not None else source.collate(ids)
