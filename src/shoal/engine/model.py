@@ -87,6 +87,8 @@ class ParallelModel:
     """Parameters may stay without a gradient."""
     asynchronous: AsyncPipeline | None
     """Takes the steps of an asynchronous pipeline, whose stages update by themselves; None elsewhere."""
+    publishes_by_itself: bool = field(default=False, init=False)
+    """The optimizer is a script's own: it has its own rates, and its step brings weights to where forward passes read them."""
     _loss_scale: float = field(default=1.0, init=False)
     """What is still in the gradients."""
 
@@ -119,7 +121,7 @@ class ParallelModel:
     # --- one step
 
     def train_step(
-        self, batch: StepBatch, *, step: int, lr: float, loss_scale: LossScale, loss_limit: float = math.inf
+        self, batch: StepBatch, *, step: int, lr: float | None, loss_scale: LossScale, loss_limit: float = math.inf
     ) -> StepResult:
         """Take step number ``step`` (counted from 0) on ``batch``, unless its loss is above ``loss_limit`` or not finite."""
         loss = self.forward_backward(batch, step=step, loss_scale=loss_scale.scale)
@@ -169,11 +171,13 @@ class ParallelModel:
             clip_(gradients.values(), norm=norm, limit=self.max_norm, loss_scale=self._loss_scale)
         return norm
 
-    def step(self, *, lr: float) -> None:
-        """Update the weights, and bring them to where forward passes read them."""
-        set_rate(self.optimizer, lr)
+    def step(self, *, lr: float | None) -> None:
+        """Update the weights, and bring them to where forward passes read them. A rate of None leaves those of the groups."""
+        if lr is not None:
+            set_rate(self.optimizer, lr)
         self.optimizer.step()
-        self.reduction.publish()
+        if not self.publishes_by_itself:
+            self.reduction.publish()
 
     def end_step(self, *, is_taken: bool) -> None:
         """Fold the step's statistics of batch norm in, over all replicas, or forget them with a step that was not taken."""

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.world import World
+from shoal.core.errors import RequestError
+from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
@@ -25,6 +28,7 @@ from shoal.engine.stop import StopRequest
 from shoal.models.build import refuse_lazy
 from shoal.models.embeddings import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state
+from shoal.optim.given import GivenOptimizer
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
 from shoal.parallel.analysis.analyse import analyse_module
@@ -58,6 +62,7 @@ def parallelize(
     status: RankStatus | None = None,
     hooks: Iterable[Hook] = (),
     stop: StopRequest | None = None,
+    optimizer: Optimizer | Callable[[nn.Module], Optimizer] | None = None,
 ) -> ParallelModel:
     """Lay a whole model, as one process builds it, out on this rank: analyse it, apply the plan's techniques, cut it, wrap it.
 
@@ -73,6 +78,9 @@ def parallelize(
         status: where the supervisor looks.
         hooks: called at fixed points of training.
         stop: this rank's request to stop, where there was one before there was a model.
+        optimizer: the script's own, over the parameters of ``model``, or a function of the model that makes one. It stays the
+            same object: its groups get this rank's tensors, and its step brings weights to where forward passes read them. Left
+            out, ``settings.optim`` says which is built.
 
     Raises:
         RequestError: the plan does not fit the model, or settings do not fit the plan.
@@ -80,6 +88,7 @@ def parallelize(
     train = settings.train
     check_settings(train, plan)
     refuse_lazy(model)
+    given = None if optimizer is None else _given_optimizer(optimizer, model, plan)
     make_dense(model)
     freeze(model, settings.optim)
     precision = Precision.named(train.precision)
@@ -120,9 +129,33 @@ def parallelize(
     parts = _Parts(plan=plan, world=world, mesh=mesh, analysis=analysis, layout=layout, objective=objective, cut=cut)
     passes = _build_passes(parts, data, dropout=dropout, train=train, status=status, hooks=Hooks(hooks))
     norms = _whole_norms(parts, outline, passes.reduction)
-    optimizer = build_optimizer(settings.optim, model, updated=passes.reduction.updated, norms=norms, groups=groups)
-    initialise_state(optimizer)
-    return _assemble(parts, passes, outline, norms=norms, optimizer=optimizer, settings=settings)
+    updated = passes.reduction.updated
+    if given is None:
+        held = build_optimizer(settings.optim, model, updated=updated, norms=norms, groups=groups)
+    else:
+        held = given.adopt(updated)
+        held.register_step_post_hook(lambda *_: passes.reduction.publish())
+    initialise_state(held)
+    engine = _assemble(parts, passes, outline, norms=norms, optimizer=held, settings=settings)
+    engine.publishes_by_itself = given is not None
+    return engine
+
+
+def _given_optimizer(
+    optimizer: Optimizer | Callable[[nn.Module], Optimizer], model: nn.Module, plan: Plan
+) -> GivenOptimizer:
+    """The script's own optimizer, checked, with the names of its parameters.
+
+    Raises:
+        RequestError: it cannot be used, or not under this plan.
+    """
+    if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
+        raise RequestError(
+            f"plan {str(plan)!r}: the stages of schedule={plan.schedule} update by themselves, and an optimizer object is stepped "
+            "by its script; use schedule=1f1b, or a recipe with [optim]"
+        )
+    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model)
+    return GivenOptimizer(made, model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +266,7 @@ def _assemble(
     outline: Outline,
     *,
     norms: WholeNorms | None,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     settings: Settings,
 ) -> ParallelModel:
     scalars = parts.objective.scalars

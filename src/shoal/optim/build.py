@@ -60,7 +60,7 @@ def build_optimizer(
     """
     tensors = trainable(model) if updated is None else sorted(updated.items())
     for name, tensor in tensors:
-        _refuse_gaps(name, tensor)
+        refuse_gaps(name, tensor)
     groups = decide_groups(config, model) if groups is None else groups
     param_groups = groups.params(tensors, is_layerwise=config.name in ("lars", "lamb"))
     eps = config.eps if config.eps is not None else _DEFAULT_EPS.get(config.name, 0.0)
@@ -120,7 +120,12 @@ def num_state_bytes(config: OptimConfig, numels: list[int], itemsize: int) -> in
     return shaped * size * itemsize + (count * _COUNT_BYTES if has_count else 0)
 
 
-def _refuse_gaps(name: str, tensor: Tensor) -> None:
+def refuse_gaps(name: str, tensor: Tensor) -> None:
+    """Refuse a parameter whose memory has gaps.
+
+    Raises:
+        RequestError: names it.
+    """
     if not _is_dense(tensor):
         raise RequestError(
             f"parameter {name!r} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, which leave gaps or "

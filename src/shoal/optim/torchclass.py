@@ -24,12 +24,16 @@ from shoal.optim.rates import rate
 # What the recipe says elsewhere, or what decides which kernel runs: the one whose bits do not depend on other tensors.
 _ELSEWHERE = {"lr": "optim.lr", "weight_decay": "optim.weight_decay"}
 _KERNELS = ("foreach", "fused", "capturable", "differentiable")
-_REASONS = {
+REASONS = {
     "Adafactor": "keeps state by rows and columns and measures whole tensors, which shards do not have; use adamw or lamb",
     "LBFGS": "asks for the loss several times in one step; parameter servers have it as update=lbfgs in the plan",
     "Muon": "makes whole matrices orthogonal, and takes neither vectors nor parts; use adamw or lamb",
     "SparseAdam": f"takes sparse gradients only, and gradients are added up dense; use {TORCH}Adam",
 }
+Make = Callable[[list[nn.Parameter], float], Optimizer]
+"""An optimizer over some tensors, with this learning rate."""
+_ERRORS = (TypeError, ValueError, IndexError, RuntimeError, AttributeError, ArithmeticError)
+"""What a class of torch raises when its arguments make no sense."""
 _ROWS, _COLUMNS = 6, CUT_MULTIPLE // 2
 _STEPS = 3
 _RATE = 0.01
@@ -137,34 +141,57 @@ def _make(
 @cache
 def _examine(name: str, arguments_json: str, weight_decay: float) -> Holding:
     kind, arguments = _find(name), json.loads(arguments_json)
-    if kind.__name__ in _REASONS:
-        raise RequestError(f"optim.name {name!r} cannot be used: it {_REASONS[kind.__name__]}")
+    if kind.__name__ in REASONS:
+        raise RequestError(f"optim.name {name!r} cannot be used: it {REASONS[kind.__name__]}")
     _refuse_arguments(name, kind, arguments, weight_decay)
+    # Zero too: a run gives it always, and torch's own default is not zero for every class (AdamW).
+    decay = {"weight_decay": weight_decay} if "weight_decay" in inspect.signature(kind).parameters else {}
+    label = f"optim.name {name!r}" + (f" with args {arguments}" if arguments else "")
     try:
-        whole, _ = _try(kind, arguments, weight_decay, [_ROWS], is_early=False)
-        early, keeps = _try(kind, arguments, weight_decay, [_ROWS], is_early=True)
-        parts, _ = _try(kind, arguments, weight_decay, [2, _ROWS - 2], is_early=True)
-        risen, _ = _try(kind, arguments, weight_decay, [_ROWS], is_early=True, later_rate=2 * _RATE)
-    except (TypeError, ValueError, IndexError, RuntimeError, AttributeError, ArithmeticError) as error:
+        return examine(lambda parts, rate: _make(kind, rate, arguments, [{"params": parts, **decay}]), label)
+    except _ERRORS as error:
         raise RequestError(
             f"optim.name {name!r} does not work with these arguments: {error}; {_taken(kind, arguments)}"
         ) from error
-    _refuse_infinite(name, whole, arguments)
+
+
+def examine(make: Make, label: str) -> Holding:
+    """What an optimizer keeps, found out by using it on a small tensor: whole, and cut into two.
+
+    Args:
+        make: gives an optimizer over some tensors, with this learning rate.
+        label: what messages call it.
+
+    Raises:
+        RequestError: it cannot be used under every plan; says why.
+        Exception: of the optimizer's own, such as a ValueError for an argument.
+    """
+    whole, _ = _try(make, [_ROWS], is_early=False)
+    early, keeps = _try(make, [_ROWS], is_early=True)
+    parts, _ = _try(make, [2, _ROWS - 2], is_early=True)
+    risen, _ = _try(make, [_ROWS], is_early=True, later_rate=2 * _RATE)
+    _refuse_infinite(label, whole)
     if whole.keys() != early.keys() or not _is_equal(whole, early):
         raise RequestError(
-            f"optim.name {name!r} with args {arguments} cannot be used: its state at the first step is not the one that is made "
-            f"before it, which checkpoints and servers need; leave the arguments out, or use another optimizer"
+            f"{label} cannot be used: its state at the first step is not the one that is made before it, which "
+            f"checkpoints and servers need; leave its arguments out, or use another optimizer"
         )
     shaped = [key for key, value in keeps.items() if value.shape == (_ROWS, _COLUMNS) and key not in SINGLES]
     singles = [key for key, value in keeps.items() if value.ndim == 0 and key in SINGLES]
     for key in sorted(keeps.keys() - {*shaped, *singles}):
         raise RequestError(
-            f"optim.name {name!r} cannot be used: its state {key!r} has shape {tuple(keeps[key].shape)} for a parameter of "
+            f"{label} cannot be used: its state {key!r} has shape {tuple(keeps[key].shape)} for a parameter of "
             f"{(_ROWS, _COLUMNS)}, and is not known to be a single number; use another optimizer"
+        )
+    late = sorted(keeps.keys() - _begun(make).keys())
+    if late:
+        raise RequestError(
+            f"{label} cannot be used: its state {late[0]!r} appears at its first step, and checkpoints need it before; give the "
+            f"class an _init_group as torch's own have, or use another optimizer"
         )
     if not _is_equal(early, parts):
         raise RequestError(
-            f"optim.name {name!r} cannot be used: an element's update depends on other elements of its tensor, and tensors are "
+            f"{label} cannot be used: an element's update depends on other elements of its tensor, and tensors are "
             f"cut into shards; use one that is elementwise, such as adamw"
         )
     return Holding(
@@ -174,13 +201,19 @@ def _examine(name: str, arguments_json: str, weight_decay: float) -> Holding:
     )
 
 
-def _refuse_infinite(name: str, found: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+def _begun(make: Make) -> Mapping[str, Tensor]:
+    """The state that can be made before a first step."""
+    optimizer = make([nn.Parameter(torch.zeros(_ROWS, _COLUMNS))], _RATE)
+    group = optimizer.param_groups[0]
+    return early_state(optimizer, group, group["params"][0])
+
+
+def _refuse_infinite(label: str, found: Mapping[str, Tensor]) -> None:
     # First of all comparisons: NaN is not equal to itself, so each of them would give a reason of its own.
     for key, value in sorted(found.items()):
         if not value.isfinite().all():
             raise RequestError(
-                f"optim.name {name!r} with args {arguments} cannot be used: after {_STEPS} steps of a small tensor its {key} "
-                f"are not finite; give it other arguments"
+                f"{label} cannot be used: after {_STEPS} steps of a small tensor its {key} are not finite; give it others"
             )
 
 
@@ -210,22 +243,14 @@ def _taken(kind: type[Optimizer], arguments: Mapping[str, Any]) -> str:
 
 
 def _try(
-    kind: type[Optimizer],
-    arguments: Mapping[str, Any],
-    weight_decay: float,
-    rows: Sequence[int],
-    *,
-    is_early: bool,
-    later_rate: float = _RATE,
+    make: Make, rows: Sequence[int], *, is_early: bool, later_rate: float = _RATE
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights and state after some steps of a matrix that is held in parts of so many rows; and the state of the first part."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator, dtype=torch.float32)
     weights, *gradients = (one.split(list(rows)) for one in values)
     parts = [nn.Parameter(part.clone()) for part in weights]
-    # Zero too: a run gives it always, and torch's own default is not zero for every class (AdamW).
-    decay = {"weight_decay": weight_decay} if "weight_decay" in inspect.signature(kind).parameters else {}
-    optimizer = _make(kind, _RATE, arguments, [{"params": parts, **decay}])
+    optimizer = make(parts, _RATE)
     if is_early:
         for part in parts:
             if not optimizer.state[part]:

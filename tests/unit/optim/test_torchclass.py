@@ -10,7 +10,7 @@ from shoal.optim.build import build_optimizer, initialise_state, num_state_bytes
 from shoal.optim.config import OptimConfig
 from shoal.optim.flat import is_flat
 from shoal.optim.rates import rate
-from shoal.optim.torchclass import _REASONS, check_named
+from shoal.optim.torchclass import REASONS, check_named
 
 USABLE = {
     "ASGD": {},
@@ -60,7 +60,7 @@ def test_every_optimizer_of_torch_works_or_has_a_reason():
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
-    assert there == USABLE.keys() | _REASONS.keys()
+    assert there == USABLE.keys() | REASONS.keys()
 
 
 @pytest.mark.parametrize(("name", "args"), CASES)
@@ -121,7 +121,7 @@ def test_exempt_parameters_have_no_decay():
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
-@pytest.mark.parametrize("name", sorted(_REASONS))
+@pytest.mark.parametrize("name", sorted(REASONS))
 def test_what_needs_whole_tensors_is_refused_with_the_reason_and_what_to_use(name):
     said = refusal(name)
     assert name in said and "cannot be used" in said and ("use " in said or "update=lbfgs" in said)
