@@ -12,6 +12,10 @@ from typing import Any
 
 # Where each name lives, by subject; the subjects are the headings of docs/api.md.
 _SUBJECTS = {
+    "Training in a script's own loop": {
+        "Run": "shoal.library.run",
+        "RunLoader": "shoal.library.loader",
+    },
     "Training by a recipe's parts": {
         "Trainer": "shoal.trainer.loop",
         "TrainConfig": "shoal.engine.config",

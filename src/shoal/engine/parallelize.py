@@ -151,8 +151,8 @@ def _given_optimizer(
     """
     if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
         raise RequestError(
-            f"plan {str(plan)!r}: the stages of schedule={plan.schedule} update by themselves, and an optimizer object is stepped "
-            "by its script; use schedule=1f1b, or a recipe with [optim]"
+            f"plan {str(plan)!r}: the stages of schedule={plan.schedule} update by themselves, and an optimizer object is "
+            "stepped by its script; use schedule=1f1b, or a recipe with [optim]"
         )
     made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model)
     return GivenOptimizer(made, model)

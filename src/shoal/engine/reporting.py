@@ -67,7 +67,7 @@ class Reporter:
         self.event(done)
         self._recent.append((done.seconds, done.tokens))
         now = time.monotonic()
-        is_last = done.step >= self.total_steps
+        is_last = 0 < self.total_steps <= done.step
         if self.rank_status is not None and (is_last or now - self._published >= _PUBLISH_EVERY_SECONDS):
             self._published = now
             self._publish(self.rank_status, done)
@@ -86,7 +86,7 @@ class Reporter:
                 "grad_norm": done.grad_norm,
                 f"{items}_per_s": tokens / seconds if seconds > 0 else 0.0,
                 "rss_bytes": rss_bytes(),
-                "eta_s": (self.total_steps - done.step) * seconds / max(1, len(self._recent)),
+                "eta_s": max(0, self.total_steps - done.step) * seconds / max(1, len(self._recent)),
                 "validation_loss": self.validation_loss,
             }
         )

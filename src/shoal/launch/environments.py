@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shoal.core.errors import RequestError
 from shoal.core.place import Place
+from shoal.telemetry.statusboard import RankStatus, StatusBoard
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _OURS = "SHOAL_"
@@ -38,6 +39,16 @@ def read_place(environment: Mapping[str, str]) -> Place:
     if not 0 <= place.rank < place.world_size:
         raise RequestError(f"the launcher gave RANK={place.rank} of WORLD_SIZE={place.world_size}")
     return place
+
+
+def attach_status(environment: Mapping[str, str]) -> RankStatus | None:
+    """This rank's status on the supervisor's board; None when nobody supervises."""
+    if "SHOAL_BOARD_FD" not in environment:
+        return None
+    place = read_place(environment)
+    rank_status = StatusBoard.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).of_rank(place.rank)
+    rank_status.claim()
+    return rank_status
 
 
 def inherited(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

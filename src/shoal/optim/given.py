@@ -102,8 +102,8 @@ def _check_class(optimizer: Optimizer) -> None:
         values = {key: value for key, value in group.items() if key not in _MEMBERS}
         if values.get("foreach"):
             raise RequestError(
-                f"optimizer {kind.__name__}: foreach=True steps tensors together, and an element's last bit then depends on where "
-                "a tensor is cut into shards; leave it out, or give fused=True"
+                f"optimizer {kind.__name__}: foreach=True steps tensors together, and an element's last bit then depends on "
+                "where a tensor is cut into shards; leave it out, or give fused=True"
             )
         # A scheduler's warm-up may begin at a rate of nothing, of which nothing could be seen.
         values = {key: value for key, value in values.items() if key not in ("lr", "initial_lr")}

@@ -30,7 +30,7 @@ from shoal.core.rundir import RunDir, withhold
 from shoal.engine.resolve import default_threads
 from shoal.engine.stop import StopRequest
 from shoal.launch.blame import EXIT_INTERRUPTED
-from shoal.launch.environments import read_place
+from shoal.launch.environments import attach_status, read_place
 from shoal.launch.errorreport import ErrorReport, write_report
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, peak_rss_bytes, table
 from shoal.telemetry.statusboard import Heartbeat, RankStatus, StatusBoard, StatusReading
@@ -137,16 +137,6 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
         "checkpoint_error": trainer.persistence.failure,
         **seen,
     }
-
-
-def attach_status(environment: Mapping[str, str]) -> RankStatus | None:
-    """This rank's status on the supervisor's board; None when nobody supervises."""
-    if "SHOAL_BOARD_FD" not in environment:
-        return None
-    place = read_place(environment)
-    rank_status = StatusBoard.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).of_rank(place.rank)
-    rank_status.claim()
-    return rank_status
 
 
 def report_failure(

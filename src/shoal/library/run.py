@@ -1,0 +1,527 @@
+"""``shoal.Run``: a script's own loop, with its own model, optimizer, scheduler and data, under any plan.
+
+    with shoal.Run(plan="dp=2 zero=1", run_dir="runs/mine") as run:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader = run.loader(dataset, global_batch=32)
+        model, optimizer = run.setup(model, optimizer, loss=nn.CrossEntropyLoss())
+        for batch in loader:
+            loss = run.forward_backward(batch)
+            run.clip(1.0)
+            optimizer.step()
+            run.log(loss=loss)
+
+The same script runs under ``python`` (one process), ``torchrun`` and ``shoal run SCRIPT --plan TEXT``. Everything that is not a
+method of ``run`` is plain PyTorch.
+"""
+
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.config import CheckpointConfig
+from shoal.comm.mesh import pretend_mesh
+from shoal.comm.world import World, join_world
+from shoal.core.axes import Axis
+from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError
+from shoal.core.events import Evaluated, Logged, RunEnded, RunStarted, StepDone
+from shoal.core.plan import Plan
+from shoal.core.rundir import make_run_dir
+from shoal.data.loader import StepBatch
+from shoal.data.source import Splits
+from shoal.data.sources.own import from_datasets
+from shoal.engine.config import Settings, TrainConfig
+from shoal.engine.evaluate import Evaluation
+from shoal.engine.hooks import Hook, StepResult
+from shoal.engine.parallelize import parallelize
+from shoal.engine.reporting import Reporter
+from shoal.engine.resolve import check_samples, resolve_plan
+from shoal.engine.state import seed_for_build, seed_process
+from shoal.engine.stop import StopRequest
+from shoal.launch.config import ProcessConfig
+from shoal.launch.environments import attach_status, read_place
+from shoal.launch.processor import avoid_hidden_tiles
+from shoal.library.loader import RunLoader
+from shoal.library.setups import ModelSetup, refuse_other_weights, sort_companions
+from shoal.telemetry.config import TelemetryConfig
+
+PLAN_VARIABLE = "SHOAL_PLAN"
+"""The plan, where ``shoal run`` hands it down."""
+RUN_DIR_VARIABLE = "SHOAL_RUN_DIR"
+RESUME_VARIABLE = "SHOAL_RESUME"
+
+
+class Run:
+    """A script's own training run on this rank. Use it as a context manager: leaving it saves, closes files and leaves the group.
+
+    Args:
+        plan: how the run is laid out, as text or a ``Plan``; left out, that of ``shoal run``, else one replica per process.
+        seed: of initial weights, sample order and dropout.
+        run_dir: where events, checkpoints and the summary go; left out, that of ``shoal run``, else nothing is kept.
+        resume: go on from the newest checkpoint in ``run_dir`` before the first batch; left out, where ``shoal run --resume`` or
+            a restart asks for it.
+        precision: of arithmetic: float32, bfloat16 or float64.
+        checkpoint: which checkpoints are kept.
+        hooks: called at fixed points of training, for every model that is set up.
+        batch_norm: ``local`` or ``sync`` statistics over replicas.
+        unused_parameters: allow parameters that a step does not touch.
+        threads: compute threads of this process; left out, torch's own choice.
+        deadline: seconds that a collective may take.
+        telemetry: what is recorded.
+        world: the processes, where they are joined already.
+    """
+
+    def __init__(
+        self,
+        plan: str | Plan | None = None,
+        seed: int = 0,
+        run_dir: str | Path | None = None,
+        *,
+        resume: bool | None = None,
+        precision: Literal["float32", "bfloat16", "float64"] = "float32",
+        checkpoint: CheckpointConfig | None = None,
+        hooks: Sequence[Hook] = (),
+        batch_norm: Literal["local", "sync"] = "local",
+        unused_parameters: bool = False,
+        threads: int | None = None,
+        deadline: float | None = None,
+        telemetry: TelemetryConfig | None = None,
+        world: World | None = None,
+    ) -> None:
+        text = plan if plan is not None else os.environ.get(PLAN_VARIABLE)
+        self._asked = Plan.parse(text) if isinstance(text, str) else text or Plan()
+        self.seed = seed
+        found = run_dir if run_dir is not None else os.environ.get(RUN_DIR_VARIABLE)
+        self.run_dir = None if found is None else Path(found)
+        self._resume = bool(os.environ.get(RESUME_VARIABLE)) if resume is None else resume
+        if precision == "float16":
+            raise RequestError(
+                "precision float16 needs a loss scale that leaves out steps, as recipes have; use bfloat16"
+            )
+        self._train = {
+            "seed": seed,
+            "precision": precision,
+            "batch_norm": batch_norm,
+            "unused_parameters": unused_parameters,
+        }
+        self._checkpoint = checkpoint or CheckpointConfig()
+        self._telemetry = telemetry or TelemetryConfig()
+        self._deadline = ProcessConfig().collective_deadline if deadline is None else deadline
+        self._threads, self._given_world = threads, world
+        self.hooks = list(hooks)
+        """Called at fixed points of training; those that are added before ``setup`` are those of its model."""
+        self.stop = StopRequest()
+        """This run's request to stop; ``run.stop.request("reason")`` asks all ranks to stop after the current step."""
+        self.status = "completed"
+        self.metrics: Mapping[str, float] = {}
+        """What the script's own step returned beside the loss of the newest batch, over the global batch."""
+        self._setups: list[ModelSetup] = []
+        self._loaders: list[RunLoader] = []
+        self._has_begun = False
+        self._first_loss: float | None = None
+        self._evaluated: Evaluation | None = None
+        self._batch: StepBatch | None = None
+        self._samples = 0
+
+    # --- the processes
+
+    def __enter__(self) -> "Run":
+        """Join the other processes, and seed all of them alike: what is built from here on is the same on every rank."""
+        avoid_hidden_tiles(os.environ)
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        self._started = self._last_step_at = time.monotonic()
+        place = read_place(os.environ)
+        self._resume = self._resume or place.generation > 0
+        self._status = attach_status(os.environ) if self._given_world is None else None
+        self.world = self._given_world or join_world(place, deadline_seconds=self._deadline)
+        self.plan = self._fit(self._asked)
+        if self.run_dir is not None:
+            make_run_dir(self.run_dir)
+        self._reporter = Reporter(
+            self.run_dir, world=self.world, config=self._telemetry, rank_status=self._status, total_steps=0
+        )
+        self._listen()
+        seed_for_build(self.seed)
+        return self
+
+    def _fit(self, plan: Plan) -> Plan:
+        """The plan with the processes that there are.
+
+        Raises:
+            RequestError: it does not fit them.
+        """
+        if plan.ps:
+            raise RequestError(
+                f"plan {str(plan)!r}: parameter servers run recipes (`shoal train`), not a script's own loop; use a plan with dp"
+            )
+        if plan.dp is None:
+            plan = replace(plan, dp=max(1, self.world.size // max(1, plan.ranks_per_replica)))
+        plan.check(world_size=self.world.size)
+        return plan
+
+    def _listen(self) -> None:
+        """Let SIGTERM ask to stop; python takes signals on its main thread only."""
+        self._former_handler: Any = None
+        try:
+            self._former_handler = signal.getsignal(signal.SIGTERM)
+            self.stop.listen((signal.SIGTERM,))
+        except ValueError:
+            self._former_handler = None
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.world.size
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that prints."""
+        return self.world.is_first
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        return self.world.device
+
+    @property
+    def step_count(self) -> int:
+        """Updates of the first optimizer that was set up, since the beginning of the run."""
+        self._begin()
+        return self._num_steps
+
+    @property
+    def _num_steps(self) -> int:
+        return self._setups[0].num_updates if self._setups else 0
+
+    @property
+    def is_stopping(self) -> bool:
+        """True when all ranks have agreed to stop; loaders then end."""
+        return self.stop.agreed is not None
+
+    def print(self, *values: object) -> None:
+        """Print once, not once per rank."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    # --- the parts
+
+    def loader(
+        self,
+        dataset: Any,
+        global_batch: int,
+        *,
+        micro_batch: int | None = None,
+        num_workers: int = 0,
+    ) -> RunLoader:
+        """Batches of a dataset in an order that is the same under every plan.
+
+        Args:
+            dataset: map-style, of ``(input, target)`` pairs; or ``Splits``.
+            global_batch: samples per step, over all replicas.
+            micro_batch: samples per forward pass; left out, as the plan says.
+            num_workers: loader processes.
+
+        Raises:
+            RequestError: the plan's replicas do not divide the batch, or the dataset is none.
+        """
+        data = dataset if isinstance(dataset, Splits) else from_datasets(dataset)
+        resolved = resolve_plan(self._config(global_batch, micro_batch), self.plan)
+        check_samples(num_samples=len(data.train), replicas=resolved.plan.num_shares)
+        made = RunLoader(
+            data,
+            resolved=resolved,
+            global_batch=global_batch,
+            seed=self.seed,
+            place=self._replica,
+            is_stopping=lambda: self.is_stopping,
+            begin=self._begin,
+            workers=num_workers,
+        )
+        self._loaders.append(made)
+        return made
+
+    def _config(self, global_batch: int, micro_batch: int | None = None) -> TrainConfig:
+        return TrainConfig(steps=1, global_batch=global_batch, micro_batch=micro_batch, **self._train)
+
+    def _replica(self) -> tuple[int, int]:
+        """This rank's replica, and how many there are."""
+        mesh = pretend_mesh(self.plan, self.rank)
+        return mesh.coordinate(Axis.DATA), mesh.degree(Axis.DATA)
+
+    def setup(
+        self,
+        model: nn.Module,
+        *companions: Any,
+        loss: Callable[..., torch.Tensor] | None = None,
+        data: RunLoader | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Lay a model out as the plan says; returns the model, its optimizer and its schedulers, in the order of the arguments.
+
+        The objects stay the same ones. The optimizer's groups get this rank's tensors, so ``optimizer.step()`` and schedulers
+        work as always. A model without an optimizer (a frozen teacher) is only moved to this rank's device.
+
+        Args:
+            model: built alike on every rank.
+            companions: its optimizer, and schedulers of that.
+            loss: of the model's output and the targets.
+            data: the loader whose batches it will get; left out, the first that was made.
+            name: what it is called in checkpoints, where there are several models.
+
+        Raises:
+            RequestError: the plan does not fit the model, or the optimizer's class cannot be cut into shards.
+        """
+        optimizer, schedulers = sort_companions(companions, model)
+        if optimizer is None:
+            model.to(self.device)
+            return (model, *companions) if companions else model
+        if loss is None:
+            raise RequestError(
+                "run.setup needs the loss of the model: loss=nn.CrossEntropyLoss(), or any loss(output, targets)"
+            )
+        loader = data or (self._loaders[0] if self._loaders else None)
+        if loader is None:
+            raise RequestError("run.setup looks at the data: make a loader with run.loader(...) before it")
+        refuse_other_weights(model, self.world)
+        engine = parallelize(
+            model,
+            loader.data,
+            loss,
+            plan=loader.resolved.plan,
+            settings=Settings(train=self._config(loader.global_batch)),
+            world=self.world,
+            status=self._status,
+            hooks=self.hooks,
+            stop=self.stop,
+            optimizer=optimizer,
+        )
+        label = name if name is not None else f"model{len(self._setups)}" if self._setups else ""
+        made = ModelSetup(engine, schedulers, label)
+        engine.optimizer.register_step_post_hook(lambda *_: self._after_update(made))
+        self._setups.append(made)
+        return (engine.model, *companions)
+
+    def _of(self, model: nn.Module | None) -> ModelSetup:
+        """The setup of a model; of the only one where none is named."""
+        if model is None and len(self._setups) == 1:
+            return self._setups[0]
+        for one in self._setups:
+            if one.engine.model is model:
+                return one
+        if not self._setups:
+            raise RequestError("no model is set up yet; call run.setup(model, optimizer, loss=...) first")
+        which = "none was named" if model is None else f"this {type(model).__name__} is none of them"
+        raise RequestError(f"{len(self._setups)} models are set up, and {which}; name one with model=")
+
+    # --- the steps
+
+    def forward_backward(self, batch: StepBatch, *, model: nn.Module | None = None) -> float:
+        """Leave the gradient of a global batch in the optimizer's tensors; returns its loss. All ranks call it together.
+
+        Gradients of the batch before are forgotten: there is nothing to zero.
+
+        Args:
+            batch: of a loader of this run.
+            model: which one, where several are set up.
+        """
+        self._begin()
+        own = self._of(model)
+        loss = own.engine.forward_backward(batch, step=own.num_passes)
+        own.engine.end_step(is_taken=True)
+        self._note(own, batch, loss)
+        return loss
+
+    def _note(self, own: ModelSetup, batch: StepBatch, loss: float) -> None:
+        own.num_passes += 1
+        own.last_loss, own.last_norm = loss, None
+        self._batch = batch
+        if self._first_loss is None:
+            self._first_loss = loss
+
+    def clip(self, max_norm: float | None = None, *, model: nn.Module | None = None) -> float:
+        """The norm of the whole gradient, over all ranks, which is then scaled down to ``max_norm``."""
+        own = self._of(model)
+        own.engine.max_norm = max_norm
+        own.last_norm = own.engine.clip()
+        return own.last_norm
+
+    def step(self, batch: StepBatch, *, max_norm: float | None = None, model: nn.Module | None = None) -> StepResult:
+        """All of a step: forward, backward, clip, optimizer, schedulers. One whose loss or gradient is not finite is left out.
+
+        Args:
+            batch: of a loader of this run.
+            max_norm: the longest gradient allowed; None for any.
+            model: which one, where several are set up.
+        """
+        self._begin()
+        own = self._of(model)
+        loss = own.engine.forward_backward(batch, step=own.num_passes)
+        self._note(own, batch, loss)
+        norm = self.clip(max_norm, model=own.engine.model)
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        own.engine.end_step(is_taken=is_finite)
+        if is_finite:
+            own.optimizer.step()
+            for scheduler in own.schedulers:
+                scheduler.step()
+        else:
+            self._reporter.warn(f"step {self._num_steps + 1} was left out: loss {loss}, norm of the gradient {norm}")
+        return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_finite)
+
+    def _after_update(self, own: ModelSetup) -> None:
+        """An optimizer of this run was stepped."""
+        own.num_updates += 1
+        result = StepResult(loss=own.last_loss or 0.0, grad_norm=own.last_norm or 0.0, is_finite=True, is_taken=True)
+        for hook in own.engine.hooks:
+            hook.on_update(own.num_updates - 1, result)
+        if own is not self._setups[0] or self._batch is None:
+            return
+        now = time.monotonic()
+        samples = self._batch.num_samples
+        self._samples += samples
+        self._reporter.step(
+            StepDone(
+                step=own.num_updates,
+                loss=own.last_loss if own.last_loss is not None else math.nan,
+                lr=own.lr,
+                grad_norm=own.last_norm,
+                samples=samples,
+                tokens=samples * self._tokens_per_sample,
+                seconds=now - self._last_step_at,
+                data_seconds=0.0,
+            )
+        )
+        self._last_step_at = now
+
+    @property
+    def _tokens_per_sample(self) -> int:
+        return self._loaders[0].data.spec.tokens_per_sample if self._loaders else 1
+
+    def evaluate(
+        self,
+        data: Any,
+        *,
+        model: nn.Module | None = None,
+        batch: int | None = None,
+        limit: int = 0,
+        split: str = "validation",
+    ) -> Evaluation:
+        """Loss and accuracy over a held-out dataset, each sample once over all ranks. All ranks call it together.
+
+        Args:
+            data: a dataset, or a loader of this run.
+            model: which one, where several are set up.
+            batch: samples per forward pass; left out, a microbatch.
+            limit: samples at most; 0 for all.
+            split: what events call it.
+        """
+        own = self._of(model)
+        source = data.source if isinstance(data, RunLoader) else from_datasets(data).train
+        size = batch or (self._loaders[0].resolved.micro_batch if self._loaders else 1)
+        found = own.engine.evaluate(source, split=split, batch=size, limit=limit, step=self._num_steps)
+        self._evaluated = found
+        self._reporter.evaluated(
+            Evaluated(
+                step=self._num_steps,
+                split=split,
+                loss=found.loss,
+                accuracy=found.accuracy,
+                samples=found.samples,
+                seconds=found.seconds,
+            )
+        )
+        return found
+
+    def log(self, **values: Any) -> None:
+        """Record numbers in the events of the run, under the newest step."""
+        self._reporter.event(
+            Logged(step=self._num_steps, values={name: float(value) for name, value in values.items()})
+        )
+
+    # --- its state
+
+    def state_dict(self, *, whole: bool = True, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """The weights by name: those of the whole model, put together from all ranks, or this rank's part of them.
+
+        All ranks call it together. The whole is a copy on every rank, which the plain module's ``load_state_dict`` takes.
+        """
+        own = self._of(model)
+        if whole:
+            return {name: tensor.detach().cpu().clone() for name, tensor in own.engine.whole_weights()}
+        held = own.engine.state(own.num_updates).tensors
+        return {name.removeprefix("weights/"): one for name, one in held.items() if name.startswith("weights/")}
+
+    def _begin(self) -> None:
+        """Before the first batch: this replica's own random streams."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        # By replica, not by rank: the ranks that share a replica must draw alike.
+        seed_process(self.seed, rank=self._replica()[0])
+        self._last_step_at = time.monotonic()
+        self._reporter.event(
+            RunStarted(
+                plan=str(self.plan),
+                world_size=self.world_size,
+                step=self._num_steps,
+                generation=self.world.generation,
+                pid=os.getpid(),
+            )
+        )
+
+    # --- its end
+
+    def close(self) -> None:
+        """Finish: what all ranks do together when the script leaves the run in an orderly way."""
+        if self.is_stopping and self.stop.signal_number:
+            self.status = "interrupted"
+        self._reporter.event(
+            RunEnded(status=self.status, step=self._num_steps, seconds=time.monotonic() - self._started)
+        )
+        for own in self._setups:
+            for hook in own.engine.hooks:
+                hook.on_end(own.num_updates, self.status)
+        self._let_go()
+        for own in self._setups:
+            own.engine.close()
+        if self._given_world is None:
+            self.world.close()
+
+    def _let_go(self) -> None:
+        """Threads, files and the signal, whatever else is broken."""
+        for loader in self._loaders:
+            loader.close()
+        self._reporter.close()
+        if self._former_handler is not None:
+            signal.signal(signal.SIGTERM, self._former_handler)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            # The peers wait for this process to go: neither a save in flight nor a broken group may hold it.
+            self._let_go()
+            return
+        self.close()
+        if self.status == "interrupted":
+            number = self.stop.signal_number
+            sys.exit(EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM)
+
+
+__all__ = ["Run", "RunError"]

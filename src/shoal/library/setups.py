@@ -1,0 +1,90 @@
+"""What ``run.setup`` was given and made: one model under the run's plan, with its optimizer and schedulers."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.comm.world import World
+from shoal.core.errors import RequestError
+from shoal.engine.model import ParallelModel
+from shoal.engine.state import hash_weights
+
+
+class ModelSetup:
+    """A model that is trained in a run.
+
+    Args:
+        engine: the model under the plan, with the script's own optimizer.
+        schedulers: of the optimizer, in the order in which they were given.
+        label: what it is called in checkpoints; empty for the first model of a run.
+    """
+
+    def __init__(self, engine: ParallelModel, schedulers: Sequence[Any], label: str) -> None:
+        self.engine = engine
+        self.schedulers = tuple(schedulers)
+        self.label = label
+        self.num_passes = 0
+        """Batches that went through it, forward and backward; dropout is drawn by their number."""
+        self.num_updates = 0
+        self.last_loss: float | None = None
+        self.last_norm: float | None = None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The script's own."""
+        return self.engine.optimizer
+
+    @property
+    def lr(self) -> float:
+        """The rate of the first group now."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+def sort_companions(companions: Sequence[Any], model: nn.Module) -> tuple[Optimizer | None, list[Any]]:
+    """The optimizer and the schedulers among what stands beside a model in ``run.setup``.
+
+    Raises:
+        RequestError: there are two optimizers, something is neither, or a scheduler is of another optimizer.
+    """
+    optimizers = [one for one in companions if isinstance(one, Optimizer)]
+    schedulers = [one for one in companions if not isinstance(one, Optimizer)]
+    if len(optimizers) > 1:
+        raise RequestError(
+            f"run.setup was given {len(optimizers)} optimizers for one {type(model).__name__}; give its parameters to one "
+            "optimizer in groups, or set up each model with its own"
+        )
+    for one in schedulers:
+        if not (hasattr(one, "step") and hasattr(one, "state_dict")):
+            raise RequestError(
+                f"run.setup takes a model, its optimizer and its schedulers, and was given a {type(one).__name__}; a scheduler "
+                "has step() and state_dict()"
+            )
+        held = getattr(one, "optimizer", None)
+        if isinstance(held, Optimizer) and held not in optimizers:
+            raise RequestError(
+                f"the {type(one).__name__} is of another optimizer than the one it is set up with; make it from that one"
+            )
+    return (optimizers[0] if optimizers else None), schedulers
+
+
+def refuse_other_weights(model: nn.Module, world: World) -> None:
+    """Refuse a model that not every rank has built alike: replicas would train different models.
+
+    Raises:
+        RequestError: says what to do.
+    """
+    if world.size == 1:
+        return
+    digest = hashlib.sha256(hash_weights(model).encode()).digest()
+    own = torch.tensor([int.from_bytes(digest[:7])], dtype=torch.int64, device=world.device)
+    found = [int(one) for one in world.all_gather(own)]
+    others = [rank for rank, one in enumerate(found) if one != found[0]]
+    if others:
+        raise RequestError(
+            f"{type(model).__name__} has other weights on rank {others[0]} than on rank 0; build it inside `with "
+            "shoal.Run(...)`, which seeds all ranks alike, or load the same weights on every rank before run.setup"
+        )
