@@ -11,6 +11,8 @@ from shoal.engine.config import TrainConfig as TrainConfig
 from shoal.engine.evaluate import Evaluation as Evaluation
 from shoal.engine.hooks import Hook as Hook
 from shoal.engine.hooks import StepResult as StepResult
+from shoal.library.loader import RunLoader as RunLoader
+from shoal.library.run import Run as Run
 from shoal.optim.config import OptimConfig as OptimConfig
 from shoal.parallel.analysis.structure import ParallelConfig as ParallelConfig
 from shoal.pipeline.config import PipelineConfig as PipelineConfig
@@ -50,7 +52,9 @@ __all__ = [
     "Recipe",
     "Refusal",
     "RequestError",
+    "Run",
     "RunError",
+    "RunLoader",
     "ShoalError",
     "Simulation",
     "SimulationOptions",

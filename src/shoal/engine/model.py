@@ -87,7 +87,7 @@ class ParallelModel:
     """Parameters may stay without a gradient."""
     asynchronous: AsyncPipeline | None
     """Takes the steps of an asynchronous pipeline, whose stages update by themselves; None elsewhere."""
-    publishes_by_itself: bool = field(default=False, init=False)
+    publishes_by_itself: bool = False
     """The optimizer is a script's own: it has its own rates, and its step brings weights to where forward passes read them."""
     _loss_scale: float = field(default=1.0, init=False)
     """What is still in the gradients."""

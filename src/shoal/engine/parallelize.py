@@ -29,6 +29,7 @@ from shoal.models.build import refuse_lazy
 from shoal.models.embeddings import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state
 from shoal.optim.given import GivenOptimizer
+from shoal.optim.groups import Groups
 from shoal.optim.precision import Precision
 from shoal.parallel import batchnorm
 from shoal.parallel.analysis.analyse import analyse_module
@@ -109,14 +110,8 @@ def parallelize(
     # Of what is trained: techniques above may have put parameters of their own in the place of the module's.
     refuse_rows(model)
     scalars = StepScalars(stop or StopRequest(), mesh=mesh, dtype=precision.weight_dtype, device=world.device)
-    objective = Objective(
-        model,
-        Scoring(loss, layout=layout, mesh=mesh),
-        precision=precision,
-        device=world.device,
-        dropout=dropout,
-        scalars=scalars,
-    )
+    scoring = Scoring(loss, layout=layout, mesh=mesh)
+    objective = Objective(model, scoring, precision=precision, device=world.device, dropout=dropout, scalars=scalars)
     objective.name_sample = getattr(data.train, "name_sample", None)
     if plan.zero == 0 and mesh.replicas.size == world.size > 1:
         scalars.piggyback_on(objective)
@@ -129,16 +124,27 @@ def parallelize(
     parts = _Parts(plan=plan, world=world, mesh=mesh, analysis=analysis, layout=layout, objective=objective, cut=cut)
     passes = _build_passes(parts, data, dropout=dropout, train=train, status=status, hooks=Hooks(hooks))
     norms = _whole_norms(parts, outline, passes.reduction)
-    updated = passes.reduction.updated
+    held = _make_optimizer(given, settings, model, passes.reduction, norms=norms, groups=groups)
+    return _assemble(parts, passes, outline, norms=norms, optimizer=held, settings=settings, is_given=given is not None)
+
+
+def _make_optimizer(
+    given: GivenOptimizer | None,
+    settings: Settings,
+    model: nn.Module,
+    reduction: Reduction,
+    *,
+    norms: WholeNorms | None,
+    groups: Groups,
+) -> Optimizer:
+    """The optimizer of this rank's tensors, with its state: as the settings say, or the script's own."""
     if given is None:
-        held = build_optimizer(settings.optim, model, updated=updated, norms=norms, groups=groups)
+        made = build_optimizer(settings.optim, model, updated=reduction.updated, norms=norms, groups=groups)
     else:
-        held = given.adopt(updated)
-        held.register_step_post_hook(lambda *_: passes.reduction.publish())
-    initialise_state(held)
-    engine = _assemble(parts, passes, outline, norms=norms, optimizer=held, settings=settings)
-    engine.publishes_by_itself = given is not None
-    return engine
+        made = given.adopt(reduction.updated)
+        made.register_step_post_hook(lambda *_: reduction.publish())
+    initialise_state(made)
+    return made
 
 
 def _given_optimizer(
@@ -268,6 +274,7 @@ def _assemble(
     norms: WholeNorms | None,
     optimizer: Optimizer,
     settings: Settings,
+    is_given: bool,
 ) -> ParallelModel:
     scalars = parts.objective.scalars
     assert scalars is not None, "parallelize gives the objective its scalars"
@@ -293,6 +300,7 @@ def _assemble(
         max_norm=max_norm,
         allows_unused=settings.train.unused_parameters,
         asynchronous=asynchronous,
+        publishes_by_itself=is_given,
     )
 
 

@@ -21,7 +21,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -30,10 +29,8 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.comm.mesh import pretend_mesh
 from shoal.comm.world import World, join_world
-from shoal.core.axes import Axis
-from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError
+from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError
 from shoal.core.events import Evaluated, Logged, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
@@ -52,6 +49,7 @@ from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
 from shoal.library.loader import RunLoader
+from shoal.library.process import RunProcess
 from shoal.library.setups import ModelSetup, refuse_other_weights, sort_companions
 from shoal.telemetry.config import TelemetryConfig
 
@@ -61,7 +59,7 @@ RUN_DIR_VARIABLE = "SHOAL_RUN_DIR"
 RESUME_VARIABLE = "SHOAL_RESUME"
 
 
-class Run:
+class Run(RunProcess):
     """A script's own training run on this rank. Use it as a context manager: leaving it saves, closes files and leaves the group.
 
     Args:
@@ -155,50 +153,6 @@ class Run:
         seed_for_build(self.seed)
         return self
 
-    def _fit(self, plan: Plan) -> Plan:
-        """The plan with the processes that there are.
-
-        Raises:
-            RequestError: it does not fit them.
-        """
-        if plan.ps:
-            raise RequestError(
-                f"plan {str(plan)!r}: parameter servers run recipes (`shoal train`), not a script's own loop; use a plan with dp"
-            )
-        if plan.dp is None:
-            plan = replace(plan, dp=max(1, self.world.size // max(1, plan.ranks_per_replica)))
-        plan.check(world_size=self.world.size)
-        return plan
-
-    def _listen(self) -> None:
-        """Let SIGTERM ask to stop; python takes signals on its main thread only."""
-        self._former_handler: Any = None
-        try:
-            self._former_handler = signal.getsignal(signal.SIGTERM)
-            self.stop.listen((signal.SIGTERM,))
-        except ValueError:
-            self._former_handler = None
-
-    @property
-    def rank(self) -> int:
-        """This process's number, from 0."""
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the run."""
-        return self.world.size
-
-    @property
-    def is_main(self) -> bool:
-        """True on the rank that prints."""
-        return self.world.is_first
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors are."""
-        return self.world.device
-
     @property
     def step_count(self) -> int:
         """Updates of the first optimizer that was set up, since the beginning of the run."""
@@ -208,16 +162,6 @@ class Run:
     @property
     def _num_steps(self) -> int:
         return self._setups[0].num_updates if self._setups else 0
-
-    @property
-    def is_stopping(self) -> bool:
-        """True when all ranks have agreed to stop; loaders then end."""
-        return self.stop.agreed is not None
-
-    def print(self, *values: object) -> None:
-        """Print once, not once per rank."""
-        if self.is_main:
-            print(*values, flush=True)
 
     # --- the parts
 
@@ -258,11 +202,6 @@ class Run:
 
     def _config(self, global_batch: int, micro_batch: int | None = None) -> TrainConfig:
         return TrainConfig(steps=1, global_batch=global_batch, micro_batch=micro_batch, **self._train)
-
-    def _replica(self) -> tuple[int, int]:
-        """This rank's replica, and how many there are."""
-        mesh = pretend_mesh(self.plan, self.rank)
-        return mesh.coordinate(Axis.DATA), mesh.degree(Axis.DATA)
 
     def setup(
         self,
@@ -522,6 +461,3 @@ class Run:
         if self.status == "interrupted":
             number = self.stop.signal_number
             sys.exit(EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM)
-
-
-__all__ = ["Run", "RunError"]
