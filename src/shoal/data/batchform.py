@@ -66,14 +66,14 @@ def flatten(value: Any, tensors: list[Tensor]) -> Node:
         return Leaf(len(tensors) - 1)
     if isinstance(value, _PLAIN):
         return Constant(value)
-    found = _open(value)
+    found = open_container(value)
     if found is None:
         raise TypeError(f"a {type(value).__name__} is no part of a batch")
     kind, keys, children = found
     return Branch(kind, keys, tuple(flatten(child, tensors) for child in children))
 
 
-def _open(value: Any) -> tuple[type, tuple[Any, ...], tuple[Any, ...]] | None:
+def open_container(value: Any) -> tuple[type, tuple[Any, ...], tuple[Any, ...]] | None:
     """Kind, keys and children of a container; None for what is none."""
     if isinstance(value, Mapping):  # Also those that are more than a dict, such as a tokenizer's encoding.
         return dict, tuple(value), tuple(value[key] for key in value)

@@ -110,10 +110,21 @@ class OwnDataConfig(_Loaded):
     """package.module:function that returns one dataset, or a dict of datasets with the keys train, validation and test."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the function."""
+    collate: str | None = None
+    """package.module:function that makes a batch of a list of samples; torch's rule when left out."""
 
 
 AnyDataConfig = StdlibConfig | TextConfig | TokensConfig | SyntheticConfig | DigitsConfig | OwnDataConfig
 DataConfig = tagged(StdlibConfig, TextConfig, TokensConfig, SyntheticConfig, DigitsConfig, OwnDataConfig, key="source")
+
+
+def load_collate(config: OwnDataConfig) -> Callable[..., Any] | None:
+    """The user's own collate function; None where the recipe names none.
+
+    Raises:
+        RequestError: it cannot be imported.
+    """
+    return None if config.collate is None else load_function(config.collate, key="data.collate")
 
 
 def load_build(config: OwnDataConfig) -> Callable[[], Any]:
