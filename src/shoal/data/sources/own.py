@@ -17,6 +17,7 @@ from shoal.core.functions import call_own
 from shoal.data.batchform import leaf_paths
 from shoal.data.collate import WANTED, Collate, Collator, counted_weight, describe_sample, find_problem
 from shoal.data.config import OwnDataConfig, load_build, load_collate
+from shoal.data.options import LoaderOptions
 from shoal.data.order import permute, split_positions
 from shoal.data.source import Items, SampleIds, Splits
 from shoal.data.spec import DataSpec
@@ -31,11 +32,19 @@ class DatasetSource:
     """A map-style dataset as a source."""
 
     def __init__(
-        self, dataset: Any, *, uniform_weight: int | None, name: str = "", collate_fn: Collate | None = None
+        self,
+        dataset: Any,
+        *,
+        uniform_weight: int | None,
+        name: str = "",
+        collate_fn: Collate | None = None,
+        options: LoaderOptions | None = None,
     ) -> None:
         self._dataset = dataset
         self._collator = Collator(uniform_weight=uniform_weight, collate_fn=collate_fn)
         self._split = f" of the {name} split" if name else ""
+        self.options = options or LoaderOptions()
+        """How it wants to be loaded."""
 
     def __len__(self) -> int:
         return len(self._dataset)
