@@ -348,9 +348,9 @@ NUMERICS = [
     Mutation(
         promise=RESUME,
         what="a resumed run begins again from nothing",
-        file="src/shoal/trainer/persist.py",
-        old="            told[0] = 1 + (parse_step(chosen.name) or 0)\n",
-        new="            told[0] = 0\n",
+        file="src/shoal/engine/agreement.py",
+        old="        told[0] = 1 + (parse_step(chosen.name) or 0)\n",
+        new="        told[0] = 0\n",
         test=f"{RESUMED}[dp=2]",
         seconds=15,
     ),

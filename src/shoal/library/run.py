@@ -30,7 +30,7 @@ from torch import nn
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import World, join_world
-from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError
+from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError
 from shoal.core.events import Evaluated, Logged, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
@@ -49,9 +49,10 @@ from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
 from shoal.library.loader import RunLoader
-from shoal.library.process import RunProcess
+from shoal.library.saved import SavedRun
 from shoal.library.setups import ModelSetup, refuse_other_weights, sort_companions
 from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.summaryfile import write_summary
 
 PLAN_VARIABLE = "SHOAL_PLAN"
 """The plan, where ``shoal run`` hands it down."""
@@ -59,7 +60,7 @@ RUN_DIR_VARIABLE = "SHOAL_RUN_DIR"
 RESUME_VARIABLE = "SHOAL_RESUME"
 
 
-class Run(RunProcess):
+class Run(SavedRun):
     """A script's own training run on this rank. Use it as a context manager: leaving it saves, closes files and leaves the group.
 
     Args:
@@ -96,6 +97,7 @@ class Run(RunProcess):
         telemetry: TelemetryConfig | None = None,
         world: World | None = None,
     ) -> None:
+        super().__init__()
         text = plan if plan is not None else os.environ.get(PLAN_VARIABLE)
         self._asked = Plan.parse(text) if isinstance(text, str) else text or Plan()
         self.seed = seed
@@ -112,7 +114,7 @@ class Run(RunProcess):
             "batch_norm": batch_norm,
             "unused_parameters": unused_parameters,
         }
-        self._checkpoint = checkpoint or CheckpointConfig()
+        self._keep = checkpoint or CheckpointConfig()
         self._telemetry = telemetry or TelemetryConfig()
         self._deadline = ProcessConfig().collective_deadline if deadline is None else deadline
         self._threads, self._given_world = threads, world
@@ -123,13 +125,8 @@ class Run(RunProcess):
         self.status = "completed"
         self.metrics: Mapping[str, float] = {}
         """What the script's own step returned beside the loss of the newest batch, over the global batch."""
-        self._setups: list[ModelSetup] = []
-        self._loaders: list[RunLoader] = []
         self._has_begun = False
-        self._first_loss: float | None = None
-        self._evaluated: Evaluation | None = None
         self._batch: StepBatch | None = None
-        self._samples = 0
 
     # --- the processes
 
@@ -158,10 +155,6 @@ class Run(RunProcess):
         """Updates of the first optimizer that was set up, since the beginning of the run."""
         self._begin()
         return self._num_steps
-
-    @property
-    def _num_steps(self) -> int:
-        return self._setups[0].num_updates if self._setups else 0
 
     # --- the parts
 
@@ -326,6 +319,8 @@ class Run(RunProcess):
     def _after_update(self, own: ModelSetup) -> None:
         """An optimizer of this run was stepped."""
         own.num_updates += 1
+        if self._checkpoints is not None and own is self._setups[0]:
+            self._checkpoints.take(own.num_updates)
         result = StepResult(loss=own.last_loss or 0.0, grad_norm=own.last_norm or 0.0, is_finite=True, is_taken=True)
         for hook in own.engine.hooks:
             hook.on_update(own.num_updates - 1, result)
@@ -347,10 +342,6 @@ class Run(RunProcess):
             )
         )
         self._last_step_at = now
-
-    @property
-    def _tokens_per_sample(self) -> int:
-        return self._loaders[0].data.spec.tokens_per_sample if self._loaders else 1
 
     def evaluate(
         self,
@@ -395,24 +386,36 @@ class Run(RunProcess):
 
     # --- its state
 
-    def state_dict(self, *, whole: bool = True, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    def state_dict(self, *, whole: bool = True, model: nn.Module | None = None) -> dict[str, Any]:
         """The weights by name: those of the whole model, put together from all ranks, or this rank's part of them.
 
-        All ranks call it together. The whole is a copy on every rank, which the plain module's ``load_state_dict`` takes.
+        Args:
+            whole: True for whole tensors on the CPU of every rank, which the plain module's ``load_state_dict`` takes; all ranks
+                call it together. False for what this rank holds: live tensors, each with its placement.
+            model: which one, where several are set up.
         """
-        own = self._of(model)
-        if whole:
-            return {name: tensor.detach().cpu().clone() for name, tensor in own.engine.whole_weights()}
-        held = own.engine.state(own.num_updates).tensors
-        return {name.removeprefix("weights/"): one for name, one in held.items() if name.startswith("weights/")}
+        engine = self._of(model).engine
+        found: dict[str, Any] | None = engine.state_dict(everywhere=True) if whole else engine.state_dict(whole=False)
+        assert found is not None, "every rank gets them"
+        return found
 
     def _begin(self) -> None:
-        """Before the first batch: this replica's own random streams."""
+        """Before the first batch: this replica's own random streams, and what a checkpoint has of the run."""
         if self._has_begun:
             return
         self._has_begun = True
-        # By replica, not by rank: the ranks that share a replica must draw alike.
-        seed_process(self.seed, rank=self._replica()[0])
+        if not self._was_loaded:
+            # By replica, not by rank: the ranks that share a replica must draw alike.
+            seed_process(self.seed, rank=self._replica()[0])
+        checkpoints = self._open_checkpoints()
+        if checkpoints is not None and not self._was_loaded:
+            if self._resume:
+                self.load()
+            elif not checkpoints.is_empty:
+                raise RequestError(
+                    f"{self.run_dir} holds the checkpoints of a run; call run.load() or pass resume=True to go on, or use "
+                    "another run_dir"
+                )
         self._last_step_at = time.monotonic()
         self._reporter.event(
             RunStarted(
@@ -428,8 +431,17 @@ class Run(RunProcess):
 
     def close(self) -> None:
         """Finish: what all ranks do together when the script leaves the run in an orderly way."""
-        if self.is_stopping and self.stop.signal_number:
+        if self.is_stopping and self.stop.agreed in ("SIGTERM", "SIGINT", "signal"):
             self.status = "interrupted"
+        if self._checkpoints is not None and self._num_steps:
+            self.save()
+            self._reporter.enter("wait: checkpoint", self._num_steps)
+            self._checkpoints.wait()
+        if self.run_dir is not None and self._setups:
+            summary = self._summarise()
+            if self.is_main:
+                write_summary(self.run_dir, summary)
+            self.world.barrier()
         self._reporter.event(
             RunEnded(status=self.status, step=self._num_steps, seconds=time.monotonic() - self._started)
         )
@@ -441,11 +453,15 @@ class Run(RunProcess):
             own.engine.close()
         if self._given_world is None:
             self.world.close()
+        if self._checkpoints is not None and self._checkpoints.failure is not None:
+            raise RunError(f"the last checkpoint could not be written: {self._checkpoints.failure}")
 
     def _let_go(self) -> None:
         """Threads, files and the signal, whatever else is broken."""
         for loader in self._loaders:
             loader.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._reporter.close()
         if self._former_handler is not None:
             signal.signal(signal.SIGTERM, self._former_handler)
@@ -455,9 +471,9 @@ class Run(RunProcess):
     ) -> None:
         if error is not None:
             # The peers wait for this process to go: neither a save in flight nor a broken group may hold it.
+            self._checkpoints = None
             self._let_go()
             return
         self.close()
         if self.status == "interrupted":
-            number = self.stop.signal_number
-            sys.exit(EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM)
+            sys.exit(EXIT_SIGINT if self.stop.agreed == "SIGINT" else EXIT_SIGTERM)

@@ -13,13 +13,14 @@ from shoal.checkpoint.files import parse_step, step_name
 from shoal.checkpoint.reader import read, read_local
 from shoal.checkpoint.retention import Fallback, fall_back, newest_good, refuse_only_aside
 from shoal.checkpoint.saver import Saver, warn_if_short
-from shoal.checkpoint.whole import Found, committed_names, hash_manifest, newest_whole, verify
+from shoal.checkpoint.whole import Found, committed_names, newest_whole, verify
 from shoal.comm.world import World
 from shoal.core.errors import AgreedError, RunError, ShoalError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
+from shoal.engine.agreement import agree_on_checkpoint, agree_on_failure
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import (
     RankState,
@@ -32,9 +33,6 @@ from shoal.engine.state import (
 from shoal.trainer.claim import check_inside
 from shoal.trainer.progress import Progress
 from shoal.trainer.samedata import data_values, refuse_other_data
-
-_WORDS = 8
-"""Of 32 bits: a SHA-256."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +215,9 @@ class Persistence:
         """
         if self.root is None:
             return None
-        path, manifest = self._agree(self._choose(self.root, step) if self.world.is_first else None)
+        path, manifest = agree_on_checkpoint(
+            self.world, self.root, self._choose(self.root, step) if self.world.is_first else None
+        )
         if path is None:
             if step is None:
                 refuse_only_aside(self.root)
@@ -234,9 +234,8 @@ class Persistence:
             problem, refusal = f"cannot go on from {path}: {error}", AgreedError
         except (OSError, ShoalError) as error:
             problem = f"rank {self.world.rank} cannot go on from {path}: {error}"
-        failures = int(self.world.all_reduce_(torch.tensor([int(bool(problem))], device=self.world.device)))
-        if failures:
-            raise refusal(problem or f"{failures} other rank(s) cannot go on from {path}")
+        if said := agree_on_failure(self.world, problem, where=path):
+            raise refusal(said)
         return restored
 
     def _tell(self, *steps: int | None) -> list[int | None]:
@@ -244,21 +243,6 @@ class Persistence:
         told = [0 if step is None or not self.world.is_first else 1 + step for step in steps]
         heard = self.world.all_reduce_(torch.tensor(told, dtype=torch.int64, device=self.world.device)).tolist()
         return [None if number == 0 else number - 1 for number in heard]
-
-    def _agree(self, chosen: Path | None) -> tuple[Path | None, str]:
-        """What the first rank chose, and the hash of its manifest."""
-        told = torch.zeros(1 + _WORDS, dtype=torch.int64, device=self.world.device)
-        if chosen is not None:
-            told[0] = 1 + (parse_step(chosen.name) or 0)
-            try:
-                digest = bytes.fromhex(hash_manifest(chosen))
-            except ShoalError:
-                digest = bytes(4 * _WORDS)  # It went away a moment ago: nobody will find this one.
-            told[1:] = torch.tensor([int.from_bytes(digest[4 * word :][:4]) for word in range(_WORDS)])
-        step, *words = self.world.all_reduce_(told).tolist()
-        if step == 0 or self.root is None:
-            return None, ""
-        return self.root / step_name(step - 1), b"".join(word.to_bytes(4) for word in words).hex()
 
     def _choose(self, root: Path, step: int | None) -> Path | None:
         """The newest whole checkpoint, or that of this step; None when there is none."""

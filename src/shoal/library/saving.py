@@ -1,0 +1,211 @@
+"""Checkpoints of a script's own run: all its models, optimizers, schedulers, loaders and random states, under one vote.
+
+Tensors are named as in every checkpoint (``weights/<name>``, ``optimizer/<parameter>/<key>``). Those of a second model have its
+name before them: ``weights/generator.<name>``. What is no tensor is JSON in the manifest, so loading one never runs code.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.commit import sweep
+from shoal.checkpoint.config import CheckpointConfig
+from shoal.checkpoint.reader import read, read_local
+from shoal.checkpoint.saver import Saver
+from shoal.checkpoint.whole import committed_names, newest_whole
+from shoal.comm.world import World
+from shoal.core.errors import RunError, ShoalError
+from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
+from shoal.core.rundir import RunDir
+from shoal.data.statevalues import decode_state, encode_state
+from shoal.engine.agreement import agree_on_checkpoint, agree_on_failure
+from shoal.engine.reporting import Reporter
+from shoal.engine.state import (
+    RankState,
+    export_random_state,
+    import_random_state,
+    load_rank_state,
+    refuse_other_state,
+    seed_process,
+)
+from shoal.library.setups import ModelSetup
+
+_KEY = "run"
+"""Of the manifest's values: what a script's own run keeps beside tensors."""
+_MEMBERS = ("params", "param_names")
+
+
+class RunCheckpoints:
+    """Saves and restores a run.
+
+    Args:
+        run_dir: of the run.
+        config: which are kept.
+        world: the ranks.
+        reporter: told of what is saved and what is refused.
+        plan: the resolved plan's line.
+        replica: this rank's.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        config: CheckpointConfig,
+        world: World,
+        reporter: Reporter,
+        plan: str,
+        replica: int,
+        seed: int,
+    ) -> None:
+        self.root = RunDir(run_dir).checkpoints
+        self.saved_step = -1
+        self.failure: str | None = None
+        self._world, self._reporter, self._plan = world, reporter, plan
+        self._replica, self._seed = replica, seed
+        if world.is_first and self.root.is_dir():
+            sweep(self.root)
+        world.barrier()
+        self._saver = Saver(
+            self.root,
+            rank=world.rank,
+            world_size=world.size,
+            group=world.save_group,
+            config=config,
+            plan=plan,
+            deadline_s=world.deadline_seconds,
+            report=self._report,
+            settle=reporter.flush,
+        )
+
+    def _report(self, event: Event) -> None:
+        self._reporter.event(event)
+        if isinstance(event, CheckpointFailed):
+            self.failure, self.saved_step = event.reason, -1
+            self._reporter.warn(f"checkpoint at step {event.step} was not saved: {event.reason}; training goes on")
+        else:
+            self.failure = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no run has saved here before."""
+        return not committed_names(self.root)
+
+    def save(self, step: int, state: RankState, values: Mapping[str, Any]) -> bool:
+        """Copy the state and begin to write it; False for a step that is saved already."""
+        if step == self.saved_step:
+            return False
+        self.saved_step = step
+        kept = {_KEY: encode_state(dict(values), origin="the run")}
+        random = export_random_state(self._world.rank)
+        self._saver.save(step, state.tensors, kept, random, placements=state.placements)
+        return True
+
+    def take(self, step: int) -> None:
+        """Step number ``step`` was taken, so what was saved before it is good."""
+        self._saver.take(step)
+
+    def wait(self) -> None:
+        """Wait until what was begun is committed or has failed, on every rank."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Stop the writer."""
+        self._saver.close()
+
+    def restore(self, state: RankState, load: Callable[[dict[str, Any]], None]) -> Path | None:
+        """Load the newest whole checkpoint into the live tensors, and give its values to ``load``; None where there is none.
+
+        Raises:
+            RunError: a rank cannot read it, or it does not fit this run. All ranks raise together.
+        """
+        path, manifest = agree_on_checkpoint(self._world, self.root, self._choose() if self._world.is_first else None)
+        if path is None:
+            return None
+        problem = ""
+        try:
+            self._load(path, manifest, state, load)
+        except (OSError, ShoalError) as error:
+            problem = f"rank {self._world.rank} cannot go on from {path}: {error}"
+        if said := agree_on_failure(self._world, problem, where=path):
+            raise RunError(said)
+        return path
+
+    def _choose(self) -> Path | None:
+        found = newest_whole(self.root)
+        for path, reason in found.refused:
+            self._reporter.event(CheckpointRefused(path=str(path), reason=reason))
+            self._reporter.warn(f"checkpoint {path.name} is not whole and is passed over: {reason}")
+        return found.path
+
+    def _load(self, path: Path, manifest: str, state: RankState, load: Callable[[dict[str, Any]], None]) -> None:
+        prefix = f"rng/rank-{self._world.rank:03d}/"
+        checkpoint = read(path, wanted=lambda name: name.startswith(prefix), expect=manifest)
+        kept = checkpoint.values.get(_KEY)
+        if not isinstance(kept, str):
+            raise RunError("it was not saved by a script's own run (shoal.Run)")
+        refuse_other_state(state, checkpoint.manifest.tensors, origin=str(path))
+        load_rank_state(state, read_local(path, state.placements, expect=manifest), origin=str(path))
+        load(decode_state(kept))
+        # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.
+        is_same_plan = checkpoint.manifest.plan == self._plan
+        if not (is_same_plan and import_random_state(checkpoint.tensors, self._world.rank)):
+            seed_process(self._seed + checkpoint.step, rank=self._replica)
+        self.saved_step = checkpoint.step
+
+
+def merge_states(setups: list[ModelSetup]) -> RankState:
+    """The state of all models of a run on this rank, each under its own name."""
+    tensors: dict[str, Any] = {}
+    placements: dict[str, Any] = {}
+    weights: set[str] = set()
+    has_updates = False
+    for own in setups:
+        state = own.engine.state(own.num_updates)
+        tensors |= {_labelled(name, own.label): tensor for name, tensor in state.tensors.items()}
+        placements |= {_labelled(name, own.label): one for name, one in state.placements.items()}
+        weights |= {_labelled(name, own.label) for name in state.all_weights}
+        has_updates = has_updates or state.has_updates
+    return RankState(tensors=tensors, placements=placements, all_weights=frozenset(weights), has_updates=has_updates)
+
+
+def _labelled(name: str, label: str) -> str:
+    kind, _, rest = name.partition("/")
+    return f"{kind}/{label}.{rest}" if label else name
+
+
+def export_setup(own: ModelSetup) -> dict[str, Any]:
+    """What a model's setup keeps beside tensors: counts, the groups' values and the schedulers."""
+    groups = [
+        {key: value for key, value in group.items() if key not in _MEMBERS} for group in own.optimizer.param_groups
+    ]
+    return {
+        "label": own.label,
+        "passes": own.num_passes,
+        "updates": own.num_updates,
+        "last_loss": own.last_loss,
+        "groups": groups,
+        "schedulers": [scheduler.state_dict() for scheduler in own.schedulers],
+    }
+
+
+def import_setup(own: ModelSetup, kept: Mapping[str, Any]) -> None:
+    """Put back what ``export_setup`` took.
+
+    Raises:
+        RunError: it is of another model, or of other groups or schedulers.
+    """
+    theirs = (kept["label"], len(kept["groups"]), len(kept["schedulers"]))
+    ours = (own.label, len(own.optimizer.param_groups), len(own.schedulers))
+    if theirs != ours:
+        raise RunError(
+            f"it has model {theirs[0]!r} with {theirs[1]} groups and {theirs[2]} schedulers, and this run sets up model "
+            f"{ours[0]!r} with {ours[1]} and {ours[2]}; set them up as the run that saved it did"
+        )
+    own.num_passes, own.num_updates = int(kept["passes"]), int(kept["updates"])
+    own.last_loss = kept["last_loss"]
+    for group, values in zip(own.optimizer.param_groups, kept["groups"], strict=True):
+        group.update(values)
+    for scheduler, values in zip(own.schedulers, kept["schedulers"], strict=True):
+        scheduler.load_state_dict(values)
