@@ -22,6 +22,7 @@ from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
 from shoal.cli.plan import plan
 from shoal.cli.predict import predict
+from shoal.cli.run import run
 from shoal.cli.sample import sample
 from shoal.cli.schedule import ScheduleCommand, schedule
 from shoal.cli.simulate import simulate
@@ -45,6 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", cls=TrainCommand)(train)
+app.command("run")(run)
 app.command("verify")(verify)
 app.command("tune")(tune)
 app.command("calibrate")(calibrate)

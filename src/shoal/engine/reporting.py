@@ -80,13 +80,16 @@ class Reporter:
         rank_status.publish(
             {
                 "step": done.step,
-                "total_steps": self.total_steps,
+                # 0 where nobody knows, as in a script's own loop.
+                "total_steps": self.total_steps or None,
                 "loss": done.loss,
                 "lr": done.lr,
                 "grad_norm": done.grad_norm,
                 f"{items}_per_s": tokens / seconds if seconds > 0 else 0.0,
                 "rss_bytes": rss_bytes(),
-                "eta_s": max(0, self.total_steps - done.step) * seconds / max(1, len(self._recent)),
+                "eta_s": (self.total_steps - done.step) * seconds / max(1, len(self._recent))
+                if self.total_steps
+                else None,
                 "validation_loss": self.validation_loss,
             }
         )

@@ -1,6 +1,7 @@
 """A process of a script's own run: its place among the others, its plan and its request to stop."""
 
 import signal
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,9 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.engine.stop import StopRequest
+
+IS_RUNNING = threading.Event()
+"""Set while this process is inside a ``Run``, which then tells the supervisor what it does."""
 
 
 class RunProcess:

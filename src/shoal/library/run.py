@@ -49,6 +49,7 @@ from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
 from shoal.library.loader import RunLoader
+from shoal.library.process import IS_RUNNING
 from shoal.library.saved import SavedRun
 from shoal.library.setups import ModelSetup, refuse_other_weights, sort_companions
 from shoal.telemetry.config import TelemetryConfig
@@ -147,6 +148,7 @@ class Run(SavedRun):
             self.run_dir, world=self.world, config=self._telemetry, rank_status=self._status, total_steps=0
         )
         self._listen()
+        IS_RUNNING.set()
         seed_for_build(self.seed)
         return self
 
@@ -453,6 +455,8 @@ class Run(SavedRun):
             own.engine.close()
         if self._given_world is None:
             self.world.close()
+        if self._status is not None and self.status == "interrupted":
+            self._status.finish("interrupted", stop_signal=self.stop.signal_number)
         if self._checkpoints is not None and self._checkpoints.failure is not None:
             raise RunError(f"the last checkpoint could not be written: {self._checkpoints.failure}")
 
@@ -463,6 +467,7 @@ class Run(SavedRun):
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._reporter.close()
+        IS_RUNNING.clear()
         if self._former_handler is not None:
             signal.signal(signal.SIGTERM, self._former_handler)
 

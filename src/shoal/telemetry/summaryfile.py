@@ -1,4 +1,4 @@
-"""``summary.json``, how a run ended: written in one piece and read back. No torch: the launcher reads it too."""
+"""``summary.json``, how a run ended: written in one piece, read back, and made up for a run that died. No torch."""
 
 import json
 import math
@@ -38,3 +38,35 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         return None
     is_one = isinstance(found, dict) and type(found.get("status")) is str and type(found.get("steps")) is int
     return found if is_one else None
+
+
+def summarise_death(
+    *,
+    status: str,
+    plan: str,
+    world_size: int,
+    step: int,
+    cause: str | None,
+    wall_seconds: float,
+    before: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The summary of a run that did not end in an orderly way: what is known, and null for what only the living could say."""
+    known = before or {}
+    return {
+        "status": status,
+        "stopped_by": cause,
+        "steps": step,
+        "first_loss": known.get("first_loss"),
+        "final_loss": None,
+        "validation_loss": None,
+        "validation_accuracy": None,
+        "baseline_loss": known.get("baseline_loss"),
+        "tokens_per_s": None,
+        "samples_per_s": None,
+        "wall_s": wall_seconds,
+        "world_size": world_size,
+        "plan": plan,
+        "peak_rss_bytes": [],
+        "weights_sha256": None,
+        "checkpoint_error": None,
+    }

@@ -18,10 +18,10 @@ from shoal.engine.resolve import check_processes, default_threads
 from shoal.launch.failurereport import describe, headline
 from shoal.launch.ranks import LaunchRequest, supervise
 from shoal.telemetry.display import build_display
-from shoal.telemetry.summaryfile import read_summary, write_summary
+from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary
 from shoal.trainer.claim import Claim
 from shoal.trainer.request import Prepared, already_finished, say_finished
-from shoal.trainer.summary import Ended, keep_forecast, summarise_death, with_forecast
+from shoal.trainer.summary import Ended, keep_forecast, with_forecast
 
 RunJob = Callable[[Prepared, "dict[str, Any] | None"], Ended]
 """Runs a prepared request in a run directory that is its own, given the summary of an earlier start there."""

@@ -32,16 +32,17 @@ from shoal.core.errors import (
     ShoalError,
 )
 from shoal.core.rundir import withhold
+from shoal.engine.failures import explain_exit, is_peer_failure, report_failure
 from shoal.launch.environments import read_place
 from shoal.launch.errorreport import clear_reports
 from shoal.telemetry.display import build_display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading
-from shoal.telemetry.summaryfile import read_summary, write_summary
+from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary
 from shoal.trainer.claim import Claim, read_plan
 from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import TrainRequest, already_finished, prepare, say_finished
-from shoal.trainer.summary import describe_summary, summarise_death
-from shoal.trainer.worker import explain_exit, is_peer_failure, report_failure, run_rank
+from shoal.trainer.summary import describe_summary
+from shoal.trainer.worker import run_rank
 
 _START_DEADLINE = timedelta(seconds=120)
 _PROGRESS_SECONDS = 5.0

@@ -62,38 +62,6 @@ def summarise_servers(
     }
 
 
-def summarise_death(
-    *,
-    status: str,
-    plan: str,
-    world_size: int,
-    step: int,
-    cause: str,
-    wall_seconds: float,
-    before: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """The summary of a run that did not end in an orderly way: what is known, and null for what only the living could say."""
-    known = before or {}
-    return {
-        "status": status,
-        "stopped_by": cause,
-        "steps": step,
-        "first_loss": known.get("first_loss"),
-        "final_loss": None,
-        "validation_loss": None,
-        "validation_accuracy": None,
-        "baseline_loss": known.get("baseline_loss"),
-        "tokens_per_s": None,
-        "samples_per_s": None,
-        "wall_s": wall_seconds,
-        "world_size": world_size,
-        "plan": plan,
-        "peak_rss_bytes": [],
-        "weights_sha256": None,
-        "checkpoint_error": None,
-    }
-
-
 def keep_forecast(run_dir: Path, page: Mapping[str, Any] | None, *, resume: bool) -> dict[str, Any] | None:
     """Put a forecast beside the run, or find the one that a run which goes on has; None where there is none."""
     path = RunDir(run_dir).forecast

@@ -17,23 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch types this name only there
 
-from shoal.comm.channel import PeerLost
 from shoal.comm.parentdeath import end_if_forked
 from shoal.comm.world import join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
-from shoal.core.functions import place_of
 from shoal.core.rundir import RunDir, withhold
+from shoal.engine.failures import report_failure
 from shoal.engine.resolve import default_threads
 from shoal.engine.stop import StopRequest
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.environments import attach_status, read_place
-from shoal.launch.errorreport import ErrorReport, write_report
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, peak_rss_bytes, table
-from shoal.telemetry.statusboard import Heartbeat, RankStatus, StatusBoard, StatusReading
+from shoal.telemetry.statusboard import Heartbeat, RankStatus
 from shoal.telemetry.summaryfile import write_summary
 from shoal.trainer.build import build_trainer
 from shoal.trainer.claim import read_setup
@@ -137,47 +134,6 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
         "checkpoint_error": trainer.persistence.failure,
         **seen,
     }
-
-
-def report_failure(
-    run_dir: Path, error: BaseException, environment: Mapping[str, str], *, state: StatusReading | None = None
-) -> None:
-    """Put down what this rank knows of its failure, where the supervisor looks for it."""
-    error = explain_exit(error)
-    place = read_place(environment)
-    if state is None and "SHOAL_BOARD_FD" in environment:
-        state = StatusBoard.attach(int(environment["SHOAL_BOARD_FD"]), place.world_size).of_rank(place.rank).read()
-    step, phase = (state.step, state.phase) if state is not None else (0, "")
-    report = ErrorReport.of(error, rank=place.rank, step=step, phase=phase, peer_failure=is_peer_failure(error))
-    try:
-        write_report(run_dir, report)
-    except OSError as refusal:
-        # A full disk must not keep the failure report from being seen, nor this process from ending.
-        print(f"cannot write the error report: {refusal}\n{report.traceback}", file=sys.stderr)
-
-
-def explain_exit(error: BaseException) -> BaseException:
-    """An exit as an error that says what left, and from where; every other error as it is."""
-    if not isinstance(error, SystemExit):
-        return error
-    told = RunError(f"it left: something that it runs called sys.exit({error.code!r}){place_of(error)}")
-    told.__cause__ = error
-    return told
-
-
-def is_peer_failure(error: BaseException) -> bool:
-    """True when the error only says that another rank went away or did not come."""
-    if isinstance(error, PeerLost | dist.DistNetworkError | dist.DistStoreError):
-        return True
-    # gloo raises plain RuntimeErrors; these are the words that its transport uses.
-    marks = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Timed out waiting",
-        "gloo/transport",
-        "Socket closed",
-    )
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
 
 
 def main() -> None:

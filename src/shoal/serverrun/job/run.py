@@ -16,9 +16,9 @@ from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.serverrun.job.job import JobRequest, JobResult, run_job
 from shoal.serverrun.notices import count_dropped, count_notices, fall_back_if_refused
 from shoal.telemetry.display import build_display
-from shoal.telemetry.summaryfile import write_summary
+from shoal.telemetry.summaryfile import summarise_death, write_summary
 from shoal.trainer.request import Prepared
-from shoal.trainer.summary import Ended, summarise_death, summarise_servers
+from shoal.trainer.summary import Ended, summarise_servers
 
 
 def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> Ended:
