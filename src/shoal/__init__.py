@@ -27,6 +27,9 @@ _SUBJECTS = {
         "PipelineConfig": "shoal.pipeline.config",
         "TelemetryConfig": "shoal.telemetry.config",
     },
+    "Losses": {
+        "all_gather": "shoal.comm.global_batch",
+    },
     "Data": {
         "from_datasets": "shoal.data.sources.own",
     },

@@ -1,6 +1,7 @@
 """The types of what the package exports; written by docs/make_api.py."""
 
 from shoal.checkpoint.config import CheckpointConfig as CheckpointConfig
+from shoal.comm.global_batch import all_gather as all_gather
 from shoal.core.errors import Refusal as Refusal
 from shoal.core.errors import RequestError as RequestError
 from shoal.core.errors import RunError as RunError
@@ -62,6 +63,7 @@ __all__ = [
     "TelemetryConfig",
     "TrainConfig",
     "Trainer",
+    "all_gather",
     "from_datasets",
     "load_recipe",
     "load_run",

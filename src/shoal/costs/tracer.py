@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shoal.comm.global_batch import ALONE, gathering
 from shoal.costs.operations import Attention, Product, products_of
 from shoal.telemetry.rngstate import keeping_draws
 
@@ -426,7 +427,8 @@ def preserved_state(model: nn.Module, *, training: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     is_fast = torch.backends.mha.get_fastpath_enabled()
-    with keeping_draws():
+    # Whoever looks at a model looks at it alone: nothing of it waits for other processes.
+    with keeping_draws(), gathering(ALONE):
         try:
             # torch's fused encoder layer, taken in evaluation, hides everything inside it.
             torch.backends.mha.set_fastpath_enabled(False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from shoal.comm.global_batch import ALONE, gathering
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.data.batchform import call_model, targets_of
@@ -57,7 +58,8 @@ def evaluate(
     # Each module's own mode, because the user may have frozen some: a layer in eval mode must still be in it afterwards.
     modes = [(module, module.training) for module in objective.modules()]
     objective.eval()
-    with torch.no_grad():
+    # A loss over a batch is over an evaluation batch: replicas have different numbers of them.
+    with torch.no_grad(), gathering(ALONE):
         for start in range(0, num_rounds * batch, batch):
             before_batch()
             own = ids[start : start + batch]

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.comm.global_batch import replicas_of
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.world import World
+from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
@@ -242,6 +244,7 @@ def _build_passes(
         mesh=parts.mesh,
         hooks=hooks,
         has_batch_norm=batchnorm.is_applied(objective.model),
+        replicas=replicas_of(parts.plan, parts.mesh.channel(Axis.DATA)),
         status=status,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.global_batch import ALONE, Replicas, gathering, refuse_empty
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
@@ -45,6 +46,8 @@ class Passes:
     """Batch norm's statistics have to be told which microbatch runs."""
     status: RankStatus | None
     """Where the supervisor looks; None when nobody supervises."""
+    replicas: Replicas = ALONE
+    """Who a loss over the global batch is computed with."""
 
     def accumulate(
         self, batch: StepBatch, *, step: int, scale: float = 1.0, reduce: bool = True
@@ -62,13 +65,17 @@ class Passes:
                 return self._run_pipeline(self.runtime, batch, total, step=step, scale=scale, is_told=reduce)
         local_loss: torch.Tensor | float = 0.0
         last = len(microbatches) - 1
+        replicas = refuse_empty(self.replicas, num_samples=batch.num_samples)
         for index, microbatch in enumerate(microbatches):
             self.enter("forward", step)
             if microbatch is not None:
                 self.dropout.begin(step, microbatch.sample_ids)
                 if self.has_batch_norm:
                     batchnorm.begin_microbatch(self.objective.model, index)
-            with self.reduction.microbatch(is_last=index == last) if reduce else self.reduction.local():
+            with (
+                gathering(replicas),
+                self.reduction.microbatch(is_last=index == last) if reduce else self.reduction.local(),
+            ):
                 loss = objective(microbatch, microbatch.weight / total if microbatch is not None else 0.0)
                 self.enter("backward", step)
                 (loss if scale == 1.0 else loss * scale).backward()
@@ -85,7 +92,8 @@ class Passes:
         count = len(microbatches)
         shares = [microbatch.weight / total for microbatch in microbatches]
         feed = self.feed(microbatches, shares=shares, steps=[step] * count, indices=range(count), scale=scale)
-        runtime.step(feed)
+        with gathering(self.replicas):
+            runtime.step(feed)
         if is_told:
             for index in range(count):
                 for hook in self.hooks:

@@ -19,15 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shoal.comm.global_batch import num_calls
 from shoal.core.errors import ShoalError
 from shoal.core.functions import call_own
 from shoal.core.plan import Plan
 from shoal.costs.tracer import preserved_state
+from shoal.data.loader import Microbatch
 from shoal.data.order import permute
 from shoal.data.source import Items, Source
 from shoal.data.spec import IGNORED
 from shoal.engine.config import TrainConfig
+from shoal.engine.objective import Objective, Scoring
 from shoal.models.losses import Loss, by_targets, cross_entropy, squared_error
+from shoal.optim.precision import Precision
 
 _SAMPLES = 7
 """Odd, so that parts are unequal, and a number that few other dims have."""
@@ -71,6 +75,7 @@ def find_other_mean(model: nn.Module, loss: Loss, source: Source, *, plan: Plan,
     num_samples = min(_SAMPLES, len(source), train.global_batch)
     if loss in (cross_entropy, by_targets, squared_error) or num_parts == 1 or num_samples < 2:
         return None
+    before = num_calls()
     with preserved_state(model, training=False), torch.no_grad():
         ids = permute(train.seed, 0, len(source), np.arange(num_samples, dtype=np.int64))
         try:
@@ -80,7 +85,26 @@ def find_other_mean(model: nn.Module, loss: Loss, source: Source, *, plan: Plan,
         except ShoalError:
             # What does not run here will say so where it trains; some modules only do in training mode, or on one size.
             return None
-    return None if found is None else _describe(found, num_samples, plan)
+    # One that gathers the global batch is no mean, and is computed as a whole.
+    return None if found is None or num_calls() > before else _describe(found, num_samples, plan)
+
+
+def joins_batch(model: nn.Module, loss: Loss, source: Source) -> bool:
+    """True where model or loss make one loss of the global batch: they call ``shoal.all_gather``.
+
+    Args:
+        model: as one process builds it; it is left as it was.
+        loss: of its output and the targets.
+        source: the training split, of which some samples are run.
+    """
+    before, ids = num_calls(), np.arange(min(2, len(source)), dtype=np.int64)
+    objective = Objective(model, Scoring(loss), precision=Precision.named("float32"), device=torch.device("cpu"))
+    with preserved_state(model, training=True), torch.no_grad():
+        try:
+            call_own(lambda: objective(Microbatch.of(source.collate(ids), ids), 1.0), what="the look at the loss")
+        except ShoalError:
+            pass  # What does not run here will say so where it trains.
+    return num_calls() > before
 
 
 def _compare(model: nn.Module, loss: Loss, items: Items, uniform: int | None) -> _Scores | None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.global_batch import Replicas, gathering, why_not_joined
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.functions import call_own
 from shoal.core.plan import Plan
@@ -70,18 +71,19 @@ def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, d
         )
         objective.name_sample = getattr(data.train, "name_sample", None)
         model.train()
+        joined = Replicas(refusal=why_not_joined(plan))
         try:
-            _run(objective, _load(data, first[:_FEW]))
+            _run(objective, _load(data, first[:_FEW]), joined)
         except ShoalError:
             # Perhaps the module takes batches of one size only; it must at least take the one that it will get.
             if len(first) <= _FEW:
                 raise
-            _run(objective, whole)
+            _run(objective, whole, joined)
         # Few samples may have nothing to learn from, such as no triplet; a whole step must.
         for ids in (first, *others):
             if objective.why_constant is None:
                 break
-            _run(objective, _load(data, ids))
+            _run(objective, _load(data, ids), joined)
         if objective.why_constant is not None:
             raise RequestError(objective.why_constant)
     except ShoalError as error:
@@ -105,10 +107,10 @@ def _load(data: Splits, ids: Ids) -> Microbatch:
     return Microbatch.of(items, ids)
 
 
-def _run(objective: Objective, microbatch: Microbatch) -> None:
+def _run(objective: Objective, microbatch: Microbatch, joined: Replicas) -> None:
     inputs, targets = objective.prepare(microbatch)
     running: list[str] = []
-    with _following(objective.model, running), objective.computing():
+    with gathering(joined), _following(objective.model, running), objective.computing():
         try:
             output = call_own(
                 lambda: call_model(objective.model, inputs), what="the model", is_excused=is_out_of_memory
@@ -116,7 +118,8 @@ def _run(objective: Objective, microbatch: Microbatch) -> None:
         except RequestError as error:
             layer = f", in {running[-1]}" if running else ""
             raise RequestError(f"{error}{layer}; it was called with {_forms(inputs)}") from error.__cause__
-    objective.share_of(output, inputs, targets, microbatch, 1.0)
+    with gathering(joined):
+        objective.share_of(output, inputs, targets, microbatch, 1.0)
 
 
 @contextmanager

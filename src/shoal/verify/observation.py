@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from shoal.comm.global_batch import AXIS
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
@@ -70,7 +71,9 @@ class TrafficObserver(Hook):
         if trainer.plan.pp > 1 and trainer.plan.zero == 3 and (key := (Axis.DATA.value, "all_gather")) in counted:
             # Which units are still there when they are needed again depends on the schedule; only that is taken from the count.
             found[key] = counted[key]
-        return add_traffic(found, self._pipeline(batch, counted))
+        # What a loss gathers of the global batch is the user's to say, and no plan's.
+        gathered = {key: traffic for key, traffic in counted.items() if key[0] == AXIS}
+        return add_traffic(found, self._pipeline(batch, counted), gathered)
 
     def _step_shape(self, batch: StepBatch) -> StepShape:
         trainer = self._trainer

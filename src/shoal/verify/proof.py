@@ -249,6 +249,7 @@ def _case_of(recipe: Recipe, subject: Subject, plan: Plan, steps: int) -> Case:
         batch_norm=recipe.train.batch_norm,
         total_steps=subject.total_steps,
         steps=steps,
+        joins_batch=subject.joins_batch,
         # What one process has no gradient of either is refused there; what the ranks alone lack is their failure.
         needs_every_gradient=not plan.ps and (plan.dp or 1) * plan.cp > 1 and not recipe.train.unused_parameters,
     )

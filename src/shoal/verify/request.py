@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.comm.global_batch import why_not_joined
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import schedule_facts
@@ -16,6 +17,7 @@ from shoal.data.source import Splits
 from shoal.engine.parallelize import analyse
 from shoal.engine.resolve import check_processes, check_samples, choose_plan, count_steps, resolve_plan
 from shoal.engine.state import hash_weights
+from shoal.models.config import OwnModelConfig
 from shoal.models.embeddings import make_dense
 from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.torchclass import check_named
@@ -24,6 +26,7 @@ from shoal.parallel.requirements import describe_facts
 from shoal.paramserver.worker.flat import refuse_batch_norm
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, RecipeLike, read_recipe
+from shoal.trainer.meancheck import joins_batch
 from shoal.trainer.request import refuse_settings
 from shoal.verify.compare.tolerance import needs_float64
 from shoal.verify.mutants.catalogue import Death
@@ -44,10 +47,13 @@ class Subject:
     """As one process builds it; looked at, never trained."""
     data: Splits
     analysis: ModuleAnalysis
+    joins_batch: bool = False
+    """Its loss is over the global batch: model or loss call ``all_gather``."""
 
     def joins_replicas(self, plan: Plan) -> bool:
-        """True when the replicas of a plan are one batch to this model: batch norm that is synchronised splits its sums."""
-        return self.recipe.train.batch_norm == "sync" and self.has_batch_norm and (plan.dp or 1) > 1
+        """True when the replicas of a plan are one batch to this model, whose sums they split: batch norm, ``all_gather``."""
+        is_synchronised = self.recipe.train.batch_norm == "sync" and self.has_batch_norm
+        return (is_synchronised or self.joins_batch) and (plan.dp or 1) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +176,7 @@ def build_subject(recipe: Recipe) -> Subject:
         RequestError: its optimizer is a class of torch that cannot be used.
     """
     check_named(recipe.optim)
-    model, _, data = build_parts(recipe)
+    model, loss, data = build_parts(recipe)
     make_dense(model)
     total = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
     analysis = analyse(model, data, recipe.parallel)
@@ -184,6 +190,7 @@ def build_subject(recipe: Recipe) -> Subject:
         model=model,
         data=data,
         analysis=analysis,
+        joins_batch=isinstance(recipe.model, OwnModelConfig) and joins_batch(model, loss, data.train),
     )
 
 
@@ -196,6 +203,9 @@ def check_plan(subject: Subject, plan: Plan) -> None:
     plan.check(subject.facts, world_size=plan.world_size)
     refuse_settings(subject.recipe, plan)
     _refuse_unprovable(subject, plan)
+    resolved = resolve_plan(subject.recipe.train, plan).plan
+    if subject.joins_batch and (reason := why_not_joined(resolved)) is not None:
+        raise RequestError(reason)
     _refuse_centered(subject.recipe.optim, plan)
     resolve_plan(subject.recipe.train, plan)
     check_samples(num_samples=subject.num_samples, replicas=plan.num_shares)

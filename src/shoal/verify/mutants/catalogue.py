@@ -24,6 +24,8 @@ _RAGGED_MODEL = {"name": "seq2seq", "layers": 1, "hidden": 16, "heads": 2, "drop
 _RAGGED = {"source": "synthetic", "kind": "reverse", "samples": 64}
 _NORMED_MODEL = {"name": "mlp", "layers": 2, "hidden": 16, "dropout": 0.1, "batch_norm": True}
 _CLASSES = {"source": "synthetic", "kind": "classes", "samples": 128}
+_CONTRASTIVE = "shoal.verify.mutants.contrastive"
+_TOWERS = {"build": f"{_CONTRASTIVE}:build", "loss": f"{_CONTRASTIVE}:loss"}
 _ODD_VOCABULARY = {"source": "synthetic", "kind": "tokens", "samples": 256, "sequence": 16, "vocab": 63}
 
 
@@ -173,6 +175,22 @@ _ALL: Sequence[Mutant] = (
         precision="float64",
         overrides=("train.batch_norm=sync", "optim.name=adamw", "optim.lr=1e-3"),
         model=_NORMED_MODEL,
+        data=_CLASSES,
+    ),
+    Mutant(
+        "gradient of gathered rows scaled by the replicas",
+        "dp=2",
+        "grad",
+        bugs.scale_gathered_rows,
+        model=_TOWERS,
+        data=_CLASSES,
+    ),
+    Mutant(
+        "gradient of gathered rows from the other replicas dropped",
+        "dp=2",
+        "grad",
+        bugs.keep_own_gathered_gradient,
+        model=_TOWERS,
         data=_CLASSES,
     ),
     Mutant("updated weights not published", "dp=2 zero=1", "loss", bugs.keep_old_weights),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.comm import global_batch
 from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.engine import model as engine
@@ -186,6 +187,20 @@ def lose_tied_use(honest: Honest, self: vocabulary.SplitEmbedding, input: Tensor
     is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
     rows = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight.detach(), self.padding_idx)
     return sum_out(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.channel)
+
+
+@replaces(global_batch._AllGather, "backward")
+def scale_gathered_rows(honest: Honest, ctx: Any, grad: Tensor) -> Any:
+    """The gradient of gathered rows is a mean that was taken for a sum, and multiplied by the number of replicas."""
+    own, *rest = honest(ctx, grad)
+    return (own * ctx.channel.size, *rest)
+
+
+@replaces(global_batch._AllGather, "backward")
+def keep_own_gathered_gradient(honest: Honest, ctx: Any, grad: Tensor) -> Any:
+    """A replica takes its own gradient of its rows, and not that of the others."""
+    own = torch.split(grad.reshape(-1), ctx.sizes)[ctx.channel.rank]
+    return own.reshape(ctx.shape), None, None
 
 
 def clip_by_stale_norm(world: World) -> list[Swap]:

@@ -33,6 +33,8 @@ class Case:
     """Length of the whole run: schedules of the learning rate depend on it."""
     steps: int
     """Steps to run and compare."""
+    joins_batch: bool = False
+    """The loss is over the global batch: the samples of all replicas run as one."""
     needs_every_gradient: bool = False
     """A plan over replicas cannot run where one of them leaves a parameter without a gradient, and no setting allows it."""
 

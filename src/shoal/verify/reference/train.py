@@ -181,8 +181,9 @@ def tree_gradients(
 def _groups_of(parts: ReferenceModel, ids: Ids, tree: Tree) -> list[list[Ids]]:
     """The microbatches of each replica."""
     replicas = cut_batch(ids, tree)
-    if parts.case.batch_norm == "sync" and parts.has_batch_norm:
-        # Statistics are those of microbatch i of all replicas together, so these run as one: there is then no tree to keep.
+    if parts.case.joins_batch or (parts.case.batch_norm == "sync" and parts.has_batch_norm):
+        # Statistics, or the loss, are those of microbatch i of all replicas together, so these run as one: there is then no tree
+        # to keep.
         return [[np.concatenate(row) for row in zip(*replicas, strict=True)]]
     return replicas
 
