@@ -71,11 +71,13 @@ def test_a_killed_rank_is_its_workers_death_and_changes_no_bit(start_job, undist
 
 @soak
 def test_both_groups_lose_a_rank_again_and_again(start_job, undisturbed, ration):
+    """A group may have to reach each step alone, at four passes a step, where the other comes back late: it then stood still in a
+    work unit that nobody else could take."""
     run = start_job(plan=PLAN, recipe=rationed(ration, ROW))
     for step, passes, names in (
-        (3, 8, ["worker-0.1", "worker-1"]),
-        (8, 16, ["worker-1.1"]),
-        (12, 20, ["worker-0", "worker-1.1"]),
+        (3, 4 * 3, ["worker-0.1", "worker-1"]),
+        (8, 4 * (8 - 3), ["worker-1.1"]),
+        (12, 4 * (12 - 3), ["worker-0", "worker-1.1"]),
     ):
         allow(ration, passes)
         run.wait_for_step(step)
