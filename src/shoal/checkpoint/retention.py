@@ -11,7 +11,7 @@ found. Newer ones than the good one are set aside and not deleted, and only whil
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from shoal.core.errors import AgreedError, RequestError
 
 
 def expired(
-    steps: Iterable[int], *, newest: int, keep: int, keep_every: int | None, good: int | None = None
+    steps: Iterable[int], *, newest: int, keep: int, keep_every: int | None, stays: Collection[int] = ()
 ) -> list[int]:
     """The steps to delete, oldest first.
 
@@ -41,14 +41,14 @@ def expired(
         newest: the one just committed. Later steps belong to another lineage (a run that went back) and are left alone.
         keep: how many of the newest stay, ``newest`` among them; at least 1.
         keep_every: multiples of this stay for ever.
-        good: the newest that is known to be good, or what stands in its place, which stays; None where there is none.
+        stays: others that stay: the newest that is known to be good, or what stands in its place, and the best by a metric.
     """
     older = sorted(step for step in set(steps) if step < newest)
     candidates = older[: max(0, len(older) - (keep - 1))]
-    return [step for step in candidates if step != good and (keep_every is None or step % keep_every != 0)]
+    return [step for step in candidates if step not in stays and (keep_every is None or step % keep_every != 0)]
 
 
-def expire(root: Path, *, newest: int, keep: int, keep_every: int | None, good: int | None = None) -> list[int]:
+def expire(root: Path, *, newest: int, keep: int, keep_every: int | None, stays: Collection[int] = ()) -> list[int]:
     """Delete what has expired, as ``expired`` decides; the steps deleted.
 
     Raises:
@@ -58,7 +58,7 @@ def expire(root: Path, *, newest: int, keep: int, keep_every: int | None, good: 
     if newest not in steps:
         # Without the anchor nothing is known to be whole, so nothing is deleted.
         return []
-    deleted = expired(steps, newest=newest, keep=keep, keep_every=keep_every, good=good)
+    deleted = expired(steps, newest=newest, keep=keep, keep_every=keep_every, stays=stays)
     for step in deleted:
         # Renamed first: a deletion cut short must not leave a torn folder under a committed name.
         doomed = root / beside_name(Beside.EXPIRED, step, draw_id())

@@ -174,6 +174,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._latest: _Job | None = None
         self.proven = proven or Proven()
+        self.kept: frozenset[int] = frozenset()
+        """Steps whose checkpoints do not expire; replaced, never changed, by the loop."""
         self._newest: int | None = None
         self._marked: int | None = None
         self._refusal: CheckpointFailed | None = None
@@ -383,7 +385,8 @@ class Saver:
                 mark_good(self._root, good)
                 self._marked = good
             if self._newest is not None:
-                expire(self._root, newest=self._newest, keep=keep, keep_every=keep_every, good=self.proven.anchor)
+                stays = {*self.kept, *(() if self.proven.anchor is None else (self.proven.anchor,))}
+                expire(self._root, newest=self._newest, keep=keep, keep_every=keep_every, stays=stays)
         except OSError as error:
             self._report(
                 Warned(message=f"cannot delete expired checkpoints in {self._root}, or mark good ones: {error}")

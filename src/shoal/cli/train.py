@@ -227,6 +227,10 @@ class OwnParts:
         """See ``shoal.trainer.request.OwnParts``."""
         self._parts.check_optimizer(recipe)
 
+    def check_callbacks(self, recipe: "Recipe") -> None:
+        """See ``shoal.trainer.request.OwnParts``."""
+        self._parts.check_callbacks(recipe)
+
     def check_plan(self, recipe: "Recipe", plan: "Plan") -> None:
         """See ``shoal.trainer.request.OwnParts``."""
         self._parts.check_plan(recipe, plan)

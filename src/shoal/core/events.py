@@ -5,7 +5,7 @@ value: who writes it to disk, and when, is the business of ``telemetry``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 
@@ -94,6 +94,8 @@ class Evaluated(Event):
     accuracy: float | None
     samples: int
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """By name, where the recipe or a callback asks for some."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,14 @@
 """The ``[train]`` section of a recipe, and the settings that a parallel model is built by."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from shoal.core.config import Config
 from shoal.core.errors import RequestError
 from shoal.core.units import parse_duration
+from shoal.engine.callback_config import EarlyStopConfig
 from shoal.optim.config import OptimConfig
 from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.pipeline.config import PipelineConfig
@@ -48,6 +49,8 @@ class TrainConfig(Config):
     """Allow parameters that a step does not touch; data parallelism then looks for them at every step."""
     watch_every: int = Field(default=100, ge=0)
     """Steps between comparisons of what replicas must hold alike (before a save too); a difference stops the run; 0 is off."""
+    early_stop: EarlyStopConfig | None = None
+    """End training when a metric of the validation split no longer gets better."""
     threads: int | None = Field(default=None, ge=1)
     """Compute threads per process; derived from the cores and the number of processes when left out."""
 
@@ -83,3 +86,13 @@ class Settings:
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+    def describe(self) -> dict[str, Any]:
+        """What is set of the length, the batch, the arithmetic and the optimizer, by ``section.key``; for loggers."""
+        sections = {"train": self.train, "optim": self.optim}
+        found = {
+            f"{name}.{key}": value
+            for name, section in sections.items()
+            for key, value in section.model_dump(mode="json").items()
+        }
+        return {key: value for key, value in found.items() if isinstance(value, bool | int | float | str)}

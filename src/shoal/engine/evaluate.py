@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,11 +11,14 @@ import torch
 from shoal.comm.global_batch import ALONE, gathering
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
+from shoal.core.errors import RunError
+from shoal.core.events import Evaluated
 from shoal.data.batchform import call_model, targets_of
 from shoal.data.loader import Microbatch
 from shoal.data.order import replica_share
 from shoal.data.source import Source
 from shoal.engine.empty import ANY_SAMPLE
+from shoal.engine.metrics import GatheredMetric, Metric, Tally
 from shoal.engine.objective import Objective, kind_of
 from shoal.pipeline.runtime import Runtime
 
@@ -32,6 +35,32 @@ class Evaluation:
     accuracy: float | None
     samples: int
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """By name: those that were asked for, and those of other weights, such as ``ema_loss``."""
+
+    def with_variant(self, prefix: str, other: "Evaluation") -> "Evaluation":
+        """With what was found with other weights, as metrics whose names begin with ``prefix`` and ``_``."""
+        found = {"loss": other.loss, **other.metrics}
+        if other.accuracy is not None:
+            found["accuracy"] = other.accuracy
+        renamed = {f"{prefix}_{name}": value for name, value in found.items()}
+        return replace(self, metrics={**self.metrics, **renamed}, seconds=self.seconds + other.seconds)
+
+    def as_event(self, step: int) -> Evaluated:
+        """The event that says so; ``step`` is how many steps were taken before it."""
+        return Evaluated(
+            step=step,
+            split=self.split,
+            loss=self.loss,
+            accuracy=self.accuracy,
+            samples=self.samples,
+            seconds=self.seconds,
+            metrics=dict(self.metrics),
+        )
+
+    def value_of(self, metric: str) -> float | None:
+        """The number of this name: ``loss``, ``accuracy`` or one of the metrics; None where there is none."""
+        return {**self.metrics, "loss": self.loss, "accuracy": self.accuracy}.get(metric)
 
 
 def evaluate(
@@ -44,17 +73,19 @@ def evaluate(
     limit: int = 0,
     before_batch: Callable[[], None] = lambda: None,
     runtime: Runtime | None = None,
+    metrics: Sequence[Metric] = (),
 ) -> Evaluation:
     """Mean loss over the first ``limit`` samples of a split (0: all of them), weighted by items as in training.
 
     ``before_batch`` is called before each forward pass, so that a long evaluation can say that it moves. ``runtime`` takes a
-    batch through the stages of a pipeline, where there is one.
+    batch through the stages of a pipeline, where there is one. ``metrics`` are computed besides.
     """
     started = time.perf_counter()
     count = min(len(source), limit) if limit else len(source)
     ids = replica_share(np.arange(count, dtype=np.int64), mesh.coordinate(Axis.DATA), mesh.degree(Axis.DATA))
     num_rounds = math.ceil(math.ceil(count / mesh.degree(Axis.DATA)) / batch)
     sums = torch.zeros(4, dtype=torch.float64)  # loss, weight, correct, counted
+    tally = _open_tally(objective, metrics, count, mesh)
     # Each module's own mode, because the user may have frozen some: a layer in eval mode must still be in it afterwards.
     modes = [(module, module.training) for module in objective.modules()]
     objective.eval()
@@ -64,7 +95,7 @@ def evaluate(
             before_batch()
             own = ids[start : start + batch]
             if len(own):
-                sums += _evaluate_batch(objective, source, own, runtime)
+                sums += _evaluate_batch(objective, source, own, runtime, tally)
             else:
                 # A replica whose share is done still runs: gathering sharded weights takes all of them.
                 _evaluate_batch(objective, source, ANY_SAMPLE, runtime)
@@ -83,10 +114,29 @@ def evaluate(
         accuracy=correct / counted if counted else None,
         samples=count,
         seconds=time.perf_counter() - started,
+        metrics=tally.finish() if tally is not None else {},
     )
 
 
-def _evaluate_batch(objective: Objective, source: Source, ids: np.ndarray, runtime: Runtime | None) -> torch.Tensor:
+def _open_tally(objective: Objective, metrics: Sequence[Metric], count: int, mesh: Mesh) -> Tally | None:
+    if not metrics:
+        return None
+    scoring = objective.scoring
+    if not scoring.has_whole_sequence and any(isinstance(metric, GatheredMetric) for metric in metrics):
+        raise RunError(
+            "a metric of all outputs needs whole ones, and under cp a rank has a part of each sequence; write it as a "
+            "shoal.Metric with sums, or leave cp out of the plan"
+        )
+    # Tensor-parallel ranks all have the same outputs; so have those of a sequence that was put together again.
+    is_first = mesh.coordinate(Axis.TENSOR) == 0 and (
+        not scoring.has_whole_sequence or mesh.coordinate(Axis.CONTEXT) == 0
+    )
+    return Tally(metrics, num_samples=count, mesh=mesh, device=objective.device, counts_here=is_first)
+
+
+def _evaluate_batch(
+    objective: Objective, source: Source, ids: np.ndarray, runtime: Runtime | None, tally: Tally | None = None
+) -> torch.Tensor:
     items = source.collate(ids)
     microbatch = Microbatch.of(items, ids)
     inputs, targets = objective.prepare(microbatch)
@@ -102,6 +152,8 @@ def _evaluate_batch(objective: Objective, source: Source, ids: np.ndarray, runti
     with objective.precision.autocast(objective.device.type):
         wanted = targets_of(microbatch.form, inputs, targets)
         loss = objective.call_loss(output, wanted)
+    if tally is not None:
+        tally.add(ids, objective.scoring.whole_scores(output), wanted)
     found = objective.scoring.count_correct(output, wanted)
     correct, counted = found if found is not None else (0, 0)
     # Ranks that gathered the whole sequence each count a part of it.

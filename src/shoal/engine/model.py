@@ -10,8 +10,9 @@ Nothing here logs, saves or waits.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, overload
 
 import torch
@@ -26,7 +27,8 @@ from shoal.data.loader import StepBatch
 from shoal.data.source import Source
 from shoal.engine.async_pipeline import AsyncPipeline
 from shoal.engine.evaluate import Evaluation, evaluate
-from shoal.engine.hooks import Hook, Hooks, StepResult
+from shoal.engine.hooks import Hook, Hooks, LoopRequests, StepResult
+from shoal.engine.metrics import Metric
 from shoal.engine.objective import Objective
 from shoal.engine.passes import Passes
 from shoal.engine.piggyback import StepScalars
@@ -46,6 +48,7 @@ from shoal.parallel import batchnorm
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.apply import ModelLayout
 from shoal.parallel.data import Reduction, sum_partial_
+from shoal.parallel.describe import describe
 from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
 from shoal.pipeline.build import Pipeline
 from shoal.pipeline.runtime import Runtime
@@ -112,9 +115,15 @@ class ParallelModel:
         """Of weights and arithmetic."""
         return self.objective.precision
 
+    @cached_property
+    def requests(self) -> LoopRequests:
+        """What hooks ask of the loop that takes the steps."""
+        return LoopRequests(self.stop)
+
     def add_hook(self, hook: Hook) -> None:
         """Call a hook from now on."""
         self.hooks.add(hook)
+        hook.on_attach(self)
         if self.runtime is not None and self.hooks.times_actions:
             self.runtime.observe = self.hooks.on_action
 
@@ -210,7 +219,16 @@ class ParallelModel:
                 f"parameter{many} out of the model"
             )
 
-    def evaluate(self, source: Source, *, split: str, batch: int, limit: int = 0, step: int = 0) -> Evaluation:
+    def evaluate(
+        self,
+        source: Source,
+        *,
+        split: str,
+        batch: int,
+        limit: int = 0,
+        step: int = 0,
+        metrics: Sequence[Metric] = (),
+    ) -> Evaluation:
         """Loss and accuracy over the first ``limit`` samples of a split (0: all of them). All ranks call it together.
 
         Args:
@@ -219,17 +237,26 @@ class ParallelModel:
             batch: samples per forward pass.
             limit: samples at most.
             step: steps that were taken before it.
+            metrics: computed besides.
         """
-        found = evaluate(
-            self.objective,
-            source,
-            split=split,
-            mesh=self.mesh,
-            batch=batch,
-            limit=limit,
-            before_batch=lambda: self.passes.enter("evaluate", step - 1),
-            runtime=self.runtime,
-        )
+
+        def look() -> Evaluation:
+            return evaluate(
+                self.objective,
+                source,
+                split=split,
+                mesh=self.mesh,
+                batch=batch,
+                limit=limit,
+                before_batch=lambda: self.passes.enter("evaluate", step - 1),
+                runtime=self.runtime,
+                metrics=metrics,
+            )
+
+        found = look()
+        for prefix, weights in {key: one for hook in self.hooks for key, one in hook.variants().items()}.items():
+            with weights:
+                found = found.with_variant(prefix, look())
         for hook in self.hooks:
             hook.on_evaluation(step, found)
         return found
@@ -237,9 +264,12 @@ class ParallelModel:
     # --- its state
 
     def state(self, step: int = 0) -> RankState:
-        """This rank's part of weights, buffers and optimizer state after ``step`` steps: live tensors, with their placements."""
+        """What a checkpoint keeps on this rank after ``step`` steps: live tensors, with their placements.
+
+        Its part of weights, buffers, optimizer state, older versions under an asynchronous pipeline, and of what hooks hold.
+        """
         own = self._own_state()
-        return own if self.asynchronous is None else self.asynchronous.add_versions(own, step)
+        return self.hooks.add_tensors(own if self.asynchronous is None else self.asynchronous.add_versions(own, step))
 
     def _own_state(self) -> RankState:
         return export_rank_state(self.model, self.optimizer, self.reduction, self.layout, self.outline)
@@ -256,11 +286,18 @@ class ParallelModel:
         tensors, placements = {**own.tensors, **whole}, {**own.placements, **local}
         return replace(own, tensors=tensors, placements=placements)
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights of the whole model, one after the other in the order of their names. All ranks go through it together."""
+    def whole_weights(self, other: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights of the whole model, one after the other in the order of their names. All ranks go through it together.
+
+        Args:
+            other: tensors in place of some of this rank's, by the names that checkpoints have for them; such as an average.
+        """
+        own = self._own_state()
+        if other:
+            own = replace(own, tensors={**own.tensors, **{f"weights/{name}": one for name, one in other.items()}})
         return whole_weights(
             self.outline,
-            self._own_state(),
+            own,
             layout=self.layout,
             mesh=self.mesh,
             is_sharded=self.plan.zero > 0,
@@ -299,6 +336,13 @@ class ParallelModel:
     def hash_weights(self) -> str:
         """SHA-256 over the whole weights, the same under every plan; all ranks call it together."""
         return hash_weights_of(self.whole_weights())
+
+    def describe(self) -> list[str]:
+        """How the plan laid the model out, for people; a line each."""
+        lines = describe(self.analysis, self.plan)
+        if self.pipeline is not None:
+            lines += self.pipeline.stages.describe()
+        return lines if self.asynchronous is None else [*lines, *self.asynchronous.describe()]
 
     def is_first_owner(self, name: str) -> bool:
         """True where this rank speaks for a saved tensor among the ranks of its pipeline."""

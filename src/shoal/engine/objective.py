@@ -49,6 +49,17 @@ class Scoring:
         self.factor = self._context.loss_factor if self._context is not None else 1.0
         """What this rank's loss is multiplied by, so that the ranks of one replica add up to the whole."""
 
+    @property
+    def has_whole_sequence(self) -> bool:
+        """False where this rank scores a part of every sequence, and others the rest."""
+        return self._context is None or not self._context.keeps_local
+
+    def whole_scores(self, output: Any) -> Any:
+        """The output with the scores of all choices, where ranks have some of them each. These ranks call it together."""
+        if self._split is None:
+            return output
+        return with_scores(output, gather_logits(scores_of(output), channel=self._split, vocab=self._vocab))
+
     def own_part(self, targets: Targets, weight: float) -> tuple[Targets, float]:
         """The targets of this rank's positions, and the weight of those; all of them where the sequence is not cut."""
         # A microbatch that counts for nothing, such as one that only keeps a replica in step, does so on every rank.

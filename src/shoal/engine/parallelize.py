@@ -127,7 +127,12 @@ def parallelize(
     passes = _build_passes(parts, data, dropout=dropout, train=train, status=status, hooks=Hooks(hooks))
     norms = _whole_norms(parts, outline, passes.reduction)
     held = _make_optimizer(given, settings, model, passes.reduction, norms=norms, groups=groups)
-    return _assemble(parts, passes, outline, norms=norms, optimizer=held, settings=settings, is_given=given is not None)
+    assembled = _assemble(
+        parts, passes, outline, norms=norms, optimizer=held, settings=settings, is_given=given is not None
+    )
+    for hook in assembled.hooks:
+        hook.on_attach(assembled)
+    return assembled
 
 
 def _make_optimizer(

@@ -4,22 +4,24 @@ The loop calls one method per thing that happened. Everything slow (files, Tenso
 or a clock, because a metric must never cost a step.
 """
 
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from shoal.comm.world import World
-from shoal.core.events import Evaluated, Event, MemoryMeasured, StepDone, Warned
+from shoal.core.events import Evaluated, Event, MemoryMeasured, RunStarted, StepDone, Warned
 from shoal.core.rundir import RunDir
 from shoal.data.loader import Loader
 from shoal.randomness.dropout import DropoutKey
-from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.eventlog import EventLog
+from shoal.telemetry.loggers import Logger, LoggerThread, check_loggers, close_all, open_named
 from shoal.telemetry.memory import breakdown, rss_bytes
 from shoal.telemetry.statusboard import RankStatus
 from shoal.telemetry.tensorboard import TensorBoardSink, wants_curves
@@ -39,23 +41,57 @@ class Reporter:
         config: TelemetryConfig,
         rank_status: RankStatus | None,
         total_steps: int,
+        log: LogConfig | None = None,
+        loggers: Iterable[Logger] = (),
+        facts: Mapping[str, object] | None = None,
     ) -> None:
+        """Open the files and threads that this rank reports to.
+
+        Args:
+            run_dir: where events go; None writes none.
+            world: the ranks; the first one speaks for all.
+            config: what is recorded.
+            rank_status: where the supervisor looks.
+            total_steps: that the run is to take.
+            log: other programs that numbers go to.
+            loggers: objects of the user's own that they go to.
+            facts: settings that such programs show beside the numbers.
+        """
         self.world = world
         self.rank_status = rank_status
         self.total_steps = total_steps
         self.log: EventLog | None = None
         if run_dir is not None:
             folder = RunDir(run_dir).tensorboard
-            sinks = [lambda: TensorBoardSink(folder)] if world.is_first and wants_curves(config) else []
+            sinks = [lambda: TensorBoardSink(folder)] if world.is_first and wants_curves(config, log) else []
             self.log = EventLog(run_dir, world.rank, sinks=sinks)
+        self.loggers = self._open_loggers(run_dir, log or LogConfig(), loggers, facts or {}) if world.is_first else []
         self.validation_loss: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW_STEPS)
         self._published = 0.0
+
+    def _open_loggers(
+        self, run_dir: Path | None, config: LogConfig, own: Iterable[Logger], facts: Mapping[str, object]
+    ) -> list[LoggerThread]:
+        check_loggers(config)
+        folder = run_dir if run_dir is not None else Path()
+        named = open_named(config, folder=str(folder), name=folder.absolute().name, facts=facts)
+        given = [(type(logger).__name__, lambda logger=logger: logger) for logger in own]
+        return [LoggerThread(opener, name=name) for name, opener in [*named.items(), *given]]
 
     def event(self, event: Event) -> None:
         """Record something that happened; callable from any thread, never blocks."""
         if self.log is not None:
             self.log.write(event)
+        for logger in self.loggers:
+            logger.write(event)
+
+    def started(self, plan: str, *, step: int) -> None:
+        """Record that this rank begins to train, after so many steps."""
+        world = self.world
+        self.event(
+            RunStarted(plan=plan, world_size=world.size, step=step, generation=world.generation, pid=os.getpid())
+        )
 
     def flush(self) -> None:
         """Wait until what was recorded is in the file; called from a thread that may block."""
@@ -122,9 +158,11 @@ class Reporter:
             self.rank_status.enter(phase, step)
 
     def close(self) -> None:
-        """Flush and stop the writer."""
+        """Flush and stop the writers: of loggers, those that answer within seconds."""
         if self.log is not None:
             self.log.close()
+        close_all(self.loggers)
+        self.loggers = []
 
 
 def describe_draws(dropout: DropoutKey, loader: Loader) -> Iterator[str]:

@@ -18,6 +18,8 @@ class StopRequest:
         """Why all ranks stop, as far as this rank knows; None until they have agreed."""
         self.signal_number = 0
         """Of the signal that asked; 0 while none came."""
+        self.is_decided = False
+        """Every rank decided alike that training is over, as early stopping does: nobody interrupted it."""
 
     def listen(self, numbers: Iterable[int]) -> None:
         """Let these signals ask to stop. They may come before there is a model, and are then heard at its first step."""
@@ -31,6 +33,11 @@ class StopRequest:
     def request(self, reason: str) -> None:
         """Ask all ranks to stop after the current step; safe to call from a signal handler."""
         self.reason = reason
+
+    def decide(self, reason: str) -> None:
+        """End training at once. Every rank calls it at the same step, because all decide from the same reduced values."""
+        if self.agreed is None:
+            self.agreed, self.is_decided = reason, True
 
     @property
     def is_requested(self) -> bool:

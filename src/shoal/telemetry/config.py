@@ -1,5 +1,7 @@
 """The ``[telemetry]`` section of a recipe: what a run shows of itself, and how often."""
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from shoal.core.config import Config
@@ -23,6 +25,24 @@ class TelemetryConfig(Config):
         if text is not None:
             parse_window(text)
         return text
+
+
+LoggerName = Literal["tensorboard", "mlflow", "wandb"]
+
+
+class LogConfig(Config):
+    """Other programs that a run's numbers go to, besides its own events."""
+
+    to: tuple[LoggerName, ...] = ()
+    """Which: tensorboard, mlflow, wandb; each but the first needs its extra, such as shoal[mlflow]."""
+    project: str = "shoal"
+    """What the run belongs to: MLflow's experiment, the project of Weights & Biases."""
+    name: str | None = None
+    """What the run is called there; the name of its run directory when left out."""
+    mlflow_uri: str | None = None
+    """Where MLflow keeps runs; MLFLOW_TRACKING_URI when left out, and without that the folder mlflow of the run directory."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """Whether Weights & Biases may use the network; offline files lie in the run directory, for `wandb sync`."""
 
 
 def parse_window(text: str) -> tuple[int, int]:

@@ -15,16 +15,20 @@ from typing import Any
 
 from shoal.core.errors import RequestError
 from shoal.core.events import CheckpointSaved, Evaluated, Event, Logged, MemoryMeasured, StepDone
-from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.config import LogConfig, TelemetryConfig
 
 
-def wants_curves(config: TelemetryConfig) -> bool:
+def wants_curves(config: TelemetryConfig, log: LogConfig | None = None) -> bool:
     """True when a run writes TensorBoard files.
 
     Raises:
-        RequestError: the recipe asks for them, and the library is not installed.
+        RequestError: the recipe asks for them, and the library is not installed; or it asks both for them and for none.
     """
     if config.tensorboard is False:
+        if log is not None and "tensorboard" in log.to:
+            raise RequestError(
+                "log.to names 'tensorboard' and telemetry.tensorboard is false; leave one of the two out"
+            )
         return False
     is_installed = importlib.util.find_spec("tensorboardX") is not None
     if config.tensorboard and not is_installed:
@@ -49,7 +53,8 @@ def scalars(event: Event) -> dict[str, float]:
             points["speed/tokens_per_s"] = event.tokens / event.seconds
         return points
     if isinstance(event, Evaluated):
-        points = {f"{event.split}/loss": event.loss}
+        points = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
+        points[f"{event.split}/loss"] = event.loss
         if event.accuracy is not None:
             points[f"{event.split}/accuracy"] = event.accuracy
         return points

@@ -19,6 +19,7 @@ from shoal.core.rundir import RunDir
 from shoal.data.build import build_splits
 from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
+from shoal.engine.callbacks.build import build_callbacks
 from shoal.engine.objective import Objective, Scoring
 from shoal.engine.parallelize import example_of
 from shoal.engine.resolve import RunSetup
@@ -100,6 +101,8 @@ def build_trainer(
         rank_status=rank_status,
         world=world,
         was_tried=True,
+        hooks=build_callbacks(recipe.callbacks),
+        log=recipe.log,
         stop=stop,
     )
 

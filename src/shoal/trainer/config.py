@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomlkit
-from pydantic import BaseModel, Field, Tag
+from pydantic import BaseModel, Field, Tag, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.core.config import Config, read_toml, validate
+from shoal.core.errors import did_you_mean
 from shoal.core.rundir import Readers
 from shoal.data.config import DataConfig
 from shoal.elastic.config import ElectionConfig
+from shoal.engine.callback_config import SHIPPED, CallbackConfig, is_own, is_shipped, metric_name
 from shoal.engine.config import Settings, TrainConfig
 from shoal.launch.config import ProcessConfig
 from shoal.models.config import ModelConfig
@@ -29,7 +31,7 @@ from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.paramserver.config import ParamServerConfig
 from shoal.pipeline.config import PipelineConfig
 from shoal.planner.config import PlannerConfig
-from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.config import LogConfig, TelemetryConfig
 
 
 class ElasticConfig(ElectionConfig, ProcessConfig):
@@ -45,6 +47,20 @@ class EvalConfig(Config):
     """Samples of the split to use, its first ones; 0 takes the whole split."""
     batch: int | None = Field(default=None, ge=1)
     """Samples per forward pass while evaluating; the training microbatch when left out."""
+    metrics: tuple[str, ...] = ()
+    """Metrics besides the loss: accuracy, topK such as top5, perplexity, f1, mae, rmse, or your own as module:function."""
+
+    @field_validator("metrics")
+    @classmethod
+    def _are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for place, name in enumerate(names):
+            if not (is_shipped(name) or is_own(name)):
+                raise ValueError(
+                    f"there is no metric {name!r}; {did_you_mean(name, [*SHIPPED, 'top5'])}, or name your own as module:function"
+                )
+            if metric_name(name) in map(metric_name, names[:place]):
+                raise ValueError(f"two metrics are called {metric_name(name)!r}; leave one out, or rename it")
+        return names
 
 
 class RunConfig(Config):
@@ -59,6 +75,8 @@ class Recipe(Config):
 
     plan: str = "dp=1"
     """How the run is laid out over processes, such as "dp=2"."""
+    callbacks: tuple[CallbackConfig, ...] = ()
+    """Code that is called between steps: names, tables with a name and its settings, or your own as module:function."""
     model: ModelConfig
     """The model."""
     data: DataConfig
@@ -85,6 +103,8 @@ class Recipe(Config):
     """What plans are searched for, where that is not the recipe's module on a known device."""
     elastic: ElasticConfig = ElasticConfig()
     """Deadlines and restarts."""
+    log: LogConfig = LogConfig()
+    """Other programs that a run's numbers go to."""
 
     @property
     def settings(self) -> Settings:

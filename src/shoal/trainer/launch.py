@@ -49,7 +49,7 @@ def train_supervised(
     run_dir = prepared.run_dir
     finished = already_finished(prepared)
     if finished is not None:
-        print(say_finished(run_dir, finished["steps"], prepared.setup.total_steps), file=sys.stderr)
+        print(say_finished(run_dir, finished, prepared.setup.total_steps), file=sys.stderr)
         return Ended(exit_code=EXIT_DONE, summary=finished)
     with withheld(prepared.recipe.run.readable_by):
         return _train_in(prepared, debug=debug, forecast=forecast, run_job=run_job)

@@ -135,7 +135,7 @@ def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
             )
         finished = already_finished(prepared)
         if finished is not None:
-            print(say_finished(prepared.run_dir, finished["steps"], prepared.setup.total_steps), file=sys.stderr)
+            print(say_finished(prepared.run_dir, finished, prepared.setup.total_steps), file=sys.stderr)
             store.set(_START_KEY, json.dumps({"finished": True}))
             return None
         withhold(prepared.recipe.run.readable_by)

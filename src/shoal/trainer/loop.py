@@ -21,7 +21,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.world import World, join_world
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError, RunError
-from shoal.core.events import Evaluated, RunEnded, RunStarted, StepDone
+from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
 from shoal.core.units import parse_duration
@@ -29,9 +29,11 @@ from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
+from shoal.engine.callbacks.build import early_stopping
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult, check_hooks
+from shoal.engine.metrics import Metric, build_metrics
 from shoal.engine.parallelize import parallelize
 from shoal.engine.reporting import Reporter, describe_draws
 from shoal.engine.resolve import RunSetup, asks_the_model, resolve_alone, updates_per_step
@@ -43,10 +45,10 @@ from shoal.launch.processor import avoid_hidden_tiles
 from shoal.optim.config import OptimConfig
 from shoal.optim.rates import after_evaluation, rate
 from shoal.parallel.analysis.structure import ParallelConfig
-from shoal.parallel.describe import describe
 from shoal.parallel.replica_check import check_replicas
 from shoal.pipeline.config import PipelineConfig
-from shoal.telemetry.config import TelemetryConfig
+from shoal.telemetry.config import LogConfig, TelemetryConfig
+from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
@@ -85,6 +87,9 @@ class Trainer:
         environment: Mapping[str, str] | None = None,
         was_tried: bool = False,
         hooks: Iterable[Hook] = (),
+        metrics: Iterable[Metric] = (),
+        loggers: Iterable[Logger] = (),
+        log: LogConfig | None = None,
         stop: StopRequest | None = None,
     ) -> None:
         hooks = check_hooks(hooks)
@@ -98,6 +103,7 @@ class Trainer:
             pipeline=pipeline or PipelineConfig(),
         )
         self.eval_config, self.data = evaluation or EvalConfig(), data
+        self.metrics = [*build_metrics(self.eval_config.metrics), *metrics]
         deadline = (elastic or ProcessConfig()).collective_deadline
         telemetry = telemetry or TelemetryConfig()
         self.prefetch, self.workers, self.memory_every = prefetch, workers, telemetry.memory_every
@@ -111,7 +117,14 @@ class Trainer:
         )
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
         self.reporter = Reporter(
-            run_dir, world=self.world, config=telemetry, rank_status=rank_status, total_steps=self.total_steps
+            run_dir,
+            world=self.world,
+            config=telemetry,
+            rank_status=rank_status,
+            total_steps=self.total_steps,
+            log=log,
+            loggers=loggers,
+            facts=self.settings.describe() | {"plan": str(self.plan)},
         )
         self.status: FinalStatus = "completed"
         self._looked_for_draws = False
@@ -127,7 +140,7 @@ class Trainer:
                 settings=self.settings,
                 world=self.world,
                 status=rank_status,
-                hooks=hooks,
+                hooks=[*hooks, *early_stopping(train.early_stop, self.eval_config.every)],
                 stop=stop,
             )
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
@@ -179,8 +192,20 @@ class Trainer:
                     f"step {self.progress.step}, as at the start of a run"
                 )
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
+            self._recall()
         else:
             self.reporter.tell("there is no checkpoint to go on from; starting at step 0")
+
+    def _recall(self) -> None:
+        """Give hooks back what the checkpoint kept of them, and heed what they ask for then."""
+        self.engine.hooks.load_state(self.progress.callbacks)
+        self._heed()
+
+    def _heed(self) -> None:
+        """Do what hooks asked for besides saving and stopping."""
+        self.persistence.keep(self.engine.requests.kept)
+        for message in self.engine.requests.take_messages():
+            self.reporter.tell(message)
 
     def _signed(self, progress: Progress) -> Progress:
         """The progress with the history of versions that an asynchronous pipeline has; unchanged without one."""
@@ -244,6 +269,7 @@ class Trainer:
                     loader.close()
                     self.progress = self.setbacks.roll_back(self.progress, self._state_at)
                     self.engine.reduction.publish()
+                    self._recall()
                     loader = self._open_loader()
         finally:
             loader.close()
@@ -263,37 +289,15 @@ class Trainer:
             return None
         step, batch = self.progress.step, self.eval_config.batch or self.setup.micro_batch
         limit = self.eval_config.samples if limit is None else limit
-        found = self.engine.evaluate(source, split=split, batch=batch, limit=limit, step=step)
-        self.reporter.evaluated(
-            Evaluated(
-                step=step,
-                split=split,
-                loss=found.loss,
-                accuracy=found.accuracy,
-                samples=found.samples,
-                seconds=found.seconds,
-            )
-        )
+        found = self.engine.evaluate(source, split=split, batch=batch, limit=limit, step=step, metrics=self.metrics)
+        self.reporter.evaluated(found.as_event(step))
+        self._heed()
         return found
 
     def _announce(self) -> None:
-        self.reporter.event(
-            RunStarted(
-                plan=str(self.plan),
-                world_size=self.world.size,
-                step=self.progress.step,
-                generation=self.world.generation,
-                pid=os.getpid(),
-            )
-        )
-        if asks_the_model(self.plan):
-            lines = describe(self.engine.analysis, self.plan)
-            if self.engine.pipeline is not None:
-                lines += self.engine.pipeline.stages.describe()
-            if self.engine.asynchronous is not None:
-                lines += self.engine.asynchronous.describe()
-            for line in lines:
-                self.reporter.tell(line)
+        self.reporter.started(str(self.plan), step=self.progress.step)
+        for line in self.engine.describe() if asks_the_model(self.plan) else ():
+            self.reporter.tell(line)
         self.persistence.warn_if_disk_is_short(self.engine.state(self.progress.step), num_parts=self.plan.pp)
 
     def _open_loader(self) -> Loader:
@@ -338,6 +342,7 @@ class Trainer:
         step = self.progress.step
         self.reporter.enter("data", step + 1)
         periods = [self.eval_config.every, self.persistence.every, self.settings.train.watch_every, self.memory_every]
+        periods.append(int(self.engine.hooks.need_every_step))
         length = pipeline.window_length(step, self.total_steps, periods) if self.tracer is None else 1
         batches = [loader.next() for _ in range(length)]
         data_seconds = time.perf_counter() - started
@@ -380,17 +385,11 @@ class Trainer:
             raise RunError(why_constant)
         tokens = batch.num_samples * self.data.spec.tokens_per_sample
         scale = before.loss_scale
-        self.progress = replace(
-            before,
-            step=before.step + 1,
-            position=batch.position,
-            loss_scale=scale.after_step(result.is_finite) if self.engine.precision.scales_loss else scale,
-            first_loss=result.loss if before.first_loss is None else before.first_loss,
-            last_loss=result.loss,
-            tokens=before.tokens + tokens,
-            skipped=before.skipped + (not result.is_taken),
-            trained_seconds=before.trained_seconds + seconds,
+        self.progress = before.after(
+            loss=result.loss, is_taken=result.is_taken, position=batch.position, tokens=tokens, seconds=seconds
         )
+        if self.engine.precision.scales_loss:
+            self.progress = replace(self.progress, loss_scale=scale.after_step(result.is_finite))
         return StepDone(
             step=self.progress.step,
             loss=result.loss,
@@ -420,11 +419,15 @@ class Trainer:
             self._compare_replicas()
         if self._wants_evaluation(step):
             self._evaluate_validation()
+        if self.engine.requests.take_save() and not self.persistence.is_due(step):
+            self._compare_replicas()
+            self._save()
         if self.persistence.is_due(step):
             self._save()
 
     def _save(self) -> None:
         self.reporter.enter("checkpoint", self.progress.step)
+        self.progress = replace(self.progress, callbacks=self.engine.hooks.state())
         if self.persistence.save(self.engine.state(self.progress.step), self.progress):
             for hook in self.engine.hooks:
                 hook.on_save(self.progress.step)
@@ -441,29 +444,28 @@ class Trainer:
 
     def _wants_evaluation(self, step: int) -> bool:
         is_due = self.eval_config.every > 0 and step % self.eval_config.every == 0
-        # Under a plateau schedule an evaluation decides the next rate. Otherwise a user who asked to stop need not wait for one,
-        # and that of the last step comes after its checkpoint.
+        # Where an evaluation decides something, such as the next rate, the checkpoint must know of it. Otherwise a user who asked
+        # to stop need not wait for one, and that of the last step comes after its checkpoint.
         is_idle = self.stopped_by is None and step < self.total_steps
-        return is_due and (is_idle or self.settings.optim.schedule == "plateau")
+        decides = self.settings.optim.schedule == "plateau" or self.engine.hooks.follow_evaluations
+        return is_due and (is_idle or decides)
 
     def _evaluate_validation(self) -> None:
         found = self.evaluate("validation")
         if found is not None:
             plateau = after_evaluation(self.progress.plateau, found.loss, self.settings.optim)
-            self.progress = replace(self.progress.validated(found.loss, found.accuracy), plateau=plateau)
+            self.progress = replace(self.progress.validated(found), plateau=plateau)
 
     def _finish(self) -> None:
         """Save, evaluate and settle. The weights come first: a signal may end the run while it evaluates."""
         if self.stopped_by is not None and self.progress.step < self.total_steps:
-            self.status = "interrupted"
+            self.status = "completed" if self.engine.stop.is_decided else "interrupted"
         self._compare_replicas()
         self._save()
         if self.status == "completed" and not self._wants_evaluation(self.progress.step):
             found = self.evaluate("validation")
             # Not part of the schedule, so it must not count for it: a run that is extended later would not have had it.
-            self.progress = self.progress.validated(
-                *((found.loss, found.accuracy) if found is not None else (None, None))
-            )
+            self.progress = self.progress.validated(found)
             if found is not None and math.isfinite(found.loss):
                 self.persistence.take(self.progress.step + 1)
         self.reporter.enter("wait: checkpoint", self.progress.step)

@@ -24,6 +24,8 @@ from shoal.data.config import AnyDataConfig
 from shoal.data.loader import Microbatch
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
 from shoal.data.source import Splits
+from shoal.engine.callbacks.build import build_callbacks
+from shoal.engine.metrics import build_metrics
 from shoal.engine.objective import Objective, Scoring
 from shoal.engine.parallelize import analyse, example_of, resolve_stages
 from shoal.models.embeddings import make_dense
@@ -200,6 +202,15 @@ class OwnPartsHere:
             RequestError: with the nearest name, the arguments that it takes, or why it cannot be used.
         """
         check_named(recipe.optim)
+
+    def check_callbacks(self, recipe: Recipe) -> None:
+        """Make the callbacks and metrics that a recipe names.
+
+        Raises:
+            RequestError: one cannot be imported or called, or is none.
+        """
+        build_callbacks(recipe.callbacks)
+        build_metrics(recipe.eval.metrics)
 
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Build the module, look at what it is made of, and refuse a plan that does not fit it.

@@ -1,7 +1,7 @@
 """Between a run and its checkpoints: what is saved, what is taken up again, and what becomes of the ones that are torn."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
 from shoal.engine.agreement import agree_on_checkpoint, agree_on_failure
+from shoal.engine.hooks import without_missing
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import (
     RankState,
@@ -165,6 +166,11 @@ class Persistence:
         if self.saver is not None:
             self.saver.take(step)
 
+    def keep(self, steps: Collection[int]) -> None:
+        """Let the checkpoints of these steps not expire, in place of those that were named before."""
+        if self.saver is not None:
+            self.saver.kept = frozenset(steps)
+
     def settle(self) -> None:
         """Wait until what has expired is deleted."""
         if self.saver is not None:
@@ -270,7 +276,7 @@ class Persistence:
             self.reporter.warn(warning)
             if progress.position.offset >= self.data.splits["train"].samples:
                 progress = replace(progress, position=Position(epoch=progress.position.epoch + 1))
-        state = state_at(progress)
+        state = without_missing(state_at(progress), checkpoint.manifest.tensors)
         refuse_other_state(state, checkpoint.manifest.tensors, origin=str(path))
         load_rank_state(state, read_local(path, state.placements, expect=manifest), origin=str(path))
         # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.

@@ -7,9 +7,10 @@ alike, so the decisions below are pure functions of them.
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import NoneType
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.core.errors import RunError
 from shoal.data.order import Position
@@ -20,12 +21,29 @@ from shoal.optim.rates import PlateauState
 _MAX_COUNT = 2**62
 _FORMER_KEYS = {"stream": "async_signature", "stream_start": "async_start"}
 """Of checkpoints that were written before these fields had their present names."""
+_RARE = ("validation_metrics", "callbacks")
 WINDOW = 16
 """Losses of taken steps that a loss is compared with."""
 LEAST = 4
 """Fewer say nothing yet, and no step is left out."""
 MOST_ROLLBACKS = 8
 """After so many the rate is not what is wrong."""
+
+
+class Validation(Protocol):
+    """What a run remembers of an evaluation."""
+
+    @property
+    def loss(self) -> float:
+        """Mean over the split."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of targets with the highest score; None where that makes no sense."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Others by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +80,39 @@ class Progress:
     async_start: int = 0
     """The step at which its history of versions began."""
     trained_seconds: float = 0.0
+    validation_metrics: Mapping[str, float] = field(default_factory=dict)
+    """By name: those of ``eval.metrics``, and those of averaged weights."""
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
+    """What hooks remember, by their names; filled in when it is saved."""
 
-    def validated(self, loss: float | None, accuracy: float | None) -> "Progress":
-        """With what an evaluation on the validation split found."""
-        return replace(self, validation_loss=loss, validation_accuracy=accuracy)
+    def after(self, *, loss: float, is_taken: bool, position: Position, tokens: int, seconds: float) -> "Progress":
+        """One step further."""
+        return replace(
+            self,
+            step=self.step + 1,
+            position=position,
+            first_loss=loss if self.first_loss is None else self.first_loss,
+            last_loss=loss,
+            tokens=self.tokens + tokens,
+            skipped=self.skipped + (not is_taken),
+            trained_seconds=self.trained_seconds + seconds,
+        )
+
+    def validated(self, found: Validation | None) -> "Progress":
+        """With what an evaluation on the validation split found; None where there is no such split."""
+        if found is None:
+            return replace(self, validation_loss=None, validation_accuracy=None, validation_metrics={})
+        return replace(
+            self,
+            validation_loss=found.loss,
+            validation_accuracy=found.accuracy,
+            validation_metrics=dict(found.metrics),
+        )
 
     def as_values(self) -> dict[str, Any]:
-        """JSON for the manifest."""
-        return asdict(self)
+        """JSON for the manifest; what few runs have is left out where there is nothing of it."""
+        values = asdict(self)
+        return {key: value for key, value in values.items() if value or key not in _RARE}
 
     @classmethod
     def from_values(cls, values: Any, *, origin: str) -> "Progress":
@@ -86,6 +129,8 @@ class Progress:
                 loss_scale=LossScale(**plain.pop("loss_scale")),
                 plateau=PlateauState(**plain.pop("plateau")),
                 recovery=Recovery(**{**recovery, "losses": tuple(recovery.get("losses", ()))}),
+                validation_metrics=dict(plain.pop("validation_metrics", {})),
+                callbacks=dict(plain.pop("callbacks", {})),
                 **plain,
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -131,6 +176,12 @@ def _impossible(progress: Progress) -> tuple[str, Any] | None:
     seconds = progress.trained_seconds
     if type(seconds) not in (float, int) or not 0 <= seconds < math.inf:
         wrong.append(("trained_seconds", seconds))
+    wrong += [(f"callbacks.{name}", one) for name, one in progress.callbacks.items() if not isinstance(one, Mapping)]
+    wrong += [
+        (f"validation_metrics.{name}", one)
+        for name, one in progress.validation_metrics.items()
+        if type(one) not in (float, int)
+    ]
     if type(progress.async_signature) is not str:
         wrong.append(("async_signature", progress.async_signature))
     return wrong[0] if wrong else None

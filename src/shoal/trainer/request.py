@@ -4,7 +4,7 @@ No torch: a misspelt key is answered in a fraction of a second. Only a recipe th
 torch, imports them, because that is the only way to know that they can be imported.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from shoal.core.rundir import RunDir
 from shoal.data.check import DataSummary, check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
+from shoal.engine.callback_config import EARLY_STOP, OwnCallbackConfig, check_followed, is_own
 from shoal.engine.resolve import (
     ResolvedPlan,
     RunSetup,
@@ -34,6 +35,7 @@ from shoal.models.check import check_model, facts_of
 from shoal.models.config import OwnModelConfig
 from shoal.paramserver.config import rule_problems
 from shoal.telemetry.config import parse_window
+from shoal.telemetry.loggers import check_loggers
 from shoal.telemetry.summaryfile import read_summary
 from shoal.telemetry.tensorboard import wants_curves
 from shoal.trainer.claim import check_claim, choose_run_dir, list_gentler, require_run_dir
@@ -79,6 +81,9 @@ class OwnParts(Protocol):
     def check_optimizer(self, recipe: Recipe) -> None:
         """Refuse an optimizer that torch does not have or that cannot be used; called only where a class of torch is named."""
 
+    def check_callbacks(self, recipe: Recipe) -> None:
+        """Refuse callbacks and metrics of the user's own that cannot be imported or made; called only where one is named."""
+
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Refuse a resolved plan that a module cannot be laid out by; called only where nothing but building it can tell."""
 
@@ -118,7 +123,9 @@ def already_finished(prepared: Prepared) -> dict[str, Any] | None:
         return None
     summary = read_summary(prepared.run_dir)
     is_done = (
-        summary is not None and summary["status"] == "completed" and summary["steps"] >= prepared.setup.total_steps
+        summary is not None
+        and summary["status"] == "completed"
+        and (summary["steps"] >= prepared.setup.total_steps or summary.get("stopped_by") == EARLY_STOP)
     )
     if summary is None or not is_done:
         return None
@@ -127,8 +134,11 @@ def already_finished(prepared: Prepared) -> dict[str, Any] | None:
     return summary if newest is not None and newest.name == step_name(summary["steps"]) else None
 
 
-def say_finished(run_dir: Path, steps: int, wanted: int) -> str:
-    """That a run has nothing left to do; mentions what was asked for where that is less."""
+def say_finished(run_dir: Path, summary: Mapping[str, Any], wanted: int) -> str:
+    """That a run has nothing left to do; mentions what was asked for where that is another number."""
+    steps = summary["steps"]
+    if summary.get("stopped_by") == EARLY_STOP and steps < wanted:
+        return f"{run_dir} stopped early, after {steps} of {wanted} steps, as train.early_stop asked; nothing to do"
     asked = f", and {wanted} were asked for" if wanted < steps else ""
     return f"{run_dir} has completed its {steps} steps{asked}; nothing to do"
 
@@ -163,7 +173,9 @@ def check_parts(
     assert data.spec is not None and data.train is not None, "data that was measured has a spec and a length"
     check_model(recipe.model, data.spec)
     refuse_settings(recipe, plan)
-    wants_curves(recipe.telemetry)
+    wants_curves(recipe.telemetry, recipe.log)
+    check_loggers(recipe.log)
+    _check_callbacks(recipe, plan, data, own=own)
     if recipe.optim.is_torch_class:
         own.check_optimizer(recipe)
     # Before the plan is held to the module: one that cannot run has nothing that a plan could split.
@@ -196,6 +208,40 @@ def check_parts(
             *tried,
         ),
     )
+
+
+def _check_callbacks(recipe: Recipe, plan: Plan, data: DataSummary, *, own: OwnParts) -> None:
+    """Refuse callbacks and metrics that this run cannot have.
+
+    Raises:
+        RequestError: names the key, and the fix.
+    """
+    check_followed(
+        recipe.callbacks,
+        recipe.train.early_stop,
+        metrics=recipe.eval.metrics,
+        evaluate_every=recipe.eval.every,
+        num_validation=data.validation,
+    )
+    kind = data.spec.kind if data.spec is not None else "own"
+    for name in recipe.eval.metrics:
+        of_numbers = name in ("mae", "rmse")
+        if not is_own(name) and kind != "own" and of_numbers != (kind == "regression"):
+            fits = "mae, rmse" if kind == "regression" else "accuracy, top5, perplexity, f1"
+            raise RequestError(f"eval.metrics: {name!r} makes no sense for data of the kind {kind}; take one of {fits}")
+        if is_own(name) and plan.cp > 1:
+            raise RequestError(
+                f"eval.metrics: {name!r} needs whole outputs, and under cp={plan.cp} a rank has a part of each sequence; leave "
+                "one of the two out"
+            )
+    if plan.ps and (recipe.callbacks or recipe.train.early_stop is not None or recipe.eval.metrics):
+        key = "callbacks" if recipe.callbacks else "eval.metrics" if recipe.eval.metrics else "train.early_stop"
+        raise RequestError(
+            f"plan {str(plan)!r}: {key} needs a loop of steps that all ranks take together, which parameter servers have not; "
+            f"leave {key} out, or use dp={plan.workers}"
+        )
+    if any(map(is_own, recipe.eval.metrics)) or any(isinstance(one, OwnCallbackConfig) for one in recipe.callbacks):
+        own.check_callbacks(recipe)
 
 
 def read_request(request: TrainRequest) -> tuple[Recipe, Plan, ResolvedPlan]:

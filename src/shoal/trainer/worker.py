@@ -123,6 +123,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
         "final_loss": progress.last_loss,
         "validation_loss": progress.validation_loss,
         "validation_accuracy": progress.validation_accuracy,
+        **({"validation_metrics": dict(progress.validation_metrics)} if progress.validation_metrics else {}),
         "baseline_loss": trainer.data.spec.baseline_loss,
         "tokens_per_s": progress.tokens / seconds if seconds > 0 else 0.0,
         "samples_per_s": progress.tokens / trainer.data.spec.tokens_per_sample / seconds if seconds > 0 else 0.0,

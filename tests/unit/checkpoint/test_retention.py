@@ -52,9 +52,9 @@ def test_the_newest_always_stays_and_no_more_than_needed_goes(steps, keep, keep_
 
 
 def test_the_newest_good_one_stays_beside_those_that_are_kept():
-    assert expired([10, 20, 30, 40], newest=40, keep=1, keep_every=None, good=20) == [10, 30]
-    assert expired([10, 20, 30, 40], newest=40, keep=1, keep_every=None, good=40) == [10, 20, 30]
-    assert expired([10, 20, 30, 40], newest=40, keep=3, keep_every=None, good=30) == [10]
+    assert expired([10, 20, 30, 40], newest=40, keep=1, keep_every=None, stays=[20]) == [10, 30]
+    assert expired([10, 20, 30, 40], newest=40, keep=1, keep_every=None, stays=[40]) == [10, 20, 30]
+    assert expired([10, 20, 30, 40], newest=40, keep=3, keep_every=None, stays=[30]) == [10]
 
 
 def test_a_checkpoint_is_good_once_a_step_was_taken_from_it():
