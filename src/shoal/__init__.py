@@ -38,6 +38,15 @@ _SUBJECTS = {
         "StepResult": "shoal.engine.hooks",
         "Evaluation": "shoal.engine.evaluate",
     },
+    "Callbacks, metrics and loggers": {
+        "EarlyStopping": "shoal.engine.callbacks.monitor",
+        "BestCheckpoint": "shoal.engine.callbacks.monitor",
+        "EMA": "shoal.engine.callbacks.ema",
+        "Metric": "shoal.engine.metrics",
+        "GatheredMetric": "shoal.engine.metrics",
+        "Logger": "shoal.telemetry.loggers",
+        "LogConfig": "shoal.telemetry.config",
+    },
     "Plans and recipes": {
         "Plan": "shoal.core.plan",
         "Recipe": "shoal.trainer.config",

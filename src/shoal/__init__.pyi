@@ -8,16 +8,23 @@ from shoal.core.errors import RunError as RunError
 from shoal.core.errors import ShoalError as ShoalError
 from shoal.core.plan import Plan as Plan
 from shoal.data.sources.own import from_datasets as from_datasets
+from shoal.engine.callbacks.ema import EMA as EMA
+from shoal.engine.callbacks.monitor import BestCheckpoint as BestCheckpoint
+from shoal.engine.callbacks.monitor import EarlyStopping as EarlyStopping
 from shoal.engine.config import TrainConfig as TrainConfig
 from shoal.engine.evaluate import Evaluation as Evaluation
 from shoal.engine.hooks import Hook as Hook
 from shoal.engine.hooks import StepResult as StepResult
+from shoal.engine.metrics import GatheredMetric as GatheredMetric
+from shoal.engine.metrics import Metric as Metric
 from shoal.library.loader import RunLoader as RunLoader
 from shoal.library.run import Run as Run
 from shoal.optim.config import OptimConfig as OptimConfig
 from shoal.parallel.analysis.structure import ParallelConfig as ParallelConfig
 from shoal.pipeline.config import PipelineConfig as PipelineConfig
+from shoal.telemetry.config import LogConfig as LogConfig
 from shoal.telemetry.config import TelemetryConfig as TelemetryConfig
+from shoal.telemetry.loggers import Logger as Logger
 from shoal.trainer.build import LoadedRun as LoadedRun
 from shoal.trainer.build import load_run as load_run
 from shoal.trainer.config import ElasticConfig as ElasticConfig
@@ -37,13 +44,20 @@ from shoal.verify.session import verify as verify
 
 __all__ = [
     "Answer",
+    "BestCheckpoint",
     "Certificate",
     "CheckpointConfig",
+    "EMA",
+    "EarlyStopping",
     "ElasticConfig",
     "EvalConfig",
     "Evaluation",
+    "GatheredMetric",
     "Hook",
     "LoadedRun",
+    "LogConfig",
+    "Logger",
+    "Metric",
     "MutantResult",
     "OptimConfig",
     "ParallelConfig",

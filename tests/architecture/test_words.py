@@ -125,7 +125,7 @@ FILES = {
 ELSEWHERE = {
     "lane": ("schedules", "planner"),
     "lanes": ("schedules", "planner"),
-    "patience": ("optim",),
+    "patience": ("engine", "optim"),
     "placed": ("schedules",),
     "rounds": ("comm",),
 }

@@ -49,7 +49,7 @@ CHECKPOINTS = [
         promise=GOOD,
         what="the good one expires as any other",
         file="src/shoal/checkpoint/retention.py",
-        old="    return [step for step in candidates if step != good and (keep_every",
+        old="    return [step for step in candidates if step not in stays and (keep_every",
         new="    return [step for step in candidates if (keep_every",
         test="tests/bugs/test_last_good_checkpoint.py::test_a_run_that_skips_every_step_after_it_blew_up_keeps_what_was_good",
         seconds=5,

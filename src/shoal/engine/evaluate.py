@@ -18,7 +18,7 @@ from shoal.data.loader import Microbatch
 from shoal.data.order import replica_share
 from shoal.data.source import Source
 from shoal.engine.empty import ANY_SAMPLE
-from shoal.engine.metrics import GatheredMetric, Metric, Tally
+from shoal.engine.metrics import GatheredMetric, Metric, MetricSums
 from shoal.engine.objective import Objective, kind_of
 from shoal.pipeline.runtime import Runtime
 
@@ -85,7 +85,7 @@ def evaluate(
     ids = replica_share(np.arange(count, dtype=np.int64), mesh.coordinate(Axis.DATA), mesh.degree(Axis.DATA))
     num_rounds = math.ceil(math.ceil(count / mesh.degree(Axis.DATA)) / batch)
     sums = torch.zeros(4, dtype=torch.float64)  # loss, weight, correct, counted
-    tally = _open_tally(objective, metrics, count, mesh)
+    measured = _open_sums(objective, metrics, count, mesh)
     # Each module's own mode, because the user may have frozen some: a layer in eval mode must still be in it afterwards.
     modes = [(module, module.training) for module in objective.modules()]
     objective.eval()
@@ -95,7 +95,7 @@ def evaluate(
             before_batch()
             own = ids[start : start + batch]
             if len(own):
-                sums += _evaluate_batch(objective, source, own, runtime, tally)
+                sums += _evaluate_batch(objective, source, own, runtime, measured)
             else:
                 # A replica whose share is done still runs: gathering sharded weights takes all of them.
                 _evaluate_batch(objective, source, ANY_SAMPLE, runtime)
@@ -114,11 +114,11 @@ def evaluate(
         accuracy=correct / counted if counted else None,
         samples=count,
         seconds=time.perf_counter() - started,
-        metrics=tally.finish() if tally is not None else {},
+        metrics=measured.finish() if measured is not None else {},
     )
 
 
-def _open_tally(objective: Objective, metrics: Sequence[Metric], count: int, mesh: Mesh) -> Tally | None:
+def _open_sums(objective: Objective, metrics: Sequence[Metric], count: int, mesh: Mesh) -> MetricSums | None:
     if not metrics:
         return None
     scoring = objective.scoring
@@ -131,11 +131,11 @@ def _open_tally(objective: Objective, metrics: Sequence[Metric], count: int, mes
     is_first = mesh.coordinate(Axis.TENSOR) == 0 and (
         not scoring.has_whole_sequence or mesh.coordinate(Axis.CONTEXT) == 0
     )
-    return Tally(metrics, num_samples=count, mesh=mesh, device=objective.device, counts_here=is_first)
+    return MetricSums(metrics, num_samples=count, mesh=mesh, device=objective.device, counts_here=is_first)
 
 
 def _evaluate_batch(
-    objective: Objective, source: Source, ids: np.ndarray, runtime: Runtime | None, tally: Tally | None = None
+    objective: Objective, source: Source, ids: np.ndarray, runtime: Runtime | None, measured: MetricSums | None = None
 ) -> torch.Tensor:
     items = source.collate(ids)
     microbatch = Microbatch.of(items, ids)
@@ -152,8 +152,8 @@ def _evaluate_batch(
     with objective.precision.autocast(objective.device.type):
         wanted = targets_of(microbatch.form, inputs, targets)
         loss = objective.call_loss(output, wanted)
-    if tally is not None:
-        tally.add(ids, objective.scoring.whole_scores(output), wanted)
+    if measured is not None:
+        measured.add(ids, objective.scoring.whole_scores(output), wanted)
     found = objective.scoring.count_correct(output, wanted)
     correct, counted = found if found is not None else (0, 0)
     # Ranks that gathered the whole sequence each count a part of it.

@@ -169,7 +169,7 @@ def _build(text: str) -> Metric:
     return {"perplexity": _Perplexity, "f1": _F1}[text]() if text in ("perplexity", "f1") else _Difference(text)
 
 
-class Tally:
+class MetricSums:
     """What one rank has measured of a split, and the metrics of the whole out of all ranks' parts.
 
     Args:

@@ -127,12 +127,7 @@ def parallelize(
     passes = _build_passes(parts, data, dropout=dropout, train=train, status=status, hooks=Hooks(hooks))
     norms = _whole_norms(parts, outline, passes.reduction)
     held = _make_optimizer(given, settings, model, passes.reduction, norms=norms, groups=groups)
-    assembled = _assemble(
-        parts, passes, outline, norms=norms, optimizer=held, settings=settings, is_given=given is not None
-    )
-    for hook in assembled.hooks:
-        hook.on_attach(assembled)
-    return assembled
+    return _assemble(parts, passes, outline, norms=norms, optimizer=held, settings=settings, is_given=given is not None)
 
 
 def _make_optimizer(
@@ -290,7 +285,7 @@ def _assemble(
     asynchronous = None
     if cut is not None and cut.schedule.updates.are_asynchronous:
         asynchronous = AsyncPipeline(passes, cut, parts.plan, optimizer=optimizer, max_norm=max_norm, stop=scalars.stop)
-    return ParallelModel(
+    assembled = ParallelModel(
         plan=parts.plan,
         model=parts.objective.model,
         world=parts.world,
@@ -310,6 +305,9 @@ def _assemble(
         asynchronous=asynchronous,
         publishes_by_itself=is_given,
     )
+    for hook in assembled.hooks:
+        hook.on_attach(assembled)
+    return assembled
 
 
 def example_of(data: Splits) -> tuple[torch.Tensor, ...]:

@@ -4,6 +4,7 @@ The loop calls one method per thing that happened. Everything slow (files, Tenso
 or a clock, because a metric must never cost a step.
 """
 
+import functools
 import os
 import sys
 import time
@@ -41,43 +42,42 @@ class Reporter:
         config: TelemetryConfig,
         rank_status: RankStatus | None,
         total_steps: int,
-        log: LogConfig | None = None,
-        loggers: Iterable[Logger] = (),
-        facts: Mapping[str, object] | None = None,
     ) -> None:
-        """Open the files and threads that this rank reports to.
-
-        Args:
-            run_dir: where events go; None writes none.
-            world: the ranks; the first one speaks for all.
-            config: what is recorded.
-            rank_status: where the supervisor looks.
-            total_steps: that the run is to take.
-            log: other programs that numbers go to.
-            loggers: objects of the user's own that they go to.
-            facts: settings that such programs show beside the numbers.
-        """
         self.world = world
         self.rank_status = rank_status
         self.total_steps = total_steps
         self.log: EventLog | None = None
         if run_dir is not None:
             folder = RunDir(run_dir).tensorboard
-            sinks = [lambda: TensorBoardSink(folder)] if world.is_first and wants_curves(config, log) else []
+            sinks = [lambda: TensorBoardSink(folder)] if world.is_first and wants_curves(config) else []
             self.log = EventLog(run_dir, world.rank, sinks=sinks)
-        self.loggers = self._open_loggers(run_dir, log or LogConfig(), loggers, facts or {}) if world.is_first else []
+        self.run_dir = run_dir
+        self.loggers: list[LoggerThread] = []
         self.validation_loss: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW_STEPS)
         self._published = 0.0
 
-    def _open_loggers(
-        self, run_dir: Path | None, config: LogConfig, own: Iterable[Logger], facts: Mapping[str, object]
-    ) -> list[LoggerThread]:
+    def add_loggers(
+        self, config: LogConfig | None, own: Iterable[Logger] = (), *, facts: Mapping[str, object] | None = None
+    ) -> None:
+        """Send numbers to other programs too, from the first rank.
+
+        Args:
+            config: which of those that Shoal knows; None for none.
+            own: objects of the user's own, each with ``log(values, step)``.
+            facts: settings that such programs show beside the numbers.
+
+        Raises:
+            RequestError: the package of one is not installed.
+        """
+        config = config or LogConfig()
         check_loggers(config)
-        folder = run_dir if run_dir is not None else Path()
-        named = open_named(config, folder=str(folder), name=folder.absolute().name, facts=facts)
-        given = [(type(logger).__name__, lambda logger=logger: logger) for logger in own]
-        return [LoggerThread(opener, name=name) for name, opener in [*named.items(), *given]]
+        if not self.world.is_first:
+            return
+        folder = self.run_dir if self.run_dir is not None else Path()
+        named = open_named(config, folder=str(folder), name=folder.absolute().name, facts=facts or {})
+        self.loggers += [LoggerThread(opener, name=name) for name, opener in named.items()]
+        self.loggers += [LoggerThread(functools.partial(_itself, one), name=type(one).__name__) for one in own]
 
     def event(self, event: Event) -> None:
         """Record something that happened; callable from any thread, never blocks."""
@@ -163,6 +163,10 @@ class Reporter:
             self.log.close()
         close_all(self.loggers)
         self.loggers = []
+
+
+def _itself(logger: Logger) -> Logger:
+    return logger
 
 
 def describe_draws(dropout: DropoutKey, loader: Loader) -> Iterator[str]:

@@ -34,6 +34,7 @@ from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult, check_hooks
 from shoal.engine.metrics import Metric, build_metrics
+from shoal.engine.model import ParallelModel
 from shoal.engine.parallelize import parallelize
 from shoal.engine.reporting import Reporter, describe_draws
 from shoal.engine.resolve import RunSetup, asks_the_model, resolve_alone, updates_per_step
@@ -42,6 +43,7 @@ from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import read_place
 from shoal.launch.processor import avoid_hidden_tiles
+from shoal.models.losses import Loss
 from shoal.optim.config import OptimConfig
 from shoal.optim.rates import after_evaluation, rate
 from shoal.parallel.analysis.structure import ParallelConfig
@@ -117,32 +119,17 @@ class Trainer:
         )
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
         self.reporter = Reporter(
-            run_dir,
-            world=self.world,
-            config=telemetry,
-            rank_status=rank_status,
-            total_steps=self.total_steps,
-            log=log,
-            loggers=loggers,
-            facts=self.settings.describe() | {"plan": str(self.plan)},
+            run_dir, world=self.world, config=telemetry, rank_status=rank_status, total_steps=self.total_steps
         )
+        self.reporter.add_loggers(log, loggers, facts=self.settings.describe() | {"plan": str(self.plan)})
         self.status: FinalStatus = "completed"
         self._looked_for_draws = False
         try:
             self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
             if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
                 self.reporter.warn(warning)
-            self.engine = parallelize(
-                model,
-                data,
-                loss,
-                plan=self.plan,
-                settings=self.settings,
-                world=self.world,
-                status=rank_status,
-                hooks=[*hooks, *early_stopping(train.early_stop, self.eval_config.every)],
-                stop=stop,
-            )
+            hooks = [*hooks, *early_stopping(train.early_stop, self.eval_config.every)]
+            self.engine = self._lay_out(model, loss, hooks, rank_status, stop)
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
             self.setbacks = Setbacks(train, self.engine, self.persistence)
             first_scale = self.engine.precision.first_loss_scale
@@ -153,6 +140,21 @@ class Trainer:
         except BaseException:
             self.reporter.close()  # Its thread is nobody else's to end: there is no trainer to close.
             raise
+
+    def _lay_out(
+        self, model: nn.Module, loss: Loss, hooks: list[Hook], status: RankStatus | None, stop: StopRequest | None
+    ) -> ParallelModel:
+        return parallelize(
+            model,
+            self.data,
+            loss,
+            plan=self.plan,
+            settings=self.settings,
+            world=self.world,
+            status=status,
+            hooks=hooks,
+            stop=stop,
+        )
 
     def _open_persistence(self, run_dir: Path | None, config: CheckpointConfig) -> Persistence:
         return Persistence(
@@ -458,8 +460,9 @@ class Trainer:
 
     def _finish(self) -> None:
         """Save, evaluate and settle. The weights come first: a signal may end the run while it evaluates."""
-        if self.stopped_by is not None and self.progress.step < self.total_steps:
-            self.status = "completed" if self.engine.stop.is_decided else "interrupted"
+        is_early = self.stopped_by is not None and self.progress.step < self.total_steps
+        if is_early and not self.engine.stop.is_decided:
+            self.status = "interrupted"
         self._compare_replicas()
         self._save()
         if self.status == "completed" and not self._wants_evaluation(self.progress.step):
