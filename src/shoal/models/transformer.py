@@ -30,12 +30,16 @@ class Rotary(nn.Module):
         self.register_buffer("cos_LE", angles_LE.cos().float(), persistent=False)
         self.register_buffer("sin_LE", angles_LE.sin().float(), persistent=False)
 
-    def forward(self, x_BHLE: Tensor) -> Tensor:
-        """The same heads, each pair of halves turned by its position."""
-        length = x_BHLE.shape[-2]
-        rows = slice(length) if self.positions is None else self.positions(length)
-        cos_LE = self.cos_LE[rows].to(x_BHLE.dtype)
-        sin_LE = self.sin_LE[rows].to(x_BHLE.dtype)
+    def forward(self, x_BHLE: Tensor, places_BL: Tensor | None = None) -> Tensor:
+        """The same heads, each pair of halves turned by its position; by ``places_BL`` where each sample has its own."""
+        if places_BL is not None:
+            cos_LE = self.cos_LE[places_BL].to(x_BHLE.dtype).unsqueeze(1)  # (B, 1, L, E)
+            sin_LE = self.sin_LE[places_BL].to(x_BHLE.dtype).unsqueeze(1)
+        else:
+            length = x_BHLE.shape[-2]
+            rows = slice(length) if self.positions is None else self.positions(length)
+            cos_LE = self.cos_LE[rows].to(x_BHLE.dtype)
+            sin_LE = self.sin_LE[rows].to(x_BHLE.dtype)
         first, second = x_BHLE.chunk(2, dim=-1)
         return torch.cat((first * cos_LE - second * sin_LE, second * cos_LE + first * sin_LE), dim=-1)
 
@@ -61,6 +65,7 @@ class Attention(nn.Module):
         rotary: Rotary | None = None,
         causal: bool = False,
         mask: Tensor | None = None,
+        places_BL: Tensor | None = None,
     ) -> Tensor:
         """What each position gathers.
 
@@ -70,13 +75,14 @@ class Attention(nn.Module):
             rotary: turns queries and keys by their position.
             causal: a position sees only itself and earlier ones.
             mask: True where a position may be seen, broadcast to (B, H, L, M).
+            places_BL: the position of each token in its document, for ``rotary``; that in the sequence when left out.
         """
         source_BMD = x_BLD if memory_BMD is None else memory_BMD
         query_BHLE = self._heads(self.query(x_BLD), self.heads)
         key_BKME = self._heads(self.key(source_BMD), self.kv_heads)
         value_BKME = self._heads(self.value(source_BMD), self.kv_heads)
         if rotary is not None:
-            query_BHLE, key_BKME = rotary(query_BHLE), rotary(key_BKME)
+            query_BHLE, key_BKME = rotary(query_BHLE, places_BL), rotary(key_BKME, places_BL)
         mixed_BHLE = F.scaled_dot_product_attention(
             query_BHLE,
             key_BKME,
@@ -90,6 +96,20 @@ class Attention(nn.Module):
 
     def _heads(self, x_BLX: Tensor, heads: int) -> Tensor:
         return x_BLX.view(*x_BLX.shape[:-1], heads, self.head).transpose(1, 2)  # (B, heads, L, E)
+
+
+def places_in_documents(documents_BL: Tensor) -> Tensor:
+    """The position of each token in its document, from 0; documents are runs of equal numbers."""
+    everywhere_BL = torch.arange(documents_BL.shape[1], device=documents_BL.device).expand_as(documents_BL)
+    is_first_BL = F.pad(documents_BL[:, 1:] != documents_BL[:, :-1], (1, 0), value=True)
+    starts_BL = torch.where(is_first_BL, everywhere_BL, torch.zeros_like(everywhere_BL)).cummax(dim=1).values
+    return everywhere_BL - starts_BL
+
+
+def block_causal_mask(documents_BL: Tensor) -> Tensor:
+    """True where a position may see another: itself and earlier ones of its own document. (B, 1, L, L)."""
+    is_same_BLL = documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1)
+    return is_same_BLL.tril().unsqueeze(1)
 
 
 class FeedForward(nn.Module):
