@@ -10,7 +10,7 @@ memory is what the rank is going to hold, a chunk, and the piece that is being r
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,10 @@ class _Move:
         return self.first + sum(steps) + 1
 
 
+ReadSpans = Callable[[str, Mapping[Span, list[_Move]]], Iterable[tuple[Span, bytearray]]]
+"""Reads the bytes of parts of a file's tensors, one after the other."""
+
+
 def fill(
     folder_fd: int, manifest: Manifest, placements: Mapping[str, Placement], *, check_all: bool
 ) -> dict[str, Tensor]:
@@ -60,18 +64,38 @@ def fill(
     Raises:
         NotWhole: names the file and what does not agree.
     """
-    plan = _plan(manifest, placements)
     layouts = manifest.layouts()
+
+    def read(file: str, spans: Mapping[Span, list[_Move]]) -> Iterator[tuple[Span, bytearray]]:
+        return read_spans(folder_fd, file, manifest.files[file], layouts[file], spans=spans, check_all=check_all)
+
+    return fill_from(manifest.tensors, placements, read, files=manifest.files if check_all else None)
+
+
+def fill_from(
+    tensors: Mapping[str, TensorEntry],
+    placements: Mapping[str, Placement],
+    read: ReadSpans,
+    *,
+    files: Iterable[str] | None = None,
+) -> dict[str, Tensor]:
+    """The local tensors of ``placements`` out of any files, in its order; what no patch covers is zero.
+
+    Args:
+        tensors: what lies where; every name and whole shape of ``placements`` is in there.
+        placements: what to make, by tensor name.
+        read: gives the bytes of parts of a file's tensors.
+        files: those to go through, also where they have nothing that is wanted; left out, the ones that have.
+    """
+    plan = _plan(tensors, placements)
     found: dict[str, Tensor] = {}
-    for file, entry in manifest.files.items():
+    for file in plan if files is None else files:
         spans = plan.get(file, {})
-        if not spans and not check_all:
-            continue
-        for span, data in read_spans(folder_fd, file, entry, layouts[file], spans=spans, check_all=check_all):
+        for span, data in read(file, spans):
             for move in spans[span]:
-                _put(found, move, span, data, manifest.tensors[move.name].dtype, placements[move.name])
+                _put(found, move, span, data, tensors[move.name].dtype, placements[move.name])
     rest = ((name, placement) for name, placement in placements.items() if name not in found)
-    found.update({name: zeros(manifest.tensors[name].dtype, placement.local_shape) for name, placement in rest})
+    found.update({name: zeros(tensors[name].dtype, placement.local_shape) for name, placement in rest})
     return {name: found[name] for name in placements}
 
 
@@ -87,15 +111,17 @@ def _put(found: dict[str, Tensor], move: _Move, span: Span, data: bytearray, dty
     found[move.name][region(move.local_start, move.shape)] = moved
 
 
-def _plan(manifest: Manifest, placements: Mapping[str, Placement]) -> dict[str, dict[Span, list[_Move]]]:
+def _plan(
+    tensors: Mapping[str, TensorEntry], placements: Mapping[str, Placement]
+) -> dict[str, dict[Span, list[_Move]]]:
     """What to read, by file: the parts of its tensors, and what moves out of each."""
     moves: dict[tuple[str, str], list[_Move]] = {}
     for name, placement in placements.items():
-        for piece, move in _moves(name, manifest.tensors[name], placement):
+        for piece, move in _moves(name, tensors[name], placement):
             moves.setdefault((piece.file, piece.key), []).append(move)
     plan: dict[str, dict[Span, list[_Move]]] = {}
     for (file, key), of_piece in moves.items():
-        item = ITEM_BYTES[manifest.tensors[of_piece[0].name].dtype]
+        item = ITEM_BYTES[tensors[of_piece[0].name].dtype]
         for first, stop, together in _runs(of_piece):
             plan.setdefault(file, {})[Span(key=key, start=first * item, end=stop * item)] = together
     return plan

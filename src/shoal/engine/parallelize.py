@@ -27,6 +27,7 @@ from shoal.engine.piggyback import StepScalars
 from shoal.engine.resolve import asks_the_model, check_settings, schedule_of
 from shoal.engine.state import Outline, draw_outline
 from shoal.engine.stop import StopRequest
+from shoal.engine.weights import remember
 from shoal.models.build import refuse_lazy
 from shoal.models.embeddings import make_dense, refuse_rows
 from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state
@@ -305,6 +306,7 @@ def _assemble(
         asynchronous=asynchronous,
         publishes_by_itself=is_given,
     )
+    remember(assembled)
     for hook in assembled.hooks:
         hook.on_attach(assembled)
     return assembled

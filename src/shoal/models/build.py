@@ -11,6 +11,7 @@ from shoal.models.check import DataShape, check_model, count_outputs, image_shap
 from shoal.models.cnn import Cnn
 from shoal.models.config import AnyModelConfig, CnnConfig, GptConfig, MlpConfig, OwnModelConfig, Seq2SeqConfig
 from shoal.models.gpt import Gpt
+from shoal.models.lora import add_adapters
 from shoal.models.mlp import Mlp
 from shoal.models.seq2seq import Seq2Seq
 from shoal.telemetry.memory import is_out_of_memory
@@ -22,6 +23,11 @@ def build_model(config: AnyModelConfig, spec: DataShape) -> nn.Module:
     Raises:
         RequestError: the model cannot be built or cannot read the data; the numbers and the fix are in the message.
     """
+    model = _build_plain(config, spec)
+    return model if config.lora is None else add_adapters(model, config.lora)
+
+
+def _build_plain(config: AnyModelConfig, spec: DataShape) -> nn.Module:
     check_model(config, spec)
     if isinstance(config, OwnModelConfig):
         return _build_own(config, spec)

@@ -155,8 +155,8 @@ def load_loss(config: AnyModelConfig) -> Callable[..., Any] | None:
 
 
 def facts_of(config: AnyModelConfig, spec: DataShape) -> ModelFacts | None:
-    """The facts of a shipped model; None for the user's own, which only building and tracing it can tell."""
-    if isinstance(config, OwnModelConfig):
+    """The facts of a shipped model; None for the user's own and for one with adapters, which must be built to be known."""
+    if isinstance(config, OwnModelConfig) or config.lora is not None:
         return None
     if isinstance(config, GptConfig):
         return _transformer_facts(config, spec, num_blocks=config.layers, num_pairs=2 * config.layers)

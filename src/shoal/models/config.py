@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from shoal.core.config import Config, tagged
 
@@ -10,7 +10,51 @@ Count = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class _Shipped(Config):
+class InitConfig(Config):
+    """Weights that a model starts from, in place of those that its seed draws."""
+
+    path: str = Field(min_length=1)
+    """A checkpoint, a run directory, a safetensors file, or a Hugging Face folder."""
+    strict: bool = True
+    """Refuse names that did not match; false loads what fits."""
+    prefix: str = ""
+    """Names in the files begin with it and the model's do not; what does not begin with it is left alone."""
+    rename: dict[str, str] = Field(default_factory=dict)
+    """Beginnings of names in the files, and what the model has in their place."""
+    only: tuple[str, ...] = ()
+    """Patterns of the model's names to load, such as "encoder.*"; all when left out."""
+    skip: tuple[str, ...] = ()
+    """Patterns of the model's names that are left as the seed draws them, such as "head.*"."""
+
+
+class LoraConfig(Config):
+    """Low-rank adapters (arXiv 2106.09685), by the library peft: the model is frozen, and they alone are trained."""
+
+    rank: Count = 8
+    """Width of the adapters."""
+    alpha: float = Field(default=16.0, gt=0)
+    """What their output is multiplied by, over their rank."""
+    targets: tuple[str, ...] = Field(min_length=1)
+    """Ends of the names of the layers that get one, such as "query" and "value"; or "all-linear"."""
+    dropout: Probability = 0.0
+    """Probability that an input of an adapter is dropped in training."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases are trained beside them."""
+
+
+class _AnyModel(Config):
+    init: InitConfig | None = None
+    """Weights to start from: a path, or a table."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters in place of the model's own weights."""
+
+    @field_validator("init", mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+
+class _Shipped(_AnyModel):
     dropout: Probability = 0.0
     """Probability that an activation is dropped in training."""
     loss: str | None = None
@@ -90,7 +134,7 @@ class Seq2SeqConfig(_Shipped):
         return derive_ffn(self.hidden) if self.ffn is None else self.ffn
 
 
-class OwnModelConfig(Config):
+class OwnModelConfig(_AnyModel):
     """The user's own ``nn.Module``."""
 
     build: str

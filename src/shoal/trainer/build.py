@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.checkpoint.pretrained import Selection, load_module
 from shoal.checkpoint.reader import read
 from shoal.checkpoint.whole import newest_whole
 from shoal.comm.world import World
@@ -20,13 +21,15 @@ from shoal.data.build import build_splits
 from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
 from shoal.engine.callbacks.build import build_callbacks
+from shoal.engine.model import ParallelModel
 from shoal.engine.objective import Objective, Scoring
 from shoal.engine.parallelize import example_of
 from shoal.engine.resolve import RunSetup
 from shoal.engine.state import import_weights, seed_for_build
 from shoal.engine.stop import StopRequest
+from shoal.engine.weights import load_parallel
 from shoal.models.build import build_model
-from shoal.models.config import AnyModelConfig
+from shoal.models.config import AnyModelConfig, InitConfig
 from shoal.models.losses import Loss, build_loss
 from shoal.optim.build import freeze
 from shoal.optim.precision import Precision
@@ -37,18 +40,33 @@ from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 
 
-def build_parts(recipe: Recipe, *, data: Splits | None = None) -> tuple[nn.Module, Loss, Splits]:
+def build_parts(recipe: Recipe, *, data: Splits | None = None, loads: bool = True) -> tuple[nn.Module, Loss, Splits]:
     """Model, loss and data, the same on every rank: initial weights are what one process builds under the seed.
 
     Args:
         recipe: names them.
         data: where they are built already.
+        loads: fill the model with the weights of ``model.init``; False where that is done later, by slices, or never.
     """
     data = data or build_splits(recipe.data, recipe.train.seed)
     seed_for_build(recipe.train.seed)
     model = build_model(recipe.model, data.spec)
     freeze(model, recipe.optim)
+    if loads and recipe.model.init is not None:
+        load_module(model, Path(recipe.model.init.path), selection_of(recipe.model.init))
     return model, build_loss(recipe.model, data.spec), data
+
+
+def selection_of(init: InitConfig) -> Selection:
+    """Which weights ``model.init`` asks for."""
+    return Selection(strict=init.strict, prefix=init.prefix, rename=dict(init.rename), only=init.only, skip=init.skip)
+
+
+def load_init(model: ParallelModel, recipe: Recipe) -> None:
+    """Fill a laid out model with the weights of ``model.init``, if the recipe has it: each rank reads its own part."""
+    init = recipe.model.init
+    if init is not None:
+        load_parallel(model, init.path, selection_of(init))
 
 
 def build_without_memory(config: AnyModelConfig, spec: DataSpec) -> nn.Module:
@@ -80,8 +98,8 @@ def build_trainer(
     stop: StopRequest | None = None,
 ) -> Trainer:
     """The trainer that a recipe describes, on this rank."""
-    model, loss, data = build_parts(recipe)
-    return Trainer(
+    model, loss, data = build_parts(recipe, loads=False)
+    trainer = Trainer(
         model,
         data,
         loss=loss,
@@ -105,6 +123,10 @@ def build_trainer(
         log=recipe.log,
         stop=stop,
     )
+    # A run that goes on has the weights of its checkpoint.
+    if trainer.progress.step == 0:
+        load_init(trainer.engine, recipe)
+    return trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +193,7 @@ def load_run(run_dir: str | PathLike[str]) -> LoadedRun:
         raise RunError(f"{run_dir} has no whole checkpoint to load ({refused or 'none was written'})")
     for path, reason in found.refused:
         print(f"warning: checkpoint {path.name} is not whole and is passed over: {reason}", file=sys.stderr)
-    model, loss, data = build_parts(recipe)
+    model, loss, data = build_parts(recipe, loads=False)
     checkpoint = read(found.path)
     model = model.to(dtype=Precision.named(recipe.train.precision).weight_dtype)
     import_weights(model, checkpoint.tensors, origin=str(found.path))

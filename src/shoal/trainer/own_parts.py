@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.pretrained import match, open_weights, wanted_of
 from shoal.comm.global_batch import Replicas, gathering, why_not_joined
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.functions import call_own
@@ -24,18 +25,20 @@ from shoal.data.config import AnyDataConfig
 from shoal.data.loader import Microbatch
 from shoal.data.order import Ids, Position, own_microbatches, permute, take
 from shoal.data.source import Splits
+from shoal.data.spec import DataSpec
 from shoal.engine.callbacks.build import build_callbacks
 from shoal.engine.metrics import build_metrics
 from shoal.engine.objective import Objective, Scoring
 from shoal.engine.parallelize import analyse, example_of, resolve_stages
 from shoal.models.embeddings import make_dense
+from shoal.optim.build import freeze
 from shoal.optim.precision import Precision
 from shoal.optim.torchclass import check_named
 from shoal.parallel.batchnorm import apply_batchnorm
 from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import prove_stages
 from shoal.telemetry.memory import is_out_of_memory
-from shoal.trainer.build import build_parts
+from shoal.trainer.build import build_parts, build_without_memory, selection_of
 from shoal.trainer.config import Recipe
 from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.samedata import refuse_other_data_early
@@ -211,6 +214,18 @@ class OwnPartsHere:
         """
         build_callbacks(recipe.callbacks)
         build_metrics(recipe.eval.metrics)
+
+    def check_weights(self, recipe: Recipe, spec: DataSpec) -> None:
+        """Hold ``model.init`` and ``optim.groups`` to the names of the model, which is built without memory.
+
+        Raises:
+            RequestError: names that did not match, or a pattern that matches nothing.
+        """
+        model = build_without_memory(recipe.model, spec)
+        freeze(model, recipe.optim)
+        init = recipe.model.init
+        if init is not None:
+            match(wanted_of(model), open_weights(Path(init.path)).shapes, selection_of(init), origin=init.path)
 
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Build the module, look at what it is made of, and refuse a plan that does not fit it.

@@ -84,6 +84,9 @@ class OwnParts(Protocol):
     def check_callbacks(self, recipe: Recipe) -> None:
         """Refuse callbacks and metrics of the user's own that cannot be imported or made; called only where one is named."""
 
+    def check_weights(self, recipe: Recipe, spec: DataSpec) -> None:
+        """Refuse weights or groups of parameters that do not fit the model's names; called only where the recipe has such."""
+
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Refuse a resolved plan that a module cannot be laid out by; called only where nothing but building it can tell."""
 
@@ -178,6 +181,8 @@ def check_parts(
     _check_callbacks(recipe, plan, data, own=own)
     if recipe.optim.is_torch_class:
         own.check_optimizer(recipe)
+    if recipe.model.init is not None or recipe.model.lora is not None or recipe.optim.groups:
+        own.check_weights(recipe, data.spec)
     # Before the plan is held to the module: one that cannot run has nothing that a plan could split.
     tried = try_own_parts(recipe, resolved.plan, own=own) if tries else ()
     facts = facts_of(recipe.model, data.spec)

@@ -35,7 +35,7 @@ from shoal.engine.sizes import RankPreview, measure_state
 from shoal.launch.environments import read_place
 from shoal.launch.pool import serve
 from shoal.models.losses import Loss
-from shoal.trainer.build import build_parts
+from shoal.trainer.build import build_parts, load_init
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.verify.mutants.catalogue import MUTANTS, planted
@@ -97,7 +97,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     world = join_world(read_place(os.environ), deadline_seconds=job["deadline_seconds"], store=store)
     mutant = MUTANTS[job["mutant"]] if job["mutant"] else None
     with planted(mutant, world):
-        model, loss, data = build_parts(recipe)
+        model, loss, data = build_parts(recipe, loads=False)
         plain = copy.deepcopy(model)
         trainer = Trainer(
             model,
@@ -114,6 +114,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             workers=recipe.data.workers,
             world=world,
         )
+        load_init(trainer.engine, recipe)
         if trainer.engine.asynchronous is not None:
             trainer.engine.asynchronous.longest = 1  # Every step is looked at; how long a window is changes no bit.
         with trainer:

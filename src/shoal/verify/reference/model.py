@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.checkpoint.pretrained import Selection, load_module
 from shoal.core.errors import RequestError, ShoalError
 from shoal.data.build import build_splits
 from shoal.data.config import DataConfig
@@ -84,6 +86,12 @@ def build_reference(case: Case) -> ReferenceModel:
     model = build_model(model_config, data.spec).to(device=device, dtype=precision.weight_dtype)
     make_dense(model)
     freeze(model, optim)
+    init = model_config.init
+    if init is not None:
+        chosen = Selection(
+            strict=init.strict, prefix=init.prefix, rename=dict(init.rename), only=init.only, skip=init.skip
+        )
+        load_module(model, Path(init.path), chosen)
     refuse_rows(model)
     dropout = apply_keyed_dropout(model, case.seed)
     optimizer = build_optimizer(optim, model)

@@ -1,0 +1,115 @@
+"""Weights from elsewhere under every plan: each rank reads its part, the whole is what one process loads, and tuning is exact."""
+
+import json
+
+import torch
+from safetensors.torch import save_file
+
+from shoal.checkpoint.foreign import ForeignWeights
+from shoal.core.plan import Plan
+from shoal.testing.parity import assert_close
+from shoal.testing.ranks import run_on_ranks
+from shoal.trainer.build import build_parts, load_init
+from shoal.trainer.config import Recipe
+from shoal.trainer.loop import Trainer
+
+SIZES = {"layers": 2, "hidden": 32, "heads": 2, "dropout": 0.1}
+RECIPE = {
+    "model": {"name": "gpt", **SIZES},
+    "data": {"source": "synthetic", "kind": "tokens", "samples": 32, "sequence": 8, "vocab": 32},
+    "train": {"steps": 3, "global_batch": 8},
+    "optim": {"weight_decay": 0.1, "schedule": "cosine", "warmup": 1},
+}
+GROUPS = [
+    {"match": "embedding.*", "frozen": True},
+    {"match": "blocks.0.*", "lr_factor": 0.5},
+    {"match": "head.*", "lr": 2e-3, "weight_decay": 0.0},
+]
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["query", "value"], "dropout": 0.1}
+PLANS = ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "tp=2", "pp=2 microbatches=2", "dp=2 recompute=full"]
+
+
+def recipe_of(model=(), optim=()):
+    return {**RECIPE, "model": {**RECIPE["model"], **dict(model)}, "optim": {**RECIPE["optim"], **dict(optim)}}
+
+
+def write_folder(folder, seed=5):
+    """A Hugging Face folder of two files, in bfloat16 in part, with names of its own."""
+    torch.manual_seed(seed)
+    model, _, _ = build_parts(Recipe.model_validate({**RECIPE, "train": {**RECIPE["train"], "seed": seed}}))
+    tensors = {f"model.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors["model.norm.weight"] = torch.rand(32).bfloat16()
+    names = sorted(tensors)
+    where = {name: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name in names if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return {name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()}
+
+
+def train(world, recipe, plans):
+    """Whole weights before and after some steps of each plan, what each rank read, and its parts."""
+    found = []
+    for plan in plans:
+        read = []
+        plain = ForeignWeights.read_spans
+
+        def watched(self, file, spans, plain=plain, read=read):
+            read.append(sum(span.end - span.start for span in spans))
+            return plain(self, file, spans)
+
+        config = Recipe.model_validate(recipe)
+        model, loss, data = build_parts(config, loads=False)
+        chosen = {"plan": Plan.parse(plan), "world": world, "optim": config.optim, "was_tried": True}
+        trainer = Trainer(model, data, loss=loss, train=config.train, **chosen)
+        ForeignWeights.read_spans = watched
+        load_init(trainer.engine, config)
+        ForeignWeights.read_spans = plain
+        first = trainer.engine.state_dict(everywhere=True)
+        held = sum(shard.tensor.numel() for shard in trainer.engine.state_dict(whole=False).values())
+        trainer.train()
+        last = trainer.engine.state_dict()
+        frozen = {name: one for name, one in trainer.engine.model.named_parameters() if not one.requires_grad}
+        state = sum(value.numel() for one in trainer.optimizer.state.values() for value in one.values())
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        trainer.persistence.close()
+        trainer.reporter.close()
+        trainer.engine.close()
+        found.append(
+            {
+                "first": first,
+                "last": {} if last is None else last,
+                "is_main": last is not None,
+                "read": sum(read),
+                "held": held,
+                "frozen": sorted(frozen),
+                "state": state,
+                "rates": rates,
+            }
+        )
+    return found
+
+
+def alone(recipe):
+    (result,) = run_on_ranks(train, 1, recipe, ["dp=1"])
+    return result[0]
+
+
+def test_each_rank_reads_its_own_part_of_a_folder_and_groups_are_those_of_one_process(tmp_path):
+    given = write_folder(tmp_path)
+    init = {"path": str(tmp_path), "prefix": "model."}
+    recipe = recipe_of({"init": init}, {"groups": GROUPS})
+    one = alone(recipe)
+    ranks = run_on_ranks(train, 2, recipe, PLANS, deadline_seconds=120)
+    numel = sum(tensor.numel() for tensor in given.values())
+    for place, plan in enumerate(PLANS):
+        both = [rank[place] for rank in ranks]
+        assert [rank["is_main"] for rank in both] == [True, False]
+        for rank in both:
+            assert_close(given, rank["first"], bound=0.0)
+        assert_close(one["last"], both[0]["last"], bound=1e-5 if plan == "tp=2" else 1e-6)
+        assert torch.equal(both[0]["last"]["embedding.weight"], given["embedding.weight"])
+        assert both[0]["rates"] == one["rates"] and len(set(one["rates"])) == 3
+        if plan in ("dp=2 zero=3", "pp=2 microbatches=2"):
+            assert all(rank["held"] < 0.75 * numel for rank in both)
+            assert all(rank["read"] <= 4 * rank["held"] for rank in both), "a rank reads what it holds"
