@@ -33,6 +33,10 @@ _SUBJECTS = {
     "Data": {
         "from_datasets": "shoal.data.sources.own",
     },
+    "Weights": {
+        "load_weights": "shoal.engine.weights",
+        "LoadedWeights": "shoal.checkpoint.pretrained",
+    },
     "Hooks": {
         "Hook": "shoal.engine.hooks",
         "StepResult": "shoal.engine.hooks",

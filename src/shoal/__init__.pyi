@@ -1,6 +1,7 @@
 """The types of what the package exports; written by docs/make_api.py."""
 
 from shoal.checkpoint.config import CheckpointConfig as CheckpointConfig
+from shoal.checkpoint.pretrained import LoadedWeights as LoadedWeights
 from shoal.comm.global_batch import all_gather as all_gather
 from shoal.core.errors import Refusal as Refusal
 from shoal.core.errors import RequestError as RequestError
@@ -17,6 +18,7 @@ from shoal.engine.hooks import Hook as Hook
 from shoal.engine.hooks import StepResult as StepResult
 from shoal.engine.metrics import GatheredMetric as GatheredMetric
 from shoal.engine.metrics import Metric as Metric
+from shoal.engine.weights import load_weights as load_weights
 from shoal.library.loader import RunLoader as RunLoader
 from shoal.library.run import Run as Run
 from shoal.optim.config import OptimConfig as OptimConfig
@@ -55,6 +57,7 @@ __all__ = [
     "GatheredMetric",
     "Hook",
     "LoadedRun",
+    "LoadedWeights",
     "LogConfig",
     "Logger",
     "Metric",
@@ -81,6 +84,7 @@ __all__ = [
     "from_datasets",
     "load_recipe",
     "load_run",
+    "load_weights",
     "plan",
     "simulate",
     "verify",

@@ -92,4 +92,7 @@ def load_parallel(model: ParallelModel, path: str | Path, selection: Selection) 
         {name: shard.placement for name, shard in shards.items()},
     )
     model.reduction.publish()
+    for hook in model.hooks:
+        # What a hook took from the weights, such as an average of them, begins anew from these.
+        hook.on_attach(model)
     return decided
