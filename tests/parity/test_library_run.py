@@ -1,7 +1,7 @@
 """A script's own loop (``shoal.Run``) against plain PyTorch in one process: groups with their own rates, a scheduler.
 
-The reference imports nothing of Shoal but the order of samples. It adds as many partial sums as the plan has, so weights are equal
-bit for bit under ``dp=2``, every ZeRO stage and ``pp=2``, and by the tolerance of the law under ``tp``.
+The reference imports nothing of Shoal but the order of samples. It adds as many partial sums as the plan has, so weights are
+equal bit for bit under ``dp=2``, every ZeRO stage and ``pp=2``, and by the tolerance of the law under ``tp``.
 """
 
 import numpy as np

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal.data.loader import Loader, StepBatch
-from shoal.data.order import Position
-from shoal.data.source import Source, Splits
+from shoal.data.loader import StepBatch
+from shoal.data.options import LoaderOptions
+from shoal.data.steploader import StepLoader
 from shoal.engine.resolve import ResolvedPlan
 
 
-class RunLoader:
+class RunLoader(StepLoader):
     """Iterates over one epoch of a dataset, in global steps; made by ``run.loader``.
 
         for epoch in range(loader.epoch, 10):
@@ -20,36 +20,34 @@ class RunLoader:
     checkpoint goes on in the middle of its epoch. When the run was asked to stop, iteration ends.
 
     Args:
-        data: the dataset.
+        dataset: map-style or iterable.
         resolved: how the plan cuts a global batch of it.
         global_batch: samples per step, over all replicas.
         seed: of the order.
-        place: this replica's number and how many there are, asked for when reading begins.
+        options: how samples are ordered, made to batches and loaded.
+        replica: this replica's number.
+        num_replicas: how many there are.
         is_stopping: True when the run was asked to stop.
         begin: called before anything is read or the place is told, because a checkpoint may have another.
-        workers: loader processes.
     """
 
     def __init__(
         self,
-        data: Splits,
+        dataset: Any,
         *,
         resolved: ResolvedPlan,
         global_batch: int,
         seed: int,
-        place: Callable[[], tuple[int, int]],
+        options: LoaderOptions,
+        replica: int,
+        num_replicas: int,
         is_stopping: Callable[[], bool],
         begin: Callable[[], None],
-        workers: int = 0,
     ) -> None:
-        self.data = data
-        self.resolved = resolved
-        self.global_batch = global_batch
-        self.position = Position()
-        """Where the data is after the newest batch."""
-        self._seed, self._place, self._workers = seed, place, workers
         self._is_stopping, self._begin = is_stopping, begin
-        self._open: Loader | None = None
+        self.resolved = resolved
+        super().__init__(dataset, global_batch=global_batch, seed=seed, options=options)
+        self.place(replica=replica, num_replicas=num_replicas, micro_batch=resolved.micro_batch)
 
     @property
     def epoch(self) -> int:
@@ -57,50 +55,24 @@ class RunLoader:
         self._begin()
         return self.position.epoch
 
-    @property
-    def source(self) -> Source:
-        """The dataset, as evaluations read it."""
-        return self.data.train
-
-    def __len__(self) -> int:
-        """Steps of an epoch; the last may be short."""
-        return -(-len(self.data.train) // self.global_batch)
-
     def __iter__(self) -> Iterator[StepBatch]:
-        """The rest of this epoch."""
+        """The rest of this epoch, or less where the run is asked to stop."""
         self._begin()
-        epoch = self.position.epoch
-        while self.position.epoch == epoch and not self._is_stopping():
-            batch = self._next()
-            self.position = batch.position
+        steps = super().__iter__()
+        while not self._is_stopping():
+            batch = next(steps, None)
+            if batch is None:
+                return
             yield batch
 
-    def _next(self) -> StepBatch:
-        if self._open is None:
-            replica, count = self._place()
-            self._open = Loader(
-                self.data.train,
-                global_batch=self.global_batch,
-                micro_batch=self.resolved.micro_batch,
-                replica=replica,
-                num_replicas=count,
-                seed=self._seed,
-                position=self.position,
-                workers=self._workers,
-            )
-        return self._open.next()
+    def steps(self, count: int) -> Iterator[StepBatch]:
+        """So many steps, over epochs, or less where the run is asked to stop."""
+        for _ in range(count):
+            if self._is_stopping():
+                return
+            yield self.next()
 
-    def state(self) -> dict[str, Any]:
-        """Where it is, as JSON."""
-        return {"epoch": self.position.epoch, "offset": self.position.offset}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.close()
-        self.position = Position(epoch=int(state["epoch"]), offset=int(state["offset"]))
-
-    def close(self) -> None:
-        """Stop loading ahead."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+    def next(self) -> StepBatch:
+        """The next step's batch, of the next epoch where this one is over."""
+        self._begin()
+        return super().next()

@@ -17,6 +17,9 @@ from shoal.engine.stop import StopRequest
 IS_RUNNING = threading.Event()
 """Set while this process is inside a ``Run``, which then tells the supervisor what it does."""
 
+OPEN: "list[RunProcess]" = []
+"""The run that this process is inside of, if any."""
+
 
 class RunProcess:
     """What a rank knows of itself and of the others, whatever it trains."""
@@ -24,6 +27,7 @@ class RunProcess:
     world: World
     plan: Plan
     stop: StopRequest
+    status: str
     _former_handler: Any
 
     def _fit(self, plan: Plan) -> Plan:
@@ -49,6 +53,10 @@ class RunProcess:
             self.stop.listen((signal.SIGTERM,))
         except ValueError:
             self._former_handler = None
+
+    def close(self) -> None:
+        """Finish, on all ranks together."""
+        raise NotImplementedError
 
     @property
     def rank(self) -> int:

@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -30,12 +31,12 @@ from torch import nn
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import World, join_world
-from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError
+from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError, did_you_mean
 from shoal.core.events import Evaluated, Logged, RunEnded, RunStarted, StepDone
 from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
 from shoal.data.loader import StepBatch
-from shoal.data.source import Splits
+from shoal.data.options import LoaderOptions
 from shoal.data.sources.own import from_datasets
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
@@ -49,7 +50,7 @@ from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
 from shoal.library.loader import RunLoader
-from shoal.library.process import IS_RUNNING
+from shoal.library.process import IS_RUNNING, OPEN
 from shoal.library.saved import SavedRun
 from shoal.library.setups import ModelSetup, refuse_other_weights, sort_companions
 from shoal.telemetry.config import TelemetryConfig
@@ -131,6 +132,13 @@ class Run(SavedRun):
 
     # --- the processes
 
+    def start(self) -> "Run":
+        """Begin the run without ``with``, for the rest of the script; ``run.close()`` at its end writes the last checkpoint.
+
+        Under ``shoal run`` it is closed when the script comes to its end.
+        """
+        return self.__enter__()
+
     def __enter__(self) -> "Run":
         """Join the other processes, and seed all of them alike: what is built from here on is the same on every rank."""
         avoid_hidden_tiles(os.environ)
@@ -149,6 +157,7 @@ class Run(SavedRun):
         )
         self._listen()
         IS_RUNNING.set()
+        OPEN.append(self)
         seed_for_build(self.seed)
         return self
 
@@ -160,38 +169,36 @@ class Run(SavedRun):
 
     # --- the parts
 
-    def loader(
-        self,
-        dataset: Any,
-        global_batch: int,
-        *,
-        micro_batch: int | None = None,
-        num_workers: int = 0,
-    ) -> RunLoader:
+    def loader(self, dataset: Any, global_batch: int, *, micro_batch: int | None = None, **options: Any) -> RunLoader:
         """Batches of a dataset in an order that is the same under every plan.
 
         Args:
-            dataset: map-style, of ``(input, target)`` pairs; or ``Splits``.
+            dataset: map-style or iterable, of ``(inputs, targets)`` pairs or dicts; or ``Splits``.
             global_batch: samples per step, over all replicas.
             micro_batch: samples per forward pass; left out, as the plan says.
-            num_workers: loader processes.
+            options: those of ``LoaderOptions``, under the names of torch's ``DataLoader``: ``shuffle``, ``sampler``,
+                ``collate_fn``, ``num_workers``, ``drop_last`` and so on.
 
         Raises:
-            RequestError: the plan's replicas do not divide the batch, or the dataset is none.
+            RequestError: the plan's replicas do not divide the batch, the dataset is none, or an option does not fit.
         """
-        data = dataset if isinstance(dataset, Splits) else from_datasets(dataset)
-        resolved = resolve_plan(self._config(global_batch, micro_batch), self.plan)
-        check_samples(num_samples=len(data.train), replicas=resolved.plan.num_shares)
+        known = [field.name for field in fields(LoaderOptions)]
+        for name in options:
+            if name not in known:
+                raise RequestError(f"run.loader has no {name!r}; {did_you_mean(name, known)}")
+        replica, count = self._replica()
         made = RunLoader(
-            data,
-            resolved=resolved,
+            dataset,
+            resolved=resolve_plan(self._config(global_batch, micro_batch), self.plan),
             global_batch=global_batch,
             seed=self.seed,
-            place=self._replica,
+            options=LoaderOptions(**options),
+            replica=replica,
+            num_replicas=count,
             is_stopping=lambda: self.is_stopping,
             begin=self._begin,
-            workers=num_workers,
         )
+        check_samples(num_samples=len(made.source), replicas=made.resolved.plan.num_shares)
         self._loaders.append(made)
         return made
 
@@ -235,7 +242,7 @@ class Run(SavedRun):
         refuse_other_weights(model, self.world)
         engine = parallelize(
             model,
-            loader.data,
+            loader.splits,
             loss,
             plan=loader.resolved.plan,
             settings=Settings(train=self._config(loader.global_batch)),
@@ -436,9 +443,7 @@ class Run(SavedRun):
         if self.is_stopping and self.stop.agreed in ("SIGTERM", "SIGINT", "signal"):
             self.status = "interrupted"
         if self._checkpoints is not None and self._num_steps:
-            self.save()
-            self._reporter.enter("wait: checkpoint", self._num_steps)
-            self._checkpoints.wait()
+            self.save(wait=True)
         if self.run_dir is not None and self._setups:
             summary = self._summarise()
             if self.is_main:
@@ -468,6 +473,7 @@ class Run(SavedRun):
             self._checkpoints.close()
         self._reporter.close()
         IS_RUNNING.clear()
+        OPEN.clear()
         if self._former_handler is not None:
             signal.signal(signal.SIGTERM, self._former_handler)
 

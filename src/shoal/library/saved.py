@@ -22,7 +22,6 @@ class SavedRun(RunProcess):
 
     run_dir: Path | None
     seed: int
-    status: str
     _reporter: Reporter
     _keep: CheckpointConfig
     _started: float
@@ -46,12 +45,15 @@ class SavedRun(RunProcess):
 
     @property
     def _tokens_per_sample(self) -> int:
-        return self._loaders[0].data.spec.tokens_per_sample if self._loaders else 1
+        return self._loaders[0].splits.spec.tokens_per_sample if self._loaders else 1
 
-    def save(self) -> None:
+    def save(self, *, wait: bool = False) -> None:
         """Begin to write a checkpoint of all that was set up, and go on at once; it counts when every rank has voted for it.
 
         All ranks call it together, between two steps.
+
+        Args:
+            wait: return only when it is written, or has failed.
 
         Raises:
             RequestError: the run has no run directory.
@@ -66,6 +68,9 @@ class SavedRun(RunProcess):
             for own in self._setups:
                 for hook in own.engine.hooks:
                     hook.on_save(own.num_updates)
+        if wait:
+            self._reporter.enter("wait: checkpoint", self._num_steps)
+            self._checkpoints.wait()
 
     def load(self) -> int | None:
         """Go on from the newest whole checkpoint in ``run_dir``: its step, or None where there is none. After ``setup``.
@@ -101,7 +106,7 @@ class SavedRun(RunProcess):
         """What a checkpoint keeps of this run beside tensors."""
         return {
             "setups": [export_setup(own) for own in self._setups],
-            "loaders": [loader.state() for loader in self._loaders],
+            "loaders": [loader.state_dict() for loader in self._loaders],
             "first_loss": self._first_loss,
             "samples": self._samples,
         }
@@ -116,7 +121,7 @@ class SavedRun(RunProcess):
         for own, values in zip(self._setups, kept["setups"], strict=True):
             import_setup(own, values)
         for loader, position in zip(self._loaders, kept["loaders"], strict=True):
-            loader.restore(position)
+            loader.load_state_dict(position)
         self._first_loss, self._samples = kept["first_loss"], kept["samples"]
 
     def _summarise(self) -> dict[str, Any]:

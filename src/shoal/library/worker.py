@@ -22,8 +22,8 @@ from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.environments import attach_status
 
 # Imported before ranks are forked, so that a script finds it at once.
-from shoal.library import run as run
-from shoal.library.process import IS_RUNNING
+from shoal.library import run  # noqa: F401
+from shoal.library.process import IS_RUNNING, OPEN
 from shoal.telemetry.statusboard import Heartbeat, RankStatus
 
 _TELL_SECONDS = 5.0
@@ -65,6 +65,10 @@ def _run_script(script: str, arguments: list[str]) -> int:
         if isinstance(asked.code, str):
             print(asked.code, file=sys.stderr)
         return asked.code if isinstance(asked.code, int) else EXIT_NO if asked.code else EXIT_DONE
+    for left_open in list(OPEN):
+        left_open.close()
+        if left_open.status == "interrupted":
+            return EXIT_SIGTERM
     return EXIT_DONE
 
 
