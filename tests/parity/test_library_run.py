@@ -114,3 +114,110 @@ def test_the_script_under_every_plan_is_plain_pytorch():
                 error = float((one - weights[name]).norm() / weights[name].norm())
                 assert error <= (1e-5 if plan == "tp=2" else 0), (plan, name, error)
             assert found[plan]["losses"] == pytest.approx(losses, rel=1e-6), plan
+
+
+class Judge(nn.Module):
+    """A discriminator's two calls in one: of what is real, and of what the generator made."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+        self.others = [generator]  # in a list: its parameters are another optimizer's
+
+    def forward(self, real, noise):
+        return torch.cat([self.net(real), self.net(self.others[0](noise).detach())], dim=1)
+
+
+def judge_loss(scores, _):
+    return nn.functional.softplus(-scores[:, 0]).mean() + nn.functional.softplus(scores[:, 1]).mean()
+
+
+class Generator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, noise, _=None):
+        return self.net(noise)
+
+
+class Student(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+
+    def forward(self, real, _):
+        return self.net(real)
+
+
+def pairs():
+    generator = torch.Generator().manual_seed(1)
+    return [
+        ((torch.randn(8, generator=generator) + 2, torch.randn(4, generator=generator)), torch.zeros(1))
+        for _ in range(32)
+    ]
+
+
+class Swapped(nn.Module):
+    """The generator with the data's order of inputs."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, real, noise):
+        return self.generator(noise)
+
+
+def gan(world, plan):
+    """Two models with an optimizer each, which call each other; and a student that learns from a frozen teacher."""
+    with shoal.Run(plan=plan, seed=SEED, world=world) as run:
+        generator = Generator()
+        made, judge, student, teacher = (
+            Swapped(generator),
+            Judge(generator),
+            Student(),
+            nn.Linear(8, 3).requires_grad_(False),
+        )
+        loader = run.loader(pairs(), global_batch=8, micro_batch=4)
+        teacher = run.setup(teacher)
+        judge, judging = run.setup(judge, torch.optim.Adam(judge.parameters(), lr=1e-2), loss=judge_loss, name="judge")
+        fooled = judge.net
+        made, making = run.setup(
+            made,
+            torch.optim.Adam(made.parameters(), lr=1e-3),
+            loss=lambda fake, _: nn.functional.softplus(-fooled(fake)).mean(),
+            name="generator",
+        )
+        student, learning = run.setup(
+            student,
+            torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9),
+            loss=lambda logits, _: (logits - 1.0).square().mean(),
+            name="student",
+        )
+        losses = []
+        for _ in range(2):
+            for batch in loader:
+                for model, optimizer in ((judge, judging), (made, making), (student, learning)):
+                    losses.append(run.forward_backward(batch, model=model))
+                    run.clip(1.0, model=model)
+                    optimizer.step()
+        found = {"losses": losses}
+        for name, model in (("judge", judge), ("generator", made), ("student", student)):
+            found[name] = run.state_dict(model=model)
+        return found
+
+
+def all_gans(world):
+    return {plan: gan(world, plan) for plan in ("dp=2", "dp=2 zero=1", "dp=2 zero=3")}
+
+
+def test_two_models_that_call_each_other_and_a_third_one_are_those_of_one_process():
+    alone = gan(None, None)
+    assert len({*alone["losses"]}) > 20
+    for found in run_on_ranks(all_gans, 2, deadline_seconds=120.0):
+        for plan, one in found.items():
+            assert one["losses"] == pytest.approx(alone["losses"], rel=1e-6), plan
+            for model in ("judge", "generator", "student"):
+                for name, tensor in one[model].items():
+                    assert torch.equal(tensor, alone[model][name]), (plan, model, name)

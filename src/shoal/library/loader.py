@@ -28,7 +28,8 @@ class RunLoader(StepLoader):
         replica: this replica's number.
         num_replicas: how many there are.
         is_stopping: True when the run was asked to stop.
-        begin: called before anything is read or the place is told, because a checkpoint may have another.
+        begin: called before the place is told, because a checkpoint may have another.
+        between: called between two steps, before the next batch is read.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class RunLoader(StepLoader):
         num_replicas: int,
         is_stopping: Callable[[], bool],
         begin: Callable[[], None],
+        between: Callable[[], None],
     ) -> None:
-        self._is_stopping, self._begin = is_stopping, begin
+        self._is_stopping, self._begin, self._between = is_stopping, begin, between
         self.resolved = resolved
         super().__init__(dataset, global_batch=global_batch, seed=seed, options=options)
         self.place(replica=replica, num_replicas=num_replicas, micro_batch=resolved.micro_batch)
@@ -59,20 +61,18 @@ class RunLoader(StepLoader):
         """The rest of this epoch, or less where the run is asked to stop."""
         self._begin()
         steps = super().__iter__()
-        while not self._is_stopping():
-            batch = next(steps, None)
+        while True:
+            self._between()
+            batch = None if self._is_stopping() else next(steps, None)
             if batch is None:
                 return
             yield batch
 
     def steps(self, count: int) -> Iterator[StepBatch]:
         """So many steps, over epochs, or less where the run is asked to stop."""
+        self._begin()
         for _ in range(count):
+            self._between()
             if self._is_stopping():
                 return
             yield self.next()
-
-    def next(self) -> StepBatch:
-        """The next step's batch, of the next epoch where this one is over."""
-        self._begin()
-        return super().next()

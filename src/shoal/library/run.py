@@ -31,8 +31,9 @@ from torch import nn
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import World, join_world
+from shoal.core.config import validate
 from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError, did_you_mean
-from shoal.core.events import Evaluated, Logged, RunEnded, RunStarted, StepDone
+from shoal.core.events import Logged, RunEnded, StepDone
 from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
 from shoal.data.loader import StepBatch
@@ -41,6 +42,7 @@ from shoal.data.sources.own import from_datasets
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult
+from shoal.engine.metrics import Metric
 from shoal.engine.parallelize import parallelize
 from shoal.engine.reporting import Reporter
 from shoal.engine.resolve import check_samples, resolve_plan
@@ -52,8 +54,8 @@ from shoal.launch.processor import avoid_hidden_tiles
 from shoal.library.loader import RunLoader
 from shoal.library.process import IS_RUNNING, OPEN
 from shoal.library.saved import SavedRun
-from shoal.library.setups import ModelSetup, refuse_other_weights, sort_companions
-from shoal.telemetry.config import TelemetryConfig
+from shoal.library.setups import ModelSetup, others_frozen, refuse_other_weights, sort_companions
+from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.summaryfile import write_summary
 
 PLAN_VARIABLE = "SHOAL_PLAN"
@@ -74,6 +76,7 @@ class Run(SavedRun):
         precision: of arithmetic: float32, bfloat16 or float64.
         checkpoint: which checkpoints are kept.
         hooks: called at fixed points of training, for every model that is set up.
+        loggers: where numbers go besides: names such as ``mlflow``, and objects with ``log(values, step)``.
         batch_norm: ``local`` or ``sync`` statistics over replicas.
         unused_parameters: allow parameters that a step does not touch.
         threads: compute threads of this process; left out, torch's own choice.
@@ -92,6 +95,7 @@ class Run(SavedRun):
         precision: Literal["float32", "bfloat16", "float64"] = "float32",
         checkpoint: CheckpointConfig | None = None,
         hooks: Sequence[Hook] = (),
+        loggers: Sequence[Any] = (),
         batch_norm: Literal["local", "sync"] = "local",
         unused_parameters: bool = False,
         threads: int | None = None,
@@ -120,6 +124,7 @@ class Run(SavedRun):
         self._telemetry = telemetry or TelemetryConfig()
         self._deadline = ProcessConfig().collective_deadline if deadline is None else deadline
         self._threads, self._given_world = threads, world
+        self._loggers = tuple(loggers)
         self.hooks = list(hooks)
         """Called at fixed points of training; those that are added before ``setup`` are those of its model."""
         self.stop = StopRequest()
@@ -154,6 +159,11 @@ class Run(SavedRun):
             make_run_dir(self.run_dir)
         self._reporter = Reporter(
             self.run_dir, world=self.world, config=self._telemetry, rank_status=self._status, total_steps=0
+        )
+        names = tuple(one for one in self._loggers if isinstance(one, str))
+        own = [one for one in self._loggers if not isinstance(one, str)]
+        self._reporter.add_loggers(
+            validate(LogConfig, {"to": names}, origin="loggers"), own, facts={"plan": str(self.plan)}
         )
         self._listen()
         IS_RUNNING.set()
@@ -197,6 +207,7 @@ class Run(SavedRun):
             num_replicas=count,
             is_stopping=lambda: self.is_stopping,
             begin=self._begin,
+            between=self._between,
         )
         check_samples(num_samples=len(made.source), replicas=made.resolved.plan.num_shares)
         self._loaders.append(made)
@@ -283,7 +294,8 @@ class Run(SavedRun):
         """
         self._begin()
         own = self._of(model)
-        loss = own.engine.forward_backward(batch, step=own.num_passes)
+        with others_frozen(self._setups, own):
+            loss = own.engine.forward_backward(batch, step=own.num_passes)
         own.engine.end_step(is_taken=True)
         self._note(own, batch, loss)
         return loss
@@ -312,7 +324,8 @@ class Run(SavedRun):
         """
         self._begin()
         own = self._of(model)
-        loss = own.engine.forward_backward(batch, step=own.num_passes)
+        with others_frozen(self._setups, own):
+            loss = own.engine.forward_backward(batch, step=own.num_passes)
         self._note(own, batch, loss)
         norm = self.clip(max_norm, model=own.engine.model)
         is_finite = math.isfinite(loss) and math.isfinite(norm)
@@ -333,6 +346,7 @@ class Run(SavedRun):
         result = StepResult(loss=own.last_loss or 0.0, grad_norm=own.last_norm or 0.0, is_finite=True, is_taken=True)
         for hook in own.engine.hooks:
             hook.on_update(own.num_updates - 1, result)
+        self._heed(own)
         if own is not self._setups[0] or self._batch is None:
             return
         now = time.monotonic()
@@ -360,6 +374,7 @@ class Run(SavedRun):
         batch: int | None = None,
         limit: int = 0,
         split: str = "validation",
+        metrics: Sequence[Metric] = (),
     ) -> Evaluation:
         """Loss and accuracy over a held-out dataset, each sample once over all ranks. All ranks call it together.
 
@@ -369,22 +384,15 @@ class Run(SavedRun):
             batch: samples per forward pass; left out, a microbatch.
             limit: samples at most; 0 for all.
             split: what events call it.
+            metrics: computed besides.
         """
         own = self._of(model)
         source = data.source if isinstance(data, RunLoader) else from_datasets(data).train
         size = batch or (self._loaders[0].resolved.micro_batch if self._loaders else 1)
-        found = own.engine.evaluate(source, split=split, batch=size, limit=limit, step=self._num_steps)
+        found = own.engine.evaluate(source, split=split, batch=size, limit=limit, step=self._num_steps, metrics=metrics)
         self._evaluated = found
-        self._reporter.evaluated(
-            Evaluated(
-                step=self._num_steps,
-                split=split,
-                loss=found.loss,
-                accuracy=found.accuracy,
-                samples=found.samples,
-                seconds=found.seconds,
-            )
-        )
+        self._reporter.evaluated(found.as_event(self._num_steps))
+        self._heed(own)
         return found
 
     def log(self, **values: Any) -> None:
@@ -426,15 +434,7 @@ class Run(SavedRun):
                     "another run_dir"
                 )
         self._last_step_at = time.monotonic()
-        self._reporter.event(
-            RunStarted(
-                plan=str(self.plan),
-                world_size=self.world_size,
-                step=self._num_steps,
-                generation=self.world.generation,
-                pid=os.getpid(),
-            )
-        )
+        self._reporter.started(str(self.plan), step=self._num_steps)
 
     # --- its end
 

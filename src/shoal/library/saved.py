@@ -29,6 +29,7 @@ class SavedRun(RunProcess):
     def __init__(self) -> None:
         self._checkpoints: RunCheckpoints | None = None
         self._was_loaded = False
+        self._wants_save = False
         self._setups: list[ModelSetup] = []
         self._loaders: list[RunLoader] = []
         self._first_loss: float | None = None
@@ -71,6 +72,21 @@ class SavedRun(RunProcess):
         if wait:
             self._reporter.enter("wait: checkpoint", self._num_steps)
             self._checkpoints.wait()
+
+    def _heed(self, own: ModelSetup) -> None:
+        """Do what hooks asked for; what they want saved is saved between two steps, when schedulers were stepped too."""
+        requests = own.engine.requests
+        self._wants_save = requests.take_save() or self._wants_save
+        if self._checkpoints is not None and own is self._setups[0]:
+            self._checkpoints.keep(requests.kept)
+        for message in requests.take_messages():
+            self._reporter.tell(message)
+
+    def _between(self) -> None:
+        """Between two steps: save what a hook wanted saved."""
+        if self._wants_save and self._checkpoints is not None:
+            self.save()
+        self._wants_save = False
 
     def load(self) -> int | None:
         """Go on from the newest whole checkpoint in ``run_dir``: its step, or None where there is none. After ``setup``.

@@ -4,7 +4,7 @@ Tensors are named as in every checkpoint (``weights/<name>``, ``optimizer/<param
 name before them: ``weights/generator.<name>``. What is no tensor is JSON in the manifest, so loading one never runs code.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.statevalues import decode_state, encode_state
 from shoal.engine.agreement import agree_on_checkpoint, agree_on_failure
+from shoal.engine.hooks import without_missing
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import (
     RankState,
@@ -102,6 +103,10 @@ class RunCheckpoints:
         self._saver.save(step, state.tensors, kept, random, placements=state.placements)
         return True
 
+    def keep(self, steps: Collection[int]) -> None:
+        """Let the checkpoints of these steps not expire, in place of those that were named before."""
+        self._saver.kept = frozenset(steps)
+
     def take(self, step: int) -> None:
         """Step number ``step`` was taken, so what was saved before it is good."""
         self._saver.take(step)
@@ -145,6 +150,7 @@ class RunCheckpoints:
         kept = checkpoint.values.get(_KEY)
         if not isinstance(kept, str):
             raise RunError("it was not saved by a script's own run (shoal.Run)")
+        state = without_missing(state, checkpoint.manifest.tensors)
         refuse_other_state(state, checkpoint.manifest.tensors, origin=str(path))
         load_rank_state(state, read_local(path, state.placements, expect=manifest), origin=str(path))
         load(decode_state(kept))
@@ -187,6 +193,7 @@ def export_setup(own: ModelSetup) -> dict[str, Any]:
         "last_loss": own.last_loss,
         "groups": groups,
         "schedulers": [scheduler.state_dict() for scheduler in own.schedulers],
+        "hooks": own.engine.hooks.state(),
     }
 
 
@@ -209,3 +216,4 @@ def import_setup(own: ModelSetup, kept: Mapping[str, Any]) -> None:
         group.update(values)
     for scheduler, values in zip(own.schedulers, kept["schedulers"], strict=True):
         scheduler.load_state_dict(values)
+    own.engine.hooks.load_state(kept.get("hooks", {}))

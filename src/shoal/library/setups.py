@@ -1,7 +1,8 @@
 """What ``run.setup`` was given and made: one model under the run's plan, with its optimizer and schedulers."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,28 @@ class ModelSetup:
     def lr(self) -> float:
         """The rate of the first group now."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+
+@contextmanager
+def others_frozen(setups: Sequence[ModelSetup], own: ModelSetup) -> Iterator[None]:
+    """Let a step of one model leave no gradient in the others that its loss may call: theirs come from their own steps alone."""
+    if len(setups) == 1:
+        yield
+        return
+    trained = [
+        parameter
+        for one in setups
+        if one is not own
+        for parameter in one.engine.model.parameters()
+        if parameter.requires_grad
+    ]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def sort_companions(companions: Sequence[Any], model: nn.Module) -> tuple[Optimizer | None, list[Any]]:
