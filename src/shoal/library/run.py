@@ -92,7 +92,7 @@ class Run(SavedRun):
         run_dir: str | Path | None = None,
         *,
         resume: bool | None = None,
-        precision: Literal["float32", "bfloat16", "float64"] = "float32",
+        precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
         checkpoint: CheckpointConfig | None = None,
         hooks: Sequence[Hook] = (),
         loggers: Sequence[Any] = (),
