@@ -1,4 +1,4 @@
-"""What Shoal's loop adds to a step: microseconds over a bare PyTorch loop, with Lightning Fabric beside it.
+"""What Shoal's loop adds to a step: microseconds over a bare PyTorch loop, with Lightning Fabric and accelerate beside it.
 
 python benchmarks/overhead/main.py [--rounds 40] [--steps 25]
 """
@@ -25,6 +25,7 @@ from shoal.core.place import Place
 from shoal.data.build import build_splits
 from shoal.data.config import SyntheticConfig
 from shoal.engine.config import TrainConfig
+from shoal.library.run import Run
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig
 from shoal.models.losses import build_loss
@@ -109,11 +110,50 @@ def shoal_steps(world: World, folder: Path) -> Iterator[None]:
     heartbeat.stop()
 
 
+def library_steps(world: World, folder: Path) -> Iterator[None]:
+    """A script's own loop by ``shoal.Run``, with events and TensorBoard: no norm, as the bare loop has none."""
+    model, loss_of, data = parts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+    run = Run(plan=f"dp={world.size}", seed=1, run_dir=folder / f"library-{world.rank}", world=world).start()
+    loader = run.loader(data, global_batch=GLOBAL_BATCH)
+    model, optimizer = run.setup(model, optimizer, loss=loss_of)
+    for batch in loader.steps(10**9):
+        loss = run.forward_backward(batch)
+        optimizer.step()
+        run.log(loss=loss)
+        yield
+
+
+def accelerate_steps(world: World) -> Iterator[None]:
+    """The same loop by Hugging Face accelerate, without a tracker."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, loss_of, data = parts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    share = GLOBAL_BATCH // world.size
+    step = 0
+    while True:
+        start = (step * GLOBAL_BATCH + world.rank * share) % (len(data.train) - share)
+        items = data.train.collate(range(start, start + share))
+        optimizer.zero_grad()
+        loss = loss_of(model(*items.inputs), items.targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        loss.item()
+        step += 1
+        yield
+
+
 def measure(world: World, rounds: int, steps: int, folder: str) -> dict[str, list[float]]:
     """Seconds per step of each contender in each round; they take turns, and the order turns with them."""
     torch.set_num_threads(1)
     where = Path(folder)
-    contenders = {"bare": bare_steps(world), "shoal": shoal_steps(world, where)}
+    contenders = {"bare": bare_steps(world), "shoal": shoal_steps(world, where), "library": library_steps(world, where)}
+    # On several processes accelerate wants a group of its own, and this process has one.
+    if world.size == 1 and importlib.util.find_spec("accelerate") is not None:
+        contenders["accelerate"] = accelerate_steps(world)
     if importlib.util.find_spec("lightning_fabric") is not None:
         contenders["fabric"] = fabric_steps(world, where)
     for steps_of in contenders.values():

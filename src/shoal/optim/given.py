@@ -9,6 +9,7 @@ object's class is tried with each group's own values, as ``optim/torchclass.py``
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -109,16 +110,16 @@ def _check_class(optimizer: Optimizer) -> None:
         values = {key: value for key, value in values.items() if key not in ("lr", "initial_lr")}
         if values not in tried:
             tried.append(values)
-            examine(lambda parts, rate, values=values: _twin(optimizer, parts, {**values, "lr": rate}), kind.__name__)
+            examine(partial(_twin, optimizer, values), f"optimizer {kind.__name__}")
 
 
-def _twin(optimizer: Optimizer, parts: list[nn.Parameter], values: Mapping[str, Any]) -> Optimizer:
+def _twin(optimizer: Optimizer, values: Mapping[str, Any], parts: list[nn.Parameter], rate: float) -> Optimizer:
     """Another optimizer of the same class and values, over other tensors. Not by its constructor: that may ask for anything."""
     twin: Optimizer = object.__new__(type(optimizer))
     # A scheduler puts a step of its own on the object, which counts calls.
     twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     twin.__dict__.update({key: OrderedDict() for key in _HOOKS})
     twin.state = defaultdict(dict)
-    twin.param_groups = [{**values, "params": parts}]
+    twin.param_groups = [{**values, "lr": rate, "params": parts}]
     _choose_kernel(twin.param_groups[0])
     return twin
