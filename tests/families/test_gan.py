@@ -1,0 +1,17 @@
+"""A GAN under data parallelism and ZeRO is the GAN of one process: two models and two optimizers in one run."""
+
+import torch
+
+from families.gan import PLANS, own_loop, own_loops, plain
+from shoal.testing.ranks import run_on_ranks
+
+
+def test_a_gan_is_that_of_one_process_bit_for_bit():
+    alone, wanted = own_loop(None, None), {1: plain(1), 2: plain(2)}
+    assert all(torch.equal(one, wanted[1][name]) for name, one in alone.items())
+    for found in run_on_ranks(own_loops, 2, deadline_seconds=120.0):
+        for plan in PLANS:
+            differing = [name for name, one in wanted[2].items() if not torch.equal(found[plan][name], one)]
+            assert not differing and set(found[plan]) == set(wanted[2]), (plan, differing)
+    # Data parallelism is what is looked at here, and not the same sums by accident.
+    assert any(not torch.equal(one, wanted[2][name]) for name, one in wanted[1].items())
