@@ -12,17 +12,21 @@ class Family:
     name: str
     build: str
     data: str
+    loss: str | None = None
+    """The function that scores it, where that is none of Shoal's."""
 
     @property
     def recipe(self) -> str:
         """Its recipe; the folder of the tests is where its functions are imported from."""
-        return _RECIPE.format(build=self.build, data=self.data)
+        loss = "" if self.loss is None else f'loss = "families.{self.loss}"'
+        return _RECIPE.format(build=self.build, data=self.data, loss=loss)
 
 
 _RECIPE = """
 plan = "dp=1"
 [model]
 build = "families.{build}"
+{loss}
 [data]
 build = "families.data:{data}"
 [train]
@@ -89,4 +93,23 @@ _MORE = (
     ("MLP-Mixer", "plain:mlp_mixer", "images"),
 )
 MORE = tuple(Family(*row) for row in _MORE)
-EVERY = (*HUGGING_FACE, *PLAIN, *MORE)
+BY_FORM = (
+    Family("CLIP-like, over the global batch", "contrastive:clip", "captions", "contrastive:over_global_batch"),
+    Family("DLRM, dict batch", "plain:dlrm", "named_clicks"),
+    Family("MLP", "plain:mlp", "images"),
+)
+"""Losses over the global batch, and batches that are dicts."""
+EVERY = (*HUGGING_FACE, *PLAIN, *MORE, *BY_FORM)
+ASKED = (
+    ("a script of twenty lines: an MLP", "MLP"),
+    ("GAN", None),
+    ("CLIP-like, contrastive over the global batch", "CLIP-like, over the global batch"),
+    ("U-Net", "U-Net"),
+    ("DLRM with several embedding tables and a dict batch", "DLRM, dict batch"),
+    ("LSTM language model", "LSTM"),
+    ("ViT", "ViT of one's own"),
+    ("ResNet with batch norm", "ResNet"),
+    ("T5 of `transformers`", "T5"),
+    ("Whisper of `transformers`", "Whisper"),
+)
+"""The families of docs/families.md by their names in the catalogue; the GAN is a loop of its own (``gan.py``)."""

@@ -153,3 +153,14 @@ def graphs(nodes=8, features=8):
         return (values, torch.maximum(joined, joined.T)), joined.sum().long() % CLASSES
 
     return _splits(draw, classes=CLASSES)
+
+
+def named_clicks(dense=4, tables=3):
+    """The clicks above as people log them: a dict of features, and whether it was clicked."""
+
+    def draw(generator):
+        numbers = torch.randn(dense, generator=generator)
+        categories = torch.randint(0, VOCAB, (tables,), generator=generator)
+        return {"numbers": numbers, "categories": categories}, categories.sum() % 2
+
+    return _splits(draw, vocab=VOCAB, classes=2)

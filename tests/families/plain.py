@@ -314,3 +314,9 @@ class Blocks(nn.Module):
 
 def blocks():
     return Blocks()
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(768, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, CLASSES)
+    )

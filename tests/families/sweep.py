@@ -1,9 +1,11 @@
-"""Every model of the catalogue under every plan, proved as ``shoal verify`` proves it, and the table in the guide.
+"""Every model of the catalogue under every plan, proved as ``shoal verify`` proves it, and the tables in the documents.
 
     python -m families.sweep                       # in tests/: all of it, some minutes; writes results.json and the guide
     python -m families.sweep --only BERT --only DLRM --plan tp=2 --print
 
-What is measured is kept in ``results.json``; the table in ``docs/guides/models.md`` is made of it and of nothing else.
+What is measured is kept in ``results.json``; the tables in ``docs/guides/models.md``, with every model, and
+``docs/families.md``, with one of each kind, are made of it. Of the GAN, which needs a loop of its own, ``test_gan.py`` is the
+proof.
 """
 
 import argparse
@@ -20,7 +22,10 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 RESULTS = TESTS / "families" / "results.json"
 GUIDE = TESTS.parent / "docs" / "guides" / "models.md"
+PAGE = TESTS.parent / "docs" / "families.md"
 BEGIN, END = "<!-- begin: written by tests/families/sweep.py -->", "<!-- end -->"
+GAN_CELLS = dict.fromkeys(("dp=2", "dp=2 zero=3"), "proven, bitwise")
+"""Two models in one loop; what ``test_gan.py`` proves at every run of the tests."""
 FIELDS = ("status", "reason", "dtype", "bitwise", "worst", "predicted")
 
 
@@ -47,7 +52,13 @@ def prove(cells: Sequence[tuple], steps: int = 3) -> Iterator[tuple[str, str, li
                 plan = choose_plan(recipe.plan, plan_text=text, num_processes=None)
                 try:
                     check_plan(subject, plan)
-                    names = choose_precisions(plan, None, recipe.optim, trained=recipe.train.precision)
+                    names = choose_precisions(
+                        plan,
+                        None,
+                        recipe.optim,
+                        trained=recipe.train.precision,
+                        joins_replicas=subject.joins_replicas(plan),
+                    )
                 except RequestError as error:
                     yield family.name, text, [{"status": "refused", "reason": str(error).splitlines()[0]}]
                     continue
@@ -95,6 +106,17 @@ def table(results: dict[str, dict[str, list[dict]]]) -> str:
     return "\n".join(lines)
 
 
+def short_table(results: dict[str, dict[str, list[dict]]]) -> str:
+    """One model of each kind, by what people call it."""
+    from families.catalogue import ASKED, PLANS
+
+    lines = [f"| model | {' | '.join(f'`{plan}`' for plan in PLANS)} |", f"|{'---|' * (len(PLANS) + 1)}"]
+    for called, name in ASKED:
+        cells = GAN_CELLS if name is None else {plan: cell(results[name][plan]) for plan in PLANS}
+        lines.append(f"| {called} | {' | '.join(cells.get(plan, 'not tried') for plan in PLANS)} |")
+    return "\n".join(lines)
+
+
 def between_markers(text: str, made: str) -> str:
     """A document with what stands between its markers replaced."""
     before, _, rest = text.partition(BEGIN)
@@ -131,6 +153,7 @@ def main() -> None:
     }
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
     GUIDE.write_text(between_markers(GUIDE.read_text(), table(ordered)))
+    PAGE.write_text(between_markers(PAGE.read_text(), short_table(ordered)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from families.catalogue import EVERY, PLANS
-from families.sweep import GUIDE, RESULTS, between_markers, cell, prove, table
+from families.gan import PLANS as GAN_PLANS
+from families.sweep import GAN_CELLS, GUIDE, PAGE, RESULTS, between_markers, cell, prove, short_table, table
 
 pytest.importorskip("transformers")
 # Its modules use what torch is about to take away.
@@ -16,6 +17,10 @@ SLICE = [
     ("MLP-Mixer", "pp=2"),  # a transposed activation crosses stages
     ("DeBERTa", "pp=2"),  # a weight that outer code reads for several stages
     ("Gemma", "cp=2"),  # a norm that computes in float32 by itself
+    ("DLRM, dict batch", "dp=2"),  # a model that is called by names
+    ("U-Net", "dp=2 zero=3"),
+    ("LSTM", "dp=2"),
+    ("ResNet", "dp=2"),  # batch norm
 ]
 
 
@@ -37,6 +42,12 @@ def test_the_guide_has_every_model_and_no_failure():
         assert "proven" in statuses, name
     text = GUIDE.read_text()
     assert text == between_markers(text, table(results)), "run `python -m families.sweep --table` in tests/"
+
+
+def test_the_page_of_families_is_what_was_proved():
+    results, text = json.loads(RESULTS.read_text()), PAGE.read_text()
+    assert text == between_markers(text, short_table(results)), "run `python -m families.sweep --table` in tests/"
+    assert "**" not in text.partition("<!-- begin")[2] and tuple(GAN_CELLS) == GAN_PLANS
 
 
 def test_a_failure_in_a_cell_is_not_to_be_overlooked():
