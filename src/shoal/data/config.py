@@ -112,6 +112,26 @@ class OwnDataConfig(_Loaded):
     """Arguments of the function."""
     collate: str | None = None
     """package.module:function that makes a batch of a list of samples; torch's rule when left out."""
+    pad: bool = False
+    """Pad samples of many lengths to the longest of their batch; padding counts for nothing."""
+    pack: Count | None = None
+    """The samples are documents (sequences of token ids): pack them into sequences of so many tokens."""
+    shuffle: bool = True
+    """Another order in every epoch; false takes the samples as they lie. Iterable datasets have their own order."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch where it is short; then train.steps says the length."""
+    sampler: str | None = None
+    """package.module:function that is given the training set and returns a torch Sampler over it, or a weight per sample."""
+
+    @model_validator(mode="after")
+    def _say_one_thing(self) -> Self:
+        given = [name for name in ("collate", "pad", "pack") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} both say how samples become a batch; leave one of them out")
+        if self.sampler is not None and (self.pack is not None or not self.shuffle):
+            other = "pack" if self.pack is not None else "shuffle = false"
+            raise ValueError(f"sampler says the order of samples and does not go with {other}; leave one of them out")
+        return self
 
 
 AnyDataConfig = StdlibConfig | TextConfig | TokensConfig | SyntheticConfig | DigitsConfig | OwnDataConfig

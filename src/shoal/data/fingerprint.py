@@ -18,7 +18,7 @@ import xxhash
 from shoal.core.clock import Deadline
 from shoal.core.functions import call_own
 from shoal.data.order import permute
-from shoal.data.source import Items, Source, Splits
+from shoal.data.source import Items, Source, Splits, Streamed
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.telemetry.rngstate import keeping_draws, random_states
 
@@ -144,7 +144,8 @@ def _print_split(source: Source | None, name: str, reads: int, limit: Deadline) 
     number_only = SplitPrint(samples=num_samples)
     if not _SAMPLES[name]:
         return number_only
-    first, *others = chosen_ids(num_samples, _SAMPLES[name])
+    # A stream is read from the front, and only its first sample is surely there.
+    first, *others = [0] if isinstance(source, Streamed) else chosen_ids(num_samples, _SAMPLES[name])
     seen: dict[int, tuple[str, str]] = {}
     before = random_states()
     for place, number in enumerate([first] * reads + others * reads):

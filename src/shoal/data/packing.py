@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.core.errors import RequestError
 from shoal.core.functions import call_own
+from shoal.data.options import LoaderOptions
 from shoal.data.order import permute
 from shoal.data.source import Items, SampleIds
 from shoal.data.spec import IGNORED
@@ -108,6 +109,8 @@ class PackedSource:
                 "no document has two tokens or more, so there is nothing to predict; the training data is empty"
             )
         self.vocab: int | None = getattr(documents, "vocab", None)
+        self.options = LoaderOptions()
+        """How it wants to be loaded."""
 
     def __len__(self) -> int:
         return len(self.sequences)

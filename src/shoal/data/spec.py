@@ -7,6 +7,8 @@ from typing import Literal
 
 IGNORED = -100
 """A target that counts for nothing, neither in the loss nor in its weight."""
+UNKNOWN_LENGTH = 2**62
+"""The number of samples of an iterable dataset that does not say it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from shoal.data.order import Position
 from shoal.data.parts import build_order
 from shoal.data.source import Source, Splits, Streamed
 from shoal.data.sources.anyset import splits_of
-from shoal.data.streamreader import UNKNOWN_LENGTH
+from shoal.data.spec import UNKNOWN_LENGTH
 
 
 class StepLoader:

@@ -34,8 +34,6 @@ from shoal.telemetry.rngstate import keeping_draws, random_states, seeded
 
 T = TypeVar("T")
 
-UNKNOWN_LENGTH = 2**62
-"""``len`` of a stream whose number of samples nobody knows before its end."""
 _LOOKED_AT = 3
 """Samples after which a copy of a dataset is asked to go on."""
 _SKIPPED_AT_ONCE = 4096

@@ -12,6 +12,7 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.core.updaterule import UpdateRule
+from shoal.data.spec import UNKNOWN_LENGTH
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import unit_samples
@@ -241,6 +242,11 @@ def count_steps(train: TrainConfig, *, num_samples: int, tokens_per_sample: int)
     """Optimizer steps that the configured length comes to. The last step of an epoch may be short."""
     if train.steps is not None:
         return train.steps
+    if num_samples == UNKNOWN_LENGTH:
+        raise RequestError(
+            "the training data is an iterable dataset that does not say its length, so train.epochs and train.tokens cannot be "
+            "counted in steps; set train.steps, or give the dataset __len__"
+        )
     steps_per_epoch = math.ceil(num_samples / train.global_batch)
     if train.epochs is not None:
         whole, part = divmod(train.epochs, 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shoal.core.units import format_bytes, format_count
+from shoal.data.spec import UNKNOWN_LENGTH
 from shoal.engine.parallelize import analyse, example_of, resolve_stages
 from shoal.engine.resolve import asks_the_model, schedule_of
 from shoal.engine.sizes import RankPreview
@@ -186,9 +187,10 @@ def describe_dry_run(result: DryRun) -> str:
             *(f"  {name:<10} {format_bytes(count)}" for name, count in held.items()),
         )
     ]
+    samples = "an unknown number of" if result.train_samples == UNKNOWN_LENGTH else result.train_samples
     lines = [
         f"plan          {result.plan} on {result.world_size} process(es)",
-        f"length        {result.steps} steps of {result.global_batch} samples; {result.train_samples} samples to train on",
+        f"length        {result.steps} steps of {result.global_batch} samples; {samples} samples to train on",
         f"microbatches  {result.microbatches} of {result.micro_batch} samples per replica and step",
         f"run directory {result.run_dir}",
         f"parameters    {format_count(result.parameters)}",

@@ -25,7 +25,8 @@ from shoal.core.functions import call_own
 from shoal.core.plan import Plan
 from shoal.costs.tracer import preserved_state
 from shoal.data.loader import Microbatch
-from shoal.data.order import permute
+from shoal.data.order import Position
+from shoal.data.parts import build_order
 from shoal.data.source import Items, Source
 from shoal.data.spec import IGNORED
 from shoal.engine.config import TrainConfig
@@ -77,7 +78,7 @@ def find_other_mean(model: nn.Module, loss: Loss, source: Source, *, plan: Plan,
         return None
     before = num_calls()
     with preserved_state(model, training=False), torch.no_grad():
-        ids = permute(train.seed, 0, len(source), np.arange(num_samples, dtype=np.int64))
+        ids = build_order(source, global_batch=num_samples, seed=train.seed).take(Position())[0]
         try:
             found = call_own(
                 lambda: _compare(model, loss, source.collate(ids), source.uniform_weight), what="the look at the loss"

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,8 +22,9 @@ from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
 from shoal.data.config import AnyDataConfig
 from shoal.data.loader import Microbatch
-from shoal.data.order import Ids, Position, own_microbatches, permute, take
-from shoal.data.source import Splits
+from shoal.data.order import Ids, Position, own_microbatches
+from shoal.data.parts import build_order, options_of
+from shoal.data.source import Source, Splits, Streamed
 from shoal.data.spec import DataSpec
 from shoal.engine.callbacks.build import build_callbacks
 from shoal.engine.metrics import build_metrics
@@ -63,7 +63,7 @@ def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, d
     Raises:
         RequestError: they do not fit one another; says which layer failed, and on what.
     """
-    first, *others = _microbatches(len(data.train), recipe.train.global_batch, recipe.train.seed, plan)
+    first, *others = _microbatches(data.train, recipe.train.global_batch, recipe.train.seed, plan)
     # As the run has it: a raw one refuses one sample, the run's does not.
     apply_batchnorm(model, group=None, mode=recipe.train.batch_norm)
     try:
@@ -99,10 +99,9 @@ def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, d
             raise
 
 
-def _microbatches(num_samples: int, global_batch: int, seed: int, plan: Plan) -> list[Ids]:
+def _microbatches(source: Source, global_batch: int, seed: int, plan: Plan) -> list[Ids]:
     """The samples of each microbatch of the first step, those of the first replica first."""
-    taken, _ = take(Position(), num_samples, global_batch)
-    ids = permute(seed, 0, num_samples, np.arange(taken.start, taken.stop, dtype=np.int64))
+    ids, _, _ = build_order(source, global_batch=global_batch, seed=seed).take(Position())
     shares = range(plan.num_shares)
     return [own for share in shares for own in own_microbatches(ids, share, plan.num_shares, plan.microbatches or 1)]
 
@@ -182,6 +181,12 @@ class OwnPartsHere:
     def measure_data(self, recipe: Recipe) -> DataSummary:
         """Build the data that a recipe names and count its samples."""
         splits = self._data(recipe)
+        own = options_of(splits.train)
+        if recipe.train.steps is None and (own.drop_last or own.sampler is not None or own.weights is not None):
+            raise RequestError(
+                "data.drop_last and data.sampler say how many steps an epoch has; set train.steps in the place of train.epochs "
+                "or train.tokens"
+            )
         return DataSummary(
             spec=splits.spec,
             train=len(splits.train),
@@ -241,12 +246,25 @@ class OwnPartsHere:
             stages = resolve_stages(model, data, analysis, plan=plan, settings=recipe.settings)
             prove_stages(model, example_of(data), stages)
 
+    def _refuse_order(self, recipe: Recipe, plan: Plan) -> None:
+        """Workers of parameter servers find the samples of any step at once, from its number."""
+        source = self._data(recipe).train
+        own = options_of(source)
+        has_own = own.drop_last or own.sampler is not None or own.weights is not None or own.shuffle is False
+        if plan.ps and (has_own or isinstance(source, Streamed)):
+            what = "an iterable dataset" if isinstance(source, Streamed) else "an order of the user's own"
+            raise RequestError(
+                f"plan {str(plan)!r}: workers take steps in any order, and the training data is {what}; use a plan with dp, or a "
+                "map-style dataset without data.shuffle, data.drop_last and data.sampler"
+            )
+
     def try_parts(self, recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         """Run the first samples through the user's own parts; what the user should know of them.
 
         Raises:
             RequestError: data, model and loss do not fit one another.
         """
+        self._refuse_order(recipe, plan)
         model, loss, data = build_parts(recipe, data=self._data(recipe))
         found = find_other_mean(model, loss, data.train, plan=plan, train=recipe.train)
         try_first_samples(recipe, plan, model, loss, data)

@@ -112,6 +112,8 @@ class Progress:
     def as_values(self) -> dict[str, Any]:
         """JSON for the manifest; what few runs have is left out where there is nothing of it."""
         values = asdict(self)
+        if not self.position.stream:
+            del values["position"]["stream"]
         return {key: value for key, value in values.items() if value or key not in _RARE}
 
     @classmethod

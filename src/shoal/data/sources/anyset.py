@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from shoal.core.errors import RequestError
-from shoal.data.collate import Collator, counted_weight
 from shoal.data.options import LoaderOptions
 from shoal.data.source import Source, Splits
-from shoal.data.sources.iterable import IterableSource, first_samples, is_iterable_only
-from shoal.data.sources.own import DatasetSource, describe, from_datasets
+from shoal.data.sources.iterable import is_iterable_only
+from shoal.data.sources.own import DatasetSource, describe, from_datasets, stream_splits
 
 
 def splits_of(dataset: Any, options: LoaderOptions, *, seed: int = 0) -> Splits:
@@ -34,33 +32,3 @@ def splits_of(dataset: Any, options: LoaderOptions, *, seed: int = 0) -> Splits:
     assert isinstance(found.train, DatasetSource)
     found.train.options = options
     return found
-
-
-def stream_splits(dataset: Any, options: LoaderOptions, *, seed: int) -> Splits:
-    """An iterable dataset as the training split.
-
-    Raises:
-        RequestError: it is empty, or the options ask for what only a map-style dataset can do.
-    """
-    name = type(dataset).__name__
-    asked = [key for key in ("sampler", "batch_sampler", "weights", "max_tokens") if getattr(options, key) is not None]
-    if options.shuffle:
-        asked.append("shuffle")
-    if asked:
-        raise RequestError(
-            f"{name} is iterable, so its samples come in its own order, and {asked[0]} asks for another; leave {asked[0]} out "
-            "and do it inside the dataset, or give a map-style dataset (__len__ and __getitem__)"
-        )
-    first = first_samples(dataset, 1, seed=seed)
-    if not first:
-        raise RequestError(f"{name} yields no sample; the training data is empty")
-    collator = Collator(uniform_weight=1, collate_fn=options.collate_fn)
-    items = collator.collate(first)
-    source = IterableSource(
-        dataset,
-        collator=Collator(uniform_weight=counted_weight(items), collate_fn=options.collate_fn),
-        options=options,
-        seed=seed,
-    )
-    nothing = DatasetSource((), uniform_weight=None)
-    return Splits(train=source, validation=nothing, test=nothing, spec=describe(dataset, items))

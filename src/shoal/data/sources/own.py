@@ -6,20 +6,24 @@ or the list of names) and ``vocab``. A function that returns ``Splits`` of its o
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset, Sampler, Subset
 
 from shoal.core.errors import RequestError, RunError
-from shoal.core.functions import call_own
+from shoal.core.functions import call_own, load_function
 from shoal.data.batchform import leaf_paths
 from shoal.data.collate import WANTED, Collate, Collator, counted_weight, describe_sample, find_problem
 from shoal.data.config import OwnDataConfig, load_build, load_collate
 from shoal.data.options import LoaderOptions
 from shoal.data.order import permute, split_positions
+from shoal.data.packing import PackedSource
+from shoal.data.padding import PadCollate
 from shoal.data.source import Items, SampleIds, Splits
+from shoal.data.sources.iterable import IterableSource, first_samples, is_iterable_only
 from shoal.data.spec import DataSpec
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.telemetry.rngstate import keeping_draws, seeded
@@ -115,9 +119,98 @@ def build_own(config: OwnDataConfig, seed: int) -> Splits:
         built = call_own(load_build(config), what=origin, is_excused=is_out_of_memory)
     if isinstance(built, Splits):
         return built
+    collate_fn = PadCollate() if config.pad else load_collate(config)
+    options = LoaderOptions(
+        drop_last=config.drop_last, shuffle=None if config.shuffle else False, collate_fn=collate_fn
+    )
+    named: Mapping[str, Any] = built if isinstance(built, Mapping) else {"train": built}
+    if is_iterable_only(named.get("train", ())):
+        if config.pack is not None or config.sampler is not None:
+            raise RequestError(
+                f"{origin} returned an iterable dataset, which data.pack and data.sampler cannot index; leave them out"
+            )
+        held_out = _named_parts({**named, "train": ()}, origin)
+        streamed = stream_splits(named["train"], replace(options, shuffle=None), seed=seed)
+        sources = {
+            name: DatasetSource(
+                held_out[name], uniform_weight=streamed.train.uniform_weight, name=name, collate_fn=collate_fn
+            )
+            for name in _NAMES[1:]
+        }
+        return replace(streamed, validation=sources["validation"], test=sources["test"])
     parts = _named_parts(built, origin) if isinstance(built, Mapping) else _cut(built, config, origin)
-    described = built["train"] if isinstance(built, Mapping) else built
-    return _describe_parts(parts, described, origin, load_collate(config))
+    described = named["train"]
+    if config.pack is not None:
+        return _pack_parts(parts, described, config.pack, options)
+    found = _describe_parts(parts, described, origin, collate_fn)
+    assert isinstance(found.train, DatasetSource)
+    found.train.options = _with_sampler(options, config, parts["train"])
+    return found
+
+
+def _with_sampler(options: LoaderOptions, config: OwnDataConfig, train: Any) -> LoaderOptions:
+    """The options with what the recipe's ``data.sampler`` returns for a training set."""
+    if config.sampler is None:
+        return options
+    function = load_function(config.sampler, key="data.sampler")
+    given = call_own(lambda: function(train), what=f"data.sampler = {config.sampler!r}", is_excused=is_out_of_memory)
+    if isinstance(given, Sampler):
+        return replace(options, sampler=given)
+    weights = np.asarray(given)
+    if weights.ndim != 1 or weights.dtype.kind not in "iuf":
+        raise RequestError(
+            f"data.sampler = {config.sampler!r} returned a {type(given).__name__}; return a torch Sampler, or one weight for "
+            "each sample"
+        )
+    return replace(options, weights=weights.tolist())
+
+
+def _pack_parts(parts: Mapping[str, Any], described: Any, sequence: int, options: LoaderOptions) -> Splits:
+    """Splits of documents, each packed by itself."""
+    if not len(parts["train"]):
+        raise RequestError("the training set has 0 documents; the data is empty")
+    packed = {
+        name: PackedSource(part, sequence) if len(part) else DatasetSource((), uniform_weight=None)
+        for name, part in parts.items()
+    }
+    train = packed["train"]
+    assert isinstance(train, PackedSource)
+    train.options = options
+    spec = describe(described, train.collate([0]))
+    return Splits(train=train, validation=packed["validation"], test=packed["test"], spec=spec)
+
+
+def stream_splits(dataset: Any, options: LoaderOptions, *, seed: int) -> Splits:
+    """An iterable dataset as the training split, described by its first sample.
+
+    Args:
+        dataset: iterable.
+        options: how it is loaded.
+        seed: of the run.
+
+    Raises:
+        RequestError: it is empty, or the options ask for what only a map-style dataset can do.
+    """
+    name = type(dataset).__name__
+    asked = [key for key in ("sampler", "batch_sampler", "weights", "max_tokens") if getattr(options, key) is not None]
+    if options.shuffle:
+        asked.append("shuffle")
+    if asked:
+        raise RequestError(
+            f"{name} is iterable, so its samples come in its own order, and {asked[0]} asks for another; leave {asked[0]} out "
+            "and do it inside the dataset, or give a map-style dataset (__len__ and __getitem__)"
+        )
+    first = first_samples(dataset, 1, seed=seed)
+    if not first:
+        raise RequestError(f"{name} yields no sample; the training data is empty")
+    try:
+        items = Collator(uniform_weight=1, collate_fn=options.collate_fn).collate(first)
+    except RunError as error:
+        raise RequestError(f"the first sample of {name}: {error}") from error
+    collator = Collator(uniform_weight=counted_weight(items), collate_fn=options.collate_fn)
+    source = IterableSource(dataset, collator=collator, options=options, seed=seed)
+    nothing = DatasetSource((), uniform_weight=None)
+    return Splits(train=source, validation=nothing, test=nothing, spec=describe(dataset, items))
 
 
 def from_datasets(

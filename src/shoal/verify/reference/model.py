@@ -24,7 +24,8 @@ from shoal.checkpoint.pretrained import Selection, load_module
 from shoal.core.errors import RequestError, ShoalError
 from shoal.data.build import build_splits
 from shoal.data.config import DataConfig
-from shoal.data.order import Position, permute, take
+from shoal.data.order import Position
+from shoal.data.parts import build_order
 from shoal.data.source import Items, Source
 from shoal.models.build import build_model
 from shoal.models.config import ModelConfig
@@ -112,10 +113,10 @@ def build_reference(case: Case) -> ReferenceModel:
 def global_batches(parts: ReferenceModel) -> Iterator[Ids]:
     """The samples of each step that is compared."""
     position, case = Position(), parts.case
+    order = build_order(parts.train, global_batch=case.global_batch, seed=case.seed)
     for _ in range(case.steps):
-        taken, after = take(position, len(parts.train), case.global_batch)
-        yield permute(case.seed, position.epoch, len(parts.train), np.arange(taken.start, taken.stop))
-        position = after
+        ids, _, position = order.take(position)
+        yield ids
 
 
 def cut_batch(ids: Ids, tree: Tree) -> list[list[Ids]]:

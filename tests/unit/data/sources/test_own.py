@@ -140,7 +140,7 @@ def test_ignored_targets_have_no_weight() -> None:
     ("name", "message"),
     [
         ("misnamed", "a dict of 'train', 'valid'; its keys are"),
-        ("stream", "returned a Stream, which is no map-style dataset"),
+        ("stream", "Stream yields no sample; the training data is empty"),
         ("number", "returned a int, which is no map-style dataset"),
         (
             "triples",
