@@ -152,6 +152,8 @@ class Loader:
         self._num_slow = 0
         self._prefetcher: _Prefetcher | None = None
         self._is_first = True
+        self.why_read_again = getattr(source, "why_not_resumable", None) if start.offset else None
+        """Why what was trained on before ``position`` had to be read again, for people; None where it had not."""
         self.draws_random_numbers = False
         """True when loading a batch moved a global generator: such data is never loaded ahead, or it could not be resumed."""
 

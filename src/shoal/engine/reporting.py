@@ -176,6 +176,8 @@ def describe_draws(dropout: DropoutKey, loader: Loader) -> Iterator[str]:
             f"dropout {path!r} sees a tensor of shape {shape}, whose first dim is not the batch: its mask is not drawn "
             "by sample and can differ on another number of processes; put the batch first where that matters"
         )
+    if loader.why_read_again is not None:
+        yield f"{loader.why_read_again}: the samples of this epoch that were trained on before were read again, and dropped"
     if loader.draws_random_numbers:
         yield (
             "loading a sample draws from a global generator: samples are loaded in step and not ahead, and another number of "

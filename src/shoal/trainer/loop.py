@@ -194,10 +194,6 @@ class Trainer:
                     f"step {self.progress.step}, as at the start of a run"
                 )
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
-            if (reason := getattr(self.data.train, "why_not_resumable", None)) is not None:
-                self.reporter.tell(
-                    f"{reason}: the samples of this epoch that were trained on are read again, and dropped"
-                )
             self._recall()
         else:
             self.reporter.tell("there is no checkpoint to go on from; starting at step 0")
