@@ -20,3 +20,12 @@ def test_a_trained_run_is_exported_as_a_program_too(shoal, tiny, tmp_path):
     assert weights and all(torch.equal(programs["new"].state_dict[key], tensor) for key, tensor in weights.items())
     outputs = {name: program.module()(tokens) for name, program in programs.items()}
     assert outputs["new"].shape[0] == 3 and not torch.equal(outputs["old"], outputs["new"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 microbatches=2"])
+def test_every_format_gives_what_the_trained_model_gives_from_a_checkpoint_of_any_plan(shoal, tiny, tmp_path, plan):
+    shoal.run("train", tiny, "--plan", plan, "--run-dir", "run", "--set", "train.steps=2")
+    for format in ("hf", "torch-export", "onnx"):
+        shoal.run("ckpt", "export", "run", "--to", format, "--format", format, "--json", f"{format}.json")
+        assert json.loads((tmp_path / f"{format}.json").read_text())["errors"][format] < 1e-5

@@ -1,13 +1,17 @@
-"""Weights for other programs: safetensors with a ``config.json`` as Hugging Face lays them out, and a ``torch.export`` program.
+"""Weights for other programs: safetensors with what the recipe says, a ``torch.export`` program, and ONNX.
 
 Only weights are read from the checkpoint, and only bytes whose sums agree are written. An export appears whole under its name
 or not at all, and never over something that is already there.
 """
 
 import contextlib
+import inspect
+import io
 import json
+import logging
 import os
 import stat
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +71,7 @@ def new_folder(path: Path, *, like: Path | None = None) -> Iterator[Path]:
 
 
 def write_weights(checkpoint: Checkpoint, folder: Path, *, model: Mapping[str, Any] | None = None) -> list[Path]:
-    """Write ``model.safetensors`` and ``config.json``, as Hugging Face's loaders expect them.
+    """Write ``model.safetensors``, under the names of the model, and a ``config.json`` with the recipe's ``[model]``.
 
     Args:
         checkpoint: from ``read_weights``.
@@ -105,13 +109,81 @@ def write_program(model: nn.Module, example_inputs: tuple[Tensor, ...], folder: 
     inputs = tuple(_example(tensor) for tensor in example_inputs)
     free = tuple({0: torch.export.Dim.AUTO} if tensor.dim() else None for tensor in inputs)
     try:
-        program = torch.export.export(model, inputs, dynamic_shapes=free)
+        program = torch.export.export(model, inputs, dynamic_shapes=_for_forward(model, free))
     except (RuntimeError, TypeError, ValueError) as error:
         raise RunError(f"torch.export cannot express this model: {str(error).strip().splitlines()[0]}") from error
     path = folder / "model.pt2"
     with new_file(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
         torch.export.save(program, file)
     return path
+
+
+def write_onnx(model: nn.Module, example_inputs: tuple[Tensor, ...], folder: Path) -> Path:
+    """Write ``model.onnx``, in which the number of samples is free.
+
+    Raises:
+        RequestError: an extra is not installed.
+        RunError: the model has a part that ONNX cannot express.
+        OSError: the disk refused.
+    """
+    try:
+        import onnx
+        import onnxruntime  # noqa: F401  (looked for before the work begins: the export is checked by it)
+        import onnxscript  # noqa: F401  (torch.onnx imports it by itself, and says less where it is missing)
+    except ImportError as error:
+        raise RequestError(
+            f"--format onnx needs {error.name}, which is not installed; install it: pip install 'shoal[onnx]'"
+        ) from error
+    inputs = tuple(_example(tensor) for tensor in example_inputs)
+    free = tuple({0: torch.export.Dim.DYNAMIC} if tensor.dim() else None for tensor in inputs)
+    path = folder / "model.onnx"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+            program = torch.onnx.export(
+                model, inputs, dynamo=True, dynamic_shapes=_for_forward(model, free), verbose=False
+            )
+    # torch.onnx has its own errors, and those of what it traces.
+    except Exception as error:
+        raise RunError(f"ONNX cannot express this model: {str(error).strip().splitlines()[0]}") from error
+    assert program is not None, "dynamo=True gives a program"
+    with new_file(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
+        file.write(onnx.ModelProto.SerializeToString(program.model_proto))
+    return path
+
+
+def run_onnx(path: Path, inputs: tuple[Tensor, ...]) -> Tensor:
+    """What ``onnxruntime`` makes of inputs."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+    found = session.run(None, {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)})
+    return torch.from_numpy(found[0])
+
+
+def compare_outputs(expected: Tensor, found: Tensor, *, what: str, bound: float) -> float:
+    """How far what was exported is from the trained model: the norm of the difference over the norm of the model's output.
+
+    Raises:
+        RunError: further than ``bound``.
+    """
+    if expected.shape != found.shape:
+        raise RunError(f"{what} gives {tuple(found.shape)} where the trained model gives {tuple(expected.shape)}")
+    size = float(expected.double().norm())
+    error = float((found.double() - expected.double()).norm()) / (size or 1.0)
+    if not error <= bound:
+        raise RunError(
+            f"{what} differs from the trained model by {error:.3g}, and {bound:g} is allowed; nothing was exported"
+        )
+    return error
+
+
+def _for_forward(model: nn.Module, free: tuple[Any, ...]) -> Any:
+    """Free dims as torch.export takes them: those of ``forward(*tensors)`` belong to one argument."""
+    kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
+    return (free,) if kinds == [inspect.Parameter.VAR_POSITIONAL] else free
 
 
 def _example(tensor: Tensor) -> Tensor:

@@ -34,7 +34,9 @@ _To = Annotated[
 _Format = Annotated[
     str,
     typer.Option(
-        "--format", metavar="safetensors|program|all", help="Hugging Face layout, a torch.export program, or both."
+        "--format",
+        metavar="safetensors|hf|torch-export|onnx|all",
+        help="The weights alone; a folder for from_pretrained; a torch.export program; ONNX; or weights and program.",
     ),
 ]
 
@@ -118,10 +120,10 @@ def diff(first: _First, second: _Second, top: _Top = 20, json_file: JsonFile = N
 
 @app.command()
 def export(folder: _Folder, to: _To = None, format: _Format = "safetensors", json_file: JsonFile = None) -> None:
-    """Export the weights of DIR (the newest whole checkpoint of a run) for other programs."""
+    """Export the weights of DIR (the newest whole checkpoint of a run) for other programs, and compare with the trained model."""
     from shoal.core.errors import RequestError, did_you_mean
 
-    formats = ("safetensors", "program", "all")
+    formats = ("safetensors", "hf", "torch-export", "onnx", "program", "all")
     if format not in formats:
         raise RequestError(f"there is no format {format!r}; {did_you_mean(format, formats)}")
     check_result_file(json_file)
@@ -131,40 +133,36 @@ def export(folder: _Folder, to: _To = None, format: _Format = "safetensors", jso
     run_dir = _run_of(source)
     if format != "safetensors" and run_dir is None:
         raise RequestError(
-            f"{source} is not in a run directory; a program needs the run's recipe: use --format safetensors"
+            f"{source} is not in a run directory; {format} needs the run's recipe: use --format safetensors"
         )
     target = to if to is not None else run_dir / f"export-{source.name}" if run_dir is not None else None
     if target is None:
         raise RequestError(f"{source} is not in a run directory; say where to export with --to DIR")
     from shoal.checkpoint.export import new_folder, read_weights, write_weights
 
+    errors: dict[str, float] = {}
     with new_folder(target, like=source) as draft:
         checkpoint = read_weights(source)
-        if format != "program":
+        if format in ("safetensors", "all"):
             write_weights(checkpoint, draft, model=_model_section(run_dir))
         if format != "safetensors" and run_dir is not None:
-            _export_program(run_dir, source, checkpoint.tensors, draft)
+            from shoal.trainer.export import export_model
+
+            wanted = {"all": "torch-export", "program": "torch-export"}.get(format, format)
+            errors[wanted] = export_model(run_dir, checkpoint.tensors, draft, format=wanted, origin=str(source))
     files = sorted(str(path) for path in target.iterdir())
     print(f"exported step {checkpoint.step}: {len(checkpoint.tensors)} tensors")
     for file in files:
         print(f"  {file}")
-    write_result(json_file, {"checkpoint": source, "step": checkpoint.step, "folder": target, "files": files})
+    for wanted, error in errors.items():
+        print(f"{wanted} run on the same inputs differs from the trained model by {error:.1e}")
+    result = {"checkpoint": source, "step": checkpoint.step, "folder": target, "files": files}
+    write_result(json_file, {**result, "errors": errors} if errors else result)
 
 
 def _severity(tensor: "TensorDifference") -> float:
     """What has no number (another shape, NaN) comes before everything that has one."""
     return float("inf") if tensor.relative is None or tensor.relative != tensor.relative else tensor.relative
-
-
-def _export_program(run_dir: Path, source: Path, weights: Any, draft: Path) -> None:
-    from shoal.checkpoint.export import write_program
-    from shoal.engine.state import import_weights
-    from shoal.trainer.build import load_run
-
-    run = load_run(run_dir)
-    # The run gives its newest weights; the ones asked for may be older.
-    import_weights(run.model, weights, origin=str(source))
-    write_program(run.model, run.example_inputs, draft)
 
 
 def _run_of(checkpoint: Path) -> Path | None:

@@ -9,7 +9,15 @@ from safetensors import safe_open
 from torch import nn
 
 from shoal.checkpoint.commit import write_checkpoint
-from shoal.checkpoint.export import new_folder, read_weights, write_program, write_weights
+from shoal.checkpoint.export import (
+    compare_outputs,
+    new_folder,
+    read_weights,
+    run_onnx,
+    write_onnx,
+    write_program,
+    write_weights,
+)
 from shoal.checkpoint.pieces import as_blob
 from shoal.core.errors import RequestError, RunError
 
@@ -88,3 +96,14 @@ def test_an_export_is_there_whole_or_not_at_all(tmp_path):
         pass
     with pytest.raises(RequestError, match="there is no folder"), new_folder(tmp_path / "no" / "out"):
         pass
+
+
+def test_onnx_gives_what_the_model_gives_and_another_output_is_refused(tmp_path, model):
+    with new_folder(tmp_path / "out") as draft:
+        path = write_onnx(model, (torch.randn(1, 4),), draft)
+        x = torch.randn(5, 4)
+        with torch.no_grad():
+            expected = model(x)
+        assert compare_outputs(expected, run_onnx(path, (x,)), what="onnx", bound=1e-5) < 1e-5
+    with pytest.raises(RunError, match="differs from the trained model"):
+        compare_outputs(expected, expected + 0.1, what="onnx", bound=1e-5)
