@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_map
 
 from shoal.core.errors import RequestError
 from shoal.costs.blocks import find_blocks, is_under
@@ -42,6 +43,10 @@ Loss = Callable[[Any, Tensor], Tensor]
 Batches = tuple[int, int]
 
 
+Arguments = Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Flat inputs -> what a module is called with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
     """One forward pass."""
@@ -62,9 +67,10 @@ class _Settings:
     cuts: Mapping[str, TensorSplit]
     compute_dtype: torch.dtype | None
     loss: Loss | None
-    targets: Tensor | None
+    targets: Any
     batch_dim: int
     device: str
+    arguments: Arguments | None = None
 
 
 def trace_module(
@@ -77,9 +83,10 @@ def trace_module(
     cuts: Mapping[str, TensorSplit] | None = None,
     compute_dtype: torch.dtype | None = None,
     loss: Loss | None = None,
-    targets: Tensor | None = None,
+    targets: Any = None,
     batch_dim: int = 0,
     device: str = "cpu",
+    arguments: Arguments | None = None,
 ) -> ModelCosts:
     """A module as a list of layers with their costs, per sample, as it trains.
 
@@ -96,6 +103,7 @@ def trace_module(
         targets: an example of what the loss compares with, as ``inputs``.
         batch_dim: the dim of the inputs that counts samples.
         device: the type of device that the costs are for; on any but ``cpu``, attention with dropout is one kernel.
+        arguments: makes ``args`` and ``kwargs`` of the flat inputs; each is an argument in its place when left out.
 
     Raises:
         RequestError: the forward pass cannot run without values, or takes another way for another number of samples.
@@ -112,6 +120,7 @@ def trace_module(
         targets=targets,
         batch_dim=batch_dim,
         device=device,
+        arguments=arguments,
     )
     with preserved_state(module, training=True), faked(module) as mode:
         passes = [_run(module, inputs, batch, mode, settings) for batch in batches]
@@ -141,7 +150,10 @@ def _run(
     fake = partial(_faked_input, mode=mode, samples=samples, batch=batch, dim=settings.batch_dim)
     args = [] if isinstance(inputs, Mapping) else [fake(tensor) for tensor in inputs]
     kwargs = {key: fake(tensor) for key, tensor in inputs.items()} if isinstance(inputs, Mapping) else {}
-    targets = None if settings.targets is None else fake(settings.targets)
+    if settings.arguments is not None:
+        spread, kwargs = settings.arguments(args)
+        args = list(spread)
+    targets = None if settings.targets is None else tree_map(fake, settings.targets)
     tracer = Tracer(module, level=Level.OPERATIONS, first=True, saved=True, execute=partial(_execute, mode))
 
     def then(output: Any) -> None:

@@ -17,6 +17,7 @@ import xxhash
 
 from shoal.core.clock import Deadline
 from shoal.core.functions import call_own
+from shoal.data.batchform import Node, flat_targets, leaf_paths
 from shoal.data.order import permute
 from shoal.data.source import Items, Source, Splits, Streamed
 from shoal.telemetry.memory import is_out_of_memory
@@ -169,10 +170,24 @@ def _look(items: Items) -> tuple[str, str]:
     """The form of a sample, and a hash of it."""
     digest = xxhash.xxh3_64()
     shown = []
-    for tensor in (*items.inputs, items.targets):
+    targets = flat_targets(items.targets)
+    for tensor in (*items.inputs, *targets):
         shown.append(f"{tuple(tensor.shape[1:])} {str(tensor.dtype).removeprefix('torch.')}")
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(shown[-1].encode())
         digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-    *inputs, target = shown
-    return f"{'inputs' if len(inputs) > 1 else 'input'} {', '.join(inputs)} and target {target}", digest.hexdigest()
+    inputs, wanted = shown[: len(items.inputs)], shown[len(items.inputs) :]
+    if items.form is not None:
+        # Other keys are other data, whatever their tensors.
+        digest.update(
+            repr([name for node in (items.form.inputs, items.form.targets) for name in _names(node)]).encode()
+        )
+        inputs = [f"{name} {form}" for (name, _), form in zip(leaf_paths(items.form.inputs), inputs, strict=True)]
+    said = f"{'inputs' if len(inputs) > 1 else 'input'} {', '.join(inputs)}"
+    if wanted:
+        said += f" and target{'s' if len(wanted) > 1 else ''} {', '.join(wanted)}"
+    return said, digest.hexdigest()
+
+
+def _names(node: Node | None) -> list[str]:
+    return [] if node is None else [path for path, _ in leaf_paths(node)]

@@ -31,6 +31,8 @@ class DataSpec:
     """Bigram entropy of the training split in nats per token, where it is text; a model that learned anything is below it."""
     tokens_per_sample: int = 1
     """Tokens that one sample trains on; 1 where a sample is not a sequence."""
+    has_one_target: bool = True
+    """Targets are one tensor; False where they are several, or among the inputs of a sample that is one dict."""
 
 
 Change = Literal["same", "touched", "shorter", "replaced"]

@@ -6,6 +6,7 @@ and where stages hand activations on. For the first a loss of zero that touches 
 a microbatch that counts for nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,8 @@ def _first(tensor: Tensor, size: int) -> Tensor:
 
 def zero_through_layers(output: Any) -> Tensor | None:
     """Zero, by way of every layer that an output went through: the mean over no item would be NaN. None without a gradient."""
+    if not isinstance(output, Tensor | Mapping | tuple | list) and hasattr(output, "__dict__"):
+        output = vars(output)  # An object that pytrees know nothing of, such as one with ``loss`` and ``logits``.
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([leaf.reshape(-1)[:0].float().sum() for leaf in leaves]).sum() if leaves else None
 

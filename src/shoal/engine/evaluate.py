@@ -13,7 +13,7 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.core.events import Evaluated
-from shoal.data.batchform import call_model, targets_of
+from shoal.data.batchform import batch_of, call_model, targets_of
 from shoal.data.loader import Microbatch
 from shoal.data.order import replica_share
 from shoal.data.source import Source
@@ -140,6 +140,10 @@ def _evaluate_batch(
     items = source.collate(ids)
     microbatch = Microbatch.of(items, ids)
     inputs, targets = objective.prepare(microbatch)
+    if objective.scoring.step is not None:
+        found_loss, _ = objective.call_step(batch_of(microbatch.form, inputs, targets))
+        numbers = [float(found_loss) * microbatch.weight, microbatch.weight, 0.0, 0.0]
+        return torch.tensor(numbers, dtype=torch.float64)
     with objective.computing():
         ends_here, output = (
             runtime.infer(inputs, kind_of(microbatch))

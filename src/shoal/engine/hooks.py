@@ -19,7 +19,7 @@ checkpoints keep both, and a resumed run gives them back.
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class StepResult:
     """Loss and gradient are finite."""
     is_taken: bool
     """The update was applied: they are finite, and the loss is not above its limit."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the user's own step gave beside the loss, over the global batch."""
 
 
 class LoopRequests:

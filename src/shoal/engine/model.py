@@ -92,6 +92,8 @@ class ParallelModel:
     """Takes the steps of an asynchronous pipeline, whose stages update by themselves; None elsewhere."""
     publishes_by_itself: bool = False
     """The optimizer is a script's own: it has its own rates, and its step brings weights to where forward passes read them."""
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+    """What the user's own step gave beside the loss, over the last global batch; empty without such a step."""
     _loss_scale: float = field(default=1.0, init=False)
     """What is still in the gradients."""
 
@@ -144,7 +146,7 @@ class ParallelModel:
         if self.passes.has_batch_norm:
             self.passes.enter("wait: batch norm statistics", step)
         self.end_step(is_taken=is_taken)
-        result = StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_taken)
+        result = StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_taken, metrics=self.metrics)
         for hook in self.hooks:
             hook.on_update(step, result)
         return result
@@ -164,9 +166,12 @@ class ParallelModel:
         self._loss_scale = loss_scale
         self.reduction.begin_step()
         self.scalars.begin_step()
+        self.objective.metrics.begin_step()
         local_loss = self.passes.accumulate(batch, step=step, scale=loss_scale)
         self._sum_gradients(step)
         loss = self.scalars.reduce(local_loss, scale=loss_scale)
+        if self.objective.scoring.step is not None:
+            self.metrics = self.objective.metrics.reduce(self.mesh, self.objective.device)
         for hook in self.hooks:
             hook.on_gradients(step, self.reduction.updated, loss_scale)
         return loss

@@ -17,11 +17,23 @@ from shoal.comm.channel import Channel
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError, ShoalError
-from shoal.data.batchform import ModelInputs, Targets, call_model, map_targets, targets_of
+from shoal.data.batchform import ModelInputs, Targets, batch_of, call_model, map_targets, targets_of
 from shoal.data.loader import Microbatch
 from shoal.engine.empty import zero_of_parameters, zero_through_layers
 from shoal.engine.piggyback import StepScalars
-from shoal.models.losses import IGNORED, Correct, Loss, by_targets, count_correct, cross_entropy, scores_of, with_scores
+from shoal.engine.stepfunction import StepFunction as StepFunction
+from shoal.engine.stepfunction import StepMetrics
+from shoal.models.losses import (
+    IGNORED,
+    Correct,
+    Loss,
+    by_targets,
+    count_correct,
+    cross_entropy,
+    loss_of_output,
+    scores_of,
+    with_scores,
+)
 from shoal.optim.precision import Precision
 from shoal.parallel.apply import ModelLayout
 from shoal.parallel.tensor.vocabulary import gather_logits, split_count_correct, split_cross_entropy
@@ -29,7 +41,7 @@ from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.memory import is_out_of_memory
 
 
-def is_known(loss: Loss) -> bool:
+def is_known(loss: Loss | StepFunction) -> bool:
     """True for the cross entropy of this project, whose parts are known to add up."""
     return loss is cross_entropy or loss is by_targets
 
@@ -37,9 +49,13 @@ def is_known(loss: Loss) -> bool:
 class Scoring:
     """How a microbatch's output becomes a loss on this rank."""
 
-    def __init__(self, loss: Loss, *, layout: ModelLayout | None = None, mesh: Mesh | None = None) -> None:
-        self._given = loss
-        self._is_known = is_known(loss)
+    def __init__(
+        self, loss: Loss | StepFunction, *, layout: ModelLayout | None = None, mesh: Mesh | None = None
+    ) -> None:
+        self.step = loss if isinstance(loss, StepFunction) else None
+        """The user's own step, which calls the model itself; None where a loss is made of the model's output."""
+        self._given: Loss = loss_of_output if isinstance(loss, StepFunction) else loss
+        self._is_known = is_known(self._given)
         self._context = layout.context if layout is not None else None
         self._split: Channel | None = None
         self._vocab = 0
@@ -78,8 +94,23 @@ class Scoring:
             return self._given(output, targets)
         if self._is_known:
             return split_cross_entropy(scores_of(output), targets, channel=self._split, vocab=self._vocab)
-        whole = gather_logits(scores_of(output), channel=self._split, vocab=self._vocab)
-        return self._given(with_scores(output, whole), targets)
+        return self._given(self.whole(output), targets)
+
+    def whole(self, output: Any) -> Any:
+        """A model's output with the scores of all ranks, as one process has it."""
+        if self._split is None:
+            return output
+        return with_scores(output, gather_logits(scores_of(output), channel=self._split, vocab=self._vocab))
+
+    @property
+    def is_split(self) -> bool:
+        """A rank has a part of the scores."""
+        return self._split is not None
+
+    @property
+    def needs_own_loss(self) -> bool:
+        """The loss is what the model computed, so whatever it is given must be read by it."""
+        return self._given is loss_of_output and self.step is None
 
     def count_correct(self, output: Any, targets: Any) -> Correct | None:
         """How many targets have the highest score; None where that makes no sense."""
@@ -112,8 +143,11 @@ class Objective(nn.Module):
         self.scalars = scalars
         self.name_sample: Callable[[int], str] | None = None
         """How the user calls the sample with this id; None where nobody knows."""
+        self.metrics = StepMetrics()
+        """What the user's own step gives beside the loss."""
         self._has_gradient = False
         self._why_constant: str | None = None
+        self._has_looked = False
 
     def forward(self, microbatch: Microbatch | None, share: float) -> torch.Tensor:
         """The microbatch's contribution to the global mean; ``None`` contributes zero to every parameter."""
@@ -122,9 +156,49 @@ class Objective(nn.Module):
 
     def _share_of_loss(self, microbatch: Microbatch, share: float) -> torch.Tensor:
         inputs, targets = self.prepare(microbatch)
+        if self.scoring.step is not None:
+            return self._share_of_step(microbatch, inputs, targets, share)
         with self.computing():
             output = call_model(self.model, inputs)
         return self.share_of(output, inputs, targets, microbatch, share)
+
+    def _share_of_step(
+        self, microbatch: Microbatch, inputs: ModelInputs, targets: Targets, share: float
+    ) -> torch.Tensor:
+        loss, metrics = self.call_step(batch_of(microbatch.form, inputs, targets))
+        if microbatch.weight == 0:
+            return self._nothing_of(loss)
+        self.metrics.add(metrics, microbatch.weight)
+        loss = loss if loss.dtype == torch.float64 else loss.float()
+        return loss if share == 1.0 else loss * share
+
+    def call_step(self, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        """The loss and the metrics of the user's own step, which gets whole outputs of the model.
+
+        Raises:
+            RunError: it failed, or gave no loss.
+        """
+        step = self.scoring.step
+        assert step is not None
+        handle = None
+        if self.scoring.is_split:
+            handle = self.model.register_forward_hook(lambda _module, _args, output: self.scoring.whole(output))
+        try:
+            with self.computing():
+                loss, metrics = step.read(step.function(self.model, batch))
+        except ShoalError:
+            raise
+        except Exception as error:  # It is the user's own, and may raise anything.
+            if is_out_of_memory(error):
+                raise
+            called = getattr(step.function, "__qualname__", type(step.function).__name__)
+            raise RunError(
+                f"the step {called} failed: {type(error).__name__}: {error}; its batch is {_describe(batch)}; --debug shows where"
+            ) from error
+        finally:
+            if handle is not None:
+                handle.remove()
+        return self._checked(loss, None), metrics
 
     def share_of(
         self, output: Any, inputs: ModelInputs, targets: Targets, microbatch: Microbatch, share: float
@@ -144,6 +218,9 @@ class Objective(nn.Module):
 
     def call_loss(self, output: Any, targets: Any, microbatch: Microbatch | None = None) -> torch.Tensor:
         """The user's loss, or one message that shows both sides when they do not fit."""
+        if not self._has_looked and microbatch is not None:
+            self._has_looked = True
+            self._refuse_unread(microbatch)
         try:
             loss = self.scoring.loss(output, targets)
         except ShoalError:
@@ -158,6 +235,10 @@ class Objective(nn.Module):
             raise RunError(
                 f"the loss failed: {type(error).__name__}: {error}; {label}{sides}; --debug shows where"
             ) from error
+        return self._checked(loss, output)
+
+    def _checked(self, loss: Any, output: Any) -> torch.Tensor:
+        """A loss as one number that has a gradient, or zero by way of every layer where it has none."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise RunError(
                 f"the loss returned {_describe(loss)}; it must return one number as a tensor, the mean over its items"
@@ -168,6 +249,15 @@ class Objective(nn.Module):
             return loss.detach().reshape(()) + self._nothing_of(output)
         self._has_gradient = self._has_gradient or torch.is_grad_enabled()
         return loss.reshape(())
+
+    def _refuse_unread(self, microbatch: Microbatch) -> None:
+        """Refuse a key of a dict that neither the model nor a loss reads: it is misspelt, or a loss is missing."""
+        unread = () if microbatch.form is None else microbatch.form.unread(self.model)
+        if unread and self.scoring.needs_own_loss:
+            raise RunError(
+                f"{type(self.model).__name__}.forward takes no {', '.join(map(repr, unread))}, which the samples have, and no "
+                "loss is given that could read it; rename it, leave it out, or give a loss (model.loss, loss=)"
+            )
 
     @property
     def why_constant(self) -> str | None:
@@ -246,6 +336,17 @@ def _without_gradient(output: Any) -> str:
         f"the loss depends on no parameter (it has no grad_fn), so nothing would be trained: {what}; look for .detach(), "
         ".item(), argmax, torch.no_grad or numpy between the parameters and the loss"
     )
+
+
+def score_of(model: nn.Module, loss: Loss | StepFunction) -> Callable[[ModelInputs], Any]:
+    """The loss of a plain model on inputs that have their labels among them."""
+
+    def score(inputs: ModelInputs) -> Any:
+        if isinstance(loss, StepFunction):
+            return loss.read(loss.function(model, batch_of(inputs.form, inputs, ())))[0]
+        return loss(call_model(model, inputs), targets_of(inputs.form, inputs, ()))
+
+    return score
 
 
 def kind_of(microbatch: Microbatch) -> Hashable:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,21 +14,25 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
+from shoal.data.batchform import ModelInputs
+from shoal.data.labels import settle_labels
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
 from shoal.engine.model import ParallelModel
-from shoal.engine.objective import Objective, Scoring, is_known
+from shoal.engine.objective import Objective, Scoring, is_known, score_of
 from shoal.engine.passes import Passes
 from shoal.engine.piggyback import StepScalars
 from shoal.engine.resolve import asks_the_model, check_settings, schedule_of
 from shoal.engine.state import Outline, draw_outline
+from shoal.engine.stepfunction import StepFunction, refuse_own_loss, refuse_step
 from shoal.engine.stop import StopRequest
 from shoal.engine.weights import remember
 from shoal.models.build import refuse_lazy
 from shoal.models.embeddings import make_dense, refuse_rows
+from shoal.models.losses import Loss, by_targets, loss_of_output
 from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state
 from shoal.optim.given import GivenOptimizer
 from shoal.optim.groups import Groups
@@ -56,7 +59,7 @@ def analyse(model: nn.Module, data: Splits, config: ParallelConfig) -> ModuleAna
 def parallelize(
     model: nn.Module,
     data: Splits,
-    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    loss: Loss | StepFunction,
     *,
     plan: Plan,
     settings: Settings,
@@ -73,7 +76,7 @@ def parallelize(
     Args:
         model: changed in place.
         data: what it will be trained on.
-        loss: of its output and the targets.
+        loss: of its output and the targets, or the user's own step.
         plan: resolved.
         settings: the recipe's sections that decide what it computes.
         world: the ranks.
@@ -91,6 +94,7 @@ def parallelize(
     """
     train = settings.train
     check_settings(train, plan)
+    loss = _settle_loss(loss, model, data, plan)
     refuse_lazy(model)
     given = None if optimizer is None else _given_optimizer(optimizer, model, plan)
     make_dense(model)
@@ -121,7 +125,7 @@ def parallelize(
     outline, groups = draw_outline(model), decide_groups(settings.optim, model)
     cut = None
     if stages is not None:
-        example = tuple(precision.cast_input(tensor.to(world.device)) for tensor in example_of(data))
+        example = example_of(data).map(lambda tensor: precision.cast_input(tensor.to(world.device)))
         with precision.autocast(world.device.type):
             cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout, rehearsed=rehearsed)
     parts = _Parts(plan=plan, world=world, mesh=mesh, analysis=analysis, layout=layout, objective=objective, cut=cut)
@@ -178,6 +182,22 @@ class _Parts:
     layout: ModelLayout
     objective: Objective
     cut: Pipeline | None
+
+
+def _settle_loss(loss: Loss | StepFunction, model: nn.Module, data: Splits, plan: Plan) -> Loss | StepFunction:
+    """The loss that is meant, with the data told which labels it counts.
+
+    Raises:
+        RequestError: the plan cannot follow it; says why, and which plan can.
+    """
+    if isinstance(loss, StepFunction):
+        refuse_step(plan)
+    elif loss is by_targets and not data.spec.has_one_target:
+        loss = loss_of_output
+    if loss is loss_of_output and plan.cp > 1:
+        refuse_own_loss(plan)
+    settle_labels(model, data, score_of(model, loss))
+    return loss
 
 
 def _find_stages(
@@ -312,9 +332,9 @@ def _assemble(
     return assembled
 
 
-def example_of(data: Splits) -> tuple[torch.Tensor, ...]:
+def example_of(data: Splits) -> ModelInputs:
     """Inputs of two samples, for looking at a module; of one where there is no second."""
-    return tuple(data.train.collate(range(min(2, len(data.train)))).inputs)
+    return data.train.collate(range(min(2, len(data.train)))).model_inputs
 
 
 def resolve_stages(

@@ -16,6 +16,7 @@ from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.costs.fake import faked
 from shoal.costs.saved import measure_saved
+from shoal.data.batchform import call_model, flat_targets, map_targets, targets_of
 from shoal.data.loader import Microbatch
 from shoal.engine.model import ParallelModel
 from shoal.engine.objective import Scoring
@@ -108,19 +109,21 @@ class RankPreview:
         # A first forward pass finds out whether the model draws functionally, from generators that only real tensors move.
         dropout.begin(0, microbatch.sample_ids[:2])
         with torch.no_grad(), dropout.drawing(), precision.autocast("cpu"):
-            own(*(precision.cast_input(tensor[:2]) for tensor in microbatch.inputs))
+            call_model(own, microbatch.model_inputs.map(lambda tensor: precision.cast_input(tensor[:2])))
         dropout.begin(0, microbatch.sample_ids)
         scoring = Scoring(loss, layout=self.layout, mesh=self.mesh)
         targets, _ = scoring.own_part(microbatch.targets, microbatch.weight)
         # Outside the fake tensors: on its way in and out it reads generators, which have real states.
         with dropout.drawing(), faked(own) as mode, mode:
-            given = [mode.from_tensor(tensor) for tensor in microbatch.inputs]
-            fake_targets = mode.from_tensor(targets)
+            given = microbatch.model_inputs.map(mode.from_tensor)
+            fake_targets = map_targets(targets, mode.from_tensor)
             # A rank that scores its own positions only has made a tensor of their targets.
-            there = [*given, fake_targets] if targets is microbatch.targets else given
+            there = [*given, *flat_targets(fake_targets)] if targets is microbatch.targets else given
             with measure_saved(own, *there) as saved, precision.autocast("cpu"):
-                output = own(*(precision.cast_input(tensor) for tensor in given))
-                loss_of = scoring.loss(output, precision.cast_input(fake_targets))
+                cast = given.map(precision.cast_input)
+                output = call_model(own, cast)
+                wanted = targets_of(microbatch.form, cast, map_targets(fake_targets, precision.cast_input))
+                loss_of = scoring.loss(output, wanted)
         del loss_of
         return saved.num_bytes + (NUM_SCALARS * precision.weight_dtype.itemsize if has_piggyback else 0)
 

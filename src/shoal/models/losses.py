@@ -1,7 +1,7 @@
 """The losses that Shoal ships, and accuracy where it makes sense: whole-number targets and one score per choice."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ IGNORED = -100
 """A target that counts for nothing: neither in the loss, nor in its weight, nor in the accuracy."""
 
 
-Loss = Callable[[Any, Tensor], Tensor]
-"""(output, targets) -> the mean over the microbatch's items."""
+Loss = Callable[[Any, Any], Tensor]
+"""(output, targets) -> the mean over the microbatch's items. Targets that are a structure, and a batch that is one dict, come as
+that."""
 
 
 class Correct(NamedTuple):
@@ -89,7 +90,9 @@ def build_loss(config: AnyModelConfig, spec: DataShape) -> Loss:
         return own
     if spec.kind == "regression":
         return squared_error
-    return by_targets if spec.kind == "own" else cross_entropy
+    if spec.kind == "own":
+        return by_targets if getattr(spec, "has_one_target", True) else loss_of_output
+    return cross_entropy
 
 
 def cross_entropy(output: Any, targets: Tensor) -> Tensor:
@@ -122,8 +125,25 @@ def squared_error(output: Any, targets: Tensor) -> Tensor:
     return F.mse_loss(output, targets.to(output.dtype))
 
 
-def by_targets(output: Any, targets: Tensor) -> Tensor:
-    """Mean squared error for floating-point targets, cross entropy for whole numbers."""
+def loss_of_output(output: Any, targets: Any) -> Tensor:
+    """The loss that the model computed itself: ``output.loss`` or ``output["loss"]``.
+
+    Raises:
+        RequestError: there is none.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor):
+        raise RequestError(
+            f"no loss is given and the model's output, a {type(output).__name__}, has none; set model.loss (loss=) to a function "
+            "of the output and the batch, or give the samples the labels from which the model computes its own"
+        )
+    return found
+
+
+def by_targets(output: Any, targets: Any) -> Tensor:
+    """Mean squared error for floating-point targets, cross entropy for whole numbers, else the loss of the model's output."""
+    if not isinstance(targets, Tensor):
+        return loss_of_output(output, targets)
     return squared_error(output, targets) if targets.is_floating_point() else cross_entropy(output, targets)
 
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shoal.comm.channel import silent
 from shoal.core.errors import RequestError, RunError
 from shoal.costs.tracer import preserved_state
+from shoal.data.batchform import call_model
 from shoal.parallel.recompute import surrounding
 from shoal.pipeline.p2p import message_problem
 from shoal.pipeline.stand_in import LeavePass, LeftOutput, Pass, Received, StandIns, are_same, has_no_value, keep_part
@@ -174,7 +175,7 @@ class StagedModule:
         """
         # What fails here fails without any cut: its error is the module's own.
         with preserved_state(self.model, training=False), torch.no_grad():
-            whole = self.model(*example)
+            whole = call_model(self.model, example)
         try:
             self._prove(example, whole)
             return
@@ -313,11 +314,11 @@ class StagedModule:
         self._pass, self._last_stage = this, this.stage
         try:
             if weights is None:
-                output = self.model(*inputs)
+                output = call_model(self.model, inputs)
             else:
                 read = functools.partial(_reparametrize_module, self.model, dict(weights), tie_weights=True)
                 with read(), surrounding(read):
-                    output = self.model(*inputs)
+                    output = call_model(self.model, inputs)
         finally:
             self._pass = None
         return (output.arguments, None) if isinstance(output, LeftOutput) else (None, output)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.costs.tracer import ModuleCall, Tracer, preserved_state
+from shoal.data.batchform import arguments_of
 from shoal.pipeline.build import Stages
 from shoal.pipeline.share import SHARE, places_of
 from shoal.schedules.schedule import Grid, Point, Schedule, made_by, receiver_of
@@ -41,7 +42,7 @@ def trace_boundaries(
     first_units = {stages.units[start].path: stage for stage, start in enumerate(stages.starts) if stage > 0}
     tracer = Tracer(plain, paths=first_units)
     with preserved_state(plain, training=True), torch.enable_grad():
-        tracer.run(inputs)
+        tracer.run(*arguments_of(plain, inputs))
     found: dict[int, list[Crossing]] = {}
     for event in tracer.record.events:
         if isinstance(event, ModuleCall):

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.core.errors import RequestError
 from shoal.costs.operations import is_view
 from shoal.costs.tracer import Call, Level, ModuleCall, ModuleReturn, Record, Saved, Tracer, preserved_state, tensors_in
+from shoal.data.batchform import arguments_of
 from shoal.pipeline.split import UnitCost
 from shoal.pipeline.units import Unit
 
@@ -56,11 +57,11 @@ def measure_costs(model: nn.Module, units: Sequence[Unit], example: tuple[Tensor
     saving = Tracer(model, paths=paths, first=True, saved=True)
     timing = Tracer(model, paths=paths, first=True, clock=_now)
     with preserved_state(model, training=True), torch.enable_grad():
-        saving.run(example)
+        saving.run(*arguments_of(model, example))
         seen = _read_units(saving.record, units)
         timed = []
         for _ in range(NUM_TIMED):
-            timing.run(example)
+            timing.run(*arguments_of(model, example))
             timed.append([unit.seconds for unit in _read_units(timing.record, units)])
     return _costs(
         model, units, seen, [FORWARDS_PER_STEP * statistics.median(times) for times in zip(*timed, strict=True)]
@@ -76,7 +77,7 @@ def estimate_work(model: nn.Module, units: Sequence[Unit], example: tuple[Tensor
     tracer = Tracer(model, level=Level.OPERATIONS, paths={unit.path for unit in units}, first=True, saved=True)
     try:
         with preserved_state(model, training=True), torch.enable_grad():
-            tracer.run(example)
+            tracer.run(*arguments_of(model, example))
     except RuntimeError as error:
         # What torch compiles for itself cannot be watched, flex_attention for one. The pass alone was seen to run.
         raise RequestError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.core.errors import RequestError
 from shoal.costs.blocks import opened_modules
 from shoal.costs.tracer import ModuleCall, Record, Tracer, preserved_state
+from shoal.data.batchform import arguments_of
 from shoal.parallel.analysis.structure import ModuleAnalysis
 
 
@@ -37,7 +38,7 @@ def find_units(model: nn.Module, example: tuple[Tensor, ...], analysis: ModuleAn
     tracer = Tracer(model)
     try:
         with preserved_state(model, training=False), torch.no_grad():
-            tracer.run(example)
+            tracer.run(*arguments_of(model, example))
     except Exception as error:  # The user's code may raise anything.
         called = list(_called(tracer.record, opened))
         raise RequestError(_describe_failure(model, tracer.record.running, called, error)) from error

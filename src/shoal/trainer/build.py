@@ -17,12 +17,14 @@ from shoal.core.config import read_toml, validate
 from shoal.core.errors import RequestError, RunError
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
+from shoal.data.batchform import ModelInputs
 from shoal.data.build import build_splits
+from shoal.data.labels import settle_labels
 from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
 from shoal.engine.callbacks.build import build_callbacks
 from shoal.engine.model import ParallelModel
-from shoal.engine.objective import Objective, Scoring
+from shoal.engine.objective import Objective, Scoring, score_of
 from shoal.engine.parallelize import example_of
 from shoal.engine.resolve import RunSetup
 from shoal.engine.state import import_weights, seed_for_build
@@ -54,7 +56,9 @@ def build_parts(recipe: Recipe, *, data: Splits | None = None, loads: bool = Tru
     freeze(model, recipe.optim)
     if loads and recipe.model.init is not None:
         load_module(model, Path(recipe.model.init.path), selection_of(recipe.model.init))
-    return model, build_loss(recipe.model, data.spec), data
+    loss = build_loss(recipe.model, data.spec)
+    settle_labels(model, data, score_of(model, loss))
+    return model, loss, data
 
 
 def selection_of(init: InitConfig) -> Selection:
@@ -160,10 +164,10 @@ class LoadedRun:
         return Objective(self.model, Scoring(self.loss), precision=precision, device=torch.device("cpu"))
 
     @property
-    def example_inputs(self) -> tuple[torch.Tensor, ...]:
+    def example_inputs(self) -> ModelInputs:
         """Inputs of two samples, for tracing; of one where there is no second."""
         precision = Precision.named(self.recipe.train.precision)
-        return tuple(precision.cast_input(tensor) for tensor in example_of(self.data))
+        return example_of(self.data).map(precision.cast_input)
 
 
 def load_run(run_dir: str | PathLike[str]) -> LoadedRun:

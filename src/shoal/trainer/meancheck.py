@@ -24,6 +24,7 @@ from shoal.core.errors import ShoalError
 from shoal.core.functions import call_own
 from shoal.core.plan import Plan
 from shoal.costs.tracer import preserved_state
+from shoal.data.batchform import batch_of, call_model, map_targets, targets_of
 from shoal.data.loader import Microbatch
 from shoal.data.order import Position
 from shoal.data.parts import build_order
@@ -31,6 +32,7 @@ from shoal.data.source import Items, Source
 from shoal.data.spec import IGNORED
 from shoal.engine.config import TrainConfig
 from shoal.engine.objective import Objective, Scoring
+from shoal.engine.stepfunction import StepFunction
 from shoal.models.losses import Loss, by_targets, cross_entropy, squared_error
 from shoal.optim.precision import Precision
 
@@ -62,12 +64,14 @@ class _Scores:
         return abs(self.whole - self.added) <= self.bound
 
 
-def find_other_mean(model: nn.Module, loss: Loss, source: Source, *, plan: Plan, train: TrainConfig) -> str | None:
+def find_other_mean(
+    model: nn.Module, loss: Loss | StepFunction, source: Source, *, plan: Plan, train: TrainConfig
+) -> str | None:
     """What to tell the user of a loss that is no mean over items; None where it is one, or where it makes no difference.
 
     Args:
         model: as one process builds it; it is left as it was.
-        loss: of its output and the targets.
+        loss: of its output and the targets, or the user's own step.
         source: the training split.
         plan: resolved.
         train: the recipe's section.
@@ -79,10 +83,19 @@ def find_other_mean(model: nn.Module, loss: Loss, source: Source, *, plan: Plan,
     before = num_calls()
     with preserved_state(model, training=False), torch.no_grad():
         ids = build_order(source, global_batch=num_samples, seed=train.seed).take(Position())[0]
-        try:
-            found = call_own(
-                lambda: _compare(model, loss, source.collate(ids), source.uniform_weight), what="the look at the loss"
+
+        def look() -> _Scores | None:
+            items = source.collate(ids)
+            if items.form is None and not isinstance(loss, StepFunction):
+                return _compare(model, loss, items, source.uniform_weight)
+            return _compare_formed(
+                model,
+                loss,
+                [(items, source.collate(ids[:cut]), source.collate(ids[cut:])) for cut in (1, num_samples // 2)],
             )
+
+        try:
+            found = call_own(look, what="the look at the loss")
         except ShoalError:
             # What does not run here will say so where it trains; some modules only do in training mode, or on one size.
             return None
@@ -110,6 +123,7 @@ def joins_batch(model: nn.Module, loss: Loss, source: Source) -> bool:
 
 def _compare(model: nn.Module, loss: Loss, items: Items, uniform: int | None) -> _Scores | None:
     """The first way to part the samples in which the loss is no mean; None where it is one."""
+    assert isinstance(items.targets, Tensor), "samples without a form have one target"
     inputs = [_cast(tensor, torch.float32) for tensor in items.inputs]
     output = model(*inputs)
     size = len(items.targets)
@@ -127,6 +141,44 @@ def _compare(model: nn.Module, loss: Loss, items: Items, uniform: int | None) ->
     return _first_difference(
         loss, items, uniform, lambda start, stop: precise(*(tensor[start:stop] for tensor in inputs))
     )
+
+
+def _compare_formed(
+    model: nn.Module, loss: Loss | StepFunction, parted: list[tuple[Items, Items, Items]]
+) -> _Scores | None:
+    """As ``_compare``, of samples that are collated as a whole and in parts: each batch is scored by itself, in float64."""
+    if 8 * sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) > _MOST_BYTES:
+        return None
+    precise = copy.deepcopy(model).double()
+    scored = copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
+    for parts in parted:
+        whole, first, second = (_score_formed(precise, scored, items) for items in parts)
+        weights = [items.weight for items in parts]
+        if min(weights) == 0 or not all(math.isfinite(value) for value, _ in (whole, first, second)):
+            continue
+        eps = max(found for _, found in (whole, first, second))
+        depth = _ROUNDINGS + math.log2(max(2, weights[0])) + sum(1 for _ in precise.modules())
+        found = _Scores(
+            whole=whole[0],
+            parts=(first[0] * weights[1] + second[0] * weights[2]) / weights[0],
+            added=first[0] + second[0],
+            bound=depth * eps * max(abs(whole[0]), abs(first[0]), abs(second[0]), 1.0),
+        )
+        if found.differ:
+            return found
+    return None
+
+
+def _score_formed(model: nn.Module, loss: Loss | StepFunction, items: Items) -> tuple[float, float]:
+    """The loss of a batch, and how finely it is computed."""
+    inputs = items.model_inputs.map(lambda tensor: _cast(tensor, torch.float64))
+    targets = map_targets(items.targets, lambda tensor: _cast(tensor, torch.float64))
+    if isinstance(loss, StepFunction):
+        value = loss.read(loss.function(model, batch_of(items.form, inputs, targets)))[0]
+    else:
+        value = loss(call_model(model, inputs), targets_of(items.form, inputs, targets))
+    # Many losses begin with ``.float()``, and so do those of Hugging Face models.
+    return float(value), torch.finfo(value.dtype).eps
 
 
 def _first_difference(

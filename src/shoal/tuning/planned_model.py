@@ -4,8 +4,9 @@ Both as a chain of layers with their costs, and as the facts that say which plan
 no machine here could hold is described in seconds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,13 @@ from shoal.costs.fake import fake_like, faked
 from shoal.costs.layers import ModelCosts, TensorSplit
 from shoal.costs.trace import trace_module
 from shoal.costs.transformer import TransformerShape, transformer_costs
+from shoal.data.batchform import BatchForm, ModelInputs, Targets, arguments_of, map_targets, targets_of
 from shoal.data.build import build_splits
+from shoal.data.source import Items
 from shoal.data.spec import DataSpec
 from shoal.models.check import facts_of
 from shoal.models.config import GptConfig, Seq2SeqConfig
-from shoal.models.losses import build_loss
+from shoal.models.losses import Loss, build_loss
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig, SplitKind
@@ -55,8 +58,9 @@ def costs_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> ModelCos
     """
     precision = Precision.named(recipe.train.precision)
     model = build_without_memory(recipe.model, spec).to(dtype=precision.weight_dtype)
-    inputs, targets = _example(recipe, spec)
-    inputs = tuple(precision.cast_input(tensor) for tensor in inputs)
+    example = _example(recipe, spec)
+    inputs = example.model_inputs.map(precision.cast_input)
+    call = _FormedCall(model, build_loss(recipe.model, spec), example.form)
     analysis = _analysis(recipe, spec, model, inputs)
     found = [block for stack in analysis.stacks for block in stack.blocks]
     is_shipped = isinstance(recipe.model, GptConfig | Seq2SeqConfig)
@@ -68,9 +72,10 @@ def costs_of(recipe: Recipe, spec: DataSpec, *, device: str = "cpu") -> ModelCos
         blocks=blocks,
         cuts=dict(_spread(_cuts(analysis), found, blocks)),
         compute_dtype=precision.compute_dtype,
-        loss=build_loss(recipe.model, spec),
-        targets=precision.cast_input(targets),
+        loss=call.loss,
+        targets=map_targets(example.targets, precision.cast_input),
         device=device,
+        arguments=call.arguments,
     )
     heads = {(heads.num_heads, heads.num_kv_heads) for heads in analysis.attentions}
     if len(heads) == 1:
@@ -87,22 +92,22 @@ def facts_by_looking(recipe: Recipe, spec: DataSpec) -> ModelFacts:
     """
     precision = Precision.named(recipe.train.precision)
     model = build_without_memory(recipe.model, spec).to(dtype=precision.weight_dtype)
-    inputs, _ = _example(recipe, spec)
-    analysis = _analysis(recipe, spec, model, tuple(precision.cast_input(tensor) for tensor in inputs))
+    inputs = _example(recipe, spec).model_inputs.map(precision.cast_input)
+    analysis = _analysis(recipe, spec, model, inputs)
     stacks = tuple(
         replace(stack, is_pointwise=stack.is_pointwise or stack.sequence_dim is not None) for stack in analysis.stacks
     )
     return describe_facts(replace(analysis, stacks=stacks), model)
 
 
-def _analysis(recipe: Recipe, spec: DataSpec, model: nn.Module, inputs: tuple[Tensor, ...]) -> ModuleAnalysis:
+def _analysis(recipe: Recipe, spec: DataSpec, model: nn.Module, inputs: ModelInputs) -> ModuleAnalysis:
     """What the model is made of; of a shipped one, what a copy with few blocks is made of, for looking takes time for each."""
     config = recipe.model
     # The user's corrections may name any block.
     if isinstance(config, GptConfig | Seq2SeqConfig) and recipe.parallel == ParallelConfig():
         model = build_without_memory(config.model_copy(update={"layers": min(config.layers, _FEW)}), spec)
     with faked(model) as mode, mode:
-        return analyse_module(model, tuple(fake_like(tensor, mode) for tensor in inputs), recipe.parallel)
+        return analyse_module(model, inputs.map(lambda tensor: fake_like(tensor, mode)), recipe.parallel)
 
 
 def _cuts(analysis: ModuleAnalysis) -> dict[str, TensorSplit]:
@@ -122,21 +127,35 @@ def _spread(cuts: Mapping[str, TensorSplit], found: list[str], blocks: list[str]
                     yield block + path.removeprefix(like), cut
 
 
-def _example(recipe: Recipe, spec: DataSpec) -> tuple[tuple[Tensor, ...], Tensor]:
+class _FormedCall:
+    """How a module is called with flat inputs, and what its loss then gets."""
+
+    def __init__(self, model: nn.Module, loss: Loss, form: BatchForm | None) -> None:
+        self._model, self._loss, self._form = model, loss, form
+        self._inputs = ModelInputs(())
+
+    def arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._inputs = ModelInputs(inputs, self._form)
+        return arguments_of(self._model, self._inputs)
+
+    def loss(self, output: Any, targets: Targets) -> Tensor:
+        return self._loss(output, targets_of(self._form, self._inputs, targets))
+
+
+def _example(recipe: Recipe, spec: DataSpec) -> Items:
     """Inputs and targets of two samples, by the shapes of the data; of the user's own data, two real ones."""
     with torch.device("meta"):
         if spec.kind in ("tokens", "pairs") and spec.sequence:
             ids = torch.empty((2, spec.sequence), dtype=torch.int64)
-            return (ids,) if spec.kind == "tokens" else (ids, ids), ids
+            return Items(inputs=(ids,) if spec.kind == "tokens" else (ids, ids), targets=ids, weight=1)
         if spec.kind in ("classes", "regression") and spec.features:
             is_class = spec.kind == "classes"
             targets = torch.empty(2, dtype=torch.int64) if is_class else torch.empty((2, spec.outputs or 1))
-            return (torch.empty((2, *spec.features)),), targets
+            return Items(inputs=(torch.empty((2, *spec.features)),), targets=targets, weight=1)
     samples = build_splits(recipe.data, recipe.train.seed).train
     if len(samples) < 2:
         raise RequestError(f"the data has {len(samples)} sample(s); a model is looked at with two: give it more")
-    items = samples.collate(range(2))
-    return tuple(items.inputs), items.targets
+    return samples.collate(range(2))
 
 
 def facts_for(recipe: Recipe, spec: DataSpec | None) -> ModelFacts:

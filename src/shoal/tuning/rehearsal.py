@@ -22,6 +22,7 @@ from shoal.comm.world import World
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
+from shoal.data.batchform import ModelInputs
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.source import Splits
 from shoal.engine.hooks import Hook
@@ -163,7 +164,7 @@ def _parallelize(subject: Subject, plan: Plan, world: World, batch: StepBatch) -
     if plan.pp > 1 and world.is_rehearsed and pipeline.balance == "measured" and not pipeline.stages:
         # What is measured differs from time to time, and all ranks of one rehearsal must be cut alike.
         recipe = replace_stages(recipe, subject.stages(plan))
-    inputs = batch.microbatches[0].inputs if batch.microbatches else ()
+    inputs = batch.microbatches[0].model_inputs if batch.microbatches else ModelInputs(())
     return parallelize(
         copy.deepcopy(subject.model),
         subject.data,
@@ -172,7 +173,7 @@ def _parallelize(subject: Subject, plan: Plan, world: World, batch: StepBatch) -
         settings=recipe.settings,
         world=world,
         analysis=subject.analysis if asks_the_model(plan) else None,
-        rehearsed=[precision.cast_input(tensor) for tensor in inputs],
+        rehearsed=inputs.map(precision.cast_input),
     )
 
 

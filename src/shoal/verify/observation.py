@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.comm.global_batch import AXIS
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
@@ -146,6 +146,7 @@ class TrafficObserver(Hook):
         shape = MicrobatchShape(samples=len(microbatch.sample_ids), targets=None, record=record)
         if tensor is None or not tensor.splits_logits or weight == 0 or not has_end:
             return shape
+        assert isinstance(targets, Tensor), "scores are only split where one tensor of targets is compared with them"
         if self._is_known:
             return replace(shape, targets=targets.numel())
         assert tensor.vocab is not None

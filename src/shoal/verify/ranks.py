@@ -28,6 +28,7 @@ from shoal.comm.trafficcounter import TrafficCounts, traffic_rows
 from shoal.comm.world import join_world
 from shoal.core.plan import Plan
 from shoal.costs.saved import SavedActivations, measure_saved
+from shoal.data.batchform import flat_targets
 from shoal.data.loader import Microbatch
 from shoal.engine.hooks import Hook
 from shoal.engine.objective import Objective
@@ -57,7 +58,7 @@ class ActivationMeter:
     def _begin(self, _objective: nn.Module, given: tuple[Any, ...]) -> None:
         if given[0] is not None and self.microbatch is None:
             self.microbatch = given[0]
-            inputs: Sequence[Tensor] = (*self.microbatch.inputs, self.microbatch.targets)
+            inputs: Sequence[Tensor] = (*self.microbatch.inputs, *flat_targets(self.microbatch.targets))
             self._saved = self._measuring.enter_context(measure_saved(self._model, *inputs))
 
     def _end(self, _objective: nn.Module, _given: tuple[Any, ...], _loss: Tensor) -> None:

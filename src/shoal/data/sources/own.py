@@ -322,6 +322,7 @@ def describe(dataset: Any, items: Items) -> DataSpec:
         classes=classes,
         outputs=target.numel() if target is not None and target.is_floating_point() else None,
         tokens_per_sample=len(first) if is_tokens else 1,
+        has_one_target=isinstance(items.targets, Tensor),
     )
 
 

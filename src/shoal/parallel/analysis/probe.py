@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.costs.blocks import replace_stream
 from shoal.costs.tracer import preserved_state
+from shoal.data.batchform import call_model
 from shoal.parallel.analysis.trace import scores_first
 
 
@@ -68,7 +69,7 @@ def _run_stack(
         stack.enter_context(_removing(model.get_submodule(first).register_forward_pre_hook(enter, with_kwargs=True)))
         stack.enter_context(_removing(model.get_submodule(last).register_forward_hook(capture)))
         try:
-            model(*example)
+            call_model(model, example)
         except _EnoughError:
             pass
     return found[0] if found else None
@@ -103,7 +104,7 @@ def _run_tail(
     with _probing(model) as stack:
         stack.enter_context(_removing(model.get_submodule(last).register_forward_hook(change_output)))
         try:
-            return next(scores_first(model(*example)), None)
+            return next(scores_first(call_model(model, example)), None)
         except Exception:  # The user's code may raise anything when it meets a length that it did not expect.
             return None
 

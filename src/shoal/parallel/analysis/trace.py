@@ -23,6 +23,7 @@ from shoal.costs.tracer import (
     preserved_state,
     tensors_in,
 )
+from shoal.data.batchform import arguments_of
 from shoal.parallel.analysis import rules as rules  # It registers its rules.
 from shoal.parallel.analysis.flow import Follower
 from shoal.parallel.analysis.traced_int import Dimension, TracedAttributes, TracedInt, trace_source
@@ -72,7 +73,7 @@ def trace_forward(model: nn.Module, example: tuple[Tensor, ...]) -> Trace:
 
     tracer = Tracer(model, level=Level.FUNCTIONS, opaque=_is_known, on_size=on_size)
     with preserved_state(model, training=True), TracedAttributes(model, values), torch.enable_grad():
-        output = tracer.run(example)
+        output = tracer.run(*arguments_of(model, example))
     owners = {
         parameter: path
         for path, module in model.named_modules()
@@ -102,7 +103,7 @@ def find_outside_reads(model: nn.Module, example: tuple[Tensor, ...], blocks: Co
     """
     tracer = Tracer(model, level=Level.FUNCTIONS)
     with preserved_state(model, training=False), torch.no_grad():
-        tracer.run(example)
+        tracer.run(*arguments_of(model, example))
     homes: dict[TensorInfo, set[str]] = {}
     for path, module in model.named_modules():
         block = next((block for block in blocks if path == block or path.startswith(block + ".")), path)

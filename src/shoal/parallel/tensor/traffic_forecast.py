@@ -27,6 +27,7 @@ from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.costs.tracer import ModuleCall, Record, Saved, TensorInfo, Tracer, preserved_state, tensors_in
+from shoal.data.batchform import arguments_of
 from shoal.parallel.analysis.structure import ModuleAnalysis, SplitKind
 from shoal.parallel.tensor.sequence import check_stream, is_cut, parent_of
 
@@ -89,7 +90,7 @@ def record_crossings(model: nn.Module, analysis: ModuleAnalysis, example: Sequen
     reader = _CrossingReader(analysis)
     tracer = Tracer(model, paths=reader.paths, saved=True, keeps_graph=True)
     with preserved_state(model, training=True), torch.enable_grad():
-        tracer.run(example)
+        tracer.run(*arguments_of(model, example))
     return CrossingRecord(
         batch=int(example[0].shape[0]),
         crossings=tuple(reader.read(tracer.record)),

@@ -22,8 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.checkpoint.pretrained import Selection, load_module
 from shoal.core.errors import RequestError, ShoalError
+from shoal.data.batchform import ModelInputs, arguments_of, call_model, map_targets, targets_of
 from shoal.data.build import build_splits
 from shoal.data.config import DataConfig
+from shoal.data.labels import settle_labels
 from shoal.data.order import Position
 from shoal.data.parts import build_order
 from shoal.data.source import Items, Source
@@ -94,13 +96,20 @@ def build_reference(case: Case) -> ReferenceModel:
         )
         load_module(model, Path(init.path), chosen)
     refuse_rows(model)
+    loss = build_loss(model_config, data.spec)
+
+    def score(inputs: ModelInputs) -> Tensor:
+        cast = inputs.map(lambda tensor: precision.cast_input(tensor.to(device)))
+        return loss(call_model(model, cast), targets_of(cast.form, cast, ()))
+
+    settle_labels(model, data, score)
     dropout = apply_keyed_dropout(model, case.seed)
     optimizer = build_optimizer(optim, model)
     initialise_state(optimizer)
     return ReferenceModel(
         case=case,
         model=model,
-        loss=build_loss(model_config, data.spec),
+        loss=loss,
         train=data.train,
         dropout=dropout,
         optim=optim,
@@ -179,17 +188,21 @@ def batch_loss(
     """
     items: Items = parts.train.collate(ids)
     parts.dropout.begin(step, ids)
-    inputs = [parts.precision.cast_input(tensor.to(parts.device)) for tensor in items.inputs]
-    targets = parts.precision.cast_input(items.targets.to(parts.device))
+
+    def place(tensor: Tensor) -> Tensor:
+        return parts.precision.cast_input(tensor.to(parts.device))
+
+    inputs, targets = items.model_inputs.map(place), map_targets(items.targets, place)
     before = torch.get_rng_state()
     with parts.precision.autocast(parts.device.type):
         # As a run does it: the loss is outside, so that what it draws is seen below.
         with _refusing(parts, len(ids)), parts.dropout.drawing():
-            output = (parts.model if run is None else run)(*inputs)
+            args, kwargs = arguments_of(parts.model, inputs)
+            output = (parts.model if run is None else run)(*args, **kwargs)
         if parts.dropout.draws_unused:
             # What the model draws is known to decide nothing; what the loss draws is not.
             before = torch.get_rng_state()
-        loss = parts.loss(output, targets)
+        loss = parts.loss(output, targets_of(items.form, inputs, targets))
     foreign = parts.dropout.foreign_draws()
     if foreign:
         raise RequestError(
@@ -269,7 +282,7 @@ def _refuse_draws(model: nn.Module, inputs: Sequence[Tensor], state: Tensor) -> 
         handles += [module.register_forward_pre_hook(enter(path)), module.register_forward_hook(leave(path))]
     torch.set_rng_state(state)
     with torch.no_grad():
-        model(*inputs)
+        call_model(model, inputs)
     for handle in handles:
         handle.remove()
     where = f"module {culprit!r}" if culprit else "the model or its loss"
