@@ -18,6 +18,7 @@ from shoal.engine.hooks import Hook as Hook
 from shoal.engine.hooks import StepResult as StepResult
 from shoal.engine.metrics import GatheredMetric as GatheredMetric
 from shoal.engine.metrics import Metric as Metric
+from shoal.engine.stepfunction import StepFunction as StepFunction
 from shoal.engine.weights import load_weights as load_weights
 from shoal.library.loader import RunLoader as RunLoader
 from shoal.library.run import Run as Run
@@ -76,6 +77,7 @@ __all__ = [
     "ShoalError",
     "Simulation",
     "SimulationOptions",
+    "StepFunction",
     "StepResult",
     "TelemetryConfig",
     "TrainConfig",

@@ -11,6 +11,7 @@ from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
+from shoal.trainer.meancheck import find_other_mean
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
 from support.models.formed import metrics_step
@@ -77,9 +78,12 @@ def _train_step(world, plan, chosen):
     trainer = Trainer(
         model, data, loss=step, train=recipe.train, optim=recipe.optim, plan=Plan.parse(plan), hooks=[kept], **how
     )
-    with trainer:
+    try:
         trainer.train()
         return kept.found, trainer.evaluate("validation").loss, trainer.hash_weights()
+    finally:  # Not the world: the next plan runs in it.
+        for part in (trainer.persistence, trainer.reporter, trainer.engine):
+            part.close()
 
 
 def _train_steps(world, plans):
@@ -106,3 +110,18 @@ def test_plans_that_cannot_follow_a_step_of_the_users_own_are_refused_with_one_t
     for plan, nearest in (("pp=2", "dp=2"), ("dp=2 cp=2", "dp=4")):
         with pytest.raises(RequestError, match=rf"loss=function\(output, batch\) instead, or use the plan '{nearest}'"):
             refuse_step(Plan.parse(plan))
+
+
+def test_a_batch_weighs_the_labels_that_its_loss_counts():
+    """A causal model compares nothing with the first label, an encoder-decoder compares all; lengths differ."""
+    pytest.importorskip("transformers")
+    for (model, data), counts in ((LLAMA, False), (T5, True)):
+        recipe = _recipe(model, data)
+        built, loss, splits = build_parts(recipe)
+        plan = Plan.parse("dp=2 microbatches=2")
+        collator = splits.train.collator
+        assert collator.first_label_counts is counts
+        assert find_other_mean(built, loss, splits.train, plan=plan, train=recipe.train) is None
+        collator.first_label_counts = not counts
+        found = find_other_mean(built, loss, splits.train, plan=plan, train=recipe.train)
+        assert found is not None and "not the mean over its items" in found

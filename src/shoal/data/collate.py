@@ -23,7 +23,7 @@ WANTED = (
     "return (inputs, targets) or one dict, each made of tensors, numpy arrays and numbers, with tuples, dicts and dataclasses "
     "around them as you like"
 )
-Collate = Callable[[Sequence[Any]], Any]
+Collate = Callable[[list[Any]], Any]
 """The user's own: samples in, a batch out."""
 
 

@@ -122,6 +122,11 @@ def _open_sums(objective: Objective, metrics: Sequence[Metric], count: int, mesh
     if not metrics:
         return None
     scoring = objective.scoring
+    if scoring.step is not None:
+        raise RunError(
+            "metrics of an evaluation are made of the model's output, which a step of your own keeps to itself; return them "
+            "beside the loss, or give loss=function(output, batch)"
+        )
     if not scoring.has_whole_sequence and any(isinstance(metric, GatheredMetric) for metric in metrics):
         raise RunError(
             "a metric of all outputs needs whole ones, and under cp a rank has a part of each sequence; write it as a "

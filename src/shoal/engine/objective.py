@@ -18,7 +18,9 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError, ShoalError
 from shoal.data.batchform import ModelInputs, Targets, batch_of, call_model, map_targets, targets_of
+from shoal.data.labels import settle_labels
 from shoal.data.loader import Microbatch
+from shoal.data.source import Splits
 from shoal.engine.empty import zero_of_parameters, zero_through_layers
 from shoal.engine.piggyback import StepScalars
 from shoal.engine.stepfunction import StepFunction as StepFunction
@@ -347,6 +349,20 @@ def score_of(model: nn.Module, loss: Loss | StepFunction) -> Callable[[ModelInpu
         return loss(call_model(model, inputs), targets_of(inputs.form, inputs, ()))
 
     return score
+
+
+def settle_loss(loss: Loss | StepFunction | None, model: nn.Module, data: Splits) -> Loss | StepFunction:
+    """The loss that is meant where none is given: what the targets say, or the model's own; data learns which labels it counts.
+
+    Args:
+        loss: as it is given.
+        model: as one process builds it.
+        data: what it will be trained on.
+    """
+    if loss is None or loss is by_targets:
+        loss = by_targets if data.spec.has_one_target else loss_of_output
+    settle_labels(model, data, score_of(model, loss))
+    return loss
 
 
 def kind_of(microbatch: Microbatch) -> Hashable:

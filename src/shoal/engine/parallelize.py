@@ -15,14 +15,13 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.data.batchform import ModelInputs
-from shoal.data.labels import settle_labels
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
 from shoal.engine.model import ParallelModel
-from shoal.engine.objective import Objective, Scoring, is_known, score_of
+from shoal.engine.objective import Objective, Scoring, is_known, settle_loss
 from shoal.engine.passes import Passes
 from shoal.engine.piggyback import StepScalars
 from shoal.engine.resolve import asks_the_model, check_settings, schedule_of
@@ -32,7 +31,7 @@ from shoal.engine.stop import StopRequest
 from shoal.engine.weights import remember
 from shoal.models.build import refuse_lazy
 from shoal.models.embeddings import make_dense, refuse_rows
-from shoal.models.losses import Loss, by_targets, loss_of_output
+from shoal.models.losses import Loss, loss_of_output
 from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state
 from shoal.optim.given import GivenOptimizer
 from shoal.optim.groups import Groups
@@ -59,7 +58,7 @@ def analyse(model: nn.Module, data: Splits, config: ParallelConfig) -> ModuleAna
 def parallelize(
     model: nn.Module,
     data: Splits,
-    loss: Loss | StepFunction,
+    loss: Loss | StepFunction | None,
     *,
     plan: Plan,
     settings: Settings,
@@ -76,7 +75,7 @@ def parallelize(
     Args:
         model: changed in place.
         data: what it will be trained on.
-        loss: of its output and the targets, or the user's own step.
+        loss: of its output and the targets, or the user's own step; None for what the targets say, or the model's own.
         plan: resolved.
         settings: the recipe's sections that decide what it computes.
         world: the ranks.
@@ -184,20 +183,18 @@ class _Parts:
     cut: Pipeline | None
 
 
-def _settle_loss(loss: Loss | StepFunction, model: nn.Module, data: Splits, plan: Plan) -> Loss | StepFunction:
+def _settle_loss(loss: Loss | StepFunction | None, model: nn.Module, data: Splits, plan: Plan) -> Loss | StepFunction:
     """The loss that is meant, with the data told which labels it counts.
 
     Raises:
         RequestError: the plan cannot follow it; says why, and which plan can.
     """
-    if isinstance(loss, StepFunction):
+    found = settle_loss(loss, model, data)
+    if isinstance(found, StepFunction):
         refuse_step(plan)
-    elif loss is by_targets and not data.spec.has_one_target:
-        loss = loss_of_output
-    if loss is loss_of_output and plan.cp > 1:
+    if found is loss_of_output and plan.cp > 1:
         refuse_own_loss(plan)
-    settle_labels(model, data, score_of(model, loss))
-    return loss
+    return found
 
 
 def _find_stages(

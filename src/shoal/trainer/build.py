@@ -19,12 +19,11 @@ from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.data.batchform import ModelInputs
 from shoal.data.build import build_splits
-from shoal.data.labels import settle_labels
 from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
 from shoal.engine.callbacks.build import build_callbacks
 from shoal.engine.model import ParallelModel
-from shoal.engine.objective import Objective, Scoring, score_of
+from shoal.engine.objective import Objective, Scoring, settle_loss
 from shoal.engine.parallelize import example_of
 from shoal.engine.resolve import RunSetup
 from shoal.engine.state import import_weights, seed_for_build
@@ -57,7 +56,7 @@ def build_parts(recipe: Recipe, *, data: Splits | None = None, loads: bool = Tru
     if loads and recipe.model.init is not None:
         load_module(model, Path(recipe.model.init.path), selection_of(recipe.model.init))
     loss = build_loss(recipe.model, data.spec)
-    settle_labels(model, data, score_of(model, loss))
+    settle_loss(loss, model, data)
     return model, loss, data
 
 

@@ -7,11 +7,10 @@ started. Recipes build one through ``trainer/build.py``; a script can build one 
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +34,7 @@ from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult, check_hooks
 from shoal.engine.metrics import Metric, build_metrics
 from shoal.engine.model import ParallelModel
+from shoal.engine.objective import StepFunction, settle_loss
 from shoal.engine.parallelize import parallelize
 from shoal.engine.reporting import Reporter, describe_draws
 from shoal.engine.resolve import RunSetup, asks_the_model, resolve_alone, updates_per_step
@@ -69,7 +69,7 @@ class Trainer:
         model: nn.Module,
         data: Splits,
         *,
-        loss: Callable[[Any, torch.Tensor], torch.Tensor],
+        loss: Loss | StepFunction | None = None,
         train: TrainConfig,
         optim: OptimConfig | None = None,
         evaluation: EvalConfig | None = None,
@@ -94,7 +94,7 @@ class Trainer:
         log: LogConfig | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        hooks = check_hooks(hooks)
+        hooks, loss = check_hooks(hooks), settle_loss(loss, model, data)
         if run_dir is not None:
             make_run_dir(run_dir := Path(run_dir))
         avoid_hidden_tiles(os.environ)

@@ -196,21 +196,23 @@ def _score(
     loss: Loss, items: Items, uniform: int | None, output_of: Callable[[int, int], Any], cut: int
 ) -> _Scores | None:
     """Score all samples, and those before and after a cut; None where a part has no item."""
-    size = len(items.targets)
+    targets = items.targets
+    assert isinstance(targets, Tensor), "samples without a form have one target"
+    size = len(targets)
     slices = [(0, size), (0, cut), (cut, size)]
-    weights = [_weight(items.targets[start:stop], uniform) for start, stop in slices]
+    weights = [_weight(targets[start:stop], uniform) for start, stop in slices]
     if min(weights) == 0 or weights[0] != items.weight:
         return None
     try:
-        found = _losses(loss, items.targets, output_of, slices, torch.float64)
+        found = _losses(loss, targets, output_of, slices, torch.float64)
     except RuntimeError:
         # A loss with numbers of its own, such as weights of classes, may take its own type only.
-        found = _losses(loss, items.targets, output_of, slices, torch.float32)
+        found = _losses(loss, targets, output_of, slices, torch.float32)
     (whole, first, second), largest, eps = found
     if not all(math.isfinite(value) for value in (whole, first, second)):
         return None
     # Torch adds by pairs: an item goes through as many roundings as the number of items has binary digits.
-    depth = _ROUNDINGS + math.log2(max(2, items.targets.numel()))
+    depth = _ROUNDINGS + math.log2(max(2, targets.numel()))
     return _Scores(
         whole=whole,
         parts=(first * weights[1] + second * weights[2]) / weights[0],

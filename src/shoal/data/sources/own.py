@@ -214,7 +214,7 @@ def stream_splits(dataset: Any, options: LoaderOptions, *, seed: int) -> Splits:
 
 
 def from_datasets(
-    train: Any, validation: Any = (), test: Any = (), *, collate_fn: Callable[[Sequence[Any]], Any] | None = None
+    train: Any, validation: Any = (), test: Any = (), *, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> Splits:
     """The splits of map-style datasets that a script holds in its hands; a split that is left out has no sample.
 
