@@ -29,7 +29,7 @@ _SUBJECTS = {
     },
     "Losses": {
         "all_gather": "shoal.comm.global_batch",
-        "StepFunction": "shoal.engine.stepfunction",
+        "StepFunction": "shoal.engine.objective",
     },
     "Data": {
         "from_datasets": "shoal.data.sources.own",

@@ -18,7 +18,7 @@ from shoal.engine.hooks import Hook as Hook
 from shoal.engine.hooks import StepResult as StepResult
 from shoal.engine.metrics import GatheredMetric as GatheredMetric
 from shoal.engine.metrics import Metric as Metric
-from shoal.engine.stepfunction import StepFunction as StepFunction
+from shoal.engine.objective import StepFunction as StepFunction
 from shoal.engine.weights import load_weights as load_weights
 from shoal.library.loader import RunLoader as RunLoader
 from shoal.library.run import Run as Run

@@ -5,8 +5,7 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.engine.hooks import Hook
-from shoal.engine.objective import StepFunction
-from shoal.engine.stepfunction import refuse_step
+from shoal.engine.objective import StepFunction, refuse_step
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe

@@ -384,7 +384,7 @@ NUMERICS = [
     Mutation(
         promise=MEAN,
         what="a metric of the user's own step is summed without weights",
-        file="src/shoal/engine/stepfunction.py",
+        file="src/shoal/engine/metrics.py",
         old="self._sums.get(name, 0.0) + value * weight",
         new="self._sums.get(name, 0.0) + value * len(values)",
         test="tests/multiproc/test_batch_forms.py::test_the_users_own_step_and_its_metrics_equal_one_process",
@@ -393,7 +393,7 @@ NUMERICS = [
     Mutation(
         promise=MEAN,
         what="a batch is weighed by labels that its loss does not count",
-        file="src/shoal/data/labels.py",
+        file="src/shoal/data/collate.py",
         old="        return before != after\n",
         new="        return True\n",
         test="tests/multiproc/test_batch_forms.py::test_a_batch_weighs_the_labels_that_its_loss_counts",

@@ -15,7 +15,7 @@ sum however samples are shared out. A function of all outputs and all targets of
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -310,3 +310,83 @@ def _form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return f"a {type(value).__name__}"
+
+
+_MOST_BYTES = 4096
+"""Of the names of a step's metrics."""
+
+
+class StepMetrics:
+    """What the user's own step gives beside its loss: a mean over the items of each microbatch, summed up over the global batch.
+
+    Each microbatch is weighted by its items, in float64: the same number under every plan that cuts the batch otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._weight = 0.0
+        self._names: tuple[str, ...] | None = None
+        """What all replicas give; None before the first step."""
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._sums, self._weight = {}, 0.0
+
+    def add(self, values: Mapping[str, float], weight: float) -> None:
+        """Note what a microbatch gave.
+
+        Raises:
+            RunError: it gave other metrics than the one before.
+        """
+        if self._weight and set(values) != set(self._sums):
+            raise RunError(_differ(tuple(sorted(self._sums)), tuple(sorted(values))))
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value * weight
+        self._weight += weight
+
+    def reduce(self, mesh: Mesh, device: torch.device) -> dict[str, float]:
+        """The means over the global batch. All ranks call it together.
+
+        Raises:
+            RunError: replicas gave different metrics.
+        """
+        own = tuple(sorted(self._sums))
+        if self._names is None:
+            self._names = _agree(own, mesh, device)
+        if not self._names:
+            if own:
+                raise RunError(_differ(self._names, own))
+            return {}
+        # A replica without samples in this step has nothing to add.
+        is_other = self._weight > 0 and own != self._names
+        numbers = [self._sums.get(name, 0.0) for name in self._names] + [self._weight, float(is_other)]
+        *sums, weight, others = _sum(torch.tensor(numbers, dtype=torch.float64, device=device), mesh).tolist()
+        if others:
+            raise RunError(_differ(self._names, own))
+        return {name: value / max(weight, 1.0) for name, value in zip(self._names, sums, strict=True)}
+
+
+def _sum(numbers: Tensor, mesh: Mesh) -> Tensor:
+    return mesh.channel(Axis.DATA).all_reduce_(numbers) if mesh.has(Axis.DATA) else numbers
+
+
+def _agree(own: tuple[str, ...], mesh: Mesh, device: torch.device) -> tuple[str, ...]:
+    """The names that the replicas with samples give; those of a replica without any may be missing."""
+    if not mesh.has(Axis.DATA):
+        return own
+    text = "\n".join(own).encode()
+    if len(text) > _MOST_BYTES:
+        raise RunError(f"the names of the step's metrics are {len(text)} bytes long; {_MOST_BYTES} is the most")
+    degree, place = mesh.degree(Axis.DATA), mesh.coordinate(Axis.DATA)
+    board = torch.zeros((degree, _MOST_BYTES), dtype=torch.float64, device=device)
+    board[place, : len(text)] = torch.tensor(list(text), dtype=torch.float64, device=device)
+    rows = _sum(board, mesh).to(torch.uint8).cpu()
+    said = [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
+    return tuple(next((row for row in said if row), "").split("\n")) if any(said) else ()
+
+
+def _differ(names: tuple[str, ...], own: tuple[str, ...]) -> str:
+    return (
+        f"the step gave the metrics {', '.join(own) or 'none'} for a microbatch and {', '.join(names) or 'none'} for another; "
+        "return the same keys every time"
+    )

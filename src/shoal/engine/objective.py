@@ -7,6 +7,7 @@ of the user's own gets what it would get in one process, at the price of gatheri
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,15 +17,15 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.channel import Channel
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
-from shoal.core.errors import RunError, ShoalError
+from shoal.core.errors import RequestError, RunError, ShoalError
+from shoal.core.plan import Plan
 from shoal.data.batchform import ModelInputs, Targets, batch_of, call_model, map_targets, targets_of
-from shoal.data.labels import settle_labels
+from shoal.data.collate import settle_labels
 from shoal.data.loader import Microbatch
 from shoal.data.source import Splits
 from shoal.engine.empty import zero_of_parameters, zero_through_layers
+from shoal.engine.metrics import StepMetrics
 from shoal.engine.piggyback import StepScalars
-from shoal.engine.stepfunction import StepFunction as StepFunction
-from shoal.engine.stepfunction import StepMetrics
 from shoal.models.losses import (
     IGNORED,
     Correct,
@@ -41,6 +42,85 @@ from shoal.parallel.apply import ModelLayout
 from shoal.parallel.tensor.vocabulary import gather_logits, split_count_correct, split_cross_entropy
 from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.memory import is_out_of_memory
+
+
+@dataclass(frozen=True)
+class StepFunction:
+    """``function(model, batch)`` gives the mean loss of a batch, or a dict with ``loss`` and metrics.
+
+    ``batch`` has the form of the dataset's items, or the one that ``collate_fn`` gives it.
+    """
+
+    function: Callable[[nn.Module, Any], torch.Tensor | Mapping[str, Any]]
+
+    def read(self, found: Any) -> tuple[Any, dict[str, float]]:
+        """The loss and the metrics of what the function returned.
+
+        Raises:
+            RunError: a dict without a loss, or a metric that is no number.
+        """
+        if not isinstance(found, Mapping):
+            return found, {}
+        if "loss" not in found:
+            keys = ", ".join(repr(key) for key in found) or "nothing"
+            raise RunError(f"the step returned a dict of {keys}; it must have the key 'loss'")
+        metrics = {}
+        for name, value in found.items():
+            if name == "loss":
+                continue
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                metrics[str(name)] = float(value.detach())
+            elif isinstance(value, bool | int | float):
+                metrics[str(name)] = float(value)
+            else:
+                shown = (
+                    f"of the shape {tuple(value.shape)}"
+                    if isinstance(value, torch.Tensor)
+                    else f"a {type(value).__name__}"
+                )
+                raise RunError(
+                    f"the step's metric {str(name)!r} is {shown}; return one number, the mean over the batch's items"
+                )
+        return found["loss"], metrics
+
+
+def refuse_step(plan: Plan) -> None:
+    """Refuse a plan that runs no whole forward passes.
+
+    Raises:
+        RequestError: says why, and which plan can.
+    """
+    reasons = []
+    if plan.pp > 1:
+        reasons.append(
+            f"pp={plan.pp} runs the forward pass in pieces on several ranks, and none could run a step of your own as a whole; "
+            "give loss=function(output, batch) instead"
+        )
+    if plan.cp > 1:
+        reasons.append(
+            f"cp={plan.cp} gives every rank a part of the sequence, and a step of your own would see that part only; give "
+            "loss=function(output, batch) instead"
+        )
+    if reasons:
+        nearest = replace(
+            plan, pp=1, cp=1, schedule=None, chunks=None, cp_kind="ring", dp=(plan.dp or 1) * plan.pp * plan.cp
+        )
+        raise RequestError(
+            "\n".join(f"plan {str(plan)!r}: {reason}, or use the plan {str(nearest)!r}" for reason in reasons)
+        )
+
+
+def refuse_own_loss(plan: Plan) -> None:
+    """Refuse to cut a sequence of which the model itself computes the loss.
+
+    Raises:
+        RequestError: says why, and which plan can.
+    """
+    nearest = replace(plan, cp=1, cp_kind="ring", dp=(plan.dp or 1) * plan.cp)
+    raise RequestError(
+        f"plan {str(plan)!r}: cp={plan.cp} gives every rank a part of the sequence, and the model computes its loss from whole "
+        f"labels; give a loss of the output and the batch (model.loss, loss=), or use the plan {str(nearest)!r}"
+    )
 
 
 def is_known(loss: Loss | StepFunction) -> bool:

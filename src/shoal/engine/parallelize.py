@@ -21,12 +21,11 @@ from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
 from shoal.engine.model import ParallelModel
-from shoal.engine.objective import Objective, Scoring, is_known, settle_loss
+from shoal.engine.objective import Objective, Scoring, StepFunction, is_known, refuse_own_loss, refuse_step, settle_loss
 from shoal.engine.passes import Passes
 from shoal.engine.piggyback import StepScalars
 from shoal.engine.resolve import asks_the_model, check_settings, schedule_of
 from shoal.engine.state import Outline, draw_outline
-from shoal.engine.stepfunction import StepFunction, refuse_own_loss, refuse_step
 from shoal.engine.stop import StopRequest
 from shoal.engine.weights import remember
 from shoal.models.build import refuse_lazy

@@ -31,8 +31,7 @@ from shoal.data.parts import build_order
 from shoal.data.source import Items, Source
 from shoal.data.spec import IGNORED
 from shoal.engine.config import TrainConfig
-from shoal.engine.objective import Objective, Scoring
-from shoal.engine.stepfunction import StepFunction
+from shoal.engine.objective import Objective, Scoring, StepFunction
 from shoal.models.losses import Loss, by_targets, cross_entropy, squared_error
 from shoal.optim.precision import Precision
 
