@@ -46,7 +46,7 @@ REFERENCE = "shoal.verify.oracle.process"
 class ForkedCommand(subprocess.Popen):
     """``shoal ARGUMENTS``, with the options of ``subprocess.Popen`` of which ``args`` are the command's own arguments.
 
-    With another ``module``, that one is run as ``__main__``.
+    With another ``module``, that one is run as ``__main__``; one that ends in ``.py`` is a script.
     """
 
     def __init__(self, args, *, module="shoal", **options):
@@ -169,17 +169,22 @@ def main():
     module, arguments = order["module"], order["arguments"]
     os.chdir(order["folder"])
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [order["folder"], *given, *(path for path in _LIBRARIES if path not in given)]
-    show_command_line([sys.executable, "-m", module, *arguments])
+    is_script = module.endswith(".py")
+    first = os.path.dirname(os.path.abspath(module)) if is_script else order["folder"]
+    sys.path[:] = [first, *given, *(path for path in _LIBRARIES if path not in given)]
+    show_command_line([sys.executable, *([] if is_script else ["-m"]), module, *arguments])
     sys.argv = [module, *arguments]
     if module == forkserver.__name__:
         _prepare_for_ranks()
         return forkserver.main()
-    if module == "shoal":
+    if module == "shoal" or is_script:
         forkclient.FEWEST_TO_FORK = 1
         forkclient.start_interpreter = _interpreters_of(_fork_template())
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if is_script:
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()
