@@ -1,7 +1,8 @@
 """The fenced code blocks of a Markdown page, with what the comment above each one says of it.
 
-A block has a language: ``python``, ``sh``, ``console`` (commands after ``$`` and what they print), ``toml``, ``json``, or ``text`` for
-what is no code. A first line ``# name.py`` or ``# name.toml`` makes it a file that later blocks can use. Above a block may stand::
+A block has a language: ``python``, ``sh``, ``console`` (commands after ``$`` and what they print), ``toml``, ``json``, or
+``text`` for what is no code. A first line ``# name.py`` or ``# name.toml`` makes it a file that later blocks can use. Above a
+block may stand::
 
     <!-- not run: why -->     it cannot run here: it needs a cluster, a device, a network
     <!-- soak: why -->        it takes long, and `make soak` runs it
@@ -87,7 +88,7 @@ def read_commands(block: Block) -> list[Command]:
 
 
 _UNITS = r"(?: ?(?:k|M|B|us|ms|s|m|min|h|days?|B|KiB|MiB|GiB|TiB)\b)?"
-_HASH = re.compile(r"\b[0-9a-f]{8,64}\b")
+_HASH = re.compile(r"(?<!\.)\b[0-9a-f]{8,64}\b")
 _NUMBER = re.compile(rf"[-+]?\b\d[\d.,]*(?:e[-+]?\d+)?{_UNITS}")
 
 

@@ -1,8 +1,8 @@
 """A shell for the commands of documents, in which ``shoal``, ``python`` and ``torchrun`` are forks of the warm process.
 
 In front of its ``PATH`` stand programs of these names that hand their arguments, folder, environment and standard streams to the
-test over a socket, and end with the code that comes back. So a page is run by a real shell, with its pipes, variables and jobs, and
-does not pay for importing torch at every command.
+test over a socket, and end with the code that comes back. So a page is run by a real shell, with its pipes, variables and jobs,
+and does not pay for importing torch at every command.
 """
 
 import array
