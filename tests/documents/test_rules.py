@@ -1,8 +1,8 @@
-"""What the documents keep to: every block has a language, few are not run and each says why, and the translation is of this README."""
+"""Documents keep to rules: every block has a language, few are not run and each says why, and the translation is of this README."""
 
 import pytest
 
-from support.documents.blocks import Block, Command, LANGUAGES, missing_lines, read_blocks, read_commands
+from support.documents.blocks import LANGUAGES, Block, Command, missing_lines, read_blocks, read_commands
 from support.documents.running import check_toml
 from support.documents.shell import Shell
 from support.processes.command import ROOT
@@ -11,7 +11,6 @@ PAGES = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if
 GENERATED = {"docs/api.md"}  # Signatures, written by docs/make_api.py.
 NOT_RUN = {
     "README.md": 1,
-    "docs/coming-from.md": 0,
     "docs/guides/parameter_server_clusters.md": 1,
     "docs/guides/planner.md": 1,
     "docs/tutorial/01-first-run.md": 1,
@@ -27,7 +26,9 @@ def blocks_by_page():
 
 def test_every_block_says_what_it_is():
     found = blocks_by_page()
-    wrong = [f"{name}:{block.line}" for name, blocks in found.items() for block in blocks if block.language not in LANGUAGES]
+    wrong = [
+        f"{name}:{block.line}" for name, blocks in found.items() for block in blocks if block.language not in LANGUAGES
+    ]
     assert wrong == []
     # A fence that is not read as a block would not be run.
     fences = {name: (ROOT / name).read_text().count("```") for name in found}
@@ -66,7 +67,8 @@ def make_block(text, language="console", **notes):
 
 def test_a_page_is_read(tmp_path):
     (tmp_path / "page.md").write_text(
-        "Text\n\n<!-- soak: it is slow -->\n<!-- exit: 2 -->\n```console\n$ shoal a \\\n  --b\nout\n$ c\n```\n\n```python\n# x.py\n```\n"
+        "Text\n\n<!-- soak: it is slow -->\n<!-- exit: 2 -->\n```console\n$ shoal a \\\n  --b\nout\n$ c\n```\n"
+        "\n```python\n# x.py\n```\n"
     )
     first, second = read_blocks(tmp_path / "page.md")
     assert (first.line, first.notes, first.is_long) == (5, {"soak": "it is slow", "exit": "2"}, True)
