@@ -1,4 +1,4 @@
-"""Documents keep to rules: every block has a language, few are not run and each says why, and the translation is of this README."""
+"""Rules of documents: every block has a language, few are not run and each says why, and the translation is of this README."""
 
 import pytest
 

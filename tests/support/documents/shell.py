@@ -58,7 +58,7 @@ class Shell:
 
     def run(self, commands: list[str], *, timeout: float) -> list[tuple[int, str]]:
         """Run each command in the same shell; what each printed on both streams, and its exit code."""
-        script = ["set -o pipefail"]
+        script: list[str] = []
         for number, command in enumerate(commands):
             options = "set -e\n" if len(commands) == 1 else ""
             script.append(f"{{ {options}{command}\n}} > {self._scratch}/out.{number} 2>&1")
