@@ -55,6 +55,13 @@ def test_the_translation_has_the_commands_and_the_code_of_the_readme():
     ]
 
 
+def test_the_port_that_is_shown_is_the_one_in_the_examples():
+    blocks = {block.file: block.text for block in read_blocks(ROOT / "docs" / "coming-from.md") if block.file}
+    assert set(blocks) == {"port_before.py", "port_after.py"}
+    for name, text in blocks.items():
+        assert (ROOT / "examples" / name).read_text().endswith(text.partition("\n")[2])
+
+
 def _code(block: Block) -> list[str]:
     """The lines without comments, which are translated."""
     lines = [line.split("  #")[0].split(" # ")[0].rstrip() for line in block.text.splitlines()]
