@@ -16,6 +16,7 @@ from shoal.core.errors import RequestError
 if TYPE_CHECKING:
     from shoal.core.plan import Plan
     from shoal.data.check import DataSummary
+    from shoal.data.spec import DataSpec
     from shoal.trainer.config import Recipe
     from shoal.trainer.own_parts import OwnPartsHere
     from shoal.trainer.request import Prepared
@@ -230,6 +231,10 @@ class OwnParts:
     def check_callbacks(self, recipe: "Recipe") -> None:
         """See ``shoal.trainer.request.OwnParts``."""
         self._parts.check_callbacks(recipe)
+
+    def check_weights(self, recipe: "Recipe", spec: "DataSpec") -> None:
+        """See ``shoal.trainer.request.OwnParts``."""
+        self._parts.check_weights(recipe, spec)
 
     def check_plan(self, recipe: "Recipe", plan: "Plan") -> None:
         """See ``shoal.trainer.request.OwnParts``."""
