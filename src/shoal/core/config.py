@@ -225,6 +225,8 @@ def _walk(config: type[BaseModel], location: Sequence[str]) -> tuple[list[str], 
         elif get_origin(annotation) is tuple and parts[0].isdigit():
             # A list of tables: the user gave each a place.
             annotation = get_args(annotation)[0]
+            if get_origin(annotation) is Annotated:
+                annotation = get_args(annotation)[0]
             keys.append(parts.pop(0))
             if not parts:
                 break

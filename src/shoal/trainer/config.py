@@ -193,6 +193,8 @@ def describe_recipe() -> str:
             title = f"[{name}]" if choice is None else f"[{name}]  # {choice}"
             described = [title, *_describe_fields(section)]
             lines += ["", *(described if place == 0 else _commented(described)), *_describe_tables(name, section)]
+        for choice, table in _listed(field.annotation):
+            lines += ["", *_commented([f"[[{name}]]  # {choice}", *_describe_fields(table)])]
     return "\n".join(lines)
 
 
@@ -229,6 +231,22 @@ def _sections(field: FieldInfo) -> list[tuple[str | None, type[BaseModel]]]:
         if get_origin(option) is Annotated:
             member, *marks = get_args(option)
             found += [(mark.tag, member) for mark in marks if isinstance(mark, Tag)]
+    return found
+
+
+def _listed(annotation: Any) -> list[tuple[str, type[BaseModel]]]:
+    """The tagged tables that a list can hold, each with the choice that selects it."""
+    if get_origin(annotation) is not tuple:
+        return []
+    options = [get_args(annotation)[0]]
+    found: list[tuple[str, type[BaseModel]]] = []
+    while options:
+        option = options.pop(0)
+        tags = [mark.tag for mark in get_args(option)[1:] if isinstance(mark, Tag)]
+        if tags:
+            found.append((tags[0], get_args(option)[0]))
+        elif get_origin(option) in (Annotated, Union, types.UnionType):
+            options += get_args(option)[:1] if get_origin(option) is Annotated else get_args(option)
     return found
 
 
