@@ -33,6 +33,9 @@ _SUBJECTS = {
     },
     "Data": {
         "from_datasets": "shoal.data.sources.own",
+        "LoaderOptions": "shoal.data.options",
+        "PadCollate": "shoal.data.padding",
+        "PackedSource": "shoal.data.packing",
     },
     "Weights": {
         "load_weights": "shoal.engine.weights",
