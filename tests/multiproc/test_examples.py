@@ -24,6 +24,25 @@ def test_the_library_inside_your_own_loop(launcher):
     assert done.stdout.count("step 60") == 1
 
 
+@pytest.mark.parametrize("name", ["run.py", "port_after.py"])
+def test_a_script_prints_the_same_under_python_and_under_shoal_run(shoal, name):
+    script = ROOT / "examples" / name
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    alone = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=True, env=environment
+    )
+    printed = [line for line in alone.stdout.splitlines() if line.startswith("epoch")]
+    both = shoal.run("run", script, "--plan", "dp=2 zero=1", "--run-dir", "run")
+    assert len(printed) >= 5 and all(line in both.stdout + both.stderr for line in printed)
+
+
+def test_the_port_from_accelerate_changes_five_lines_at_most():
+    before, after = (
+        (ROOT / "examples" / f"port_{name}.py").read_text().splitlines()[5:] for name in ("before", "after")
+    )
+    assert len([line for line in after if line and line not in before]) <= 5
+
+
 def test_your_own_model_loss_and_data(shoal):
     for name in ("own_model.py", "own_model.toml"):
         shutil.copy(ROOT / "examples" / name, shoal.folder / name)
