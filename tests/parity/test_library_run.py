@@ -181,6 +181,11 @@ def gan(world, plan):
         )
         loader = run.loader(pairs(), global_batch=8, micro_batch=4)
         teacher = run.setup(teacher)
+
+        def distil(model, batch):
+            (real, noise), _ = batch
+            return {"loss": (model(real, noise) - teacher(real)).square().mean(), "size": real.square().mean()}
+
         judge, judging = run.setup(judge, torch.optim.Adam(judge.parameters(), lr=1e-2), loss=judge_loss, name="judge")
         fooled = judge.net
         made, making = run.setup(
@@ -192,7 +197,7 @@ def gan(world, plan):
         student, learning = run.setup(
             student,
             torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9),
-            loss=lambda logits, _: (logits - 1.0).square().mean(),
+            step=distil,
             name="student",
         )
         losses = []
@@ -202,7 +207,7 @@ def gan(world, plan):
                     losses.append(run.forward_backward(batch, model=model))
                     run.clip(1.0, model=model)
                     optimizer.step()
-        found = {"losses": losses}
+        found = {"losses": [*losses, run.metrics["size"]]}
         for name, model in (("judge", judge), ("generator", made), ("student", student)):
             found[name] = run.state_dict(model=model)
         return found

@@ -43,6 +43,7 @@ from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult
 from shoal.engine.metrics import Metric
+from shoal.engine.objective import StepFunction
 from shoal.engine.parallelize import parallelize
 from shoal.engine.reporting import Reporter
 from shoal.engine.resolve import check_samples, resolve_plan
@@ -55,6 +56,7 @@ from shoal.library.loader import RunLoader
 from shoal.library.process import IS_RUNNING, OPEN
 from shoal.library.saved import SavedRun
 from shoal.library.setups import ModelSetup, others_frozen, refuse_other_weights, sort_companions
+from shoal.models.losses import loss_of_output
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.summaryfile import write_summary
 
@@ -221,6 +223,7 @@ class Run(SavedRun):
         model: nn.Module,
         *companions: Any,
         loss: Callable[..., torch.Tensor] | None = None,
+        step: Callable[[nn.Module, Any], Any] | None = None,
         data: RunLoader | None = None,
         name: str | None = None,
     ) -> Any:
@@ -232,7 +235,9 @@ class Run(SavedRun):
         Args:
             model: built alike on every rank.
             companions: its optimizer, and schedulers of that.
-            loss: of the model's output and the targets.
+            loss: of the model's output and the targets; left out with ``step`` too, the model's output says its own.
+            step: in place of a loss: a function of the model and a batch that gives the mean loss, or a dict with ``loss`` and
+                metrics, which are then in ``run.metrics``.
             data: the loader whose batches it will get; left out, the first that was made.
             name: what it is called in checkpoints, where there are several models.
 
@@ -243,10 +248,9 @@ class Run(SavedRun):
         if optimizer is None:
             model.to(self.device)
             return (model, *companions) if companions else model
-        if loss is None:
-            raise RequestError(
-                "run.setup needs the loss of the model: loss=nn.CrossEntropyLoss(), or any loss(output, targets)"
-            )
+        if loss is not None and step is not None:
+            raise RequestError("run.setup was given a loss and a step, which has its own; leave one of them out")
+        scored = StepFunction(step) if step is not None else loss if loss is not None else loss_of_output
         loader = data or (self._loaders[0] if self._loaders else None)
         if loader is None:
             raise RequestError("run.setup looks at the data: make a loader with run.loader(...) before it")
@@ -254,7 +258,7 @@ class Run(SavedRun):
         engine = parallelize(
             model,
             loader.splits,
-            loss,
+            scored,
             plan=loader.resolved.plan,
             settings=Settings(train=self._config(loader.global_batch)),
             world=self.world,
@@ -302,6 +306,7 @@ class Run(SavedRun):
 
     def _note(self, own: ModelSetup, batch: StepBatch, loss: float) -> None:
         own.num_passes += 1
+        self.metrics = dict(own.engine.metrics)
         own.last_loss, own.last_norm = loss, None
         self._batch = batch
         if self._first_loss is None:
