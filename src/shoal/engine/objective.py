@@ -123,6 +123,10 @@ def refuse_own_loss(plan: Plan) -> None:
     )
 
 
+AnyLoss = Loss | StepFunction
+"""What a model is trained on: a loss of its output, or a step that calls it."""
+
+
 def is_known(loss: Loss | StepFunction) -> bool:
     """True for the cross entropy of this project, whose parts are known to add up."""
     return loss is cross_entropy or loss is by_targets

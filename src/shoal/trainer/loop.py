@@ -34,7 +34,7 @@ from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult, check_hooks
 from shoal.engine.metrics import Metric, build_metrics
 from shoal.engine.model import ParallelModel
-from shoal.engine.objective import StepFunction, settle_loss
+from shoal.engine.objective import AnyLoss, settle_loss
 from shoal.engine.parallelize import parallelize
 from shoal.engine.reporting import Reporter, describe_draws
 from shoal.engine.resolve import RunSetup, asks_the_model, resolve_alone, updates_per_step
@@ -43,7 +43,6 @@ from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import read_place
 from shoal.launch.processor import avoid_hidden_tiles
-from shoal.models.losses import Loss
 from shoal.optim.config import OptimConfig
 from shoal.optim.rates import after_evaluation, rate
 from shoal.parallel.analysis.structure import ParallelConfig
@@ -69,7 +68,7 @@ class Trainer:
         model: nn.Module,
         data: Splits,
         *,
-        loss: Loss | StepFunction | None = None,
+        loss: AnyLoss | None = None,
         train: TrainConfig,
         optim: OptimConfig | None = None,
         evaluation: EvalConfig | None = None,
@@ -142,7 +141,7 @@ class Trainer:
             raise
 
     def _lay_out(
-        self, model: nn.Module, loss: Loss, hooks: list[Hook], status: RankStatus | None, stop: StopRequest | None
+        self, model: nn.Module, loss: AnyLoss, hooks: list[Hook], status: RankStatus | None, stop: StopRequest | None
     ) -> ParallelModel:
         return parallelize(
             model,
