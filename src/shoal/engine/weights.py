@@ -79,7 +79,7 @@ def load_parallel(model: ParallelModel, path: str | Path, selection: Selection) 
     source = open_weights(Path(path))
     wanted = {
         entry.names: model.layout.placements[entry.parameter].whole_shape
-        if entry.parameter in model.layout.placements
+        if entry.parameter is not None and entry.parameter in model.layout.placements
         else entry.shape
         for entry in model.outline.values()
     }

@@ -46,7 +46,7 @@ def require_transformers() -> Any:
         raise RequestError(
             f"--format hf needs transformers, which is not installed ({error}); install it: pip install 'shoal[hf]'"
         ) from error
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return transformers
 
 
@@ -89,7 +89,7 @@ def load_back(folder: Path, like: Any) -> Any:
 
 
 def _as_llama(model: Gpt, transformers: Any) -> Any:
-    first = model.blocks[0]
+    first: Any = model.blocks[0]
     weight = model.embedding.weight
     config = transformers.LlamaConfig(
         vocab_size=weight.shape[0],

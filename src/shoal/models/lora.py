@@ -23,7 +23,11 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
         ) from error
     targets = config.targets[0] if config.targets == ("all-linear",) else list(config.targets)
     chosen = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=config.dropout, bias=config.bias
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        target_modules=targets,
+        lora_dropout=config.dropout,
+        bias=config.bias,
     )
     try:
         # No wrapper around the model: it is called as before.

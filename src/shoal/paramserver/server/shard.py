@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.placement import Placement, place_whole
-from shoal.optim.build import Groups, build_optimizer, export_state, import_state, initialise_state, set_rate
+from shoal.optim.build import build_optimizer, export_state, import_state, initialise_state, set_rate
 from shoal.optim.config import OptimConfig
+from shoal.optim.groups import Groups
 from shoal.paramserver.records import PushId, Update
 from shoal.paramserver.server.gradients import Gradients, Stored
 from shoal.paramserver.sharding import NORM_OPTIMIZERS, Model, Piece, Shard

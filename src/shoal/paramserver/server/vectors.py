@@ -16,8 +16,8 @@ from torch import Tensor
 from shoal.comm.wire.listener import Request
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError, RunError
-from shoal.optim.build import Groups
 from shoal.optim.config import OptimConfig
+from shoal.optim.groups import Groups
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.lbfgs.algorithm import pair_names, start_name
 from shoal.paramserver.lbfgs.vectors import GradientSum, ShardVectors

@@ -15,13 +15,13 @@ class TwoTowers(nn.Module):
 
     def __init__(self, features: int, width: int = 8) -> None:
         super().__init__()
-        self.half = features // 2
-        self.left, self.right = nn.Linear(self.half, width), nn.Linear(features - self.half, width)
+        self.cut = features // 2
+        self.left, self.right = nn.Linear(self.cut, width), nn.Linear(features - self.cut, width)
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Unit vectors of both sides, (B, width) each, and the temperature."""
-        left, right = self.left(x[:, : self.half]), self.right(x[:, self.half :])
+        left, right = self.left(x[:, : self.cut]), self.right(x[:, self.cut :])
         return F.normalize(left, dim=-1), F.normalize(right, dim=-1), self.scale.exp()
 
 
