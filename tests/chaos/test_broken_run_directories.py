@@ -9,8 +9,8 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.serverrun.notices import count_notices
 from shoal.serverrun.server.finalize import read_steps
+from shoal.telemetry import summaryfile
 from shoal.telemetry.eventlog import decode_events
-from shoal.trainer import summary
 from shoal.trainer.claim import check_claim, read_plan
 from shoal.trainer.config import load_recipe
 from support.checkpoint.forged import forge, manifest_tree
@@ -84,7 +84,7 @@ def test_a_summary_that_is_none_is_passed_over_and_written_anew(shoal, broken):
     before = read_summary(broken)
     for text in ('{"status": "comp', "[]", "\x00", '{"status": "completed", "steps": "two"}', "[" * 100_000):
         (broken / "summary.json").write_text(text)
-        assert summary.read_summary(broken) is None
+        assert summaryfile.read_summary(broken) is None
     said = resume(shoal, 0)
     assert "warning: run/summary.json is not a summary" in said, said
     after = read_summary(broken)

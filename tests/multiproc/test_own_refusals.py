@@ -33,7 +33,10 @@ def recipe(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ('data.build="parts:named"', "its input is a dict with the keys 'x'"),
+        (
+            'data.build="parts:named"',
+            "it was called with a dict with the keys 'x', none of which its forward pass takes by name",
+        ),
         ('model.build="parts:wide"', "in layer '0', Linear(in_features=7"),
         ('model.loss="parts:detached"', "the loss depends on no parameter"),
     ],

@@ -289,11 +289,14 @@ def _type_text(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(f'"{choice}"' for choice in get_args(annotation))
     if origin in (Union, types.UnionType):
-        return " | ".join(_type_text(option) for option in get_args(annotation) if option is not type(None))
+        options = [_type_text(option) for option in get_args(annotation) if option is not type(None)]
+        return " | ".join(dict.fromkeys(options))
     if origin in (tuple, list):
         return f"list of {_type_text(get_args(annotation)[0])}"
     if origin is dict:
         return f"table of {_type_text(get_args(annotation)[1])}"
     if origin is not None:
         return str(annotation).replace("typing.", "")
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     return str(getattr(annotation, "__name__", annotation))

@@ -17,7 +17,7 @@ from shoal.comm.global_batch import Replicas, gathering, why_not_joined
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.functions import call_own
 from shoal.core.plan import Plan
-from shoal.data.batchform import call_model
+from shoal.data.batchform import ModelInputs, arguments_of, call_model
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
 from shoal.data.config import AnyDataConfig
@@ -121,7 +121,9 @@ def _run(objective: Objective, microbatch: Microbatch, joined: Replicas) -> None
             )
         except RequestError as error:
             layer = f", in {running[-1]}" if running else ""
-            raise RequestError(f"{error}{layer}; it was called with {_forms(inputs)}") from error.__cause__
+            raise RequestError(
+                f"{error}{layer}; it was called with {_call_of(objective.model, inputs)}"
+            ) from error.__cause__
     with gathering(joined):
         objective.share_of(output, inputs, targets, microbatch, 1.0)
 
@@ -149,6 +151,17 @@ def _following(model: nn.Module, running: list[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _call_of(model: nn.Module, inputs: ModelInputs) -> str:
+    """What a model was given, with the keys of a dict and whether they were keywords."""
+    args, kwargs = arguments_of(model, inputs)
+    if kwargs:
+        return f"the keywords {', '.join(kwargs)}: {_forms(inputs)}"
+    if len(args) == 1 and isinstance(args[0], dict):
+        keys = ", ".join(map(repr, args[0]))
+        return f"a dict with the keys {keys}, none of which its forward pass takes by name: {_forms(inputs)}"
+    return _forms(inputs)
 
 
 def _forms(values: Any) -> str:

@@ -14,6 +14,7 @@ from shoal.cli.main import lift_debug, wants_json_alone
 
 VERBS = (
     "train",
+    "run",
     "verify",
     "eval",
     "sample",
