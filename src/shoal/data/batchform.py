@@ -133,7 +133,7 @@ class BatchForm:
         if takes_any:
             return (), value
         taken = [key for key in value if key in names]
-        if not taken and names:
+        if not taken:
             return (value,), {}
         # Of a pair nobody else reads the inputs: a key that the forward pass does not take is refused by python, by its name.
         return (), {key: value[key] for key in taken} if self.targets is None else value
@@ -168,6 +168,21 @@ class BatchForm:
             return None
         found = rebuild(self.inputs.children[self.inputs.keys.index("labels")], inputs)
         return found if isinstance(found, Tensor) else None
+
+
+def is_same_form(one: BatchForm | None, other: BatchForm | None) -> bool:
+    """True where two batches make the same calls; texts and other values that are no tensors differ from batch to batch."""
+    if one is None or other is None:
+        return one is other
+    return _shape_of(one.inputs) == _shape_of(other.inputs) and _shape_of(one.targets) == _shape_of(other.targets)
+
+
+def _shape_of(node: Node | None) -> object:
+    if isinstance(node, Constant):
+        return type(node.value)
+    if isinstance(node, Branch):
+        return node.kind, node.keys, tuple(_shape_of(child) for child in node.children)
+    return node
 
 
 class ModelInputs(tuple[Tensor, ...]):

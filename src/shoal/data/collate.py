@@ -49,6 +49,8 @@ class Collator:
     first_label_counts: bool = True
     """Of a dict's ``labels``, whether the first one of a sequence is compared with anything; a causal language model, which
     predicts the next token, leaves it out."""
+    weighs_itself: bool = False
+    """The ``collate_fn`` has returned ``Items``, whose weights it alone knows."""
 
     def collate(self, samples: Sequence[Any], name: Callable[[int], str] = lambda place: f"sample {place}") -> Items:
         """The items of some samples.
@@ -89,6 +91,7 @@ class Collator:
                 "--debug shows where"
             ) from error
         if isinstance(batch, Items):
+            self.weighs_itself = True
             return batch
         try:
             found = read_batch(batch)
@@ -111,8 +114,15 @@ class Collator:
         return Items(inputs=inputs, targets=targets, weight=weight, form=form)
 
 
-def counted_weight(items: Items) -> int | None:
-    """The weight of every sample, from those of a first one: 1, or None where whole-number targets or labels are counted."""
+def counted_weight(items: Items, collator: Collator) -> int | None:
+    """The weight of every sample, from the first one: 1, or None where whole-number targets or labels are counted.
+
+    Args:
+        items: of the first sample.
+        collator: that made them; where the user's own function weighs batches, nobody knows before they are made.
+    """
+    if collator.weighs_itself:
+        return None
     if items.form is None or items.form.targets is not None:
         counted: Any = items.targets
     else:

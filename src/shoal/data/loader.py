@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from shoal.data.batchform import BatchForm, ModelInputs, Targets, map_targets
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Position
 from shoal.data.parts import Share, StreamPlan, build_order, options_of, order_parts
-from shoal.data.sampling import StepOrder
+from shoal.data.sampling import StepOrder, draws_alone
 from shoal.data.source import Items, Source, Streamed
 from shoal.data.streamreader import StreamReader
 from shoal.data.workers import LoaderProcesses, WorkerOptions
@@ -230,7 +230,7 @@ class Loader:
     def _is_drawn_alone(self) -> bool:
         """False for a sampler that may draw from the global generators, which a thread must not do beside a model."""
         sampler = self._options.sampler if self._options.batch_sampler is None else self._options.batch_sampler
-        return sampler is None or isinstance(sampler, Sequence) or hasattr(sampler, "generator")
+        return sampler is None or draws_alone(sampler)
 
     def _next_loaded(self) -> StepBatch:
         """The next step, loaded here or by loader processes."""

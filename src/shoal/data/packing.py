@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, RunError
 from shoal.core.functions import call_own
 from shoal.data.options import LoaderOptions
 from shoal.data.order import permute
@@ -102,7 +102,8 @@ class PackedSource:
         found = list(told) if told is not None else [len(self._read(one)) for one in range(len(documents))]
         if len(found) != len(documents):
             raise RequestError(f"there are {len(found)} lengths and {len(documents)} documents; give one for each")
-        self.sequences = pack(found, sequence, seed=seed)
+        self._lengths = [int(length) for length in found]
+        self.sequences = pack(self._lengths, sequence, seed=seed)
         """The pieces of each packed sequence, in their order."""
         if not self.sequences:
             raise RequestError(
@@ -136,6 +137,11 @@ class PackedSource:
             start = 0
             for place, piece in enumerate(self.sequences[int(number)]):
                 read = self._read(piece.document)
+                if len(read) != self._lengths[piece.document]:
+                    raise RunError(
+                        f"document {piece.document} has {len(read)} tokens, and lengths say {self._lengths[piece.document]}; "
+                        "correct lengths, or leave it out"
+                    )
                 stop = start + piece.stop - piece.start
                 tokens[row, start:stop] = read[piece.start : piece.stop]
                 targets[row, start:stop] = read[piece.start + 1 : piece.stop + 1]

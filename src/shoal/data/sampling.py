@@ -6,7 +6,8 @@ samples of a global batch out itself, exactly once each and for any number of re
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -174,15 +175,16 @@ class Sampled:
             generator = getattr(inner, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(key)
-        with seeded(key):
+        with nullcontext() if draws_alone(self._sampler) else seeded(key):
             found: list[Any] = call_own(lambda: list(self._sampler), what=named)
-        batches = [list(batch) for batch in found] if self.is_batches else [found]
         try:
+            batches = [list(batch) for batch in found] if self.is_batches else [found]
             self._ids = np.asarray([int(one) for batch in batches for one in batch], dtype=np.int64)
         except (TypeError, ValueError) as error:
+            wanted = "lists of indices" if self.is_batches else "indices of samples"
             raise RequestError(
-                f"{named} yields {type(found[0]).__name__}, and must yield indices of samples; one that yields lists is a "
-                "batch_sampler"
+                f"{named} yields {type(found[0]).__name__}, and must yield {wanted}; sampler= is for one that yields indices, "
+                "batch_sampler= for one that yields lists of them"
             ) from error
         self._stops = np.cumsum([len(batch) for batch in batches if len(batch)], dtype=np.int64)
         if not len(self._ids):
@@ -193,6 +195,11 @@ class Sampled:
             )
         self._epoch = epoch
         return self._ids
+
+
+def draws_alone(sampler: Any) -> bool:
+    """True for a sampler that leaves the global generators alone: a thread may go through it beside a model that draws."""
+    return isinstance(sampler, Sequence) or isinstance(getattr(sampler, "generator", None), torch.Generator)
 
 
 def build_sampling(options: LoaderOptions, *, num_samples: int, seed: int) -> Sampling:

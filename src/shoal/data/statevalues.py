@@ -34,7 +34,8 @@ def decode_state(text: str) -> Any:
     """
     try:
         return _decode(json.loads(text))
-    except (KeyError, TypeError, ValueError) as error:
+    # A file may say anything: types that torch has not, shapes that do not fit their bytes, a nest without end.
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise RunError(f"the state of a dataset cannot be read: {error}") from error
 
 

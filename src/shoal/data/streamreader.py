@@ -103,10 +103,12 @@ class StreamReader:
         dataset = self._dataset
         if hasattr(dataset, "set_epoch"):
             self._own(lambda: dataset.set_epoch(self.epoch))
-        saved = decode_state(position.stream) if position.stream and self._uses_state else None
+        saved = _saved_state(position.stream) if position.stream and self._uses_state else None
         if saved is not None and saved["of"] == "dataset":
             self._own(lambda: dataset.load_state_dict(saved["state"]))
-        self._iterator: Any = self._own(lambda: iter(dataset))
+        # An __iter__ that is no generator shuffles here, and not when the first sample is read.
+        with self._drawing(is_reading=False):
+            self._iterator: Any = self._own(lambda: iter(dataset))
         if saved is not None and saved["of"] == "iterator":
             self._own(lambda: self._iterator.load_state_dict(saved["state"]))
         if saved is not None:
@@ -134,7 +136,7 @@ class StreamReader:
         return ""
 
     @contextmanager
-    def _drawing(self) -> Iterator[None]:
+    def _drawing(self, *, is_reading: bool = True) -> Iterator[None]:
         """Inside, the global generators are this reader's own, unless reading was seen to leave them alone."""
         if self.draws_random_numbers is False:
             yield
@@ -145,8 +147,9 @@ class StreamReader:
             before = random_states()
             yield
             self._states = _generators()
-            if self.draws_random_numbers is None:
-                self.draws_random_numbers = before != random_states()
+            is_moved = before != random_states()
+            if self.draws_random_numbers is None and (is_moved or is_reading):
+                self.draws_random_numbers = is_moved
 
     def _own(self, call: Callable[[], T]) -> T:
         found: T = call_own(call, what=f"reading {self._named}", is_excused=is_out_of_memory, refusal=RunError)
@@ -159,9 +162,24 @@ def _generators() -> dict[str, Any]:
 
 
 def _set_generators(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    try:
+        torch.set_rng_state(states["torch"])
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RunError(f"the state of a dataset holds generators that are none: {error}") from error
+
+
+def _saved_state(text: str) -> dict[str, Any]:
+    """What ``StreamReader`` kept of a dataset.
+
+    Raises:
+        RunError: it is something else.
+    """
+    saved = decode_state(text)
+    if not isinstance(saved, dict) or set(saved) != {"of", "state", "draws"}:
+        raise RunError("the state of a dataset cannot be read: it is not what a stream says of itself")
+    return saved
 
 
 def why_not_resumable(dataset: Any, *, seed: int) -> str | None:

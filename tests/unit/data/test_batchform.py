@@ -109,6 +109,21 @@ def test_forms_are_equal_where_structures_are_and_survive_being_sent() -> None:
     assert inputs.map(lambda tensor: tensor + 1).form == one_form
 
 
+def test_texts_in_samples_make_no_other_form() -> None:
+    train, held_out = ([{"x": one, "labels": 1, "text": text}] for text in ("one", "another"))
+    from_datasets(train, held_out)
+    with pytest.raises(RequestError, match="the validation split has another form"):
+        from_datasets(train, [{"x": one, "labels": 1, "words": "one"}])
+
+
+def test_a_forward_pass_that_takes_no_name_is_given_the_whole_dict() -> None:
+    class Unnamed(nn.Module):
+        def forward(self, *batches: Any) -> Any:
+            return batches
+
+    assert list(call_model(Unnamed(), _collate({"x": one, "labels": 1}).model_inputs)[0]) == ["x", "labels"]
+
+
 def test_labels_of_a_dict_are_counted() -> None:
     samples = [
         {"input_ids": torch.arange(4), "labels": torch.tensor(row)} for row in ([5, 1, 2, -100], [-100, -100, 3, 4])

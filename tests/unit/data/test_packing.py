@@ -116,3 +116,8 @@ def test_what_cannot_be_packed_is_said() -> None:
         PackedSource([torch.ones(2)], 4)
     with pytest.raises(RequestError, match="there are 1 lengths and 2 documents"):
         PackedSource([torch.tensor([1, 2])] * 2, 4, lengths=[2])
+
+
+def test_lengths_that_are_not_those_of_the_documents_are_said() -> None:
+    with pytest.raises(RunError, match="document 0 has 3 tokens, and lengths say 4; correct lengths"):
+        PackedSource([torch.arange(3)], 8, lengths=[4]).collate([0])

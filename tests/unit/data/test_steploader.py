@@ -19,6 +19,8 @@ from torch.utils.data import (
 from shoal.core.errors import RequestError, RunError
 from shoal.data.loader import StepBatch
 from shoal.data.options import LoaderOptions
+from shoal.data.sampling import draws_alone
+from shoal.data.source import Items
 from shoal.data.steploader import StepLoader
 
 torch.set_num_threads(1)
@@ -68,6 +70,13 @@ class Stateless(IterableDataset[Any]):
             yield torch.rand(1) + number, number
 
 
+class Eager(IterableDataset[Any]):
+    """Shuffled by the global generator when it is asked for an iterator, not when it is read; no state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.tensor([float(number)]), number) for number in torch.randperm(SIZE).tolist()])
+
+
 def _map() -> TensorDataset:
     return TensorDataset(torch.arange(SIZE).float()[:, None], torch.arange(SIZE))
 
@@ -114,6 +123,7 @@ KINDS: list[tuple[str, Any, dict[str, Any]]] = [
     ("stream even", lambda: Counted(18), {}),
     ("stream behind", Behind, {}),
     ("stream stateless", Stateless, {}),
+    ("stream eager", Eager, {}),
     ("stream workers", Counted, {"num_workers": 2}),
 ]
 
@@ -121,6 +131,7 @@ KINDS: list[tuple[str, Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("make", "options"), [kind[1:] for kind in KINDS], ids=[kind[0] for kind in KINDS])
 def test_every_number_of_replicas_reads_the_same_and_goes_on_exactly(make: Any, options: dict[str, Any]) -> None:
     alone = _steps(make, 9, 1, **options)
+    torch.rand(1)  # What a process has drawn before must not matter.
     assert _steps(make, 9, 2, **options) == alone
     assert _steps(make, 9, 3, after=2, **options) == alone[2:], "in the middle of an epoch"
     assert _steps(make, 9, 2, after=4, **options) == alone[4:], "at or near the end of an epoch"
@@ -205,6 +216,7 @@ def test_lengths_are_known_where_they_can_be() -> None:
     [
         ({"sampler": DistributedSampler(range(SIZE), 2, 0)}, "Shoal deals samples out itself"),
         ({"sampler": [1, 2, 99]}, "yields indices from 1 to 99 and the dataset has 23 samples"),
+        ({"batch_sampler": [1, 2]}, "yields int, and must yield lists of indices"),
         ({"weights": [1.0]}, "there are 1 weights and 23 samples"),
         ({"weights": [-1.0] * SIZE}, "must be finite, not negative"),
         ({"weights": [1.0] * SIZE, "shuffle": True}, "leave one of them out"),
@@ -232,6 +244,49 @@ def test_what_a_stream_cannot_do_is_said() -> None:
     with pytest.raises(RequestError, match="ended after 23 samples of epoch 0 and the data position is sample 66"):
         loader.next()
     loader.close()
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        "[" * 9999,
+        "[1]",
+        '{"of":"dataset","state":{"__shoal__":"tensor","dtype":"nothing","shape":[1],"data":""},"draws":null}',
+        '{"of":"dataset","state":{"__shoal__":"tensor","dtype":"int64","shape":[9],"data":""},"draws":null}',
+        '{"of":"nobody","state":{},"draws":{"torch":1}}',
+    ],
+)
+def test_a_hostile_state_of_a_stream_is_refused_in_words(stream: str) -> None:
+    with StepLoader(Counted(), global_batch=6) as loader:
+        loader.load_state_dict({"epoch": 0, "offset": 6, "stream": stream})
+        with pytest.raises(RunError, match="the state of a dataset"):
+            loader.next()
+
+
+def test_only_samplers_with_a_generator_of_their_own_are_gone_through_beside_a_model() -> None:
+    drawn = torch.Generator()
+    assert draws_alone([1, 2]) and draws_alone(RandomSampler(range(4), generator=drawn))
+    assert not draws_alone(RandomSampler(range(4))), "it draws from the global generator, which the model's dropout has"
+
+
+def test_a_dataset_may_say_the_lengths_of_its_samples() -> None:
+    dataset = _map()
+    dataset.lengths = [10] * SIZE
+    with StepLoader(dataset, global_batch=6, options=LoaderOptions(max_tokens=30)) as loader:
+        assert loader.next().num_samples == 3
+
+
+def test_a_collate_function_that_weighs_batches_itself_is_believed() -> None:
+    def masked(samples: list[Any]) -> Items:
+        rows = torch.stack([sample[0] for sample in samples])
+        return Items(inputs=(rows,), targets=rows, weight=sum(1 + sample[1] for sample in samples))
+
+    for dataset in (_map(), Counted()):
+        options = LoaderOptions(collate_fn=masked)
+        with StepLoader(dataset, global_batch=6, options=options) as loader:
+            batch = loader.next()
+            expected = sum(1 + int(i) for i in batch.microbatches[0].sample_ids)
+            assert batch.total_weight is None and batch.local_weight == expected, "not one for each sample"
 
 
 def test_the_users_collate_function_and_worker_init_function_are_called() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Sampler, Subset
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.functions import call_own, load_function
-from shoal.data.batchform import leaf_paths
+from shoal.data.batchform import is_same_form, leaf_paths
 from shoal.data.collate import WANTED, Collate, Collator, counted_weight, describe_sample, find_problem
 from shoal.data.config import OwnDataConfig, load_build, load_collate
 from shoal.data.options import LoaderOptions
@@ -57,6 +57,11 @@ class DatasetSource:
     def uniform_weight(self) -> int | None:
         """1 per sample; None for whole-number targets, some of which may be ignored."""
         return self._collator.uniform_weight
+
+    @property
+    def lengths(self) -> Sequence[int] | None:
+        """The length of every sample, where the dataset says it."""
+        return getattr(self._dataset, "lengths", None)
 
     @property
     def collator(self) -> Collator:
@@ -203,11 +208,12 @@ def stream_splits(dataset: Any, options: LoaderOptions, *, seed: int) -> Splits:
     first = first_samples(dataset, 1, seed=seed)
     if not first:
         raise RequestError(f"{name} yields no sample; the training data is empty")
+    collator = Collator(uniform_weight=1, collate_fn=options.collate_fn)
     try:
-        items = Collator(uniform_weight=1, collate_fn=options.collate_fn).collate(first)
+        items = collator.collate(first)
     except RunError as error:
         raise RequestError(f"the first sample of {name}: {error}") from error
-    collator = Collator(uniform_weight=counted_weight(items), collate_fn=options.collate_fn)
+    collator.uniform_weight = counted_weight(items, collator)
     source = IterableSource(dataset, collator=collator, options=options, seed=seed)
     nothing = DatasetSource((), uniform_weight=None)
     return Splits(train=source, validation=nothing, test=nothing, spec=describe(dataset, items))
@@ -241,17 +247,18 @@ def _describe_parts(parts: Mapping[str, Any], described: Any, origin: str, colla
     def source_of(name: str, uniform_weight: int | None) -> DatasetSource:
         return DatasetSource(parts[name], uniform_weight=uniform_weight, name=name, collate_fn=collate_fn)
 
-    items = _first_items(source_of("train", 1), first, origin, "train")
+    looked = source_of("train", 1)
+    items = _first_items(looked, first, origin, "train")
     # Of the test split training reads nothing, and it may well have no targets.
     with keeping_draws():
         if len(parts["validation"]):
             held_out = _first_items(source_of("validation", 1), parts["validation"], origin, "validation")
-            if held_out.form != items.form or len(held_out.inputs) != len(items.inputs):
+            if not is_same_form(held_out.form, items.form) or len(held_out.inputs) != len(items.inputs):
                 raise RequestError(
                     f"{origin}: the first sample of the validation split has another form than that of the train split: "
                     f"{describe_sample(parts['validation'][0])}, and {describe_sample(first[0])}; give both one form"
                 )
-    uniform_weight = counted_weight(items)
+    uniform_weight = counted_weight(items, looked.collator)
     sources = {name: source_of(name, uniform_weight) for name in parts}
     spec = describe(described, items)
     return Splits(train=sources["train"], validation=sources["validation"], test=sources["test"], spec=spec)
