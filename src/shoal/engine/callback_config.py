@@ -76,7 +76,9 @@ def check_followed(
         if metric not in known:
             is_average = metric.startswith(AVERAGED) and not averages
             advice = (
-                "add the callback ema" if is_average else f"{did_you_mean(metric, known)}, or add it to eval.metrics"
+                "add the callback ema"
+                if is_average
+                else f"one of your own goes into eval.metrics; {did_you_mean(metric, known)}"
             )
             raise RequestError(f"{key} follows the metric {metric!r}, which no evaluation will have; {advice}")
         if evaluate_every == 0:

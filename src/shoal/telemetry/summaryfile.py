@@ -27,6 +27,8 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -162,6 +162,12 @@ def _read_recipe(run: RunDir) -> Recipe:
         raise RequestError(f"{error}; the run directory's own recipe cannot be read: use another --run-dir") from error
 
 
+def ends_alike(run: RunDir, recipe: Recipe) -> bool:
+    """True where a recipe stops early by the same rules as the run that was started there."""
+    before = _read_recipe(run)
+    return (before.train.early_stop, before.callbacks) == (recipe.train.early_stop, recipe.callbacks)
+
+
 def list_gentler(run: RunDir, recipe: Recipe) -> list[str]:
     """Settings that decide the weights and may yet be changed, because a run that blew up needs it, as ``key: there, here``."""
     if not run.recipe.exists():

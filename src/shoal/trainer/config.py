@@ -56,7 +56,8 @@ class EvalConfig(Config):
         for place, name in enumerate(names):
             if not (is_shipped(name) or is_own(name)):
                 raise ValueError(
-                    f"there is no metric {name!r}; {did_you_mean(name, [*SHIPPED, 'top5'])}, or name your own as module:function"
+                    f"there is no metric {name!r}, and your own is named as module:function; "
+                    f"{did_you_mean(name, [*SHIPPED, 'top5'])}"
                 )
             if metric_name(name) in map(metric_name, names[:place]):
                 raise ValueError(f"two metrics are called {metric_name(name)!r}; leave one out, or rename it")

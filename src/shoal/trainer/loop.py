@@ -120,10 +120,10 @@ class Trainer:
         self.reporter = Reporter(
             run_dir, world=self.world, config=telemetry, rank_status=rank_status, total_steps=self.total_steps
         )
-        self.reporter.add_loggers(log, loggers, facts=self.settings.describe() | {"plan": str(self.plan)})
         self.status: FinalStatus = "completed"
         self._looked_for_draws = False
         try:
+            self.reporter.add_loggers(log, loggers, facts=self.settings.describe() | {"plan": str(self.plan)})
             self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
             if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
                 self.reporter.warn(warning)

@@ -184,6 +184,8 @@ def _impossible(progress: Progress) -> tuple[str, Any] | None:
         for name, one in progress.validation_metrics.items()
         if type(one) not in (float, int)
     ]
+    if type(progress.position.stream) is not str:
+        wrong.append(("position.stream", progress.position.stream))
     if type(progress.async_signature) is not str:
         wrong.append(("async_signature", progress.async_signature))
     return wrong[0] if wrong else None

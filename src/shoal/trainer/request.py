@@ -38,7 +38,7 @@ from shoal.telemetry.config import parse_window
 from shoal.telemetry.loggers import check_loggers
 from shoal.telemetry.summaryfile import read_summary
 from shoal.telemetry.tensorboard import wants_curves
-from shoal.trainer.claim import check_claim, choose_run_dir, list_gentler, require_run_dir
+from shoal.trainer.claim import check_claim, choose_run_dir, ends_alike, list_gentler, require_run_dir
 from shoal.trainer.config import Recipe, load_recipe
 
 
@@ -125,12 +125,11 @@ def already_finished(prepared: Prepared) -> dict[str, Any] | None:
     if not prepared.resume:
         return None
     summary = read_summary(prepared.run_dir)
-    is_done = (
-        summary is not None
-        and summary["status"] == "completed"
-        and (summary["steps"] >= prepared.setup.total_steps or summary.get("stopped_by") == EARLY_STOP)
-    )
-    if summary is None or not is_done:
+    if summary is None or summary["status"] != "completed":
+        return None
+    # Who asks for another end than the one that it came to, or for none, wants it to go on.
+    is_early = summary.get("stopped_by") == EARLY_STOP and ends_alike(RunDir(prepared.run_dir), prepared.recipe)
+    if summary["steps"] < prepared.setup.total_steps and not is_early:
         return None
     # Done is done only if its last checkpoint can still be read; otherwise the steps since the one before are done again.
     newest = newest_whole(RunDir(prepared.run_dir).checkpoints).path
@@ -239,8 +238,14 @@ def _check_callbacks(recipe: Recipe, plan: Plan, data: DataSummary, *, own: OwnP
                 f"eval.metrics: {name!r} needs whole outputs, and under cp={plan.cp} a rank has a part of each sequence; leave "
                 "one of the two out"
             )
-    if plan.ps and (recipe.callbacks or recipe.train.early_stop is not None or recipe.eval.metrics):
-        key = "callbacks" if recipe.callbacks else "eval.metrics" if recipe.eval.metrics else "train.early_stop"
+    asked = {
+        "callbacks": recipe.callbacks,
+        "eval.metrics": recipe.eval.metrics,
+        "train.early_stop": recipe.train.early_stop is not None,
+        "log.to": recipe.log.to,
+    }
+    key = next((key for key, is_asked in asked.items() if is_asked), None)
+    if plan.ps and key is not None:
         raise RequestError(
             f"plan {str(plan)!r}: {key} needs a loop of steps that all ranks take together, which parameter servers have not; "
             f"leave {key} out, or use dp={plan.workers}"

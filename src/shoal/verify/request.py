@@ -190,7 +190,8 @@ def build_subject(recipe: Recipe) -> Subject:
         model=model,
         data=data,
         analysis=analysis,
-        joins_batch=isinstance(recipe.model, OwnModelConfig) and joins_batch(model, loss, data.train),
+        joins_batch=(isinstance(recipe.model, OwnModelConfig) or recipe.model.loss is not None)
+        and joins_batch(model, loss, data.train),
     )
 
 
@@ -207,7 +208,6 @@ def check_plan(subject: Subject, plan: Plan) -> None:
     if subject.joins_batch and (reason := why_not_joined(resolved)) is not None:
         raise RequestError(reason)
     _refuse_centered(subject.recipe.optim, plan)
-    resolve_plan(subject.recipe.train, plan)
     check_samples(num_samples=subject.num_samples, replicas=plan.num_shares)
 
 

@@ -22,3 +22,9 @@ def test_fields_of_checkpoints_that_were_written_under_former_names_are_read():
 def test_a_field_that_nobody_knows_is_refused():
     with pytest.raises(RunError, match="here does not say how far it was"):
         Progress.from_values({**Progress(position=Position()).as_values(), "flow": 1}, origin="here")
+
+
+def test_a_place_in_a_stream_that_is_no_text_is_refused():
+    values = Progress(position=Position()).as_values()
+    with pytest.raises(RunError, match=r"position\.stream is"):
+        Progress.from_values({**values, "position": {"epoch": 0, "offset": 0, "stream": {"a": 1}}}, origin="here")

@@ -1,7 +1,9 @@
 """A forecast beside its run: kept, found again by a run that goes on, compared number by number, told."""
 
 import json
+import math
 
+from shoal.telemetry.summaryfile import read_summary, write_summary
 from shoal.trainer.summary import Ended, compare, describe_forecast, keep_forecast, with_forecast
 
 
@@ -54,3 +56,8 @@ def test_a_run_that_was_too_short_is_left_as_it_was(tmp_path):
     ended = Ended(exit_code=0, summary={"forecast": {"measured": measured(num_steps=2)}})
     assert with_forecast(ended, page(), tmp_path) is ended
     assert describe_forecast({}) == []
+
+
+def test_a_metric_that_is_no_number_does_not_keep_the_summary_from_being_written(tmp_path):
+    write_summary(tmp_path, {"status": "completed", "steps": 1, "validation_metrics": {"perplexity": math.inf}})
+    assert read_summary(tmp_path)["validation_metrics"] == {"perplexity": None}
