@@ -7,7 +7,7 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.engine.resolve import RunSetup
-from shoal.trainer.claim import Claim, check_claim, choose_run_dir, read_plan, read_setup
+from shoal.trainer.claim import Claim, check_claim, choose_run_dir, ends_alike, read_plan, read_setup
 from shoal.trainer.config import Recipe
 
 TABLES = {
@@ -52,6 +52,18 @@ def test_what_decides_the_weights_may_not_change_and_the_rest_may(tmp_path):
     ):
         with pytest.raises(RequestError, match=f"another recipe: {key} is"):
             check_claim(tmp_path / "run", other, resume=True)
+
+
+def test_a_run_that_stopped_early_is_over_only_by_the_same_rule(tmp_path):
+    """One with more patience, or none of it, was told that there is nothing to do."""
+    stopping = recipe(train={"steps": 5, "early_stop": {"patience": 1}})
+    claim = Claim(tmp_path / "run")
+    claim.write(stopping, Plan(dp=1))
+    claim.release()
+    assert ends_alike(claim.run, stopping)
+    for other in (recipe(), recipe(train={"steps": 5, "early_stop": {"patience": 2}})):
+        check_claim(tmp_path / "run", other, resume=True)
+        assert not ends_alike(claim.run, other)
 
 
 def test_run_directories_are_numbered_and_resume_takes_the_newest(tmp_path):

@@ -49,6 +49,21 @@ def test_settings_of_servers_that_a_plan_does_not_have_are_said_to_do_nothing(ti
     assert not any("no effect" in said for said in served.warnings)
 
 
+def test_what_servers_do_not_do_is_refused_and_not_left_out(tiny):
+    request = TrainRequest(recipe=tiny, plan="ps=1 workers=2", run_dir=tiny.parent / "run")
+    for change, key in (('log.to=["wandb"]', "log.to"), ('eval.metrics=["perplexity"]', "eval.metrics")):
+        with pytest.raises(RequestError, match=f"{key} needs a loop of steps .* leave {key} out, or use dp=2"):
+            prepare(replace(request, overrides=(change,)), own=OwnPartsHere())
+
+
+def test_a_metric_that_nobody_knows_gets_one_sentence(tiny):
+    """Two said: did you mean 'accuracy'?, or."""
+    request = TrainRequest(recipe=tiny, plan="dp=1", run_dir=tiny.parent / "run")
+    for change in ('eval.metrics=["acuracy"]', 'train.early_stop={metric="acuracy", mode="max"}'):
+        with pytest.raises(RequestError, match=r"; did you mean 'accuracy'\?$"):
+            prepare(replace(request, overrides=(change,)), own=OwnPartsHere())
+
+
 @pytest.mark.parametrize(
     ("text", "processes", "wanted"),
     [
