@@ -226,3 +226,92 @@ def test_two_models_that_call_each_other_and_a_third_one_are_those_of_one_proces
             for model in ("judge", "generator", "student"):
                 for name, tensor in one[model].items():
                     assert torch.equal(tensor, alone[model][name]), (plan, model, name)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        parts = self.mix(self.norm(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in parts)
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.out(seen.transpose(1, 2).flatten(2))
+
+
+class Attends(nn.Module):
+    """A causal language model of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def language(world, plan):
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(11, (9,), generator=generator) for _ in range(16)]
+    with shoal.Run(plan=plan, seed=SEED, world=world) as run:
+        model = Attends()
+        loader = run.loader([(text[:-1], text[1:]) for text in texts], global_batch=8)
+        run.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        losses = [run.step(batch).loss for batch in loader.steps(4)]
+        return losses, run.state_dict()
+
+
+def stopped_by_one(world):
+    """One rank of two asks to stop for a reason of its own, which is no interruption of any."""
+    with shoal.Run(plan="dp=2", world=world) as run:
+        model = Net()
+        loader = run.loader(dataset(), global_batch=BATCH)
+        run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.CrossEntropyLoss())
+        for batch in loader:
+            run.step(batch)
+            if run.rank == 1 and run.step_count == 1:
+                run.stop.request("it is good enough")
+    return run.step_count, run.status
+
+
+def two_models(world, folder, plan, *, resume=False):
+    """Two models with classes of optimizers that keep other states; the second is too small to have rows on every rank."""
+    with shoal.Run(plan=plan, seed=SEED, run_dir=folder, resume=resume, world=world) as run:
+        models, kinds = (Net(), nn.Linear(8, 3, bias=False)), (torch.optim.Adam, torch.optim.Adagrad)
+        loader = run.loader(dataset(), global_batch=BATCH)
+        made = [
+            run.setup(model, kind(model.parameters(), lr=0.01), loss=nn.CrossEntropyLoss(), name=name)
+            for model, kind, name in zip(models, kinds, ("large", "small"), strict=True)
+        ]
+        for batch in loader.steps((4 if resume else 2) if folder else 6):
+            for model, optimizer in made:
+                run.forward_backward(batch, model=model)
+                optimizer.step()
+        return [run.state_dict(model=model) for model, _ in made]
+
+
+def several_things(world, folder):
+    two_models(world, folder, "dp=2 zero=1")
+    resumed = two_models(world, folder, "dp=2 zero=2", resume=True)
+    return {
+        "cp": language(world, "cp=2"),
+        "stop": stopped_by_one(world),
+        "left alone": two_models(world, None, "dp=2"),
+        "resumed": resumed,
+    }
+
+
+def test_cp_a_stop_of_one_rank_and_a_checkpoint_of_two_models_under_another_plan(tmp_path):
+    losses, weights = language(None, None)
+    for found in run_on_ranks(several_things, 2, str(tmp_path / "run"), deadline_seconds=120.0):
+        assert found["cp"][0] == pytest.approx(losses, rel=1e-5)
+        for name, one in found["cp"][1].items():
+            assert float((one - weights[name]).norm() / weights[name].norm()) <= 1e-5, name
+        assert found["stop"] == (2, "completed")
+        for alone, resumed in zip(found["left alone"], found["resumed"], strict=True):
+            assert all(torch.equal(one, resumed[name]) for name, one in alone.items())

@@ -144,7 +144,7 @@ class StepLoader:
             TypeError: nobody knows before its end: an iterable dataset without a length, or batches by ``max_tokens``.
         """
         if not self._is_stream:
-            steps = self._order.steps_per_epoch(self.epoch)
+            steps = self._order.steps_per_epoch(self._position.epoch)
             if steps is None:
                 raise TypeError(
                     "with max_tokens the steps of an epoch are not known before it was read; count them, or use steps(n)"

@@ -1,12 +1,35 @@
 """The loader of a script's own loop: every turn is one global step, every pass one epoch, and its place is in the checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shoal.data.loader import StepBatch
 from shoal.data.options import LoaderOptions
+from shoal.data.source import Source
+from shoal.data.sources.own import from_datasets
 from shoal.data.steploader import StepLoader
 from shoal.engine.resolve import ResolvedPlan
+
+
+def held_out(data: Any, loaders: "Sequence[RunLoader]") -> Source:
+    """What an evaluation reads: a loader's samples, or those of a dataset, made to batches and counted as the first loader's are.
+
+    Args:
+        data: a loader of the run, or a map-style dataset.
+        loaders: of the run; the model was set up with the first, unless it was told otherwise.
+
+    Raises:
+        RequestError: it is no map-style dataset.
+    """
+    first = loaders[0] if loaders else None
+    if isinstance(data, RunLoader):
+        source = data.source
+    else:
+        source = from_datasets(data, collate_fn=None if first is None else first.options.collate_fn).train
+    counted, own = getattr(first and first.source, "collator", None), getattr(source, "collator", None)
+    if counted is not None and own is not None:
+        own.first_label_counts = counted.first_label_counts
+    return source
 
 
 class RunLoader(StepLoader):

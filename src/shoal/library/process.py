@@ -13,9 +13,14 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.engine.stop import StopRequest
+from shoal.telemetry.statusboard import RankStatus
 
 IS_RUNNING = threading.Event()
-"""Set while this process is inside a ``Run``, which then tells the supervisor what it does."""
+"""Set while this process is inside a ``Run``, which then tells the supervisor what it does, and when it is ``OWN_WORK``."""
+
+OWN_WORK = "script"
+"""The phase of a rank that is in code of the script, of which nobody knows how long it takes."""
+_OF_ENTERED = ("world", "plan", "_reporter")
 
 OPEN: "list[RunProcess]" = []
 """The run that this process is inside of, if any."""
@@ -29,6 +34,19 @@ class RunProcess:
     stop: StopRequest
     status: str
     _former_handler: Any
+    _status: RankStatus | None
+
+    def __getattr__(self, name: str) -> Any:
+        """Only for what is missing.
+
+        Raises:
+            RequestError: the run has not been entered, so it has no processes yet.
+        """
+        if name in _OF_ENTERED:
+            raise RequestError(
+                "the run has not begun, and knows no processes yet: use `with shoal.Run(...) as run:`, or shoal.Run(...).start()"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _fit(self, plan: Plan) -> Plan:
         """The plan with the processes that there are.
@@ -87,6 +105,19 @@ class RunProcess:
         """Print once, not once per rank."""
         if self.is_main:
             print(*values, flush=True)
+
+    def _leave(self) -> None:
+        """Tell the supervisor that what comes next is the script's own work."""
+        if self._status is not None:
+            self._status.enter(OWN_WORK, self._status.read().step)
+
+    def _was_signalled(self) -> bool:
+        """True on every rank when a signal asked any of them to stop. All ranks call it together, after they agreed to stop.
+
+        A request of the script's own, of which other ranks know only that there was one, is no interruption.
+        """
+        heard = torch.tensor([int(self.stop.signal_number > 0)], dtype=torch.int64, device=self.device)
+        return int(self.world.all_reduce_(heard)) > 0
 
     def _replica(self) -> tuple[int, int]:
         """This rank's replica, and how many there are."""

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import World, join_world
@@ -38,7 +39,6 @@ from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
 from shoal.data.loader import StepBatch
 from shoal.data.options import LoaderOptions
-from shoal.data.sources.own import from_datasets
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult
@@ -47,16 +47,16 @@ from shoal.engine.objective import StepFunction
 from shoal.engine.parallelize import parallelize
 from shoal.engine.reporting import Reporter
 from shoal.engine.resolve import check_samples, resolve_plan
-from shoal.engine.state import seed_for_build, seed_process
+from shoal.engine.state import seed_for_build
 from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
-from shoal.library.loader import RunLoader
+from shoal.library.loader import RunLoader, held_out
 from shoal.library.process import IS_RUNNING, OPEN
 from shoal.library.saved import SavedRun
-from shoal.library.setups import ModelSetup, others_frozen, refuse_other_weights, sort_companions
-from shoal.models.losses import loss_of_output
+from shoal.library.setups import ModelSetup, others_frozen, refuse_other_weights, refuse_sharing, sort_companions
+from shoal.models.build import refuse_lazy
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.summaryfile import write_summary
 
@@ -134,7 +134,6 @@ class Run(SavedRun):
         self.status = "completed"
         self.metrics: Mapping[str, float] = {}
         """What the script's own step returned beside the loss of the newest batch, over the global batch."""
-        self._has_begun = False
         self._batch: StepBatch | None = None
 
     # --- the processes
@@ -176,7 +175,7 @@ class Run(SavedRun):
     @property
     def step_count(self) -> int:
         """Updates of the first optimizer that was set up, since the beginning of the run."""
-        self._begin()
+        self._begin("run.step_count")
         return self._num_steps
 
     # --- the parts
@@ -226,6 +225,7 @@ class Run(SavedRun):
         step: Callable[[nn.Module, Any], Any] | None = None,
         data: RunLoader | None = None,
         name: str | None = None,
+        hooks: Sequence[Hook] = (),
     ) -> Any:
         """Lay a model out as the plan says; returns the model, its optimizer and its schedulers, in the order of the arguments.
 
@@ -235,14 +235,17 @@ class Run(SavedRun):
         Args:
             model: built alike on every rank.
             companions: its optimizer, and schedulers of that.
-            loss: of the model's output and the targets; left out with ``step`` too, the model's output says its own.
+            loss: of the model's output and the targets; left out with ``step`` too, what the targets say (cross entropy of
+                classes, squares of numbers), or the loss that the model's own output has.
             step: in place of a loss: a function of the model and a batch that gives the mean loss, or a dict with ``loss`` and
                 metrics, which are then in ``run.metrics``.
             data: the loader whose batches it will get; left out, the first that was made.
             name: what it is called in checkpoints, where there are several models.
+            hooks: of this model alone, besides those of the run.
 
         Raises:
-            RequestError: the plan does not fit the model, or the optimizer's class cannot be cut into shards.
+            RequestError: the plan does not fit the model, the optimizer's class cannot be cut into shards, or the model shares
+                trained parameters, a hook's state or a name with one that is set up.
         """
         optimizer, schedulers = sort_companions(companions, model)
         if optimizer is None:
@@ -250,10 +253,13 @@ class Run(SavedRun):
             return (model, *companions) if companions else model
         if loss is not None and step is not None:
             raise RequestError("run.setup was given a loss and a step, which has its own; leave one of them out")
-        scored = StepFunction(step) if step is not None else loss if loss is not None else loss_of_output
+        scored = StepFunction(step) if step is not None else loss
         loader = data or (self._loaders[0] if self._loaders else None)
         if loader is None:
             raise RequestError("run.setup looks at the data: make a loader with run.loader(...) before it")
+        label = name if name is not None else f"model{len(self._setups)}" if self._setups else ""
+        refuse_sharing(self._setups, model, label, self.hooks)
+        refuse_lazy(model)
         refuse_other_weights(model, self.world)
         engine = parallelize(
             model,
@@ -263,27 +269,15 @@ class Run(SavedRun):
             settings=Settings(train=self._config(loader.global_batch)),
             world=self.world,
             status=self._status,
-            hooks=self.hooks,
+            hooks=[*self.hooks, *hooks],
             stop=self.stop,
             optimizer=optimizer,
         )
-        label = name if name is not None else f"model{len(self._setups)}" if self._setups else ""
         made = ModelSetup(engine, schedulers, label)
         engine.optimizer.register_step_post_hook(lambda *_: self._after_update(made))
         self._setups.append(made)
+        self._leave()
         return (engine.model, *companions)
-
-    def _of(self, model: nn.Module | None) -> ModelSetup:
-        """The setup of a model; of the only one where none is named."""
-        if model is None and len(self._setups) == 1:
-            return self._setups[0]
-        for one in self._setups:
-            if one.engine.model is model:
-                return one
-        if not self._setups:
-            raise RequestError("no model is set up yet; call run.setup(model, optimizer, loss=...) first")
-        which = "none was named" if model is None else f"this {type(model).__name__} is none of them"
-        raise RequestError(f"{len(self._setups)} models are set up, and {which}; name one with model=")
 
     # --- the steps
 
@@ -296,21 +290,30 @@ class Run(SavedRun):
             batch: of a loader of this run.
             model: which one, where several are set up.
         """
+        own, loss = self._pass(batch, model)
+        own.engine.end_step(is_taken=True)
+        self._leave()
+        return loss
+
+    def _pass(self, batch: StepBatch, model: nn.Module | None) -> tuple[ModelSetup, float]:
+        """The gradient of a batch in its model, and its loss."""
+        given: object = batch
+        if not isinstance(given, StepBatch):
+            raise RequestError(
+                f"a step takes a batch of run.loader(dataset, global_batch=...), and was given a {type(given).__name__}; iterate "
+                "over that loader, which takes the options of torch's DataLoader"
+            )
         self._begin()
         own = self._of(model)
         with others_frozen(self._setups, own):
             loss = own.engine.forward_backward(batch, step=own.num_passes)
-        own.engine.end_step(is_taken=True)
-        self._note(own, batch, loss)
-        return loss
-
-    def _note(self, own: ModelSetup, batch: StepBatch, loss: float) -> None:
         own.num_passes += 1
         self.metrics = dict(own.engine.metrics)
         own.last_loss, own.last_norm = loss, None
         self._batch = batch
         if self._first_loss is None:
             self._first_loss = loss
+        return own, loss
 
     def clip(self, max_norm: float | None = None, *, model: nn.Module | None = None) -> float:
         """The norm of the whole gradient, over all ranks, which is then scaled down to ``max_norm``."""
@@ -322,33 +325,41 @@ class Run(SavedRun):
     def step(self, batch: StepBatch, *, max_norm: float | None = None, model: nn.Module | None = None) -> StepResult:
         """All of a step: forward, backward, clip, optimizer, schedulers. One whose loss or gradient is not finite is left out.
 
+        A ``ReduceLROnPlateau`` is left to the script, which steps it with what an evaluation found.
+
         Args:
             batch: of a loader of this run.
             max_norm: the longest gradient allowed; None for any.
             model: which one, where several are set up.
         """
-        self._begin()
-        own = self._of(model)
-        with others_frozen(self._setups, own):
-            loss = own.engine.forward_backward(batch, step=own.num_passes)
-        self._note(own, batch, loss)
+        own, loss = self._pass(batch, model)
         norm = self.clip(max_norm, model=own.engine.model)
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         own.engine.end_step(is_taken=is_finite)
         if is_finite:
             own.optimizer.step()
             for scheduler in own.schedulers:
-                scheduler.step()
+                if not isinstance(scheduler, ReduceLROnPlateau):
+                    scheduler.step()
         else:
             self._reporter.warn(f"step {self._num_steps + 1} was left out: loss {loss}, norm of the gradient {norm}")
-        return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_finite)
+        self._leave()
+        return StepResult(
+            loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_finite, metrics=own.engine.metrics
+        )
 
     def _after_update(self, own: ModelSetup) -> None:
         """An optimizer of this run was stepped."""
         own.num_updates += 1
         if self._checkpoints is not None and own is self._setups[0]:
             self._checkpoints.take(own.num_updates)
-        result = StepResult(loss=own.last_loss or 0.0, grad_norm=own.last_norm or 0.0, is_finite=True, is_taken=True)
+        result = StepResult(
+            loss=own.last_loss or 0.0,
+            grad_norm=own.last_norm or 0.0,
+            is_finite=True,
+            is_taken=True,
+            metrics=own.engine.metrics,
+        )
         for hook in own.engine.hooks:
             hook.on_update(own.num_updates - 1, result)
         self._heed(own)
@@ -384,20 +395,22 @@ class Run(SavedRun):
         """Loss and accuracy over a held-out dataset, each sample once over all ranks. All ranks call it together.
 
         Args:
-            data: a dataset, or a loader of this run.
+            data: a dataset, made to batches as the first loader makes its own, or a loader of this run.
             model: which one, where several are set up.
             batch: samples per forward pass; left out, a microbatch.
             limit: samples at most; 0 for all.
             split: what events call it.
             metrics: computed besides.
         """
+        self._begin()
         own = self._of(model)
-        source = data.source if isinstance(data, RunLoader) else from_datasets(data).train
+        source = held_out(data, self._loaders)
         size = batch or (self._loaders[0].resolved.micro_batch if self._loaders else 1)
         found = own.engine.evaluate(source, split=split, batch=size, limit=limit, step=self._num_steps, metrics=metrics)
         self._evaluated = found
         self._reporter.evaluated(found.as_event(self._num_steps))
         self._heed(own)
+        self._leave()
         return found
 
     def log(self, **values: Any) -> None:
@@ -406,46 +419,11 @@ class Run(SavedRun):
             Logged(step=self._num_steps, values={name: float(value) for name, value in values.items()})
         )
 
-    # --- its state
-
-    def state_dict(self, *, whole: bool = True, model: nn.Module | None = None) -> dict[str, Any]:
-        """The weights by name: those of the whole model, put together from all ranks, or this rank's part of them.
-
-        Args:
-            whole: True for whole tensors on the CPU of every rank, which the plain module's ``load_state_dict`` takes; all ranks
-                call it together. False for what this rank holds: live tensors, each with its placement.
-            model: which one, where several are set up.
-        """
-        engine = self._of(model).engine
-        found: dict[str, Any] | None = engine.state_dict(everywhere=True) if whole else engine.state_dict(whole=False)
-        assert found is not None, "every rank gets them"
-        return found
-
-    def _begin(self) -> None:
-        """Before the first batch: this replica's own random streams, and what a checkpoint has of the run."""
-        if self._has_begun:
-            return
-        self._has_begun = True
-        if not self._was_loaded:
-            # By replica, not by rank: the ranks that share a replica must draw alike.
-            seed_process(self.seed, rank=self._replica()[0])
-        checkpoints = self._open_checkpoints()
-        if checkpoints is not None and not self._was_loaded:
-            if self._resume:
-                self.load()
-            elif not checkpoints.is_empty:
-                raise RequestError(
-                    f"{self.run_dir} holds the checkpoints of a run; call run.load() or pass resume=True to go on, or use "
-                    "another run_dir"
-                )
-        self._last_step_at = time.monotonic()
-        self._reporter.started(str(self.plan), step=self._num_steps)
-
     # --- its end
 
     def close(self) -> None:
         """Finish: what all ranks do together when the script leaves the run in an orderly way."""
-        if self.is_stopping and self.stop.agreed in ("SIGTERM", "SIGINT", "signal"):
+        if self.is_stopping and self._was_signalled():
             self.status = "interrupted"
         if self._checkpoints is not None and self._num_steps:
             self.save(wait=True)

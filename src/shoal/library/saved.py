@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.core.errors import RequestError, RunError
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.reporting import Reporter
+from shoal.engine.state import seed_process
 from shoal.library.loader import RunLoader
 from shoal.library.process import RunProcess
 from shoal.library.saving import RunCheckpoints, export_setup, import_setup, merge_states
@@ -25,10 +27,12 @@ class SavedRun(RunProcess):
     _reporter: Reporter
     _keep: CheckpointConfig
     _started: float
+    _last_step_at: float
+    _resume: bool
 
     def __init__(self) -> None:
         self._checkpoints: RunCheckpoints | None = None
-        self._was_loaded = False
+        self._has_begun = self._was_loaded = False
         self._wants_save = False
         self._setups: list[ModelSetup] = []
         self._loaders: list[RunLoader] = []
@@ -36,9 +40,35 @@ class SavedRun(RunProcess):
         self._evaluated: Evaluation | None = None
         self._samples = 0
 
-    def _begin(self) -> None:
-        """Called before progress is read or made."""
-        raise NotImplementedError
+    def _begin(self, asked: str = "a loader's place") -> None:
+        """Before progress is read or made: this replica's own random streams, and what a checkpoint has of the run.
+
+        All ranks come here at their first use of what was set up. Before that nothing can be loaded.
+        """
+        if self._has_begun:
+            return
+        if not self._setups:
+            if self._resume and self.run_dir is not None:
+                raise RequestError(
+                    f"{asked} is that of the checkpoint in {self.run_dir}, which is loaded into what is set up; ask for it after "
+                    "run.setup(...)"
+                )
+            return
+        self._has_begun = True
+        if not self._was_loaded:
+            # By replica, not by rank: the ranks that share a replica must draw alike.
+            seed_process(self.seed, rank=self._replica()[0])
+        checkpoints = self._open_checkpoints()
+        if checkpoints is not None and not self._was_loaded:
+            if self._resume:
+                self.load()
+            elif not checkpoints.is_empty:
+                raise RequestError(
+                    f"{self.run_dir} holds the checkpoints of a run; call run.load() or pass resume=True to go on, or use "
+                    "another run_dir"
+                )
+        self._last_step_at = time.monotonic()
+        self._reporter.started(str(self.plan), step=self._num_steps)
 
     @property
     def _num_steps(self) -> int:
@@ -47,6 +77,18 @@ class SavedRun(RunProcess):
     @property
     def _tokens_per_sample(self) -> int:
         return self._loaders[0].splits.spec.tokens_per_sample if self._loaders else 1
+
+    def _of(self, model: nn.Module | None) -> ModelSetup:
+        """The setup of a model; of the only one where none is named."""
+        if model is None and len(self._setups) == 1:
+            return self._setups[0]
+        for one in self._setups:
+            if one.engine.model is model:
+                return one
+        if not self._setups:
+            raise RequestError("no model is set up yet; call run.setup(model, optimizer, loss=...) first")
+        which = "none was named" if model is None else f"this {type(model).__name__} is none of them"
+        raise RequestError(f"{len(self._setups)} models are set up, and {which}; name one with model=")
 
     def save(self, *, wait: bool = False) -> None:
         """Begin to write a checkpoint of all that was set up, and go on at once; it counts when every rank has voted for it.
@@ -57,8 +99,10 @@ class SavedRun(RunProcess):
             wait: return only when it is written, or has failed.
 
         Raises:
-            RequestError: the run has no run directory.
+            RequestError: the run has no run directory, or nothing is set up.
         """
+        if not self._setups:
+            raise RequestError("run.save() has nothing to save yet; call it after run.setup(...)")
         self._begin()
         if self._checkpoints is None:
             raise RequestError(
@@ -72,13 +116,14 @@ class SavedRun(RunProcess):
         if wait:
             self._reporter.enter("wait: checkpoint", self._num_steps)
             self._checkpoints.wait()
+        self._leave()
 
     def _heed(self, own: ModelSetup) -> None:
         """Do what hooks asked for; what they want saved is saved between two steps, when schedulers were stepped too."""
         requests = own.engine.requests
         self._wants_save = requests.take_save() or self._wants_save
-        if self._checkpoints is not None and own is self._setups[0]:
-            self._checkpoints.keep(requests.kept)
+        if self._checkpoints is not None:
+            self._checkpoints.keep(frozenset().union(*(one.engine.requests.kept for one in self._setups)))
         for message in requests.take_messages():
             self._reporter.tell(message)
 
@@ -95,6 +140,8 @@ class SavedRun(RunProcess):
             RunError: it does not fit what was set up. All ranks raise together.
         """
         checkpoints = self._open_checkpoints()
+        if checkpoints is not None:
+            checkpoints.wait()  # What was saved a moment ago is the newest.
         path = None if checkpoints is None else checkpoints.restore(merge_states(self._setups), self._take_values)
         if path is None:
             self._reporter.tell("there is no checkpoint to go on from; starting at step 0")
@@ -104,6 +151,20 @@ class SavedRun(RunProcess):
         self._was_loaded = True
         self._reporter.tell(f"going on from step {self._num_steps}, {path}")
         return self._num_steps
+
+    def state_dict(self, *, whole: bool = True, model: nn.Module | None = None) -> dict[str, Any]:
+        """The weights by name: those of the whole model, put together from all ranks, or this rank's part of them.
+
+        Args:
+            whole: True for whole tensors on the CPU of every rank, which the plain module's ``load_state_dict`` takes; all ranks
+                call it together. False for what this rank holds: live tensors, each with its placement.
+            model: which one, where several are set up.
+        """
+        self._begin()
+        engine = self._of(model).engine
+        found: dict[str, Any] | None = engine.state_dict(everywhere=True) if whole else engine.state_dict(whole=False)
+        assert found is not None, "every rank gets them"
+        return found
 
     def _open_checkpoints(self) -> RunCheckpoints | None:
         if self._checkpoints is None and self.run_dir is not None:

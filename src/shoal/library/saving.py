@@ -166,13 +166,14 @@ def merge_states(setups: list[ModelSetup]) -> RankState:
     tensors: dict[str, Any] = {}
     placements: dict[str, Any] = {}
     weights: set[str] = set()
-    has_updates = False
+    has_updates = True
     for own in setups:
         state = own.engine.state(own.num_updates)
         tensors |= {_labelled(name, own.label): tensor for name, tensor in state.tensors.items()}
         placements |= {_labelled(name, own.label): one for name, one in state.placements.items()}
         weights |= {_labelled(name, own.label) for name in state.all_weights}
-        has_updates = has_updates or state.has_updates
+        # A rank without a row of one model cannot know which state that one's optimizer would have.
+        has_updates = has_updates and state.has_updates
     return RankState(tensors=tensors, placements=placements, all_weights=frozenset(weights), has_updates=has_updates)
 
 

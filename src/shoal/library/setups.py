@@ -1,7 +1,7 @@
 """What ``run.setup`` was given and made: one model under the run's plan, with its optimizer and schedulers."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.world import World
 from shoal.core.errors import RequestError
+from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel
 from shoal.engine.state import hash_weights
 
@@ -65,6 +66,42 @@ def others_frozen(setups: Sequence[ModelSetup], own: ModelSetup) -> Iterator[Non
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+def refuse_sharing(setups: Sequence[ModelSetup], model: nn.Module, label: str, hooks: Iterable[Hook]) -> None:
+    """Refuse a further model that has something in common with one that is set up, which each would change for itself.
+
+    Raises:
+        RequestError: names the parameter, the name or the hook, and what to do.
+    """
+    if not setups:
+        return
+    kind = type(model).__name__
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    for setup in setups:
+        theirs = {id(one) for one in setup.engine.model.parameters()}
+        if shared := next((name for name, one in named if id(one) in theirs), None):
+            raise RequestError(
+                f"{kind} has the trained parameter {shared!r} of a {type(setup.engine.model).__name__} that is set up; a "
+                "parameter belongs to one model: hold the other module in a list ([module]), which torch does not look into"
+            )
+    taken = {_labelled(name, setup.label) for setup in setups for name in setup.engine.outline}
+    names = {_labelled(name, label) for name in model.state_dict()}
+    if any(setup.label == label for setup in setups) or taken & names:
+        raise RequestError(
+            f"checkpoints would call {kind} {label!r} as they call a model, or a part of one, that is set up; give each model "
+            "its own with run.setup(..., name=)"
+        )
+    for hook in hooks:
+        if hook.state() or hook.tensors():
+            raise RequestError(
+                f"{type(hook).__name__} follows one model, and the hooks of the run are called for all; give it to that model: "
+                f"run.setup(..., hooks=[{type(hook).__name__}(...)])"
+            )
+
+
+def _labelled(name: str, label: str) -> str:
+    return f"{label}.{name}" if label else name
 
 
 def sort_companions(companions: Sequence[Any], model: nn.Module) -> tuple[Optimizer | None, list[Any]]:

@@ -23,11 +23,11 @@ from shoal.launch.environments import attach_status
 
 # Imported before ranks are forked, so that a script finds it at once.
 from shoal.library import run  # noqa: F401
-from shoal.library.process import IS_RUNNING, OPEN
+from shoal.library.process import IS_RUNNING, OPEN, OWN_WORK
 from shoal.telemetry.statusboard import Heartbeat, RankStatus
 
 _TELL_SECONDS = 5.0
-"""How often a script that is outside a ``Run`` is said to get on: nobody knows how long its own work takes."""
+"""How often a script that is in its own code is said to get on: nobody knows how long that takes."""
 
 
 def main() -> None:
@@ -81,17 +81,18 @@ def _end(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _watched(status: RankStatus | None) -> Iterator[None]:
-    """Let the supervisor see that this process runs; outside a ``Run`` also that it gets on."""
+    """Let the supervisor see that this process runs; in a script's own code also that it gets on."""
     if status is None:
         yield
         return
-    status.enter("script", 0)
+    status.enter(OWN_WORK, 0)
     is_over = threading.Event()
 
     def tell() -> None:
         while not is_over.wait(_TELL_SECONDS):
-            if not IS_RUNNING.is_set():
-                status.enter("script", status.read().step)
+            now = status.read()
+            if not IS_RUNNING.is_set() or now.phase == OWN_WORK:
+                status.enter(OWN_WORK, now.step)
 
     teller = threading.Thread(target=tell, name="script progress", daemon=True)
     teller.start()

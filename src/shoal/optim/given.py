@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from shoal.core.errors import RequestError
 from shoal.optim.build import refuse_gaps
@@ -42,7 +43,7 @@ class GivenOptimizer:
             raise RequestError(
                 f"optimizer is a {kind}; give an object of a torch.optim class, or a function of the model that makes one"
             )
-        if any(optimizer.state.values()):
+        if _has_stepped(optimizer):
             raise RequestError(
                 f"the {kind} has taken steps or loaded a state already, over whole tensors; set it up before its first step, and "
                 "load a checkpoint afterwards"
@@ -73,7 +74,24 @@ class GivenOptimizer:
                 group["param_names"] = own
             _choose_kernel(group)
         self.optimizer.state.clear()
+        _begin_state(self.optimizer)
         return self.optimizer
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    if isinstance(optimizer, Adagrad):
+        return any(float(state["step"]) for state in optimizer.state.values())
+    return any(optimizer.state.values())
+
+
+def _begin_state(optimizer: Optimizer) -> None:
+    """Make the state that the class makes in its constructor, which did not see these tensors; others make theirs later."""
+    if not isinstance(optimizer, Adagrad):
+        return
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            total = torch.full_like(tensor, group["initial_accumulator_value"], memory_format=torch.preserve_format)
+            optimizer.state[tensor] = {"step": torch.tensor(0.0, dtype=torch.float32), "sum": total.detach()}
 
 
 def _name(parameter: Any, named: Mapping[nn.Parameter, str], kind: str, model: nn.Module) -> str:
@@ -122,4 +140,5 @@ def _twin(optimizer: Optimizer, values: Mapping[str, Any], parts: list[nn.Parame
     twin.state = defaultdict(dict)
     twin.param_groups = [{**values, "lr": rate, "params": parts}]
     _choose_kernel(twin.param_groups[0])
+    _begin_state(twin)
     return twin

@@ -1,0 +1,90 @@
+"""``shoal.Run`` in one process: what a script may ask before it sets up, and what is refused with the fix."""
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+
+DATA = [(torch.full((8,), float(index % 5)), index % 3) for index in range(32)]
+LOSS = nn.CrossEntropyLoss()
+
+
+def set_up(run, *, model=None, optimizer=torch.optim.SGD, **options):
+    model = nn.Linear(8, 3) if model is None else model
+    return run.setup(model, optimizer(model.parameters(), lr=0.1), loss=LOSS, **options)
+
+
+def test_a_scheduler_may_count_the_steps_of_a_loader_before_setup_and_resume(tmp_path):
+    """``len(loader)`` begins nothing, so a resumed run loads into what is set up; the epoch is the checkpoint's, and says so."""
+    before = None
+    for is_resumed in (False, True):
+        with shoal.Run(run_dir=tmp_path, resume=is_resumed) as run:
+            model = nn.Linear(8, 3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = run.loader(DATA, global_batch=8)
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * len(loader))
+            if is_resumed:
+                with pytest.raises(shoal.RequestError, match=r"after run\.setup"):
+                    loader.epoch  # noqa: B018
+            model, optimizer, scheduler = run.setup(model, optimizer, scheduler, loss=LOSS)
+            if is_resumed:
+                # An evaluation before the first step is one of the loaded weights.
+                assert run.evaluate(DATA).loss == before
+            for batch in loader:
+                run.step(batch)
+            before = run.evaluate(DATA).loss
+            assert run.step_count == (8 if is_resumed else 4) and scheduler.last_epoch == run.step_count
+
+
+def test_a_plateau_is_left_to_the_script_and_a_step_gives_its_metrics():
+    def own_step(model, batch):
+        inputs, targets = batch
+        scores = model(inputs)
+        return {"loss": LOSS(scores, targets), "size": scores.square().mean()}
+
+    with shoal.Run() as run:
+        model = nn.Linear(8, 3)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        loader = run.loader(DATA, global_batch=8)
+        run.setup(model, optimizer, plateau, step=own_step)
+        for batch in loader:
+            assert run.step(batch).metrics == run.metrics and run.metrics["size"] > 0
+        plateau.step(1.0)
+        plateau.step(2.0)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_what_cannot_be_is_refused_with_the_fix():
+    with pytest.raises(shoal.RequestError, match=r"with shoal\.Run"):
+        shoal.Run().loader(DATA, global_batch=8)
+    with shoal.Run() as run:
+        run.loader(DATA, global_batch=8)
+        first, _ = set_up(run)
+        with pytest.raises(shoal.RequestError, match=r"given a tuple; iterate over that loader"):
+            run.forward_backward((torch.zeros(1, 8), torch.zeros(1)))
+        with pytest.raises(shoal.RequestError, match=r"trained parameter '1.weight' of a Linear"):
+            set_up(run, model=nn.Sequential(nn.Linear(8, 8), first))
+        set_up(run, name="second")
+        with pytest.raises(shoal.RequestError, match=r"name="):
+            set_up(run, name="second")
+        with pytest.raises(shoal.RequestError, match=r"after run\.setup|run_dir"):
+            run.save()
+    with shoal.Run(hooks=[shoal.EMA(0.5)]) as run:
+        run.loader(DATA, global_batch=8)
+        set_up(run)
+        with pytest.raises(shoal.RequestError, match=r"hooks=\[EMA"):
+            set_up(run)
+
+
+def test_an_evaluation_makes_batches_as_the_loader_does():
+    """The collate function of the first loader is used for a dataset, and samples are weighed as in training."""
+
+    def collate(samples):
+        return torch.stack([one[0] for one in samples]) / 100, torch.tensor([one[1] for one in samples])
+
+    with shoal.Run() as run:
+        loader = run.loader(DATA, global_batch=8, collate_fn=collate)
+        set_up(run)
+        assert run.evaluate(DATA).loss == run.evaluate(loader).loss < 2
