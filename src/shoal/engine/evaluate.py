@@ -147,6 +147,8 @@ def _evaluate_batch(
     inputs, targets = objective.prepare(microbatch)
     if objective.scoring.step is not None:
         found_loss, _ = objective.call_step(batch_of(microbatch.form, inputs, targets))
+        if microbatch.weight == 0:
+            return torch.zeros(4, dtype=torch.float64)  # The mean over no item is NaN.
         numbers = [float(found_loss) * microbatch.weight, microbatch.weight, 0.0, 0.0]
         return torch.tensor(numbers, dtype=torch.float64)
     with objective.computing():

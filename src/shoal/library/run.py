@@ -55,7 +55,14 @@ from shoal.launch.processor import avoid_hidden_tiles
 from shoal.library.loader import RunLoader, held_out
 from shoal.library.process import IS_RUNNING, OPEN
 from shoal.library.saved import SavedRun
-from shoal.library.setups import ModelSetup, others_frozen, refuse_other_weights, refuse_sharing, sort_companions
+from shoal.library.setups import (
+    ModelSetup,
+    others_frozen,
+    refuse_constant,
+    refuse_other_weights,
+    refuse_sharing,
+    sort_companions,
+)
 from shoal.models.build import refuse_lazy
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.summaryfile import write_summary
@@ -307,6 +314,8 @@ class Run(SavedRun):
         own = self._of(model)
         with others_frozen(self._setups, own):
             loss = own.engine.forward_backward(batch, step=own.num_passes)
+        if own.num_passes == 0:
+            refuse_constant(own)
         own.num_passes += 1
         self.metrics = dict(own.engine.metrics)
         own.last_loss, own.last_norm = loss, None

@@ -137,8 +137,11 @@ class SavedRun(RunProcess):
         """Go on from the newest whole checkpoint in ``run_dir``: its step, or None where there is none. After ``setup``.
 
         Raises:
+            RequestError: nothing is set up yet.
             RunError: it does not fit what was set up. All ranks raise together.
         """
+        if not self._setups:
+            raise RequestError("run.load() loads into what is set up; call it after run.setup(...)")
         checkpoints = self._open_checkpoints()
         if checkpoints is not None:
             checkpoints.wait()  # What was saved a moment ago is the newest.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.world import World
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, RunError
 from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel
 from shoal.engine.state import hash_weights
@@ -66,6 +66,18 @@ def others_frozen(setups: Sequence[ModelSetup], own: ModelSetup) -> Iterator[Non
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+def refuse_constant(own: ModelSetup) -> None:
+    """Refuse a loss that no parameter is behind, after the first pass. All ranks call it together.
+
+    Raises:
+        RunError: says where to look.
+    """
+    why = own.engine.objective.why_constant
+    own.engine.max_norm = None
+    if own.engine.clip() == 0 and why is not None:
+        raise RunError(why)
 
 
 def refuse_sharing(setups: Sequence[ModelSetup], model: nn.Module, label: str, hooks: Iterable[Hook]) -> None:

@@ -78,6 +78,30 @@ def test_what_cannot_be_is_refused_with_the_fix():
             set_up(run)
 
 
+def test_a_loss_without_a_gradient_and_a_batch_that_counts_for_nothing():
+    """The first is refused at the first step, as in recipes; the second adds nothing to an evaluation, and no NaN either."""
+    with shoal.Run() as run:
+        loader = run.loader(DATA, global_batch=8)
+        model = nn.Linear(8, 3)
+        run.setup(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda output, _: output.detach().square().mean()
+        )
+        with pytest.raises(shoal.RunError, match="nothing would be trained"):
+            run.forward_backward(next(iter(loader)))
+        with pytest.raises(shoal.RequestError, match=r"no run_dir|needs a place"):
+            run.save()
+    with shoal.Run() as run:
+        ignored = [(torch.ones(8), -100), *DATA[:7]]
+        run.loader(ignored, global_batch=8)
+        model = nn.Linear(8, 3)
+
+        def own_step(model, batch):
+            return LOSS(model(batch[0]), batch[1])
+
+        run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), step=own_step)
+        assert run.evaluate(ignored, batch=1).loss == pytest.approx(run.evaluate(DATA[:7]).loss, rel=1e-6)
+
+
 def test_an_evaluation_makes_batches_as_the_loader_does():
     """The collate function of the first loader is used for a dataset, and samples are weighed as in training."""
 
