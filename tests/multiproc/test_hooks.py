@@ -116,7 +116,10 @@ def test_an_asynchronous_pipeline_calls_them_too(tmp_path):
         assert found["actions"] == 2 * 2 * 2, "forward and backward of two microbatches, in each of two steps"
 
 
-@pytest.mark.parametrize("method", ["on_step_start", "on_gradients", "on_update"])
+@pytest.mark.parametrize(
+    "method",
+    ["on_gradients", *(pytest.param(point, marks=pytest.mark.soak) for point in ("on_step_start", "on_update"))],
+)
 def test_a_hook_that_raises_ends_all_ranks_with_its_own_traceback(tmp_path: Path, method):
     outcome = run(tmp_path, RAISING.format(method=method, recipe={**RECIPE, "train": {"steps": 50, "global_batch": 4}}))
     assert (outcome.status, outcome.exit_code) == ("failed", 1)
