@@ -29,3 +29,40 @@ def test_every_format_gives_what_the_trained_model_gives_from_a_checkpoint_of_an
     for format in ("hf", "torch-export", "onnx"):
         shoal.run("ckpt", "export", "run", "--to", format, "--format", format, "--json", f"{format}.json")
         assert json.loads((tmp_path / f"{format}.json").read_text())["errors"][format] < 1e-5
+
+
+PARTS = """
+import torch
+from torch import nn
+
+class ByKeywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, *, x, scale):
+        return {"logits": self.layer(x) * scale}
+
+class Pairs:
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, number):
+        return {"scale": torch.ones(1) * number, "x": torch.arange(3.0) - number}, number % 4
+
+def loss(output, targets):
+    return nn.functional.cross_entropy(output["logits"], targets)
+"""
+
+
+@pytest.mark.soak
+def test_a_model_with_keywords_and_dicts_is_exported_too(shoal, tmp_path):
+    (tmp_path / "parts.py").write_text(PARTS)
+    tables = (
+        '[model]\nbuild = "parts:ByKeywords"\nloss = "parts:loss"\n[data]\nbuild = "parts:Pairs"\n[train]\nsteps = 2\n'
+    )
+    (tmp_path / "own.toml").write_text(tables)
+    shoal.run("train", "own.toml", "--plan", "dp=2", "--run-dir", "run", "--set", "train.global_batch=8")
+    for format in ("torch-export", "onnx"):
+        shoal.run("ckpt", "export", "run", "--to", format, "--format", format, "--json", f"{format}.json")
+        assert json.loads((tmp_path / f"{format}.json").read_text())["errors"][format] < 1e-5

@@ -111,7 +111,7 @@ def write_program(model: nn.Module, example_inputs: tuple[Tensor, ...], folder: 
     try:
         program = torch.export.export(model, inputs, dynamic_shapes=_for_forward(model, free))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise RunError(f"torch.export cannot express this model: {str(error).strip().splitlines()[0]}") from error
+        raise RunError(f"torch.export cannot express this model: {_first_line(error)}") from error
     path = folder / "model.pt2"
     with new_file(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
         torch.export.save(program, file)
@@ -144,12 +144,13 @@ def write_onnx(model: nn.Module, example_inputs: tuple[Tensor, ...], folder: Pat
             program = torch.onnx.export(
                 model, inputs, dynamo=True, dynamic_shapes=_for_forward(model, free), verbose=False
             )
-    # torch.onnx has its own errors, and those of what it traces.
+        assert program is not None, "dynamo=True gives a program"
+        data = onnx.ModelProto.SerializeToString(program.model_proto)
+    # torch.onnx has its own errors, and those of what it traces; protobuf has one for more than 2 GiB.
     except Exception as error:
-        raise RunError(f"ONNX cannot express this model: {str(error).strip().splitlines()[0]}") from error
-    assert program is not None, "dynamo=True gives a program"
+        raise RunError(f"ONNX cannot express this model: {_first_line(error)}") from error
     with new_file(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
-        file.write(onnx.ModelProto.SerializeToString(program.model_proto))
+        file.write(data)
     return path
 
 
@@ -184,6 +185,11 @@ def _for_forward(model: nn.Module, free: tuple[Any, ...]) -> Any:
     """Free dims as torch.export takes them: those of ``forward(*tensors)`` belong to one argument."""
     kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
     return (free,) if kinds == [inspect.Parameter.VAR_POSITIONAL] else free
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says first; what it is where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _example(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ SwiGLU, rotary positions by halves, grouped-query attention, no biases), so its 
 shipped model is one of transformers, and that is said.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,22 @@ def as_transformers(model: nn.Module) -> Any:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The scores of an output, whatever a model wraps them in."""
+    """The scores of an output, whatever a model wraps them in.
+
+    Raises:
+        RequestError: none are found; says by which names they are.
+    """
     for key in ("logits", "last_hidden_state"):
-        if (found := getattr(output, key, None)) is not None:
+        if (found := output.get(key) if isinstance(output, Mapping) else getattr(output, key, None)) is not None:
             output = found
             break
     if isinstance(output, tuple | list):
         output = output[0]
     if not isinstance(output, Tensor):
-        raise RequestError(f"the model returns a {type(output).__name__}, and an export compares its logits")
+        raise RequestError(
+            f"the model returns a {type(output).__name__}, and an export compares scores; return a tensor, a tuple that begins "
+            "with one, or a dict or an object with logits"
+        )
     return output
 
 

@@ -77,12 +77,18 @@ class Unexpressible(nn.Module):
         return x if float(x.sum()) > 0 else x + 1
 
 
-def test_a_model_that_cannot_be_exported_is_one_message_and_no_folder(tmp_path):
+class Wordless(nn.Module):
+    def forward(self, x):
+        raise ValueError
+
+
+@pytest.mark.parametrize("model", [Unexpressible(), Wordless()])
+def test_a_model_that_cannot_be_exported_is_one_message_and_no_folder(tmp_path, model):
     with (
-        pytest.raises(RunError, match=r"torch\.export cannot express this model"),
+        pytest.raises(RunError, match=r"torch\.export cannot express this model: \w"),
         new_folder(tmp_path / "out") as draft,
     ):
-        write_program(Unexpressible(), (torch.ones(2),), draft)
+        write_program(model, (torch.ones(2),), draft)
     assert os.listdir(tmp_path) == []
 
 
